@@ -15,7 +15,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .call.views import View
-from .errors import BundleError, CgbundleError
+from .errors import BundleError, CallError, CgbundleError
 from .format.archive import EXAM, exam_entry
 from .format.entries import FORWARD, each_entry
 from .format.safetensors import Mapped
@@ -96,8 +96,10 @@ def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None)
     """Replays the exam of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), entry by
     entry, in order.
 
-    Raises weights-invalid when the exam is damaged.
+    Raises weights-invalid when the exam is damaged, and exam-outdated for a program with other weights.
     """
+    if program.updated:
+        raise CallError("exam-outdated", f"program {program.manifest.name!r} has other weights than those that its exam is about")
     exam = program.open_exam()
     try:
         return [

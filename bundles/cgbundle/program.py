@@ -100,7 +100,7 @@ class Program(Entry):
         policies = (root._on_miss, "view" if root._views else "copy", root._cast)
         made = Program(root.manifest, root._backend.session(), *policies, root._session.exam)
         made._root = root
-        if not root._sessions.add(made):
+        if not root._sessions.add(made, made._session):
             made.close()
             raise closed(root.manifest.name)
         return made
@@ -114,6 +114,11 @@ class Program(Entry):
         code = self._backend.code_bytes
         return {**sizes, KERNEL_CODE: code} if code else sizes
 
+    @property
+    def updated(self) -> bool:
+        """Whether `update` has put other weights in place of the bundle's, which the exam is about.  Raises ProgramClosed."""
+        return self._backend.updated
+
     def reset(self) -> None:
         """Brings back what all state held at first, in order with the calls; random numbers go on."""
         self.state.reset()
@@ -126,6 +131,27 @@ class Program(Entry):
     def state_bytes(self, weight: int) -> bytes:
         """The bytes of number `weight` of the manifest's weights in the order of memory, when the calls before are done."""
         return self.state.fetch(weight)
+
+    def update(self, weights: str | os.PathLike[str] | Mapping[str, Any], *, partial: bool = False) -> None:
+        """Other weights in place of the bundle's, in this program and all of its sessions; the graphs stay.
+
+        `weights`: a safetensors file, the index of one in several files (`model.safetensors.index.json`, as the Hugging Face Hub
+        has it), a folder with one of these, another bundle, or a mapping of names to tensors (NumPy, torch, CuPy, DLPack).  Names,
+        dtypes and shapes are those of the model's state_dict.  Of tied weights one is enough.  `partial`: weights that are not
+        given stay as they are; else all have to be given.
+
+        Everything is read and checked first: where this raises, nothing has changed.  A call that began before uses the old weights
+        to its end, one that begins after this has returned the new ones, in every session.  Calls inside of CUDA graphs that the
+        caller captured are the caller's to order.  State stays: it is none of the weights.
+
+        Raises update-invalid for what does not fit, update-refused for a weight that the build made a part of the code (`inspect`
+        lists them), ProgramClosed, OutOfMemory.
+        """
+        from .session.update import update  # few programs are
+
+        root = self._root or self
+        sessions = [root._session, *root._sessions.parts()]  # held until all is done: none is closed by the collector meanwhile
+        update(self.manifest, [each.backend for each in sessions], weights, partial=partial)
 
     def warmup(self, *int_keys: tuple[int, ...]) -> None:
         """Pays the costs of first calls ahead: reads the weights, builds what `lazy=True` put off, and makes a call of each of

@@ -25,7 +25,7 @@ from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
 from ..targets.memory_layout import lay_out
 from ..targets.rows import WHOLE
-from ..targets.weights import shapes_of
+from ..targets.weights import fixed_weights, shapes_of
 from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
@@ -100,6 +100,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
     return ManifestParts(
         target=cuda_target(recorded.arch, driver, hosts, spec.torch_version),
         weights=written.weights,
+        fixed=fixed_weights(stage, written.weights, programs, hosts.unbound),
         memories=written.memories,
         regions=written.regions,
         module_state=STATES_FILE if recorded.states else "",

@@ -31,7 +31,7 @@ from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
 from ..targets.memory_layout import PAD, Table, align, lay_out
-from ..targets.weights import add_tables, shapes_of, write_weights
+from ..targets.weights import add_tables, fixed_weights, shapes_of, write_weights
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import with_aliases
 from ..util.content_cache import cache_folder
@@ -88,6 +88,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         hosts = host_stage(split, unplaced, scratch, stage, stages)
         layout = lay_out(shapes, state, off_gpu(split, hosts, unplaced))
         folded, end = folded_tables(traced, layout.weights_end)
+        sources = {name for each in lowered.values() for constant in each.constants for name in constant.sources}
         with stages("plan") as tell:
             kept = keep_outputs(joined, chained_outputs(spec, split))
             graphs, bound = _assemble(
@@ -131,6 +132,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
+        fixed=fixed_weights(stage, written.weights, exported, sources | hosts.unbound),
         memories=written.memories,
         regions=written.regions,
         module_state="",

@@ -145,10 +145,12 @@ class BufferView:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FoldedConstant:
-    """A weight that was computed when the program was lowered: its bytes, and a name that follows from them."""
+    """A weight that was computed when the program was lowered: its bytes, a name that follows from them, and the names of the
+    program's weights that it was computed from."""
 
     name: str
     contents: bytes
+    sources: tuple[str, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -223,6 +223,7 @@ def _manifest(
             parameters=entry.prepared.signature.parameters,
             result=entry.prepared.signature.result,
             weights=parts.weights,
+            fixed=parts.fixed,
             memories=parts.memories,
             regions=parts.regions,
             programs=own.programs,

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cgbundle.format.schema import Chain, Dimension, Exam, IntKey, Program, Region, Reserved, Target, Weight
+from cgbundle.format.schema import Chain, Dimension, Exam, FixedWeight, IntKey, Program, Region, Reserved, Target, Weight
 
 from ..export.programs import Programs
 from ..model.source import Source, all_keys
@@ -127,6 +127,7 @@ class ManifestParts:
 
     target: Target
     weights: tuple[Weight, ...]
+    fixed: tuple[FixedWeight, ...]
     memories: tuple[tuple[str, int], ...]
     regions: tuple[Region, ...]
     module_state: str

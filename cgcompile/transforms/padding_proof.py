@@ -1,10 +1,11 @@
-"""The proof that a call may be padded or cut, per declared dimension: the model itself runs on whole, padded and cut inputs.
+"""The proof that a call may be padded or cut, per declared dimension.
 
-A dimension is "rows" when outputs stay the same whatever the padding and no operation joins rows.  It is "zeros" when they stay
-the same for zeros only (an attention mask makes padded positions count for nothing), else "no".  It may be cut when "rows" and
-every output has exactly one axis that is a multiple of it.  The tests run in eager PyTorch, within the outputs' bounds: other batch
-sizes take other kernels.  One program for all sizes computes the same at all of them, so two sizes are tried.  Where each int_key
-has its own program, Python may have taken another branch at any size: every one between the declared sizes is tried.
+A dimension is "rows" when the rest of a call's frame may hold anything, "zeros" when it may hold zeros (an attention mask makes
+padded positions count for nothing), else "no".  `row_mixing` proves it, operator by operator.  Before that the model itself runs on
+whole, padded and cut inputs, in eager PyTorch, within the outputs' bounds: what the program of one size hides, such as a branch of
+Python's, shows there.  A dimension may be cut when it is "rows" from both ends and every output has exactly one axis that is a
+multiple of it.  One program for all sizes computes the same at all of them, so two sizes are tried.  Where each int_key has its own
+program, Python may have taken another branch at any size: every one between the declared sizes is tried.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from ..model.source import Source, sample
 from ..util.tolerance import compare
 from .error_bounds import ErrorBound, error_bounds
 from .prepared import Prepared
-from .row_mixing import joined
+from .row_mixing import TwoSizes, changed, two_sizes
 
 Tensors = Sequence[torch.Tensor]
 
@@ -81,14 +82,23 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
             return "no", f"the model fails ({type(failure).__name__}) at {name}={trial.short}"
         problem = _other_shape(prepared, trial.small, expected) or _compare(prepared, short, zeros, expected)
         if not problem and _compare(prepared, short, long, expected):
-            pad, reason = "zeros", f"outputs depend on what {name} is filled up with; zeros were proved to change nothing"
-            flipped = [_negated(tensor) for tensor in short]
-            problem = _compare(prepared, flipped, zeros, run_eager(prepared.reference, flipped).outputs)
+            pad = "zeros"
         if problem:
             return "no", f"{problem} when {name}={trial.short} is filled up with zeros to {trial.long}"
-    if pad == "rows" and (why := joined(prepared, name, tuple(sizes).index(name))):
-        return "zeros", f"{why}; zeros were seen to change nothing"
-    return pad, reason
+    compared = two_sizes(source, prepared, sizes, name)
+    if not compared:
+        return "no", f"the model was exported per size, and its operators cannot be compared between sizes of {name}"
+    joined = _first(compared, fixed=False)
+    if pad == "rows" and not joined:
+        return pad, reason
+    if why := _first(compared, fixed=True):
+        return "no", f"{why}, and zeros change what it gives"
+    return "zeros", f"{joined or f'outputs depend on what {name} is filled up with'}; zeros were proved to change nothing"
+
+
+def _first(compared: Sequence[TwoSizes], fixed: bool, last: bool = False) -> str:
+    """The first sentence of `row_mixing.changed`, or ""."""
+    return next((why for each in compared if (why := changed(each, fixed, last))), "")
 
 
 def _partial(prepared: Prepared, memory: str) -> str:
@@ -182,6 +192,8 @@ def _prove_cut(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
                         return False, f"output {spec.name!r} {changed} when {name}={long} is cut at {at}"
         except (RuntimeError, IndexError, ValueError, AssertionError) as failure:
             return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
+    if why := _first(two_sizes(source, prepared, sizes, name), fixed=False, last=True):
+        return False, f"{why}, and a part of a call lacks what lies before it"
     return True, f"rows along {name} do not depend on each other"
 
 
@@ -200,10 +212,3 @@ def _range(tensor: torch.Tensor, shape: Sequence[object], name: str, start: int,
         rule = linear(size)  # type: ignore[arg-type]
         slices.append(slice(rule[1] * start, rule[1] * stop) if rule and rule[0] == name else slice(None))
     return tensor[tuple(slices)]
-
-
-def _negated(tensor: torch.Tensor) -> torch.Tensor:
-    """Floats with the opposite sign (a maximum over positive inputs would not notice zeros); masks of zeros and ones unchanged."""
-    if not tensor.dtype.is_floating_point or bool(((tensor == 0) | (tensor == 1)).all()):
-        return tensor
-    return -tensor

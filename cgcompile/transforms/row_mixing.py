@@ -1,85 +1,143 @@
-"""Which operation joins the rows of a declared dimension: read off the program, as running examples may not show it.
+"""Whether padding a declared dimension changes what a program computes: decided operator by operator.
 
-A softmax of large numbers, say, is the same with and without rows that change its scale.
+The program runs at a short size and, padded, at a long one, side by side.  After every operator what it gives for the call must be
+the same in both.  It must stay so when its inputs hold other values: the call's entries are moved below and above all padded ones,
+and made zero; the padded ones are moved too, unless no input of the call can change them, as behind a mask.  So a sum over rows is
+padded where what is added are zeros whatever the call holds, a softmax where scores are masked, a maximum where padded entries are
+-inf.  What the outputs make of a changed sum plays no part.
+
+Premises: integers have the range that inputs() draws; a mask by a large number, such as -10000, is large enough for the model's
+scores, and no mask hides a whole row of the call; padded rows are finite where they are for the inputs drawn.
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
-from typing import Any
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.export import ExportedProgram
-from torch.fx import Node
-from torch.utils._pytree import tree_leaves
+from torch.fx import GraphModule, Interpreter
 
-from cgbundle.format.size_expressions import names
-
-from ..model.user_code import place
+from ..errors import ModelError
+from ..export.export import export
+from ..model.flat_module import traced_per_size
+from ..model.source import Source, sample
+from .padded_run import FAILURES, ChangedByPadding, PaddedRun
 from .prepared import Prepared
 
-SHAPE_ONLY = frozenset({"new_zeros", "new_ones", "new_empty", "new_full", "new_empty_strided"})
-"""Operations that take a tensor for its dtype and device alone."""
+SEED = 0
+"""Of the values that operators are tried with: a verdict is the same in every build."""
+
+SMALL = 8
+"""A program for all sizes is run at declared ones up to this, or at this: it computes the same at all, and large ones take long."""
 
 
-def joined(prepared: Prepared, name: str, position: int) -> str:
-    """ "" or a sentence about the first operation that joins rows of dimension `name`, number `position` of an int_key.
+@dataclass(frozen=True, slots=True)
+class TwoSizes:
+    """A program at a short and a long size of the dimension `name`, with inputs as `inputs()` draws them; programs of their own are
+    made of the same operators."""
 
-    It takes tensors with an axis of the dimension and gives one without: what it gives depends on all rows, or on one of them.
-    Where every int_key has its own program, what has such an axis shows by two programs of the same operations.
+    name: str
+    sizes: tuple[int, int]
+    modules: tuple[GraphModule, GraphModule]
+    short: Sequence[torch.Tensor]
+    long: Sequence[torch.Tensor]
+
+
+def two_sizes(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[TwoSizes, ...]:
+    """What is compared for the dimension `name`, the other dimensions at their smallest sizes.
+
+    Programs of their own are compared with that of the next size, or where there is one size alone, of a smaller one; none where
+    their operators differ.
     """
+    values = sizes[name]
+    others = {other: given[0] for other, given in sizes.items()}
     if prepared.programs.dynamic:
-        return _first_joining(prepared.programs.first, _growing(prepared, name), name)
-    for key, program in prepared.programs.by_key.items():
-        rest = key[:position], key[position + 1 :]
-        others = [
-            other
-            for another, other in prepared.programs.by_key.items()
-            if another != key and (another[:position], another[position + 1 :]) == rest
+        module = _module(prepared.programs.first)
+        declared = next((size for size in values if size > 1), 2)
+        return (_small(source, module, others, name, declared) or _at(source, module, others, name, declared),)
+    by_size = _by_size(source, prepared, sizes, name)
+    values, programs = tuple(by_size), list(by_size.values())
+    if any(_targets(program) != _targets(programs[0]) for program in programs):
+        return ()
+    modules = [_module(program) for program in programs]
+    drawn = [sample(source, {**others, name: size}).tensors for size in values]
+    return tuple(
+        [
+            TwoSizes(name, (values[at], values[at + 1]), (modules[at], modules[at + 1]), drawn[at], drawn[at + 1])
+            for at in range(len(values) - 1)
         ]
-        alike = next((other for other in others if _targets(other) == _targets(program)), None)
-        if alike is None:
-            return f"operations differ between the sizes of {name}, so that what joins them cannot be read off"
-        pairs = zip(program.graph.nodes, alike.graph.nodes, strict=True)
-        if why := _first_joining(program, {node for node, twin in pairs if _shapes(node) != _shapes(twin)}, name):
-            return why
+    )
+
+
+def _by_size(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> dict[int, ExportedProgram]:
+    """The programs of the dimension's sizes, and of a smaller one where it has one alone, which is exported for this."""
+    others = {other: values[:1] for other, values in sizes.items()}
+    programs, values = prepared.programs, sizes[name]
+    if len(values) == 1:
+        values = (values[0] - 1, values[0]) if values[0] > 1 else (1, 2)
+        try:
+            programs = export(source, {**others, name: values}).programs
+        except ModelError:
+            return {}
+    keys = [tuple([size if each == name else others[each][0] for each in sizes]) for size in values]
+    return {size: programs.at(key) for size, key in zip(values, keys, strict=True)}
+
+
+def _at(source: Source, module: GraphModule, others: Mapping[str, int], name: str, long: int) -> TwoSizes:
+    short = min(long - 1, max(2, long // 3))
+    drawn = [sample(source, {**others, name: size}).tensors for size in (short, long)]
+    return TwoSizes(name, (short, long), (module, module), *drawn)
+
+
+def _small(source: Source, module: GraphModule, others: Mapping[str, int], name: str, declared: int) -> TwoSizes | None:
+    """A dynamic program at small sizes, None where the model does not take them."""
+    try:
+        made = _at(source, module, {other: min(size, SMALL) for other, size in others.items()}, name, min(declared, SMALL))
+        with torch.no_grad(), traced_per_size():
+            for drawn in (made.short, made.long):  # without the module's own checks: its declared sizes begin higher
+                Interpreter(module).run(*drawn, enable_io_processing=False)
+    except (*FAILURES, ModelError):
+        return None
+    return made
+
+
+def changed(compared: TwoSizes, fixed: bool, last: bool = False) -> str:
+    """ "" where padding changes nothing that the outputs need, else a sentence about the operator that it changes.
+
+    The call is the beginning of a larger one, or where `last` its end.  `fixed`: it is padded with zeros; else with anything.
+    """
+    device = next((tensor.device for tensor in compared.short), torch.device("cpu"))
+    run = PaddedRun(compared.name, compared.sizes, last, torch.Generator(device).manual_seed(SEED))
+    with torch.no_grad(), traced_per_size():
+        frame = [torch.zeros_like(tensor) for tensor in compared.long] if fixed else compared.long
+        inputs = [run.framed(inner, outer, fixed) for inner, outer in zip(compared.short, frame, strict=True)]
+        try:
+            outputs = run.graphs(*compared.modules, inputs)
+        except ChangedByPadding as sentence:
+            return str(sentence)
+    for value in outputs:
+        if value.why:
+            return value.why
+        if not value.spot:
+            continue
+        for spot, small, large in zip(value.spot, value.short.shape, value.long.shape, strict=True):
+            start = large - small if last else 0
+            if small != large and (isinstance(spot, torch.Tensor) or spot != slice(start, start + small)):
+                return f"an output does not begin with what lies along {compared.name}"
     return ""
 
 
-def _growing(prepared: Prepared, name: str) -> set[Node]:
-    """The nodes of a dynamic program with an axis of the dimension."""
-    program = prepared.programs.first
-    user = set(program.graph_signature.user_inputs)
-    symbols: set[Any] = set()
-    values = [node.meta["val"] for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
-    for value, spec in zip(values, prepared.signature.inputs, strict=True):
-        for actual, size in zip(value.shape, spec.shape, strict=True):
-            if name in names(size) and isinstance(actual, torch.SymInt):
-                symbols |= actual.node.expr.free_symbols
-    return {node for node in program.graph.nodes if _has(node.meta.get("val"), symbols)}
+def _module(program: ExportedProgram) -> GraphModule:
+    """The program as a module whose operators write to none of their inputs."""
+    parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
+    targets = {node.target for part in parts for node in part.graph.nodes}
+    if any(isinstance(target, torch._ops.OpOverload) and target._schema.is_mutable for target in targets):
+        program = program.run_decompositions({})
+    made: GraphModule = program.module(check_guards=False)
+    return made
 
 
 def _targets(program: ExportedProgram) -> list[str]:
     return [f"{node.op} {node.target}" if node.op == "call_function" else node.op for node in program.graph.nodes]
-
-
-def _shapes(node: Node) -> list[tuple[int, ...]]:
-    return [tuple(leaf.shape) for leaf in tree_leaves(node.meta.get("val")) if isinstance(leaf, torch.Tensor)]
-
-
-def _first_joining(program: ExportedProgram, growing: Set[Node], name: str) -> str:
-    for node in program.graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), torch.Tensor) or node in growing:
-            continue
-        if node.target.__name__.partition(".")[0] not in SHAPE_ONLY and any(source in growing for source in node.all_input_nodes):
-            where, line = place(node)
-            at = f" ({where}: {line})" if where else ""
-            return f"{node.target.__name__.partition('.')[0]} joins what lies along {name}{at}"
-    return ""
-
-
-def _has(value: Any, symbols: set[Any]) -> bool:
-    """Whether one of a tensor's sizes depends on the symbols."""
-    if not isinstance(value, torch.Tensor):
-        return False
-    return any(isinstance(size, torch.SymInt) and size.node.expr.free_symbols & symbols for size in value.shape)

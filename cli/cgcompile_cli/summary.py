@@ -14,6 +14,7 @@ from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, Manifest, Program, Target, Weight
 from cgbundle.format.size_expressions import standing, text
+from cgbundle.session.update import SINCE, updatable
 from cgbundle.tensors.exam_tensors import exam_tensors
 from cgbundle.trust import manifest_signature
 
@@ -49,6 +50,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
     """What `--json` gives: the manifest as it is stored, and what follows from it.  `int_keys` to `outputs` are of the first entry,
     and `entries` says the same of each."""
     each = each_entry(manifest)
+    names, fixed = updatable(manifest)
     return {
         "path": path,
         "bytes": total(manifest),
@@ -57,6 +59,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "entries": [plain_entry(one) for one in each],
         "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
         "state": [weight.name for weight in stateful(manifest)],
+        "update": {"names": names, "fixed": fixed} if manifest.format >= SINCE else None,
         "chains": chains(manifest),
         "reserved": {row.entry: row.bytes for row in manifest.reserved},
         "load": load_lines(path, manifest),

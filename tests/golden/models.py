@@ -277,6 +277,33 @@ def cpu_lanes() -> Made:
     return lanes(), ENTRIES
 
 
+class Fixed(nn.Module):
+    """Weights that no update may change: a constant, a buffer that is in no state_dict, state where `counts`; and where matrix
+    products are traced, the scale and shift of a normalization, which are folded."""
+
+    def __init__(self, counts: bool) -> None:
+        super().__init__()
+        self.linear, self.norm, self.counts = nn.Linear(8, 8), nn.BatchNorm1d(8), counts
+        self.tied = self.linear.bias
+        self.register_buffer("mask", torch.tensor([1.0, 0.0] * 4), persistent=False)
+        self.register_buffer("calls", torch.zeros(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.counts:
+            self.calls.add_(1)
+        return self.norm(self.linear(x)) * self.mask + torch.tensor([0.5, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.5]) + self.tied
+
+
+def cpu_fixed() -> Made:
+    """For a runtime that updates weights."""
+    return Fixed(True), lambda batch: (torch.randn(batch, 8),)
+
+
+def traced_fixed() -> Made:
+    """The same, some of it folded."""
+    return Fixed(False), lambda batch: (torch.randn(batch, 8),)
+
+
 class Recurrent(nn.Module):
     """A hidden state that calls pass on."""
 

@@ -200,6 +200,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
                 name="tied", tensor="offsets", dtype="float32", shape=(len(offsets),), strides=(1,), memory="weights", offset=256
             ),
         ),
+        fixed=(),
         memories=(("weights", 1024), ("state", 0), ("inputs", STATIC), ("arena", ARENA)),
         regions=(Region(name="g0", kind="graph", reason="", file="", constants=()),),
         programs=tuple(map(program, KEYS)),

@@ -123,7 +123,7 @@ class FakeBackend:
     """
 
     device: int | None = None
-    code_bytes = 0
+    code_bytes, updated = 0, False
 
     def __init__(self, manifest: Manifest, compute: Compute, *, static: bool = False) -> None:
         self.manifest, self.compute, self.static = manifest, compute, static

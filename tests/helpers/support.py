@@ -114,6 +114,7 @@ def manifest() -> Manifest:
             Weight(name="first.bias", tensor="first.bias", dtype="float32", shape=(2,), strides=(1,), memory="weights", offset=0),
             Weight(name="tied.bias", tensor="first.bias", dtype="float32", shape=(2,), strides=(1,), memory="weights", offset=0),
         ),
+        fixed=(),
         memories=(("weights", 32),),
         regions=(
             Region(

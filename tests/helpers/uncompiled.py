@@ -18,4 +18,4 @@ def uncompiled(split: SplitProgram, weights: Sequence[Weight], scratch: Path, st
             (stage / "host").mkdir(exist_ok=True)
             (stage / "host" / f"{own}.so").write_bytes(b"\x7fELF")
             rows[region.name, key] = Region(name=own, kind="host", reason=region.reason, file=f"host/{own}.so", constants=())
-    return HostRegions(rows=rows, features=())
+    return HostRegions(rows=rows, features=(), unbound=frozenset())

@@ -76,6 +76,17 @@ class Afterwards(nn.Module):
         return y
 
 
+class Together(nn.Module):
+    """Four of these, each with inputs of its own: one program to compile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.whole, self.views, self.returned, self.afterwards = Whole(), Views(), Returned(), Afterwards()
+
+    def forward(self, w: Tensor, v: Tensor, r: Tensor, row: Tensor, a: Tensor) -> tuple[Tensor, ...]:
+        return self.whole(w), self.views(v), *self.returned(r, row), self.afterwards(a)
+
+
 class Kinds(nn.Module):
     """Writes to a mask, a counter and a half-precision tensor."""
 
@@ -103,6 +114,10 @@ def row(batch: int) -> tuple[Tensor, ...]:
     return torch.randn(batch, 3), torch.randn(3)
 
 
+def together(batch: int) -> tuple[Tensor, ...]:
+    return *drawn(3, 5)(batch), *row(batch), *drawn(3)(batch)
+
+
 MODELS: dict[str, tuple[type[nn.Module], Inputs, tuple[int, ...]]] = {
     "step": (Step, step, (1, 2)),
     "whole": (Whole, drawn(3), (0,)),
@@ -111,8 +126,12 @@ MODELS: dict[str, tuple[type[nn.Module], Inputs, tuple[int, ...]]] = {
     "returned": (Returned, row, (0,)),
     "afterwards": (Afterwards, drawn(3), (0,)),
     "kinds": (Kinds, kinds, (1, 2, 3)),
+    "together": (Together, together, (0, 1, 2, 4)),
 }
 """Name -> the model, its inputs, and the positions of those that it writes to."""
+
+WHOLE = ("both", "kinds", "step", "together")
+"""Of these, models that hold all others."""
 
 
 def draw(inputs: Inputs, batch: int, seed: int) -> tuple[Tensor, ...]:

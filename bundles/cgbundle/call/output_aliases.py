@@ -127,13 +127,16 @@ class OutputAliases:
             made[alias.output] = part if self._views else library.converted(part, tensors[0])
         return made
 
-    def wrap(self, library: Library, program: int, made: list[Any], addresses: Sequence[int]) -> list[Any]:
+    def wrap(self, call: tuple[Library, int | None, Any], program: int, made: list[Any], addresses: Sequence[int]) -> list[Any]:
         """The outputs of a replay; on the cpu target those that are aliases are taken from what they share memory with."""
+        library, _, stream = call
         backend, layouts = self._backend, self._layouts[program]
         if backend.device is not None:
             return made
         for alias in self._kept:
-            made[alias.output] = _over(library, layouts[alias.output], backend.address(alias.index), backend.owner)
+            made[alias.output] = _over(
+                library, layouts[alias.output], backend.address(alias.index, stream), (backend.owner, stream)
+            )
         for alias in self._given:
             made[alias.output] = _over(library, layouts[alias.output], addresses[alias.index], None)
         for alias in self._tied:

@@ -55,7 +55,7 @@ class Outputs:
         library, views, aliases = call[0], self._views, self._aliases
         made = self._wrapped(call, program, addresses)
         if aliases is not None:
-            made = aliases.wrap(library, program, made, addresses)
+            made = aliases.wrap(call, program, made, addresses)
             made, bare = aliases.share(library, call[1], program, made, parts)
             if views:
                 guarded = self.guard(library, made)
@@ -72,7 +72,7 @@ class Outputs:
         """Replays a part of a call that was cut, and copies its outputs to their places in the call's."""
         made = self._wrapped(call, part.program, addresses)
         if self._aliases is not None:
-            made = self._aliases.wrap(call[0], part.program, made, addresses)
+            made = self._aliases.wrap(call, part.program, made, addresses)
         for output, value, (taken, placed) in zip(whole, made, part.outputs, strict=True):
             output[placed] = value[taken]
 

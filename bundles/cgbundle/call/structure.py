@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import namedtuple
 from collections.abc import Callable, Mapping, Sequence
+from operator import itemgetter
 from typing import Any
 
 from ..errors import CallError
@@ -187,8 +188,7 @@ def builder(tree: Tree) -> Callable[[Sequence[Any]], Any]:
     """A function tensors -> the nested result.  Classes of named tuples and records are made once, from their names alone."""
     ((kind, body),) = tree.items()
     if kind == "tensor":
-        position: int = body
-        return lambda tensors: tensors[position]
+        return itemgetter(body)
     if kind == "value":
         return lambda tensors: body
     if kind == "dict":

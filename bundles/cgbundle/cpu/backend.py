@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import Array, addressof, c_void_p
+from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MachineError
@@ -23,9 +23,11 @@ from . import libtorch
 from .host_region import INSTANCES, HostRegion, layout_of, open_region
 from .output_layouts import OutputLayouts
 from .processor import HINT, check_features
+from .weights import Weights, anonymous
 
 if TYPE_CHECKING:
     from ..session.profile import Profile
+    from ..session.weight_contents import Contents, OpenFile
 
 
 def check_machine(target: Target) -> None:
@@ -57,9 +59,22 @@ class RegionOutputs:
             self._torch.delete(handle)
 
 
+class BoundPrograms:
+    """The programs of a session over the weights of one time: a call uses those that it was given when it began, to its end.
+
+    `runs`: of every program.  What they run is freed when no call holds this any more."""
+
+    __slots__ = ("regions", "runs", "weights")
+
+    def __init__(self, runs: list[Run], regions: list[HostRegion], weights: Weights) -> None:
+        self.runs, self.regions, self.weights = runs, regions, weights
+
+
 class Shared:
-    """What all sessions of a bundle use: torch's libraries, the mapped weights, what state holds at first.  As in eager, a caller
-    may write to weights that the model hands out: this process's pages become its own."""
+    """What all sessions of a bundle use: torch's libraries, the weights, what state holds at first.  As in eager, a caller may
+    write to weights that the model hands out: this process's pages become its own.
+
+    Whoever changes the weights, or makes a session over them, holds `updating`."""
 
     def __init__(self, bundle: Archive, threads: int | None) -> None:
         manifest = bundle.manifest
@@ -68,7 +83,8 @@ class Shared:
         self.torch = libtorch.load(manifest.target.torch, threads)
         self.programs = all_programs(manifest)
         handed = any(alias.memory == "weights" for each in each_entry(manifest) for alias in each.aliases)
-        self.weights = bundle.mapped(WEIGHTS, writable=handed)
+        self.weights = Weights(bundle.mapped(WEIGHTS, writable=handed))
+        self.updating, self.updated = RLock(), False
         self.state = dict(manifest.memories).get(STATE, 0)
         self.initial = InitialState(bundle)
 
@@ -97,50 +113,70 @@ class CpuBackend:
         self._torch, self._weights, self._initial = shared.torch, manifest.weights, shared.initial
         one_by_one = alone or shared.state > 0
         self._lock = ExclusiveLock(manifest.name, alone=alone) if one_by_one else SharedLock(manifest.name)
-        self._regions: list[HostRegion] = []
-        self._state = _memory(shared.state)
+        self._instances = 1 if one_by_one else INSTANCES
+        self._state = anonymous(shared.state)
         self._buffers: dict[int, list[Any]] = {}
-        self._unwatched: list[Run] = []
+        self._profile: Profile | None = None
+        self._bound: BoundPrograms | None = None
         self._restore()
+        self._inputs = [[layout_of(program.values[index], self._torch) for index in program.inputs] for program in shared.programs]
         try:
-            state, instances = addressof(self._state), 1 if one_by_one else INSTANCES
-            for region in manifest.regions:
-                opened = open_region(
-                    shared.bundle, region, self._weights, shared.weights, self._torch, state, instances,
-                    exact=manifest.format < host_code.SINCE,
-                )  # fmt: skip
-                self._regions.append(opened)
-            programs = shared.programs
-            self._inputs = [[layout_of(program.values[index], self._torch) for index in program.inputs] for program in programs]
-            for program in programs:
-                self._regions[program.steps[0].region].check_counts(len(program.inputs), len(program.outputs))
+            with shared.updating:
+                self._take(self._over(shared.weights))
         except BaseException:
             self.close()
             raise
-        self._run: list[Run] = [
-            (
-                self._regions[program.steps[0].region].run,
-                len(program.outputs),
-                OutputLayouts(self._torch, each, program, self.address),
-            )
-            for each in each_entry(manifest)
-            for program in each.programs
-        ]
+
+    def _over(self, weights: Weights) -> BoundPrograms:
+        """The programs of this session over these weights."""
+        shared = self._use()
+        manifest = shared.manifest
+        regions: list[HostRegion] = []
+        try:
+            for row in manifest.regions:
+                opened = open_region(
+                    shared.bundle, row, self._weights, weights, self._torch, addressof(self._state), self._instances,
+                    exact=manifest.format < host_code.SINCE,
+                )  # fmt: skip
+                regions.append(opened)
+            for program in shared.programs:
+                regions[program.steps[0].region].check_counts(len(program.inputs), len(program.outputs))
+            runs = [
+                (
+                    regions[program.steps[0].region].run,
+                    len(program.outputs),
+                    OutputLayouts(self._torch, each, program, self.address),
+                )
+                for each in each_entry(manifest)
+                for program in each.programs
+            ]
+        except BaseException:
+            for region in regions:
+                region.close()
+            raise
+        return BoundPrograms(runs, regions, weights)
+
+    def _take(self, bound: BoundPrograms) -> None:
+        """Calls that begin from now on use these."""
+        before, self._bound = self._bound, bound
+        self._lock.value = self._watched(bound)
+        for region in before.regions if before else ():
+            region.close_when_unused()
 
     def locked(self, stream: int | None) -> SharedLock | ExclusiveLock:
-        """Waits for nothing where replays share no memory: they run side by side."""
+        """Waits for nothing where replays share no memory: they run side by side.  It gives the call's BoundPrograms."""
         return self._lock
 
-    def begin(self, stream: int | None) -> None:
-        self._lock.__enter__()
+    def begin(self, stream: int | None) -> Any:
+        return self._lock.__enter__()
 
-    def end(self, stream: None) -> None:
+    def end(self, stream: Any) -> None:
         self._lock.__exit__(None, None, None)
 
-    def run(self, program: int, addresses: Sequence[int], device: int | None = None, stream: None = None) -> RegionOutputs:
+    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: BoundPrograms) -> RegionOutputs:
         """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise.  Raises
         library-refused where they are not."""
-        run, outputs, layouts = self._run[program]
+        run, outputs, layouts = stream.runs[program]
         return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs), layouts, addresses)
 
     def copy(self, target: int, source: int, size: int, stream: object = None) -> None:
@@ -152,9 +188,11 @@ class CpuBackend:
     def owner(self) -> object:
         return (self._shared, self._state)
 
-    def address(self, weight: int) -> int:
+    def address(self, weight: int, stream: BoundPrograms | None = None) -> int:
         row = self._weights[weight]
-        return addressof(self._state) + row.offset if row.memory == STATE else self._use().weights.address(row.tensor)
+        if row.memory == STATE:
+            return addressof(self._state) + row.offset
+        return (self._use().weights if stream is None else stream.weights).address(row.tensor)
 
     def fetch(self, weight: int, stream: object = None) -> bytes:
         return ctypes.string_at(self.address(weight), span(self._weights[weight]))
@@ -174,28 +212,60 @@ class CpuBackend:
                 ctypes.memset(addressof(self._state) + row.offset, 0, row.size)
         self._restore()
 
+    def update(self, contents: Mapping[int, Contents], sessions: Sequence[CpuBackend], files: Sequence[OpenFile]) -> None:
+        """Nothing waits: calls that run keep the old weights to their end, and the memory of these is given back then."""
+        shared = self._use()
+        with shared.updating:
+            weights = shared.weights.updated([self._weights[index] for index in contents], list(contents.values()))
+            for file in files:
+                file.check_unchanged()
+            made: list[tuple[CpuBackend, BoundPrograms]] = []
+            try:
+                for session in sessions:
+                    if session._shared is not None:  # nor will it be closed before this is done: that takes `updating`
+                        made.append((session, session._over(weights)))
+            except BaseException:
+                for _, bound in made:
+                    _close(bound)
+                raise
+            shared.weights, shared.updated = weights, True
+            for session, bound in made:
+                session._take(bound)
+
+    @property
+    def updated(self) -> bool:
+        return self._use().updated
+
     def buffers(self, program: int) -> tuple[list[int], object]:
         """The addresses of the program's static input buffers, and what keeps them alive; the same at every call."""
         row = self._use().programs[program]
         kept = self._buffers.get(program)
         if kept is None:
-            kept = self._buffers.setdefault(program, [_memory(span(row.values[index])) for index in row.inputs])
+            kept = self._buffers.setdefault(program, [anonymous(span(row.values[index])) for index in row.inputs])
         return [addressof(each) for each in kept], kept
 
     def populate(self) -> None:
         self._use().weights.populate()
 
     def watch(self, profile: Profile | None) -> None:
-        if self._unwatched:
-            self._run, self._unwatched = self._unwatched, []
-        if profile is not None:
-            manifest = self._use().manifest
-            from ..session.profile import step_names  # few programs are profiled
+        if profile is None and self._shared is None:
+            return
+        with self._use().updating:
+            self._profile = profile
+            if self._bound is not None:
+                self._lock.value = self._watched(self._bound)
 
-            self._unwatched = self._run
-            names = [step_names(each, program)[0] for each in each_entry(manifest) for program in each.programs]
-            rows = zip(names, self._run, strict=True)
-            self._run = [(profile.timed(name, run), outputs, layouts) for name, (run, outputs, layouts) in rows]
+    def _watched(self, bound: BoundPrograms) -> BoundPrograms:
+        """The programs as calls are given them: timed for the profile that watches."""
+        profile = self._profile
+        if profile is None:
+            return bound
+        from ..session.profile import step_names  # few programs are profiled
+
+        names = [step_names(each, program)[0] for each in each_entry(self._use().manifest) for program in each.programs]
+        rows = zip(names, bound.runs, strict=True)
+        timed = [(profile.timed(name, run), outputs, layouts) for name, (run, outputs, layouts) in rows]
+        return BoundPrograms(timed, bound.regions, bound.weights)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Nothing: a replay's memory is fresh from torch's allocator."""
@@ -207,11 +277,15 @@ class CpuBackend:
         if not self._lock.inherited:
             if not self._lock.close():
                 return
-            for region in self._regions:
-                region.close()
-        self._regions.clear()
+            shared = self._shared
+            assert shared is not None  # it is the first who closes
+            with shared.updating:
+                self._shared = None
+                if self._bound is not None:
+                    _close(self._bound)
+        self._bound = self._lock.value = None
         self._buffers.clear()
-        self._shared, self._state = None, _memory(0)
+        self._shared, self._state = None, anonymous(0)
 
     def _use(self) -> Shared:
         if self._lock.inherited:
@@ -226,6 +300,6 @@ class CpuBackend:
                 ctypes.memmove(addressof(self._state) + row.offset, row.source, row.size)
 
 
-def _memory(size: int) -> Any:
-    """Zeros in anonymous memory, which the system gives when they are first used, at the start of a page."""
-    return (ctypes.c_char * max(1, size)).from_buffer(mmap.mmap(-1, max(1, size)))
+def _close(bound: BoundPrograms) -> None:
+    for region in bound.regions:
+        region.close()

@@ -4,19 +4,20 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
 from functools import lru_cache
+from weakref import finalize
 
 from ..errors import MachineError
 from ..format.archive import Archive
-from ..format.safetensors import Mapped
 from ..format.schema import Region, Value, Weight
 from ..format.spans import span
 from ..session.forks import FORKS
 from ..validate.state import STATE
 from .libtorch import LibTorch, numbers
 from .shared_object import load_shared_object
+from .weights import Weights
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
@@ -72,14 +73,14 @@ def open_region(
     bundle: Archive,
     region: Region,
     weights: Sequence[Weight],
-    mapped: Mapped | None,
+    placed: Weights | None,
     torch: LibTorch,
     state: int = 0,
     instances: int = INSTANCES,
     *,
     exact: bool,
 ) -> HostRegion:
-    """A host region of a bundle, ready to run.  Its constants are used in place, in the mapped weights (None for a
+    """A host region of a bundle, ready to run.  Its constants are used in place, where the weights are `placed` (None for a
     region without constants) or in memory state at `state`; both must stay until it is closed.  `exact` as for `check_constants`.
     Raises library-refused."""
     opened = HostRegion(bundle.data(region.file), torch, region.file, instances, bundle.manifest.target.torch)
@@ -91,8 +92,8 @@ def open_region(
             if weight.memory == STATE:
                 address = state + weight.offset
             else:
-                assert mapped is not None
-                address = mapped.address(weight.tensor)
+                assert placed is not None
+                address = placed.address(weight.tensor)
             constants[name] = (address, layout_of(weight, torch))
         opened.bind(constants)
     except BaseException:
@@ -221,12 +222,13 @@ class HostRegion:
 
     def close(self) -> None:
         """Frees the container and the constants' handles; the shared object stays mapped (dlclose of C++ code is not safe)."""
-        if self._container.value:
-            self._library.AOTInductorModelContainerDelete(self._container)
-            self._container = c_void_p()
-        for handle in self._handles:
-            self._torch.delete(handle)
-        self._handles.clear()
+        container, self._container = self._container, c_void_p()
+        _free(self._library.AOTInductorModelContainerDelete, container, self._torch.delete, self._handles)
+
+    def close_when_unused(self) -> None:
+        """`close`, as soon as nobody holds this object any more, as a run does.  Not in a forked process."""
+        delete = self._library.AOTInductorModelContainerDelete
+        finalize(self, _free, delete, self._container, self._torch.delete, self._handles, FORKS.number).atexit = False
 
     def _check(self, code: int) -> None:
         if code:
@@ -239,3 +241,20 @@ class HostRegion:
             raise MachineError(
                 "library-refused", f"{self._where}: {message.splitlines()[0] if message else 'the shared object failed'}"
             )
+
+
+def _free(
+    delete: Callable[[c_void_p], object],
+    container: c_void_p,
+    delete_tensor: Callable[[c_void_p], object],
+    handles: list[c_void_p],
+    process: int | None = None,
+) -> None:
+    """`process`: the number of forks behind the process that may, None for any."""
+    if process not in (None, FORKS.number):
+        return
+    if container.value:
+        delete(container)
+    for handle in handles:
+        delete_tensor(handle)
+    handles.clear()

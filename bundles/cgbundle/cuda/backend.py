@@ -9,7 +9,7 @@ the stream.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -29,8 +29,11 @@ from .shared import Shared
 from .stream_order import StepClock, StreamOrder
 
 if TYPE_CHECKING:
+    from ..cpu.weights import Weights
     from ..session.profile import Profile
+    from ..session.weight_contents import Contents, OpenFile
     from .host_steps import HostSteps
+    from .weights import Copy
 
 SHARED = (WEIGHTS, KERNEL_CODE)
 """Memories that belong to no session alone."""
@@ -72,16 +75,17 @@ class CudaBackend:
         """A further session: memories, stream and graphs of its own, the same weights and kernels.  One thread at a time may use
         it, another one raises SessionBusy.  Whichever is closed last gives back what they share."""
         self._check_fork()
-        with self._gate:
-            self._current()
-            self._shared.retain()
-        made = object.__new__(CudaBackend)
-        made._start(self._shared, alone=True, lazy=self._lazy)
+        with self._shared.updating:
+            with self._gate:
+                self._current()
+                self._shared.retain()
+            made = object.__new__(CudaBackend)
+            made._start(self._shared, alone=True, lazy=self._lazy)
         return made
 
     def _start(self, shared: Shared, *, alone: bool, lazy: bool) -> None:
         """Begins with one share of what sessions share, which is given back where this fails."""
-        lock = self._session_lock = SessionLock(shared.manifest.name)
+        lock = self._session_lock = SessionLock(shared.manifest.name, shared.updating)
         self._gate, self._forks = lock.inner, FORKS.number
         self._lock: AnyLock = lock if alone else lock.inner
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
@@ -123,7 +127,7 @@ class CudaBackend:
         if hosted:
             from .host_steps import HostSteps  # few bundles have any, and torch's libraries with them
 
-            self._host = HostSteps(shared.bundle, shared.mapped, self._memories, shared.threads)
+            self._host = HostSteps(shared.bundle, shared.hosted, self._memories, shared.threads)
             cleanup.callback(self._host.close)
         if shared.poison is not None:
             self._memories.poison(shared.poison, stream)
@@ -142,7 +146,9 @@ class CudaBackend:
             self._check_fork()
         self._lock.acquire()
         try:
-            error = cu.cuCtxPushCurrent(self._current().handle)
+            if self._closed:
+                raise closed(self._manifest.name)
+            error = cu.cuCtxPushCurrent(self._context.handle)
             if error:
                 driver.check("cuCtxPushCurrent", error)
         except BaseException:
@@ -234,8 +240,8 @@ class CudaBackend:
     def populate(self) -> None:
         """Of weights on the GPU nothing is left to do; of those that the host's operations read.  Programs over inputs that lie
         where other calls leave them, which `lazy` put off, are built."""
-        if self._shared.mapped is not None:
-            self._shared.mapped.populate()
+        if self._shared.hosted is not None:
+            self._shared.hosted.populate()
         if self._lazy and self._shared.chained:
             with self.locked(None), Relaxed():
                 self._bind_chained()
@@ -277,7 +283,7 @@ class CudaBackend:
         """Keeps nothing: memory of the GPU is given back when the session is closed."""
         return self
 
-    def address(self, weight: int) -> int:
+    def address(self, weight: int, stream: Any = None) -> int:
         """Where a weight lies on the GPU, of memory weights or state."""
         row = self._manifest.weights[weight]
         return self._memories.address(row.memory, row.offset)
@@ -292,6 +298,44 @@ class CudaBackend:
         memory.copy(self.address(weight), address, self._size(weight), stream, source_on_device=device is not None)
         if device is None:
             driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+
+    def update(self, contents: Mapping[int, Contents], sessions: Sequence[CudaBackend], files: Sequence[OpenFile]) -> None:
+        """The new weights are brought to the GPU first.  Then the sessions stop for a moment: their calls are waited for, and the
+        weights copied to their places, since graphs know no others."""
+        self._check_fork()
+        shared = self._shared
+        with ExitStack() as last:
+            with self._gate:
+                self._current()
+                shared.retain()
+            last.callback(shared.release)
+            with shared.updating, self._context, Relaxed(), ExitStack() as cleanup:
+                copies, weights = shared.staged(contents, cleanup), shared.host_weights(contents)
+                for file in files:
+                    file.check_unchanged()
+                for each in sessions:
+                    each._gate.acquire()
+                    cleanup.callback(each._gate.release)
+                self._replace([each for each in sessions if not each._closed], copies, weights)
+
+    @property
+    def updated(self) -> bool:
+        return self._shared.updated
+
+    def _replace(self, sessions: Sequence[CudaBackend], copies: Sequence[Copy], weights: Weights | None) -> None:
+        """Puts other weights in their places; no session begins a call meanwhile."""
+        stream = self._context.stream
+        regions = [(each._host, each._host.over(weights)) for each in sessions if each._host is not None and weights is not None]
+        for each in sessions:
+            each._order.wait()
+        for copy in copies:
+            copy.enqueue(stream)
+        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "update")
+        if weights is not None:
+            self._shared.hosted = weights
+            for host, made in regions:
+                host.take(made, weights)
+        self._shared.updated = True
 
     def write(self, address: int, data: bytes, stream: Any) -> None:
         """Copies bytes to the GPU."""

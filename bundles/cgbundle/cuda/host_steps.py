@@ -9,18 +9,20 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
 from ..cpu.output_layouts import Found, check_layout
 from ..format.archive import Archive
-from ..format.safetensors import Mapped
 from ..format.schema import Program, Step, Value
 from ..format.spans import span
 from ..validate import host_code
 from .driver import check, cu
 from .memory import Memories
+
+if TYPE_CHECKING:
+    from ..cpu.weights import Weights
 
 
 class _Place(NamedTuple):
@@ -33,10 +35,10 @@ class _Place(NamedTuple):
 
 
 class HostSteps:
-    """The host regions of a bundle, each loaded at its first use; their constants are used in place in `weights`, which
-    must stay (None where no region has any).  Raises library-missing or library-refused without torch's shared libraries."""
+    """The host regions of a bundle, each loaded at its first use; their constants are used in place, where the `weights`
+    lie (None where no region has any).  Raises library-missing or library-refused without torch's shared libraries."""
 
-    def __init__(self, bundle: Archive, weights: Mapped | None, memories: Memories, threads: int | None = None) -> None:
+    def __init__(self, bundle: Archive, weights: Weights | None, memories: Memories, threads: int | None = None) -> None:
         self._bundle, self._manifest, self._weights, self._memories = bundle, bundle.manifest, weights, memories
         self._torch = libtorch.load(bundle.manifest.target.torch, threads)
         self._regions: dict[int, HostRegion] = {}
@@ -50,7 +52,7 @@ class HostSteps:
         where, torch = self._manifest.regions[step.region].file, self._torch
         region = self._region(step.region)
         region.check_counts(len(step.inputs), len(step.outputs))
-        run = region.run
+        regions, number = self._regions, step.region
         inputs = [program.values[index] for index in step.inputs]
         addresses = [self._memories.address(value.memory, value.offset) for value in inputs]
         layouts = [layout_of(value, torch) for value in inputs]
@@ -60,7 +62,7 @@ class HostSteps:
             error = cu.cuStreamSynchronize(stream)
             if error:
                 check("cuStreamSynchronize", error, f"before {where}")
-            made = run(addresses, layouts, len(places))
+            made = regions[number].run(addresses, layouts, len(places))
             try:
                 for handle, place in zip(made, places, strict=True):
                     _take(torch, handle or 0, place, where)
@@ -70,12 +72,33 @@ class HostSteps:
 
         return call
 
+    def over(self, weights: Weights) -> dict[int, HostRegion]:
+        """The regions that are loaded, once more, over other weights."""
+        made: dict[int, HostRegion] = {}
+        try:
+            for index in self._regions:
+                made[index] = self._opened(index, weights)
+        except BaseException:
+            for region in made.values():
+                region.close()
+            raise
+        return made
+
+    def take(self, regions: dict[int, HostRegion], weights: Weights) -> None:
+        """Runs these from now on, which `over` made, and closes those before; no step runs meanwhile."""
+        before = list(self._regions.values())
+        self._regions.update(regions)
+        self._weights = weights
+        for region in before:
+            region.close()
+
     def close(self) -> None:
         """Closes the regions; no step may run any more."""
         with ExitStack() as each:
             for region in self._regions.values():
                 each.callback(region.close)
-            self._regions, self._weights = {}, None
+            self._regions.clear()
+            self._weights = None
 
     def _place(self, value: Value) -> _Place:
         address = self._memories.address(value.memory, value.offset)
@@ -84,11 +107,13 @@ class HostSteps:
     def _region(self, index: int) -> HostRegion:
         region = self._regions.get(index)
         if region is None:
-            row = self._manifest.regions[index]
-            exact = self._manifest.format < host_code.SINCE
-            region = open_region(self._bundle, row, self._manifest.weights, self._weights, self._torch, exact=exact)
-            self._regions[index] = region
+            region = self._regions[index] = self._opened(index, self._weights)
         return region
+
+    def _opened(self, index: int, weights: Weights | None) -> HostRegion:
+        row = self._manifest.regions[index]
+        exact = self._manifest.format < host_code.SINCE
+        return open_region(self._bundle, row, self._manifest.weights, weights, self._torch, exact=exact)
 
 
 def _take(torch: libtorch.LibTorch, handle: int, place: _Place, where: str) -> None:

@@ -3,28 +3,35 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
 from ..cpu.processor import check_features
 from ..format.archive import KERNELS, Archive
 from ..format.archive import WEIGHTS as FILE
 from ..format.entries import chained_programs, each_entry
 from ..format.schema import Manifest
-from ..format.spans import span
+from ..format.spans import HOST_ONLY, span
 from ..session.initial_state import InitialState
 from . import weights
 from .driver import Context, Relaxed, check_device, check_driver
 from .memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from .modules import Modules, states
 
+if TYPE_CHECKING:
+    from ..cpu.weights import Weights
+    from ..session.weight_contents import Contents
+
 
 class Shared:
     """A bundle on GPU number `device`; `context`, `mode`, `poison` and `threads` as for `CudaBackend`, as is what it raises.
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
-    makes graphs or loads modules holds `lock`.  `rows` are the programs of all entries, each with the inputs that its calls
-    change, `entries` the manifests of their entries, and `chained` where inputs of theirs may lie: see `chained_places`.
+    makes graphs or loads modules holds `lock`, whoever changes the weights, or makes a session over them, `updating`.  `hosted`:
+    where the weights lie that host regions read, None where there are none.  `rows` are the programs of all entries, each with the
+    inputs that its calls change, `entries` the manifests of their entries, and `chained` where inputs of theirs may lie: see
+    `chained_places`.
     """
 
     def __init__(
@@ -37,6 +44,7 @@ class Shared:
         self.rows = [(program, each.written) for each in each_entry(manifest) for program in each.programs]
         self.chained = chained_places(each_entry(manifest)) if manifest.chains else {}
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
+        self.updating, self.updated = threading.RLock(), False
         self._shares = 1
         self._upload: weights.Upload | None = None
         with ExitStack() as undo:
@@ -47,7 +55,7 @@ class Shared:
             self.sizes = dict(manifest.memories)
             self.initial = InitialState(bundle)
             constants = any(region.kind == "host" and region.constants for region in manifest.regions)
-            self.mapped = bundle.mapped(FILE) if constants else None
+            self.hosted = _host_weights(bundle) if constants else None
             check_driver(manifest.target)
             if context is None:
                 context = Context(device)
@@ -84,6 +92,26 @@ class Shared:
         cleanup.callback(made.close)
         return made
 
+    def staged(self, contents: Mapping[int, Contents], cleanup: ExitStack) -> list[weights.Copy]:
+        """Brings new contents of weights, by position, to where they can be copied from to memory weights and no one changes them;
+        `cleanup` frees that.  The context is current.  Raises update-invalid, driver-failed."""
+        rows = self.manifest.weights
+        stage = weights.Stage(self.context, (self.base, self.sizes[WEIGHTS]), contents.values(), cleanup)
+        for index, each in contents.items():
+            if rows[index].offset != HOST_ONLY and each.bytes:
+                stage.add(rows[index], each, self.base + rows[index].offset)
+        return stage.done()
+
+    def host_weights(self, contents: Mapping[int, Contents]) -> Weights | None:
+        """Where host regions find the weights after an update; None where it changes none of theirs."""
+        regions = self.manifest.regions
+        read = {self.manifest.weights[index].tensor for region in regions for _, index in region.constants}
+        chosen = {self.manifest.weights[index]: each for index, each in contents.items()}
+        chosen = {row: each for row, each in chosen.items() if row.tensor in read}
+        if self.hosted is None or not chosen:
+            return None
+        return self.hosted.updated(list(chosen), list(chosen.values()))
+
     def settle(self) -> None:
         upload = self._upload
         if upload is not None:
@@ -107,6 +135,12 @@ class Shared:
     def _give_back(self) -> None:
         with self.context, Relaxed(), self._cleanup:
             pass
+
+
+def _host_weights(bundle: Archive) -> Weights:
+    from ..cpu.weights import Weights  # few bundles have host regions, and their weights
+
+    return Weights(bundle.mapped(FILE))
 
 
 def chained_places(each: Sequence[Manifest]) -> dict[int, dict[int, dict[int, int]]]:

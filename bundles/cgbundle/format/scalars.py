@@ -27,6 +27,11 @@ def brief(value: Any) -> str:
     return repr(str(value)[:40])
 
 
+def is_sha256(text: str) -> bool:
+    """Whether it is a SHA-256 in lower-case hexadecimal."""
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
 def whole(value: Any, where: str) -> int:
     """`value`, when it is an integer of 64 bits.  Raises manifest-invalid, as the others."""
     if type(value) is int and -limits.INTEGER <= value < limits.INTEGER:

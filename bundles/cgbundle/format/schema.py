@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-FORMAT_VERSION = 5
+FORMAT_VERSION = 6
 """1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state, random numbers,
 outputs that share memory with something else.  4 (2026-11): parameters of the call, a bound for every tensor of the exam, levels of
 processors, ranges of indices, signatures, the rows that a shared object was built for, records in trees.  5 (2026-11): several
-entries, chains between them."""
+entries, chains between them.  6 (2026-11): weights that no update may change."""
 
 ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "written"): (2, ()),
@@ -34,6 +34,7 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "entries"): (5, ()),
     ("Manifest", "chains"): (5, ()),
     ("Manifest", "reserved"): (5, ()),
+    ("Manifest", "fixed"): (6, ()),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
@@ -134,6 +135,17 @@ class Weight:
     strides: Shape
     memory: Name
     offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedWeight:
+    """A weight, by its position, that an update of the loaded program must leave as it is.  `reason` is "constant" (it is not in
+    the model's state_dict), "folded" (compiled code holds values that were computed from it) or "state" (calls change it).
+    `sha256` is that of its bytes in the file."""
+
+    weight: int
+    reason: Name
+    sha256: Name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,7 +337,7 @@ class Manifest:
     `written`: positions in `inputs` of those that a call changes in place, in the caller's own memory.  `changes`: positions in
     `weights` of the state that a call changes.  `aliases`: outputs that share memory, by output.  `random`: the position in
     `weights` of the state of the random numbers, int64 [seed, calls so far], or -1 for a model that draws none.  `parameters`:
-    those of `call`, in its order."""
+    those of `call`, in its order.  `fixed`: the weights that no update may change, by position."""
 
     format: int
     name: Name
@@ -342,6 +354,7 @@ class Manifest:
     parameters: tuple[Parameter, ...]
     result: Tree
     weights: tuple[Weight, ...]
+    fixed: tuple[FixedWeight, ...]
     memories: tuple[tuple[Name, int], ...]
     regions: tuple[Region, ...]
     programs: tuple[Program, ...]

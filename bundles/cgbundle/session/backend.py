@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from .profile import Profile
+    from .weight_contents import Contents, OpenFile
 
 
 class Results(Protocol):
@@ -63,8 +64,8 @@ class Backend(Protocol):
     def buffers(self, program: int) -> tuple[list[int], object]:
         """The addresses of a program's static input buffers on the device, and what keeps them alive."""
 
-    def address(self, weight: int) -> int:
-        """Where a weight of memory weights or state lies on the device."""
+    def address(self, weight: int, stream: Any = None) -> int:
+        """Where a weight of memory weights or state lies on the device: for a call, or now (None)."""
 
     def fetch(self, weight: int, stream: Any) -> bytes:
         """A weight's bytes in the order of memory; waits for the calls before."""
@@ -77,6 +78,16 @@ class Backend(Protocol):
 
     def read(self, address: int, size: int, stream: Any) -> bytes:
         """Bytes of the device's memory, when the calls before are done."""
+
+    def update(self, contents: Mapping[int, Contents], sessions: Sequence[Any], files: Sequence[OpenFile]) -> None:
+        """Gives weights of memory weights other contents, by their positions, which are checked: those of tied ones to all of them.
+
+        A call uses the old weights or the new ones; of those of `sessions`, backends over the same weights, each that begins later
+        uses the new.  `files`: what the contents lie in.  Nothing has changed where this raises."""
+
+    @property
+    def updated(self) -> bool:
+        """Whether the weights are others than the bundle's."""
 
     def reset(self, stream: Any) -> None:
         """Brings back what state held at first."""

@@ -13,17 +13,25 @@ PER_SESSION = ("state", "inputs", "arena", "host")
 class Sessions:
     """Sessions keep the program that they came from; it does not keep them, so that one that is forgotten is collected."""
 
-    __slots__ = ("_closed", "_lock", "_open")
+    __slots__ = ("_closed", "_lock", "_open", "_parts")
 
     def __init__(self) -> None:
         self._lock, self._closed = Lock(), False
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
 
-    def add(self, session: Any) -> bool:
-        """False after `close`: the session has to be closed by whoever opened it."""
+    def add(self, session: Any, part: Any) -> bool:
+        """`part` is what a session's entries share, which may outlive it.  False after `close`: the session has to be closed by
+        whoever opened it."""
         with self._lock:
             self._open.add(session)
+            self._parts.add(part)
             return not self._closed
+
+    def parts(self) -> list[Any]:
+        """The parts of those that are open.  None of them is collected while the list is held."""
+        with self._lock:
+            return list(self._parts)
 
     def close(self) -> None:
         with self._lock:

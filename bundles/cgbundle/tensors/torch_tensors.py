@@ -25,6 +25,7 @@ class Torch:
         self._raw_stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
+        """Here every call passes, and pays 50 ns for every question."""
         if not isinstance(value, self._tensor):
             raise CallError("input-kind", f"input {name!r}: expected a torch tensor like the first input, got {kind_of(value)}")
         if value.layout is not self._strided:

@@ -8,6 +8,7 @@ from ..errors import BundleError, CgbundleError
 from ..format import archive, limits
 from ..format.archive import Archive
 from ..format.entries import FORWARD, all_programs, each_entry
+from ..format.scalars import is_sha256
 from ..format.schema import MEMORIES, Manifest
 from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
@@ -17,7 +18,7 @@ from .memories import check_memories, check_weight_rows
 from .programs import check_programs, check_size_evaluations
 from .require import require
 from .signature import check_signature
-from .state import check_alias_spans, check_aliases, check_chains, check_changes, check_state, of_entry
+from .state import check_alias_spans, check_aliases, check_chains, check_changes, check_fixed, check_state, of_entry
 
 LEVELS = ("load", "full")
 """How much `check_bundle` hashes: everything but the weights' data, or everything."""
@@ -93,6 +94,7 @@ def check_manifest(manifest: Manifest) -> None:
     check_weight_rows(manifest)
     _check_regions(manifest)
     check_state(manifest)
+    check_fixed(manifest)
     _of_each(_check_calls, each)
     check_chains(each)
     _check_owners(each)
@@ -253,8 +255,7 @@ def _check_files(manifest: Manifest) -> None:
         own = file.path in (archive.MANIFEST, archive.SIGNATURE)
         require(plain and not own, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
         require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
-        digits = len(file.sha256) == 64 and set(file.sha256) <= set("0123456789abcdef")
-        require(digits, f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
+        require(is_sha256(file.sha256), f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
         if file.path.startswith(archive.KERNELS):
             require(file.path == archive.KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
     files = {step.file for program in all_programs(manifest) for step in program.steps}

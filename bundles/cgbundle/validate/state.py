@@ -8,12 +8,14 @@ from itertools import pairwise
 
 from ..format import limits
 from ..format.safetensors import ALIGNMENT
+from ..format.scalars import is_sha256
 from ..format.schema import DTYPES, Alias, Manifest, Program, Value
 from ..format.spans import HOST_ONLY, Spans, extent, layout, span
 from .require import require, require_whole_calls
 from .steps import PERSISTENT
 
 STATE = "state"
+CONSTANT, FOLDED = "constant", "folded"
 SHARED = ("inputs", "outputs", "weights", STATE)
 
 
@@ -53,6 +55,20 @@ def check_changes(manifest: Manifest) -> None:
     require(changes == sorted(set(changes)) and set(changes) <= set(state), "changes", "are not ascending weights of memory state")
     if any(index != manifest.random for index in changes):
         require_whole_calls(manifest, "calls change state")
+
+
+def check_fixed(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless `fixed` are ascending weights with a known reason each.  Before format version 6 there are
+    none: what an update may change is not known."""
+    positions = [row.weight for row in manifest.fixed]
+    for place, row in enumerate(manifest.fixed):
+        where = f"fixed[{place}]"
+        ascends = row.weight > (positions[place - 1] if place else -1)
+        require(ascends and row.weight < len(manifest.weights), f"{where}.weight", "is no weight, or not ascending")
+        kept = manifest.weights[row.weight].memory == STATE
+        fits = row.reason == STATE if kept else row.reason in (CONSTANT, FOLDED)
+        require(fits, f"{where}.reason", f"{row.reason!r} of a weight of memory {manifest.weights[row.weight].memory}")
+        require(is_sha256(row.sha256), f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
 
 
 def check_aliases(manifest: Manifest) -> None:

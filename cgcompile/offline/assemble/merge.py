@@ -106,7 +106,10 @@ class MergedProgram:
             RegionEvents(name=region.name, start=start, stop=len(self.events), inputs=tuple(inputs), outputs=tuple(outputs))
         )
         self.made.update(zip(region.outputs, outputs, strict=True))
-        self.constants.update({constant.name: constant for constant in traced.constants})
+        for constant in traced.constants:
+            known = self.constants.get(constant.name, constant)
+            sources = tuple(sorted({*known.sources, *constant.sources}))
+            self.constants[constant.name] = replace(constant, sources=sources)
         kept = [places[index].buffer for index in traced.written]
         self.written |= dict.fromkeys([index for index in kept if self.buffers[index].kind != TEMPORARY])
 

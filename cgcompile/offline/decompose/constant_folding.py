@@ -38,17 +38,21 @@ def fold(
     """`retraced`, its graph changed in place, with folded constants as further weights; and these constants.  `values`: the
     program's tensors by name, on the CPU.  Weights that the program changes are left alone, and those in `live`."""
     graph = retraced.graph.graph
-    known = _weights(retraced, values, live)
+    named = _weights(retraced, live)
+    known = {node: values[name].detach() for node, name in named.items()}
     derived = _derived(graph, known)
     constants: dict[str, FoldedConstant] = {}
     tensors, names = list(retraced.tensors), list(retraced.names)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1:]
     # all of them first: one may be computed from another, which is a placeholder once it is replaced
-    computed = [(node, _computed(node, known)) for node in _wanted(graph, derived, known)]
-    for node, made in computed:
+    wanted = list(_wanted(graph, derived, known))
+    computed = [(node, _computed(node, known), {named[each] for each in _from_weights(node, known)}) for node in wanted]
+    for node, made, sources in computed:
         if made is None:
             continue
-        constant = _constant(made)
+        constant = _constant(made, sources)
+        if (same := constants.get(constant.name)) is not None:
+            constant = _constant(made, sources.union(same.sources))
         constants[constant.name] = constant
         with graph.inserting_after(last[0]):
             placeholder = graph.placeholder(f"folded_{len(names)}")
@@ -62,13 +66,13 @@ def fold(
     return replace(retraced, tensors=tuple(tensors), names=tuple(names)), tuple(constants.values())
 
 
-def _weights(retraced: Retraced, values: Mapping[str, torch.Tensor], live: Collection[str]) -> dict[Node, torch.Tensor]:
-    """The placeholders of weights that nothing writes to, with their values."""
+def _weights(retraced: Retraced, live: Collection[str]) -> dict[Node, str]:
+    """The placeholders of weights that nothing writes to, with their names."""
     placeholders = [node for node in retraced.graph.graph.nodes if node.op == "placeholder"]
     found = {}
     for index, (node, (kind, name)) in enumerate(zip(placeholders, retraced.names, strict=True)):
         if kind == WEIGHT and index not in retraced.written and name not in live:
-            found[node] = values[name].detach()
+            found[node] = name
     return found
 
 
@@ -148,7 +152,7 @@ def _is_dense(tensor: torch.Tensor) -> bool:
     return math.prod(tensor.shape) > 0
 
 
-def _constant(value: torch.Tensor) -> FoldedConstant:
+def _constant(value: torch.Tensor, sources: Collection[str]) -> FoldedConstant:
     dtype, shape, strides, data = stored_dtype(value), tuple(value.shape), value.stride(), contents(value, value.stride())
     name = hashlib.sha256(repr((dtype, shape, strides)).encode() + data).hexdigest()[:16]
-    return FoldedConstant(name=f"cgcompile.folded.{name}", contents=data)
+    return FoldedConstant(name=f"cgcompile.folded.{name}", contents=data, sources=tuple(sorted(sources)))

@@ -46,6 +46,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten._trilinear.default: trilinear,
         aten._cdist_forward.default: distances,
         aten.histc.default: histogram,
+        aten._is_all_true.default: torch.all,
+        aten._is_any_true.default: torch.any,
         aten.sort.default: lambda x, dim=-1, descending=False: sort(x, dim=dim, descending=descending),
         aten.sort.stable: sort,
         aten.topk.default: topk,

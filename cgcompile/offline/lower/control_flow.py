@@ -23,18 +23,9 @@ from ...errors import BuildError
 from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, straight_module, taken
 from ...partition.straight_parts import mistakable
 from ..assemble.merge import LoweredRegion, MergedProgram, dense_bytes
-from ..decompose.retrace import (
-    DENSE,
-    DEVICE,
-    Layout,
-    Retraced,
-    changed_outputs,
-    check_apart,
-    fake_tensor,
-    given_rows,
-    on_device,
-    retrace_straight,
-)
+from ..decompose.arguments import DEVICE, changed_outputs, check_apart, fake_tensor, given_rows
+from ..decompose.device_program import on_device
+from ..decompose.retrace import DENSE, Layout, Retraced, retrace_straight
 from ..lowered import (
     INPUT,
     TEMPORARY,

@@ -35,8 +35,10 @@ from ...export.higher_order.conditionals import bodies, is_conditional
 from ...export.weights import weight_placeholders
 from ...model.devices.markers import marker
 from ...targets.architectures import Arch
+from ..decompose.arguments import DEVICE
 from ..decompose.decompositions import REPLACED, decompositions
-from ..decompose.retrace import ASSERTIONS, DEVICE, Retraced, host_hint
+from ..decompose.device_program import ASSERTIONS, host_hint
+from ..decompose.retrace import Retraced
 from ..lowered import INPUT
 from ..tuning.cost_model import choose
 from .fake_device import fake_device

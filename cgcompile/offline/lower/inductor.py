@@ -27,7 +27,9 @@ from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
 from ..decompose.constant_folding import fold
-from ..decompose.retrace import Retraced, host_hint, retrace, same_layout, source_line
+from ..decompose.device_program import host_hint, source_line
+from ..decompose.outputs import same_layout
+from ..decompose.retrace import Retraced, retrace
 from ..decompose.split_k import SplitFactor, split_k
 from ..lowered import BufferView, Lowered
 from ..tuning.cost_model import Candidate, Problem

@@ -28,6 +28,7 @@ from ...util.imports import quick_imports
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from ..requirements import check_compiler, compiler
+from ..weights import used_weights
 from .compiler import wrap
 from .interface import Interface, begun_interface
 
@@ -53,8 +54,12 @@ UNFOLDED = {"always_keep_tensor_constants": True, "joint_graph_constant_folding"
 elements are all equal, also of buffers that are written to: every call would begin where the build did (seen with 2.13)."""
 
 KEPT = {"always_keep_tensor_constants": True}
-"""For a program that hands a weight of no dimensions to a library: Inductor would make a number of it, and of that a constant of
-its own, whose value is nowhere in what it hands out (seen with 2.13: the scales of `_scaled_mm`)."""
+"""For a program with small weights, which an update may replace: Inductor would write their values into the code.  Also where a
+weight of no dimensions goes to a library: Inductor would make a number of it, and of that a constant of its own, whose value is
+nowhere in what it hands out (seen with 2.13: the scales of `_scaled_mm`)."""
+
+INLINED = 8
+"""Elements of a weight of one axis that Inductor writes into the code (GraphLowering.can_inline_constant, 2.11 and 2.13)."""
 
 UNVECTORIZED = {"cpp.simdlen": 1}
 """Where the vectorized code does not compile (torch 2.11: a mask over a value that is the same for all, as in a Swin)."""
@@ -117,8 +122,10 @@ def _compiled(
     check_compiler()
     target = work / "model.so"
     known = torch._inductor.config.get_config_copy()
+    small = _small_weights(program)
+    changing = changing or 1 in small
     wanted = OPTIONS | (UNFOLDED_COMPLEX if _has_complex(program) else {}) | (UNFOLDED if changing else {})
-    wanted = wanted | (KEPT if _libraries_take_numbers(program) else {})
+    wanted = wanted | (KEPT if small or _libraries_take_numbers(program) else {})
     if changing and (missing := sorted(UNFOLDED.keys() - known.keys())):
         raise BuildError(
             "torch-unsupported",
@@ -161,6 +168,13 @@ def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[
 def _has_complex(program: ExportedProgram) -> bool:
     values = [leaf for node in program.graph.nodes for leaf in tree_leaves(node.meta.get("val"))]
     return any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
+
+
+def _small_weights(program: ExportedProgram) -> set[int]:
+    """The numbers of elements of parameters and buffers whose values Inductor would write into the code, or, of a single element,
+    compute with.  Constants are never replaced."""
+    used = [program.state_dict[name] for name in used_weights(program) if name in program.state_dict]
+    return {each.numel() for each in used if each.numel() == 1 or (each.dim() == 1 and each.numel() <= INLINED)}
 
 
 def _libraries_take_numbers(program: ExportedProgram) -> bool:

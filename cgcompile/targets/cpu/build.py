@@ -32,7 +32,7 @@ from ..instruction_sets import Level, level_of
 from ..memory_layout import lay_out, tensor_bytes
 from ..program_contents import program_contents
 from ..rows import WHOLE, whole_program, whole_region
-from ..weights import shapes_of, write_weights
+from ..weights import fixed_weights, shapes_of, write_weights
 from . import layouts
 from .aoti import Compiled
 from .interface import Interface
@@ -73,12 +73,13 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
             weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, spec.entries[0].prepared.state))
             (stage / archive.HOST).mkdir()
             regions: list[Region] = []
+            folded: set[str] = set()
             exams: dict[str, list[KeyExam]] = {}
             parts = []
             for each in entries:
                 own = each.entry
                 exams[own.name] = eager_exam(own.source, own.prepared, own.sizes, weights)
-                parts.append(_entry_parts(each, exams[own.name], weights, regions, stage))
+                parts.append(_entry_parts(each, exams[own.name], weights, regions, folded, stage))
             write_exam(stage / archive.EXAM, exams)
             tell(describe_size(stage))
     features = {feature for each in entries for compiled in each.compiled.values() for feature in compiled.features}
@@ -88,6 +89,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
             torch=spec.torch_version, driver=0,
         ),
         weights=weights,
+        fixed=fixed_weights(stage, weights, spec.programs, folded),
         memories=_memories(weights),
         regions=tuple(regions),
         module_state="",
@@ -111,9 +113,15 @@ def _compile(
 
 
 def _entry_parts(
-    each: _CompiledEntry, exams: Sequence[KeyExam], weights: tuple[Weight, ...], regions: list[Region], stage: Path
+    each: _CompiledEntry,
+    exams: Sequence[KeyExam],
+    weights: tuple[Weight, ...],
+    regions: list[Region],
+    folded: set[str],
+    stage: Path,
 ) -> EntryParts:
-    """The rows of an entry; its regions are added to `regions`, its shared objects to `stage`."""
+    """The rows of an entry; its regions are added to `regions`, its shared objects to `stage`, and to `folded` the weights whose
+    values they hold."""
     prepared = each.entry.prepared
     numbers: dict[IntKey, int] = {}
     strides: dict[IntKey, list[tuple[int, ...]]] = {}
@@ -123,6 +131,7 @@ def _entry_parts(
             numbers[exam.key] = len(regions)
             strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
         bound.region.close()
+        folded |= bound.unbound
         shutil.copyfile(each.compiled[key].path, stage / each.file(key))
         regions.append(whole_region("host", REASON, each.file(key), bound.constants, each.name(key)))
     programs = []

@@ -17,16 +17,18 @@ from ...errors import BuildError, ModelError
 from ...export.weights import weight_tensors
 from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
+from ..weights import unbound
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
     """A loaded shared object and, for the manifest, (its name of a constant, position of the weight).  `state`: what it writes to,
-    with what that held at first."""
+    with what that held at first.  `unbound`: as `weights.unbound` has it."""
 
     region: HostRegion
     constants: tuple[tuple[str, int], ...]
     state: tuple[tuple[torch.Tensor, torch.Tensor], ...]
+    unbound: frozenset[str]
 
     def restore(self) -> None:
         """Puts the state back."""
@@ -56,7 +58,8 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
             value = state[-1][0]
         bound[own] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))
     region.bind(bound)
-    return Bound(region=region, constants=tuple(pairs), state=tuple(state))
+    left = frozenset(unbound(program, [model for _, model in region.constants()]))
+    return Bound(region=region, constants=tuple(pairs), state=tuple(state), unbound=left)
 
 
 def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:

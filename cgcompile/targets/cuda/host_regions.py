@@ -51,13 +51,14 @@ class SplitProgram:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostRegions:
     """Compiled host regions.  `rows` by (region, key), the same row for keys that share one, and the processor `features` that the
-    code of all uses."""
+    code of all uses.  `unbound`: as `weights.unbound` has it."""
 
     rows: Mapping[tuple[str, IntKey], Region]
     features: tuple[str, ...]
+    unbound: frozenset[str]
 
 
-NO_HOST_REGIONS = HostRegions(rows={}, features=())
+NO_HOST_REGIONS = HostRegions(rows={}, features=(), unbound=frozenset())
 
 
 def split_stage(
@@ -145,6 +146,7 @@ def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch
     made: dict[Any, Region] = {}
     rows: dict[tuple[str, IntKey], Region] = {}
     features: set[str] = set()
+    unbound: set[str] = set()
     for key, regions in split.regions.items():
         for region in [each for each in regions if each.planned.kind == "host" and each.planned.operations]:
             name = region.planned.name
@@ -155,10 +157,11 @@ def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch
                 tell(f"compiling {name} for int_key {key}")
                 own = name if len(split.regions) == 1 else f"{name}-{key_label(key)}"
                 expected = [split.values[key][each].cpu() for each in region.planned.made]
-                made[like], used = _compile(region, own, given, expected, weights, scratch, stage)
+                made[like], used, left = _compile(region, own, given, expected, weights, scratch, stage)
                 features |= set(used)
+                unbound |= left
             rows[name, key] = made[like]
-    return HostRegions(rows=rows, features=tuple(sorted(features)))
+    return HostRegions(rows=rows, features=tuple(sorted(features)), unbound=frozenset(unbound))
 
 
 def _compile(
@@ -169,7 +172,7 @@ def _compile(
     weights: Sequence[Weight],
     scratch: Path,
     stage: Path,
-) -> tuple[Region, tuple[str, ...]]:
+) -> tuple[Region, tuple[str, ...], frozenset[str]]:
     where = f"{region.planned.name} ({region.planned.reason})"
     try:
         with torch.no_grad():
@@ -202,7 +205,8 @@ def _compile(
             )
     (stage / file).parent.mkdir(exist_ok=True)
     shutil.copyfile(compiled.path, stage / file)
-    return Region(name=own, kind="host", reason=region.planned.reason, file=file, constants=bound.constants), compiled.features
+    row = Region(name=own, kind="host", reason=region.planned.reason, file=file, constants=bound.constants)
+    return row, compiled.features, bound.unbound
 
 
 def split_rows(

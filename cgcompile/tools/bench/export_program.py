@@ -95,8 +95,9 @@ def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> st
             raise BuildError(
                 "peer-unwritable", f"program.pt2: input {name!r} is a {spec.kind.name}, which no file of Python can hold"
             )
+    returned = f"return self.graph({', '.join(inputs)})"
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
-        raise BuildError("peer-unwritable", "program.pt2: an output that is no output of the model's")
+        returned = _written_back(program, returned)
     known: dict[str, Any] = {}
     body = "\n".join(_class("Graph", program.graph_module, known))
     given = ", ".join(name for name in inputs if not name.startswith("self."))
@@ -113,8 +114,23 @@ class Program(torch.nn.Module):
         self.graph = Graph()
 
     def forward(self, {given}):
-        return self.graph({", ".join(inputs)})
+        {returned}
 """
+
+
+def _written_back(program: ExportedProgram, returned: str) -> str:
+    """The lines that call a program in its functional form, which one without outputs is stored in, and write to its buffers.
+
+    Raises peer-unwritable where it has other outputs.
+    """
+    signature = program.graph_signature
+    names = {str(spec.target): spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.BUFFER}
+    lines = [returned.replace("return", "made =", 1)]
+    for index, spec in enumerate(signature.output_specs):
+        if spec.kind is not OutputKind.BUFFER_MUTATION or spec.target not in names:
+            raise BuildError("peer-unwritable", "program.pt2: an output that is no output of the model's")
+        lines.append(f"self.{names[spec.target]}.copy_(made[{index}])")
+    return "\n        ".join([*lines, "return ()"])
 
 
 def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:

@@ -14,6 +14,7 @@ from cgbundle.format import archive
 from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.schema import Alias, Manifest, Program, Value, Weight
+from cgbundle.session.update import SINCE as UPDATES
 from cgbundle.tensors.tensor import dense
 
 from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, compare_rows, unique_names, value_text
@@ -21,7 +22,7 @@ from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, com
 ELSEWHERE = frozenset({
     "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result", "weights",
     "memories", "regions", "programs", "module_state", "findings", "waivers", "exam", "provenance", "files", "entry", "entries",
-    "changes", "chains", "reserved",
+    "changes", "fixed", "chains", "reserved",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
 
@@ -43,7 +44,7 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
         sizes = [{each.name: as_row(each, "name") for each in found.dimensions} for found in pair]
         yield from _of_entry(pair, compare_rows("sizes", *sizes))
     yield from _memory(a, b)
-    yield from compare_rows("weights", *[{each.name: _weight(each) for each in found.weights} for found in both])
+    yield from compare_rows("weights", *[_weights(found, tell=min(a.format, b.format) >= UPDATES) for found in both])
     yield from _regions(a, b)
     for pair in pairs:
         yield from _steps(*pair)
@@ -169,6 +170,13 @@ def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Di
     for each in compare_fields("memory", name, a, b):
         known = each.facts
         yield replace(each, b=f"{each.b} bytes ({known['b'] - known['a']:+})" if known else each.b)
+
+
+def _weights(manifest: Manifest, *, tell: bool) -> dict[str, Row]:
+    """By name; `tell` also which cannot be updated, and what these hold, which an old bundle does not say."""
+    names = [each.name for each in manifest.weights]
+    fixed = {names[row.weight]: {"fixed": row.reason, "holds": row.sha256} for row in manifest.fixed if tell}
+    return {each.name: {**_weight(each), **fixed.get(each.name, {})} for each in manifest.weights}
 
 
 def _weight(weight: Weight) -> Row:

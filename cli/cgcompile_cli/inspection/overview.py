@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cgbundle.format.entries import each_entry
+from cgbundle.session.update import SINCE, updatable
 
 from .. import summary
-from ..output import first_rows, shortened, table
+from ..output import count, first_rows, listed, shortened, table
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
     from cgbundle.format.schema import Finding, Manifest
 
     from ..output import Field
+
+
+NAMED = 6
+"""Weights of a kind that are named before the rest is counted."""
 
 
 def overview(path: str, manifest: Manifest) -> list[Field]:
@@ -37,6 +42,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
     fields += [
         ("memory", summary.memory(manifest)),
         ("weights", summary.weights(manifest)),
+        ("update", _update(manifest)),
         *([("state", summary.state(manifest))] if summary.state(manifest) else []),
         *([("chains", summary.chain_lines(manifest))] if manifest.chains else []),
         ("regions", _regions(manifest)),
@@ -59,6 +65,18 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         ("load", summary.load_lines(path, manifest)),
     ]
     return fields
+
+
+def _update(manifest: Manifest) -> list[str]:
+    """Which weights `program.update` replaces, and the others by the reason."""
+    if manifest.format < SINCE:
+        return [f"refused: format {manifest.format} does not say what the code holds of the weights"]
+    names, fixed = updatable(manifest)
+    reasons = {reason: [name for name, own in fixed.items() if own == reason] for reason in dict.fromkeys(fixed.values())}
+    return [
+        f"{len(names)} of {count(len(manifest.weights), 'weight')}",
+        *[f"not {listed(own, NAMED)} ({reason})" for reason, own in sorted(reasons.items())],
+    ]
 
 
 def _regions(manifest: Manifest) -> RenderableType:

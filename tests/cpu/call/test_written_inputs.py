@@ -25,7 +25,7 @@ from cgcompile_cli import main
 from cgcompile_cli.commands.run import _named
 from tests.helpers.fabricate import signature, spec
 from tests.helpers.raising import raises
-from tests.helpers.written_models import MODELS, PLACES, Whole, draw, drawn, eager, step
+from tests.helpers.written_models import MODELS, PLACES, WHOLE, Whole, draw, drawn, eager, step
 
 SIZES = (1, 4)
 
@@ -47,7 +47,7 @@ def build(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
     return build
 
 
-@pytest.fixture(scope="module", params=sorted(MODELS))
+@pytest.fixture(scope="module", params=WHOLE)
 def case(request: pytest.FixtureRequest, build: Callable[[str], Path]) -> Case:
     """A bundle, its model, the model's inputs, and the inputs that it writes to."""
     made, inputs, written = MODELS[request.param]

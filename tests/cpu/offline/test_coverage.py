@@ -43,6 +43,7 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     "a cell": ("", lambda x, w: torch.ops.aten.lstm_cell(x, [x, x], *[torch.cat([w] * 4)] * 2, *[torch.cat([w[0]] * 4)] * 2)[0]),
     "a pool": ("", lambda x, w: F.adaptive_avg_pool3d(x.view(1, 1, -1, 4, 4), (1, 3, 2)).sum() + x),
     "a pool of maxima": ("", lambda x, w: F.adaptive_max_pool3d(x.view(1, 1, -1, 4, 4), (1, 3, 2)).sum() + x),
+    "truth of all": ("", lambda x, w: x * torch.ops.aten._is_all_true(x > 0) * torch.ops.aten._is_any_true(w > 0)),
     "rrelu": ("", lambda x, w: F.rrelu(x)),
     "batches": ("", lambda x, w: torch.addbmm(x, x[None], w[None], beta=0.5)),
     "fft": ("aten.fft_rfft", lambda x, w: torch.fft.irfft(torch.fft.rfft(x), n=8)),

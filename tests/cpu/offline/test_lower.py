@@ -23,7 +23,7 @@ from cgcompile.model.source import sample
 from cgcompile.offline.assemble.arena import lifetimes
 from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import convolutions, decompositions, sort
-from cgcompile.offline.decompose import retrace as retracing
+from cgcompile.offline.decompose.decompositions import REPLACED
 from cgcompile.offline.decompose.retrace import retrace
 from cgcompile.offline.lower import fake_device
 from cgcompile.offline.lower.inductor import lower_key
@@ -386,7 +386,7 @@ def test_what_fails_while_it_is_traced_is_told_in_a_line(monkeypatch: pytest.Mon
     def broken(x: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("The tensor has no data\n    return torch.empty(/usr/lib/torch/x.py)\n" + "more of it " * 99)
 
-    monkeypatch.setitem(retracing.REPLACED, torch.ops.aten.relu.default, broken)
+    monkeypatch.setitem(REPLACED, torch.ops.aten.relu.default, broken)
     program, tensors = exported(nn.ReLU(), floats(8), 4)
     text = r"relu.* cannot be traced for cuda: RuntimeError: The tensor has no data$"
     with raises("lowering-broken", match=text) as caught, fake_device.fake_device(H200):

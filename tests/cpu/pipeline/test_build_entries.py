@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ from torch import nn
 import cgcompile
 from cgbundle.format import archive
 from cgbundle.format.entries import all_programs, each_entry
-from cgbundle.format.schema import Manifest
+from cgbundle.format.schema import Chain, Manifest
 from cgcompile.targets.cuda import host_regions
+from cgcompile.targets.cuda.chains import ChainedOutput, chained_outputs
 from tests.golden.models import traced_entries
 from tests.helpers.lowered_here import lower_here
 from tests.helpers.raising import raises
@@ -73,12 +76,16 @@ def test_an_entry_beside_the_host_and_one_without(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(host_regions, "compile_host_regions", uncompiled)
     torch.manual_seed(0)
     entries = {"plain": rows, "scaled": rows}
-    built = cgcompile.build(Hosted(), entries, sizes=[4], out=tmp_path / "hosted.cgb", target="sm_90")
+    chains = [("scaled", "plain.x"), ("scaled", "scaled.x")]
+    built = cgcompile.build(Hosted(), entries, chains=chains, sizes=[4], out=tmp_path / "hosted.cgb", target="sm_90")
     check_shared(built.manifest)
     kinds = {each.entry: [step.kind for step in each.programs[0].steps] for each in each_entry(built.manifest)}
     assert kinds["plain"] == ["graph"]
     assert "host" in kinds["scaled"] and kinds["scaled"].count("graph") == 2
     assert dict(built.manifest.memories)["host"] > 0
+    (reserved,) = built.manifest.reserved
+    assert (reserved.entry, reserved.offset, reserved.bytes) == ("scaled", 0, 256 + 256)  # what the last graph gives, and PAD
+    assert [(chain.source, chain.target) for chain in built.manifest.chains] == [("scaled", "plain"), ("scaled", "scaled")]
 
 
 @pytest.mark.parametrize("sizes", [[1, 4], ["fill:rows=2"], ["batch=1,4", "rows=2", "encode:rows=2"]])
@@ -87,3 +94,17 @@ def test_sizes_that_do_not_fit_the_entries(tmp_path: Path, sizes: list[int] | li
     with raises("sizes-invalid"):
         cgcompile.build(model, entries, sizes=sizes, out=tmp_path / "lanes.cgb", target="sm_90")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_chain_from_what_the_host_makes() -> None:
+    regions = (SimpleNamespace(kind="graph", outputs=("a",)), SimpleNamespace(kind="host", outputs=("b",)))
+    split: Any = SimpleNamespace(partitions={(4,): SimpleNamespace(outputs=("a", "b"), regions=regions)})
+    entry = SimpleNamespace(name="forward", keys=((4,),))
+
+    def spec(output: int) -> Any:
+        chain = Chain(source="forward", output=output, target="forward", input=0)
+        return SimpleNamespace(entries=(entry,), chains=(chain,))
+
+    assert chained_outputs(spec(0), split)[4,] == (ChainedOutput(entry="forward", number=0, region=0, output=0),)
+    with raises("chain-refused", match=r"output 1 of forward\(\) is made by the host"):
+        chained_outputs(spec(1), split)

@@ -261,3 +261,23 @@ def test_a_bundle_that_this_machine_cannot_run_is_the_environments_fault() -> No
     result = bench(GOLDEN, "--rounds", 1, "--against", "eager", "--quiet")
     assert (result.exit_code, result.stdout) == (2, "")
     assert result.stderr.startswith("error: the bundle does not run here: ")
+
+
+def test_a_program_without_outputs_writes_to_its_buffers(tmp_path: Path) -> None:
+    class Forgetting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.ones(3))
+
+        def forward(self, x: torch.Tensor) -> None:
+            self.seen.mul_(x.sum(0))
+
+    job(tmp_path, export(load_source(Forgetting(), rows), {"batch": (2, 5)}))
+    names: dict[str, Any] = {}
+    exec((tmp_path / "program.py").read_text(), names)
+    ((name, tensor, _, parameter),) = names["WEIGHTS"]
+    assert (tensor, parameter) == ("seen", False)
+    program = names["Program"]()
+    program.register_buffer(name, torch.full((3,), 2.0))
+    assert program(torch.ones(5, 3)) == ()
+    assert getattr(program, name).tolist() == [10.0] * 3

@@ -123,7 +123,7 @@ class KeepingWeights(FakeBackend):
     def owner(self) -> object:
         return self.weight
 
-    def address(self, weight: int) -> int:
+    def address(self, weight: int, stream: object = None) -> int:
         assert weight == 0
         return ctypes.addressof(self.weight)
 

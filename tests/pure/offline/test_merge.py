@@ -128,15 +128,17 @@ def test_kernels_and_constants_stand_once() -> None:
     one = replace(
         region(0, [256], [launch(1), launch(1, variant=1)], [1]),
         variants=(kernel("own"), kernel("shared")),
-        constants=(FoldedConstant(name="c", contents=b"c"), FoldedConstant(name="w", contents=b"w")),
+        constants=(folded("c", "scale"), folded("w", "bias")),
     )
-    other = replace(
-        region(0, [256], [launch(1)], [1]), variants=(kernel("shared"),), constants=(FoldedConstant(name="c", contents=b"c"),)
-    )
+    other = replace(region(0, [256], [launch(1)], [1]), variants=(kernel("shared"),), constants=(folded("c", "shift"),))
     traced = merge(KEY, [graph("graph-1", "", "a", one), graph("graph-2", "", "b", other)], [], ["a", "b"]).lowered
     assert [variant.name for variant in traced.variants] == ["own", "shared"]
     assert [event.variant for event in traced.events if isinstance(event, Launch)] == [0, 1, 1]
-    assert [constant.name for constant in traced.constants] == ["c", "w"]
+    assert traced.constants == (folded("c", "scale", "shift"), folded("w", "bias")), "equal ones came from two weights"
+
+
+def folded(name: str, *sources: str) -> FoldedConstant:
+    return FoldedConstant(name=name, contents=name.encode(), sources=sources)
 
 
 def test_every_event_moves_to_where_its_buffers_went() -> None:

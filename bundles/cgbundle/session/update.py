@@ -1,0 +1,125 @@
+"""Other weights for a loaded program: what is given, checked against the manifest before anything changes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..errors import CallError
+from ..format.schema import FixedWeight, Manifest, Weight
+from ..validate.state import CONSTANT, FOLDED, STATE
+from .weight_contents import Contents, Given, contents_of, files_of, invalid
+
+if TYPE_CHECKING:
+    from .backend import Backend
+
+SINCE = 6
+"""The format version from which on a manifest says which weights may be updated."""
+
+REASONS = {
+    CONSTANT: "is a constant of the model, and not in its state_dict",
+    FOLDED: "was folded: compiled code holds values that were computed from it",
+    STATE: "is state, which calls change",
+}
+
+HINTS = {
+    CONSTANT: "leave it out",
+    FOLDED: "build the bundle again with the new weights",
+    STATE: "leave it out; `program.state` writes state",
+}
+
+
+def update(manifest: Manifest, backends: Sequence[Backend], weights: object, *, partial: bool) -> None:
+    """`Program.update` of a program whose sessions have these backends, the loaded one's first."""
+    given = contents_of(weights)
+    chosen = checked(manifest, given, backends[0].device, partial=partial)
+    backends[0].update(chosen, backends, files_of(given.values()))
+
+
+def checked(manifest: Manifest, given: Given, device: int | None, *, partial: bool) -> dict[int, Contents]:
+    """The new contents by the positions of weights, of tied ones by the first one's.  `device`: the program's.
+
+    Raises update-invalid and update-refused, naming the weight.
+    """
+    if manifest.format < SINCE:
+        text = f"the bundle has format version {manifest.format}, which does not say what its code holds of the weights"
+        raise CallError("update-refused", text, "build it again")
+    rows = {row.name: (index, row) for index, row in enumerate(manifest.weights)}
+    fixed = _fixed(manifest)
+    first: dict[str, int] = {}
+    for index, row in enumerate(manifest.weights):
+        first.setdefault(row.tensor, index)
+    chosen: dict[int, tuple[str, Contents]] = {}
+    kept: list[tuple[str, Contents, Weight, FixedWeight]] = []
+    for name, contents in given.items():
+        if name not in rows:
+            raise _unknown(name, manifest)
+        index, row = rows[name]
+        _check_kind(name, contents, row, device)
+        if row.tensor in fixed:
+            kept.append((name, contents, row, fixed[row.tensor]))
+        else:
+            _check_tied(name, contents, row, chosen.setdefault(first[row.tensor], (name, contents)))
+    if not partial:
+        _check_complete(manifest, fixed, chosen)
+    for each in kept:  # the dearest check is the last
+        _check_kept(*each)
+    return {index: contents for index, (_, contents) in chosen.items()}
+
+
+def updatable(manifest: Manifest) -> tuple[list[str], dict[str, str]]:
+    """The names of the weights that an update changes, and of the others with the reasons, as `FixedWeight` has them."""
+    fixed = _fixed(manifest)
+    names = [row.name for row in manifest.weights if row.tensor not in fixed]
+    return names, {row.name: fixed[row.tensor].reason for row in manifest.weights if row.tensor in fixed}
+
+
+def _fixed(manifest: Manifest) -> dict[str, FixedWeight]:
+    """By the tensor."""
+    known = {manifest.weights[row.weight].tensor: row for row in manifest.fixed}
+    state = [(index, row.tensor) for index, row in enumerate(manifest.weights) if row.memory == STATE]
+    return {tensor: FixedWeight(weight=index, reason=STATE, sha256="") for index, tensor in state} | known
+
+
+def _unknown(name: str, manifest: Manifest) -> CallError:
+    from difflib import get_close_matches  # only where something is wrong
+
+    near = get_close_matches(name, [row.name for row in manifest.weights], 1, 0.5)
+    names = repr(near[0]) if near else ", ".join([repr(row.name) for row in manifest.weights[:3]]) + " ..."
+    return invalid(f"the program has no weight {name!r}, but {names}")
+
+
+def _check_kind(name: str, contents: Contents, row: Weight, device: int | None) -> None:
+    if contents.dtype != row.dtype:
+        raise invalid(f"weight {name!r}: expected {row.dtype}, got {contents.dtype}")
+    if contents.shape != row.shape:
+        raise invalid(f"weight {name!r}: expected shape {list(row.shape)}, got {list(contents.shape)}")
+    if contents.device not in (None, device):
+        here = "the CPU" if device is None else f"the CPU or CUDA device {device}"
+        raise invalid(f"weight {name!r}: expected a tensor on {here}, got one on device {contents.device}")
+
+
+def _check_tied(name: str, contents: Contents, row: Weight, other: tuple[str, Contents]) -> None:
+    if other[1] is contents:
+        return
+    mine, theirs = [(each.file, each.begin, each.address, each.strides) for each in (contents, other[1])]
+    if mine != theirs and contents.digest(row) != other[1].digest(row):
+        raise invalid(f"weights {other[0]!r} and {name!r} are one tensor in the model, and differ")
+
+
+def _check_complete(manifest: Manifest, fixed: Mapping[str, FixedWeight], chosen: Mapping[int, tuple[str, Contents]]) -> None:
+    there = {manifest.weights[index].tensor for index in chosen}
+    missing = [row for row in manifest.weights if row.tensor not in there and row.tensor not in fixed]
+    names = list({row.tensor: row.name for row in reversed(missing)}.values())[::-1]
+    if names:
+        more = f", and {len(names) - 1} more" if len(names) > 1 else ""
+        raise invalid(
+            f"weight {names[0]!r} is missing{more}", "give all weights, or say partial=True to replace those that are given"
+        )
+
+
+def _check_kept(name: str, contents: Contents, row: Weight, fixed: FixedWeight) -> None:
+    if contents.digest(row) != fixed.sha256:
+        raise CallError(
+            "update-refused", f"weight {name!r} {REASONS[fixed.reason]}, and what is given differs", HINTS[fixed.reason]
+        )

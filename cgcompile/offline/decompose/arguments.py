@@ -1,0 +1,91 @@
+"""What a program takes, as fake tensors on cuda, and which of it the program writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import ConstantArgument, InputKind, OutputKind
+
+from ...errors import BuildError, ModelError
+from ...export.exported import memory_order
+from ..lowered import INPUT, WEIGHT
+
+DEVICE = torch.device("cuda", 0)
+
+KINDS = {
+    InputKind.PARAMETER: WEIGHT,
+    InputKind.BUFFER: WEIGHT,
+    InputKind.CONSTANT_TENSOR: WEIGHT,
+    InputKind.USER_INPUT: INPUT,
+}
+
+Row = tuple[str, str, torch.Tensor | None]
+"""Kind, name, and a tensor like it; None for an argument that is None or a number."""
+
+
+def given_rows(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> list[Row]:
+    rows: list[Row] = []
+    state: dict[str, Any] = {**program.state_dict, **program.constants}
+    given = 0
+    for spec, node in zip(
+        program.graph_signature.input_specs, [n for n in program.graph.nodes if n.op == "placeholder"], strict=True
+    ):
+        if isinstance(spec.arg, ConstantArgument):
+            rows.append((INPUT, "", None))
+            continue
+        if spec.kind not in KINDS:
+            raise ModelError("constant-unknown", f"input {spec.arg.name} of the program is of the kind {spec.kind.name}")
+        if spec.kind == InputKind.USER_INPUT:
+            if given >= len(tensors):
+                raise BuildError("sizes-unlike", f"the program takes more than the {len(tensors)} tensors of the call")
+            tensor, seen = tensors[given], node.meta["val"]
+            if (tensor.dtype, tensor.dim()) != (seen.dtype, seen.dim()):
+                raise BuildError("sizes-unlike", f"input {given} is {_text(tensor)}, the program takes {_text(seen)}")
+            rows.append((INPUT, str(given), tensor))
+            given += 1
+        else:
+            rows.append((WEIGHT, spec.target, state[spec.target]))
+    if given != len(tensors):
+        raise BuildError("sizes-unlike", f"the program takes {given} tensors, the call has {len(tensors)}")
+    return rows
+
+
+def _text(tensor: torch.Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+
+
+def fake_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """A cuda tensor of the same sizes: inputs and weights are stored dense, with the axes in their order in memory."""
+    return torch.empty_permuted(tuple(tensor.shape), memory_order(tensor), dtype=tensor.dtype, device=DEVICE)
+
+
+def changed_outputs(program: ExportedProgram) -> list[tuple[int, int]]:
+    """Outputs of a functional program that are new values of buffers or inputs: the output's position, and the argument's."""
+    specs = program.graph_signature.input_specs
+    buffers = {spec.target: place for place, spec in enumerate(specs) if spec.kind == InputKind.BUFFER}
+    names = {spec.arg.name: place for place, spec in enumerate(specs)}
+    found = []
+    for position, spec in enumerate(program.graph_signature.output_specs):
+        if spec.kind == OutputKind.USER_INPUT_MUTATION:
+            found.append((position, names[str(spec.target)]))
+        elif spec.kind == OutputKind.BUFFER_MUTATION:
+            found.append((position, buffers[spec.target]))
+        elif spec.kind != OutputKind.USER_OUTPUT:
+            raise ModelError("operation-needs-gpu", f"output {position} of the program is of the kind {spec.kind.name}")
+    return found
+
+
+def check_apart(written: Sequence[Row], given: Sequence[Row]) -> None:
+    """Refuses a weight that is written to and shares memory with another: in a bundle each lies by itself."""
+    for kind, name, tensor in written:
+        for other_kind, other, value in given:
+            both = kind == other_kind == WEIGHT and other != name and tensor is not None and value is not None
+            if both and _share(value, tensor):
+                raise ModelError("state-shared", f"{name}, which the program changes, lies in the same memory as {other}")
+
+
+def _share(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.numel() > 0 and a.untyped_storage().data_ptr() == b.untyped_storage().data_ptr()

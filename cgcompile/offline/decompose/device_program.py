@@ -1,0 +1,110 @@
+"""A program whose operations make their tensors on cuda, and how it is run: some operations replaced, and what fails named with the
+user's line.  Private interface (torch 2.11, 2.13): the exceptions of `FakeTensorMode`."""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
+from torch.fx.node import map_aggregate
+
+from ...errors import CATALOGUE, BuildError, ModelError
+from ...model.user_code import is_user_file
+from ...targets.compiler_errors import explain, source_operator
+from ...targets.cuda.lowering import repair
+from .arguments import DEVICE
+from .decompositions import REPLACED
+
+ASSERTIONS = (
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_async.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+    torch.ops.aten.sym_constrain_range.default,
+)
+"""They hold by the signature, which the runtime checks before a call."""
+
+
+def on_device(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A copy without assertions whose operations make their tensors on cuda."""
+    made = copy.deepcopy(module)
+    for part in [m for m in made.modules() if isinstance(m, torch.fx.GraphModule)]:
+        for node in list(part.graph.nodes):
+            if node.target in ASSERTIONS and not node.users:
+                part.graph.erase_node(node)
+                continue
+            node.args = map_aggregate(node.args, _move)
+            node.kwargs = map_aggregate(node.kwargs, _move)
+        repair(part)
+    return made
+
+
+def _move(value: Any) -> Any:
+    return DEVICE if isinstance(value, torch.device) else value
+
+
+class Replacing(torch.fx.Interpreter):
+    """Runs a program with the operations of REPLACED replaced, and names what fails with the user's line, and by its name in
+    `source`, from which the program was made."""
+
+    def __init__(self, module: torch.fx.GraphModule, source: torch.fx.GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # torch writes the node, and lines of its own, into the text of whatever is raised
+        self._source = source
+
+    def run_node(self, n: torch.fx.Node) -> Any:
+        try:
+            result = super().run_node(n)
+            return _in_order_of(result, n.meta.get("val")) if n.target in REPLACED else result
+        except BuildError as error:
+            if error.code != "operation-needs-gpu":
+                raise
+            raise ModelError(
+                "operation-needs-gpu", f"{named_node(n)}: {error}", host_hint([source_operator(n, [self._source])])
+            ) from error
+        except (DynamicOutputShapeException, DataDependentOutputException) as error:
+            raise ModelError(
+                "operation-needs-gpu",
+                f"{named_node(n)}: its result's shape, or what the program does next, depends on data",
+                host_hint([source_operator(n, [self._source])]),
+            ) from error
+        except Exception as error:
+            failure = explain(error, self._source)
+            text = f"{named_node(n)} cannot be traced for cuda: {failure.cause}"
+            raise BuildError("lowering-broken", text, failure.hint("eager")) from error
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return super().call_function(REPLACED.get(target, target), args, kwargs)
+
+
+def _in_order_of(result: Any, like: Any) -> Any:
+    """`result` with its axes in memory in the order of `like`: later operations, views above all, were exported for it."""
+    if not isinstance(result, torch.Tensor) or not isinstance(like, torch.Tensor):
+        return result
+    strides = [stride if isinstance(stride, int) else int(stride.node.hint) for stride in like.stride()]
+    order = sorted(range(result.dim()), key=lambda axis: (-strides[axis], axis))
+    return result.permute(order).contiguous().permute([order.index(axis) for axis in range(result.dim())])
+
+
+def source_line(node: torch.fx.Node) -> str:
+    """ "model.py:12", the user's line that a node comes from, or ""."""
+    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
+    mine = [f"{file}:{line}" for file, line in found if is_user_file(file)]
+    return mine[-1] if mine else ""
+
+
+def named_node(node: torch.fx.Node) -> str:
+    where = source_line(node)
+    return f"{node.target}{f' at {where}' if where else ''}"
+
+
+def host_hint(operators: Iterable[str]) -> str:
+    """What to do about operators without a Triton kernel: eager PyTorch ran them on the host."""
+    hint = CATALOGUE["operation-needs-gpu"].hint
+    options = " ".join([f"--host-op {name}" for name in dict.fromkeys(operators) if name])
+    return f"{hint}; or keep it on the host: cgcompile build ... {options}" if options else hint

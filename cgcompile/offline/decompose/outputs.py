@@ -1,0 +1,65 @@
+"""The results of a retraced program: strides as they are wanted, and copies back to what it writes to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+COPY = torch.ops.aten.copy_.default
+
+ALIGNED = 16
+"""Kernels are compiled for tensors that begin at a multiple of so many bytes."""
+
+
+def with_strides(result: Any, strides: tuple[int, ...] | None) -> Any:
+    """An output of the call with these strides, at an aligned address."""
+    if strides is None:
+        return result
+    if same_layout(result.shape, result.stride(), strides) and not result.storage_offset() * result.element_size() % ALIGNED:
+        return result
+    order = sorted(range(result.dim()), key=lambda axis: (-strides[axis], axis))
+    dense = result.permute(order).clone(memory_format=torch.contiguous_format)
+    return dense.permute([order.index(axis) for axis in range(result.dim())])
+
+
+def same_layout(shape: Sequence[int], one: Sequence[int], other: Sequence[int]) -> bool:
+    """Whether strides mean the same: those of axes with one element, or of empty tensors, do not matter."""
+    pairs = zip(shape, one, other, strict=True)
+    return 0 in shape or all(size == 1 or mine == its for size, mine, its in pairs)
+
+
+def copy_back(traced: torch.fx.GraphModule, written: Sequence[int]) -> None:
+    """Makes the last outputs, the new values of the inputs in `written`, copies to these."""
+    (output,) = traced.graph.find_nodes(op="output")
+    placeholders = traced.graph.find_nodes(op="placeholder")
+    count = len(output.args[0]) - len(written)
+    changed = {placeholders[index] for index in written}
+    values = [
+        value if value is placeholders[index] or _base(value) not in changed else _cloned(traced.graph, output, value)
+        for index, value in zip(written, output.args[0][count:], strict=True)
+    ]
+    for index, value in zip(written, values, strict=True):
+        if value is placeholders[index]:
+            continue  # it writes what is there
+        with traced.graph.inserting_before(output):
+            made = traced.graph.call_function(COPY, (placeholders[index], value))
+        made.meta["val"] = placeholders[index].meta["val"]
+    output.args = (output.args[0][:count],)
+    traced.recompile()
+
+
+def _base(node: torch.fx.Node) -> torch.fx.Node:
+    """What a node is a view of."""
+    while getattr(node.target, "is_view", False) and node.all_input_nodes:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _cloned(graph: torch.fx.Graph, before: torch.fx.Node, value: torch.fx.Node) -> torch.fx.Node:
+    """A copy of what a tensor holds before any is written to: the new value of one may be the old one of another."""
+    with graph.inserting_before(before):
+        made = graph.call_function(torch.ops.aten.clone.default, (value,))
+    made.meta["val"] = value.meta["val"]
+    return made

@@ -1,0 +1,208 @@
+"""One value of a program at two sizes of a dimension: as it is, and padded.
+
+Each operator is tried by itself, on values that its inputs have in no drawn example: then what one operator hides, such as a
+comparison behind a sum, cannot hide what the one before it did.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+Spot = tuple[slice | torch.Tensor, ...]
+"""Where the entries of the short tensor lie in the long one: positions per axis."""
+
+
+@dataclass(frozen=True, slots=True)
+class Variation:
+    """How values are changed.
+
+    `sign`: the call's entries become lower than all padded ones (-1), higher (1), or zeros (0), so that a sum shows whatever is
+    added to it; with `mixed` anything instead of zeros.  `indices`: integers may be positions in another tensor, and none appears
+    that was not there.  `entrywise`: an operator that joins nothing takes values of any size, for a threshold in it shows at those
+    beyond it alone, an equality at `literal`.
+    """
+
+    sign: int
+    mixed: bool = False
+    indices: bool = False
+    entrywise: bool = False
+    literal: float = 0
+
+
+FAR = 4.0
+"""Values are moved by once to twice this: far enough to change what they are joined with, and so little that a product of two such
+values over a head stays below the -10000 by which some models mask scores."""
+
+WIDE = {torch.float16: 1e4}
+"""The size of values for operators that join nothing; 1e12 for dtypes that hold it, a million for integers."""
+
+ORDINARY = 5000.0
+"""Numbers beyond this mask what they are added to, and stay."""
+
+COARSE = {torch.float32: 2.0**11, torch.float64: 2.0**20}
+"""Units in the last place, of the largest value, by which kernels for two sizes may differ; 8 for the dtypes of 16 bits and less.
+Attention over the values that are tried comes to 2**8 (measured for float32)."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PaddedValue:
+    """What a node gives at the short size and at the long one, a tensor or a number.
+
+    `spot`: where `short` lies in `long`, () where both are the same.  `fixed`: the padded entries of `long` that no input of the
+    call changes, a mask of its shape.  `depends`: the value depends on an input.  `why`: what is wrong, where `short` is not in
+    `long`, or other padding would change it there; nothing may be computed with such a value.
+    """
+
+    short: Any
+    long: Any
+    spot: Spot = ()
+    fixed: torch.Tensor | None = None
+    depends: bool = False
+    why: str = ""
+
+    def varied(self, variation: Variation, generator: torch.Generator) -> tuple[Any, Any]:
+        """(short, long) with other entries in the call's part, and in the padded part but for the fixed ones."""
+        if not self.depends or not isinstance(self.short, torch.Tensor):
+            return self.short, self.long
+        short, free = _varied(self.short, self.long, self.fixed, variation, generator)
+        if not self.spot:
+            return short, short
+        assert self.fixed is not None
+        return short, placed(torch.where(self.fixed, self.long, free), self.spot, short)
+
+
+def front(value: torch.Tensor, spot: Spot) -> torch.Tensor:
+    """The entries of a long tensor at `spot`."""
+    return value[_grid(spot, value.shape)] if spot else value
+
+
+def placed(value: torch.Tensor, spot: Spot, short: torch.Tensor) -> torch.Tensor:
+    """A copy of a long tensor with the short one at `spot`."""
+    made = value.clone(memory_format=torch.contiguous_format)
+    made[_grid(spot, value.shape)] = short
+    return made
+
+
+def _grid(spot: Spot, shape: Sequence[int]) -> tuple[Any, ...]:
+    if all(isinstance(each, slice) for each in spot):
+        return spot
+    device = next(each.device for each in spot if isinstance(each, torch.Tensor))
+    rows = [
+        torch.arange(size, device=device)[each] if isinstance(each, slice) else each for each, size in zip(spot, shape, strict=True)
+    ]
+    return tuple([row.view(-1, *[1] * (len(rows) - 1 - axis)) for axis, row in enumerate(rows)])
+
+
+def spots(short: torch.Tensor, long: torch.Tensor, sizes: tuple[int, int], last: bool) -> Iterator[Spot]:
+    """Where the short tensor may lie in the long one, the likeliest first; `sizes` are the dimension's, `last` says that the call's
+    part of an input is its end."""
+    axes = [list(_axis(*each, *sizes, last, long.device)) for each in zip(short.shape, long.shape, strict=True)]
+    yield from itertools.islice(itertools.product(*axes), 256)
+
+
+def _axis(small: int, large: int, short: int, long: int, last: bool, device: torch.device) -> Iterator[slice | torch.Tensor]:
+    if small == large:
+        yield slice(None)
+        return
+    if small > large:
+        return
+    more = large - small
+    starts = [more, 0] if last else [0, more]
+    for start in dict.fromkeys([*starts, more // 2]):
+        yield slice(start, start + small)
+    rows = torch.arange(long - short, long, device=device) if last else torch.arange(short, device=device)
+    times = small // short
+    if small % short == 0 and large == times * long:  # the axis has others in it: (batch, seq) as one
+        for inner in [each for each in range(1, times) if times % each == 0]:
+            outer = torch.arange(times // inner, device=device).view(-1, 1, 1) * long
+            yield ((outer + rows.view(1, -1, 1)) * inner + torch.arange(inner, device=device)).flatten()
+    if small - short == large - long:  # something stands before or behind it
+        own = torch.arange(small - short, device=device)
+        yield torch.cat([own, rows + small - short] if last else [rows, own + long])
+
+
+def alike(want: torch.Tensor, got: torch.Tensor) -> bool:
+    """Whether kernels for two sizes gave the same."""
+    if want.shape != got.shape or want.dtype != got.dtype:
+        return False
+    if not (want.is_floating_point() or want.is_complex()):
+        return bool(torch.equal(want, got))
+    bound = COARSE.get(want.dtype, 8.0) * torch.finfo(want.dtype).eps
+    one, other = _wide(want), _wide(got)
+    differ = ~same(one, other)
+    if not bool(differ.any()):
+        return True
+    finite = one.isfinite() & other.isfinite()
+    if bool((differ & ~finite).any()):
+        return False
+    return bool((one - other).abs()[differ].max() <= bound * one[finite].abs().max())
+
+
+def same(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """Which entries are equal, or are both no number."""
+    if one.is_floating_point():
+        one, other = _wide(one), _wide(other)
+    equal = one == other
+    return equal | ((one != one) & (other != other)) if one.is_floating_point() or one.is_complex() else equal
+
+
+def _wide(value: torch.Tensor) -> torch.Tensor:
+    if value.is_complex():
+        return value.to(torch.complex128)
+    return value if value.dtype == torch.float64 else value.to(torch.float32)
+
+
+def _varied(
+    short: torch.Tensor, long: torch.Tensor, fixed: torch.Tensor | None, variation: Variation, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Other entries for the call, and for all of the long tensor."""
+    if not long.numel():
+        return short, long
+    if short.dtype == torch.bool:
+        if variation.sign:
+            return torch.full_like(short, variation.sign > 0), torch.full_like(long, variation.sign < 0)
+        return _uniform(short, generator) > 0.5, _uniform(long, generator) > 0.5
+    if not (short.is_floating_point() or short.is_complex()):
+        return _varied_integers(short, long, variation, generator)
+    sign, base = variation.sign, _wide(long)
+    far = WIDE.get(short.dtype, 1e12) if variation.entrywise else FAR
+    own, more = (far * (1 + _uniform(each, generator)) for each in (short, long))
+    ordinary = base.abs() < ORDINARY
+    if sign:
+        level = 0.0
+        if fixed is not None and not variation.entrywise and bool((known := fixed & ordinary).any()):
+            level = float((base[known] * sign).real.clamp(min=0).max())
+        free = torch.where(ordinary, -sign * (base.abs() + more), base - sign * FAR)
+        return (sign * (own + level)).to(short.dtype), free.to(long.dtype)
+    anything = (2 * own - 3 * far).to(short.dtype) if variation.mixed else torch.zeros_like(short)
+    near = torch.full_like(base, variation.literal) if variation.entrywise else base.abs() - more
+    return anything, torch.where(ordinary, near, base - FAR).to(long.dtype)
+
+
+def _varied_integers(
+    short: torch.Tensor, long: torch.Tensor, variation: Variation, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    least, most = (int(each) for each in long.aminmax())
+    limits = torch.iinfo(short.dtype)
+    if variation.entrywise and not variation.sign:
+        number = min(max(int(variation.literal), limits.min), limits.max)
+        return torch.zeros_like(short), torch.full_like(long, number)
+    if variation.entrywise:
+        least, most = max(limits.min, -(10**6)), min(limits.max, 10**6)
+    elif not variation.indices:
+        least, most = min(least, 0), max(most, 1)
+    if variation.sign:
+        ends = {-1: least, 1: most}
+        return torch.full_like(short, ends[variation.sign]), torch.full_like(long, ends[-variation.sign])
+    drawn = [(_uniform(each, generator).to(torch.float64) * (most - least + 1)).floor() + least for each in (short, long)]
+    made = [each.to(torch.int64).clamp(least, most).to(short.dtype) for each in drawn]
+    return made[0], made[1]
+
+
+def _uniform(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    return torch.rand(like.shape, generator=generator, device=like.device)
