@@ -49,6 +49,7 @@ class Bench:
     def give(self, choices: tuple[int, ...], flag: int) -> None:
         """Fills the arena for one run."""
         check("cuMemcpyHtoD", driver.cu.cuMemcpyHtoD(self.memories.bases[3], bytes(arena(choices, flag)), BYTES))
+        check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(0))  # the copy may return before it is done, and no stream waits
 
     def found(self) -> tuple[bytes, int]:
         """The output and the result."""
