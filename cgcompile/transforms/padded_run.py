@@ -165,7 +165,10 @@ class PaddedRun:
             base = {id(value): (value.short, value.short) for value in call.values}
             return tree_map(lambda leaf: PaddedValue(leaf, leaf, depends=call.depends), self._base(call, call.at_short, base))
         if not isinstance(node.target, torch._ops.HigherOrderOperator) or call.name in WHOLE:
-            return self._operator(call)
+            try:
+                return self._operator(call)
+            except FAILURES as failure:  # of comparing: PyTorch has no minimum of some dtypes, or no equality
+                raise ChangedByPadding(f"{call.name} cannot be compared at two sizes{_at(call.node)}") from failure
         return self._higher_order(call)
 
     # --- one operator -------------------------------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
     if pad == "rows" and not joined:
         return pad, reason
     if why := _first(compared, fixed=True):
-        return "no", f"{why}, and zeros change what it gives"
+        return "no", f"{why}; zeros were not proved to change nothing"
     return "zeros", f"{joined or f'outputs depend on what {name} is filled up with'}; zeros were proved to change nothing"
 
 
@@ -193,7 +193,7 @@ def _prove_cut(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
         except (RuntimeError, IndexError, ValueError, AssertionError) as failure:
             return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
     if why := _first(two_sizes(source, prepared, sizes, name), fixed=False, last=True):
-        return False, f"{why}, and a part of a call lacks what lies before it"
+        return False, f"{why}; parts of a call were not proved to give the same"
     return True, f"rows along {name} do not depend on each other"
 
 

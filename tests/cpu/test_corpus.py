@@ -64,8 +64,11 @@ def test_a_bundle_is_called_with_other_inputs_and_between_the_sizes(bundle: Path
     assert row.verdict == WRONG and "output: by " in row.message
 
 
-def test_a_layer_is_built_for_a_gpu_that_is_not_here(tmp_path: Path) -> None:
+def test_a_layer_is_built_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
+    from tests.helpers.lowered_here import lower_here
+
+    lower_here(monkeypatch)
     row = judge(find("layers/ReLU"), "sm_90", tmp_path / "relu.cgb", "none")
     assert (row.verdict, row.message) == (BUILT, "")
     assert row.stages is not None and {"export", "lower", "verify"} <= row.stages.keys()

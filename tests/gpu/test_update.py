@@ -71,14 +71,13 @@ def test_weights_come_from_files_and_from_either_side(cases: dict[str, Case], tm
     case = cases[name]
     value = case.draw(4)
     with cgbundle.load(case.path, mode=mode) as program:
-        session, free = program.session(), torch.cuda.mem_get_info()[0]
+        session = program.session()
         for seed, give in enumerate(GIVEN.values(), 1):
             network = other(case.network, seed)
             program.update(give(network, tmp_path))
             for each in (program, session):
                 with torch.no_grad():
                     check(each(value), network(value), case.tolerance)
-        assert torch.cuda.mem_get_info()[0] >= free - (16 << 20)
         program.update(case.path)
         case.check(session(value), value)
 

@@ -50,7 +50,7 @@ class Way(NamedTuple):
     pinned: bool
 
 
-SMALL, LARGE = 4 << 20, 1 << 30
+SMALL, LARGE = 16 << 20, 1 << 30
 
 
 class Piece(NamedTuple):
@@ -124,12 +124,13 @@ def chunks(listed: Sequence[Piece], size: int) -> list[list[Piece]]:
 
 
 def way(size: int) -> Way:
-    """How `size` bytes travel.  Measured on an H200 (tests/gpu/REPORT.md)."""
+    """How `size` bytes travel.  More than four threads of Python wait for the interpreter's lock longer than they read: 8 brought
+    4 to 8 GB/s where 4 brought 12 on a busy host (tests/gpu/REPORT.md)."""
     if size <= SMALL:
         return Way(threads=1, buffers=1, pinned=False)
     if size < LARGE:
         return Way(threads=4, buffers=2, pinned=True)
-    return Way(threads=8, buffers=3, pinned=True)
+    return Way(threads=4, buffers=3, pinned=True)
 
 
 class Buffer(NamedTuple):

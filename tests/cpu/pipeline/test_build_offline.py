@@ -303,7 +303,8 @@ def test_a_build_without_a_proof_says_so(unproved: tuple[Path, Result]) -> None:
     assert "0.0e+00" not in row, "no error was measured"
 
 
-def test_int_keys_over_the_budget_are_left_out_and_named(files: Path, tmp_path: Path) -> None:
+def test_int_keys_over_the_budget_are_left_out_and_named(files: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lower_here(monkeypatch)
     out = tmp_path / "linear.cgb"
     result = call("build", files / "linear.py", "--sizes", "1,4", "--target", "sm_90", "--prove-budget", "0.01", "-o", out)
     assert result.exit_code == 0, result.output

@@ -168,7 +168,15 @@ def test_sequence(case: str) -> None:
 def test_the_operator_is_named_with_its_line() -> None:
     reason = decide(Over(gate), signed, {"batch": (1, 4)})["batch"][2]
     assert reason.startswith("sum joins what lies along batch (") and "test_row_mixing.py:" in reason
-    assert reason.endswith("return torch.where(x.sum() > 0, x * 2, x)), and zeros change what it gives")
+    assert reason.endswith("return torch.where(x.sum() > 0, x * 2, x)); zeros were not proved to change nothing")
+
+
+def test_a_dtype_that_cannot_be_tried_is_not_padded() -> None:
+    def halved(m: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.abs().to(torch.uint16).to(torch.float32) * 0.5
+
+    pad, chunk, reason = decide(Over(halved), signed, {"batch": (2, 4)})["batch"]
+    assert (pad, chunk) == ("no", False) and "cannot be compared at two sizes (" in reason
 
 
 def test_the_verdict_is_the_same_whatever_is_drawn() -> None:

@@ -380,11 +380,11 @@ def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Ma
     context.release()
 
 
-@pytest.mark.parametrize("size", [0, 1, 4 << 20, 5 << 20, 330 << 20, 1 << 30, 16 << 30])
+@pytest.mark.parametrize("size", [0, 1, 16 << 20, 17 << 20, 330 << 20, 1 << 30, 16 << 30])
 def test_what_is_small_pays_for_no_threads_and_no_pinned_memory(size: int) -> None:
     how = weights.way(size)
-    assert how.pinned == (how.threads > 1) == (size > 4 << 20)
-    assert how.threads * how.buffers * weights.CHUNK <= 48 << 20
+    assert how.pinned == (how.threads > 1) == (size > 16 << 20)
+    assert how.threads * how.buffers * weights.CHUNK <= 24 << 20
 
 
 @pytest.mark.parametrize("pages", [2, 3])
