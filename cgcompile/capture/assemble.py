@@ -23,13 +23,31 @@ from cgbundle.tables.recording import (
 )
 
 from ..errors import BuildError
+from ..targets.cuda.bodies import Bodies
 from ..targets.cuda.chains import ChainedOutput, refused
+from ..targets.cuda.conditions import set_condition
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.memory_layout import Table
 from .pairing import PairedRanges, pair_takes
 from .placement import Placement, keep, place, place_tables
 from .relocation import Classified, classify, classify_graph, compare, node_name, place_of
-from .take import INPUTS, WEIGHTS, RawGraph, RawKernel, RawMemcpy, RawMemset, RawValue, Reading, Take
+from .rows import marks_and_graphs
+from .take import (
+    INPUTS,
+    WEIGHTS,
+    RawBegin,
+    RawEnd,
+    RawGraph,
+    RawKernel,
+    RawMemcpy,
+    RawMemset,
+    RawNextBody,
+    RawNode,
+    RawSetCondition,
+    RawValue,
+    Reading,
+    Take,
+)
 
 COPY_SHAPE = ("width", "height", "depth", "source_pitch", "source_height", "target_pitch", "target_height")
 """The fields of MemcpyNode that RawMemcpy.shape holds, in its order."""
@@ -48,7 +66,8 @@ class Assembled:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _ClassifiedGraph:
-    """A graph whose addresses are readings in the first take: by node for kernels, memsets and copies; then the call's tensors."""
+    """A graph whose addresses are readings in the first take: by row for kernels, memsets, copies and conditions; then the call's
+    tensors."""
 
     blocks: dict[int, Classified]
     places: dict[int, tuple[Reading, ...]]
@@ -64,11 +83,16 @@ class _ClassifiedGraph:
 
 
 def assemble(
-    a: Take, b: Take, weights_end: int, chained: Mapping[IntKey, Sequence[ChainedOutput]] = MappingProxyType({})
+    a: Take,
+    b: Take,
+    weights_end: int,
+    chained: Mapping[IntKey, Sequence[ChainedOutput]] = MappingProxyType({}),
+    conditions: Function | None = None,
 ) -> Assembled:
     """Compare two takes and name every address.  `weights_end`: where the program's own tensors end in memory `weights`; `chained`:
-    by key, the outputs that a later call takes where they lie.  Raises recordings-differ, address-disagrees, memory-refused,
-    pointer-in-table, module-state-differs, chain-refused."""
+    by key, the outputs that a later call takes where they lie; `conditions`: the kernel that sets conditions, where there are
+    branches or loops.  Raises recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs,
+    chain-refused."""
     compare(a, b)
     paired = pair_takes(a, b)
     classified = [_classified(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
@@ -87,7 +111,7 @@ def assemble(
     for key, mine in of_key.items():
         ranges = dict.fromkeys(i for _, own in mine for i in own.used())
         placement = place(a, ranges, offsets, key, kept.offsets.get(key, {}), kept.start)  # one arena for all of them
-        graphs[key] = tuple([_rows(graph, own, placement) for graph, own in mine])
+        graphs[key] = tuple([_rows(graph, own, placement, conditions) for graph, own in mine])
     states_of = tuple(_states(states, offsets))
     return Assembled(graphs=graphs, tables=tables, weights_end=end, states=states_of, reserved=kept.reserved)
 
@@ -113,6 +137,8 @@ def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> _ClassifiedGr
             places[i] = (place_of(m.target, n.target, paired, where),)
         elif isinstance(m, RawMemcpy) and isinstance(n, RawMemcpy):
             places[i] = (place_of(m.source, n.source, paired, where), place_of(m.target, n.target, paired, where))
+        elif isinstance(m, RawSetCondition) and isinstance(n, RawSetCondition):
+            places[i] = (place_of(m.byte, n.byte, paired, where),)
     values = tuple(
         place_of(v.place, w.place, paired, f"int_key {x.key}, tensor {i} of the call") if v.place.readings else None
         for i, (v, w) in enumerate(zip((*x.inputs, *x.outputs), (*y.inputs, *y.outputs), strict=True))
@@ -120,28 +146,50 @@ def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> _ClassifiedGr
     return _ClassifiedGraph(blocks=blocks, places=places, values=values)
 
 
-def _rows(graph: RawGraph, classified: _ClassifiedGraph, placement: Placement) -> RecordedGraph:
+def has_conditions(take: Take) -> bool:
+    """Whether any graph has branches or loops."""
+    return any(isinstance(row, RawSetCondition) for graph in take.graphs for row in graph.nodes)
+
+
+def _rows(graph: RawGraph, classified: _ClassifiedGraph, placement: Placement, conditions: Function | None) -> RecordedGraph:
     functions: dict[Function, int] = {}
-    nodes: list[Node] = []
-    for i, node in enumerate(graph.nodes):
-        if isinstance(node, RawKernel):
-            function = Function(image=node.image, symbol=node.symbol, params=node.params, attributes=node.function_attributes)
-            number = functions.setdefault(function, len(functions))
-            nodes.append(_kernel(node, number, classified.blocks[i], placement))
-        elif isinstance(node, RawMemset):
-            value, element, width, height, pitch = node.shape
-            target = placement.address(classified.places[i][0])
-            nodes.append(MemsetNode(target=target, value=value, element=element, width=width, height=height, pitch=pitch))
-        elif isinstance(node, RawMemcpy):
-            source, target = (placement.address(t) for t in classified.places[i])
-            nodes.append(MemcpyNode(source=source, target=target, **dict(zip(COPY_SHAPE, node.shape, strict=True))))
-        else:
-            nodes.append(EmptyNode())
-    edges = tuple(Edge(source=s, target=t, from_port=p, to_port=q, type=k) for s, t, p, q, k in graph.edges)
-    recording = Recording(key=graph.key, functions=tuple(functions), nodes=tuple(nodes), edges=edges)
+    growing = Bodies()
+    for begin, piece, edges in marks_and_graphs(graph):
+        match piece:
+            case RawSetCondition(conditional=number):
+                assert conditions is not None  # `has_conditions` says when it is needed
+                setter = functions.setdefault(conditions, len(functions))
+                growing.add([set_condition(setter, placement.address(classified.places[begin][0]), number)])
+            case RawBegin(conditional=number, type=type):
+                growing.begin(number, type)
+            case RawNextBody():
+                growing.next_body()
+            case RawEnd():
+                growing.end()
+            case _:
+                nodes = [_node(node, begin + i, classified, placement, functions) for i, node in enumerate(piece)]
+                among = [Edge(source=s, target=t, from_port=p, to_port=q, type=k) for s, t, p, q, k in edges]
+                growing.add(nodes, among)
+    rows, joined, bodies = growing.rows()
+    recording = Recording(key=graph.key, functions=tuple(functions), nodes=rows, edges=joined, bodies=bodies)
     values = tuple(_value(v, t, placement) for v, t in zip((*graph.inputs, *graph.outputs), classified.values, strict=True))
     count = len(graph.inputs)
     return RecordedGraph(recording=recording, inputs=values[:count], outputs=values[count:], arena=placement.arena)
+
+
+def _node(node: RawNode, at: int, classified: _ClassifiedGraph, placement: Placement, functions: dict[Function, int]) -> Node:
+    """The node of row `at`; `functions` grow."""
+    if isinstance(node, RawKernel):
+        function = Function(image=node.image, symbol=node.symbol, params=node.params, attributes=node.function_attributes)
+        return _kernel(node, functions.setdefault(function, len(functions)), classified.blocks[at], placement)
+    if isinstance(node, RawMemset):
+        value, element, width, height, pitch = node.shape
+        target = placement.address(classified.places[at][0])
+        return MemsetNode(target=target, value=value, element=element, width=width, height=height, pitch=pitch)
+    if isinstance(node, RawMemcpy):
+        source, target = (placement.address(t) for t in classified.places[at])
+        return MemcpyNode(source=source, target=target, **dict(zip(COPY_SHAPE, node.shape, strict=True)))
+    return EmptyNode()
 
 
 def _kernel(node: RawKernel, function: int, block: Classified, placement: Placement) -> KernelNode:

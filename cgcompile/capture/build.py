@@ -18,6 +18,7 @@ from ..bundle.proof import accepted, measured
 from ..model.source import SEED, sample
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
 from ..targets.cuda.chains import chained_outputs
+from ..targets.cuda.conditions import conditional_driver
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.ptxas import lowest_driver
@@ -93,7 +94,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
         parts = [_entry_parts(spec, number, recorded, written, exact=split is None) for number in range(len(spec.entries))]
         write_exam(stage / archive.EXAM, {entry.name: exam for entry, (_, exam) in zip(spec.entries, parts, strict=True)})
         tell(describe_size(stage))
-    driver = _lowest_driver(recorded)
+    driver = max(_lowest_driver(recorded), conditional_driver(written.recordings.values()))
     if written.fills:
         driver = max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
     return ManifestParts(

@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from .take import INPUTS, WEIGHTS, Range, RawGraph, RawKernel, RawMemcpy, RawMemset, Reading, Take, Word
+from .take import INPUTS, WEIGHTS, Range, RawGraph, RawKernel, RawMemcpy, RawMemset, RawSetCondition, Reading, Take, Word
 
 Pairing = dict[int, int]
 """Range of the first process -> range of the second."""
@@ -104,6 +104,8 @@ def _graph_words(x: RawGraph, y: RawGraph) -> Iterator[tuple[Word, Word]]:
         elif isinstance(m, RawMemcpy) and isinstance(n, RawMemcpy):
             yield m.source, n.source
             yield m.target, n.target
+        elif isinstance(m, RawSetCondition) and isinstance(n, RawSetCondition):
+            yield m.byte, n.byte
     for v, w in zip((*x.inputs, *x.outputs), (*y.inputs, *y.outputs), strict=True):
         yield v.place, w.place
 

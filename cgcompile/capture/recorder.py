@@ -7,6 +7,7 @@ Comparing the two names every address (assemble.py); replaying the same inputs i
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
@@ -26,13 +27,14 @@ from ..errors import BuildError, ModelError
 from ..export.programs import Programs
 from ..export.torch_program import without_weights
 from ..targets.cuda.chains import ChainedOutput
+from ..targets.cuda.conditions import condition_function, condition_image
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay_out
 from ..targets.weights import add_tables, row_major, shapes_of, write_weights
 from ..util.tolerance import Difference
 from ..util.workers import processors
-from .assemble import Assembled, assemble
+from .assemble import Assembled, assemble, has_conditions
 from .processes import RecorderProcesses, recorder_processes
 from .request import PRIME, RECORD, Call, Request
 from .take import Take
@@ -110,7 +112,8 @@ def record(
     (default: inside `folder`, so that nothing leaks between builds).  `workers` processes lower at a time
     (default: `priming`).  Without `parallel` the two recorders run one after the other, as they do where the GPU's memory is short.
 
-    Raises sizes-differ, shared-storage, weight-mutated, recorder-failed, and what `assemble` and a recorder process raise.
+    Raises sizes-differ, shared-storage, weight-mutated, recorder-failed, extra-missing and kernel-failed for branches and loops,
+    and what `assemble` and a recorder process raise.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _check_calls(calls, exam)
@@ -167,9 +170,11 @@ def record(
     if a.mutated:
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
     inputs = {key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()}
-    assembled = assemble(a, b, layout.weights_end, chained)
+    own = condition_image(a.arch) if has_conditions(a) else b""
+    conditions = condition_function(own) if own else None
+    assembled = assemble(a, b, layout.weights_end, chained, conditions)
     rows = add_tables(file, rows, assembled.tables)
-    return _recorded(a, b, assembled, layout, rows, static, inputs)
+    return _recorded(a, b, assembled, layout, rows, static, inputs, [own] if own else [])
 
 
 MARGIN = 1 << 30
@@ -211,7 +216,9 @@ def _recorded(
     stored: tuple[Weight, ...],
     static: Mapping[IntKey, int],
     inputs: Mapping[IntKey, tuple[bytes, ...]],
+    images: Sequence[bytes],
 ) -> Recorded:
+    """`images` are ours, beside those that the recorders saw."""
     replays = {}
     for mine, theirs in zip(a.exams, b.exams, strict=True):
         replays[mine.key] = Replay(
@@ -232,7 +239,7 @@ def _recorded(
         state_bytes=layout.state_end + PAD if layout.state_end else 0,
         states=assembled.states,
         reserved=assembled.reserved,
-        images=a.images,
+        images={**a.images, **{hashlib.sha256(image).hexdigest(): image for image in images}},
         arch=a.arch,
         driver=a.driver,
     )

@@ -21,7 +21,22 @@ from functools import partial
 
 from ..errors import BuildError, ModelError
 from .pairing import PairedRanges, meaning
-from .take import Block, RawEmpty, RawGraph, RawKernel, RawMemcpy, RawMemset, RawNode, Reading, Take, Word
+from .take import (
+    Block,
+    RawBegin,
+    RawEmpty,
+    RawEnd,
+    RawGraph,
+    RawKernel,
+    RawMemcpy,
+    RawMemset,
+    RawNextBody,
+    RawRow,
+    RawSetCondition,
+    Reading,
+    Take,
+    Word,
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,7 +127,7 @@ def place_of(mine: Word, theirs: Word, paired: PairedRanges, where: str) -> Read
 def node_name(graph: RawGraph, i: int) -> str:
     """A node in messages: "int_key (8,), node 17 (symbol)"."""
     node = graph.nodes[i]
-    kind = {RawMemset: "memset", RawMemcpy: "memcpy", RawEmpty: "empty"}.get(type(node), "")
+    kind = {RawMemset: "memset", RawMemcpy: "memcpy", RawEmpty: "empty", RawSetCondition: "condition"}.get(type(node), "body")
     region = f"graph {graph.region + 1}, " if graph.region else ""
     return f"int_key {graph.key}, {region}node {i} ({node.symbol if isinstance(node, RawKernel) else kind})"
 
@@ -122,7 +137,7 @@ def address_at(block: Block, at: int) -> int:
     return int.from_bytes(block.data[at : at + 8], "little")
 
 
-def _traits(m: RawNode, n: RawNode) -> Iterator[tuple[str, object, object]]:
+def _traits(m: RawRow, n: RawRow) -> Iterator[tuple[str, object, object]]:
     """What two nodes of two recordings must have in common, as (what, mine, theirs)."""
     yield "the kind", type(m).__name__, type(n).__name__
     if isinstance(m, RawKernel) and isinstance(n, RawKernel):
@@ -131,6 +146,10 @@ def _traits(m: RawNode, n: RawNode) -> Iterator[tuple[str, object, object]]:
         yield "the parameters' size", len(m.block.data), len(n.block.data)
     elif isinstance(m, RawMemset | RawMemcpy) and isinstance(n, RawMemset | RawMemcpy):
         yield "the shape", m.shape, n.shape
+    elif isinstance(m, RawSetCondition) and isinstance(n, RawSetCondition):
+        yield "the branch or loop", m.conditional, n.conditional
+    elif isinstance(m, RawBegin | RawNextBody | RawEnd):
+        yield "the branch or loop", m, n
 
 
 def _spot(node: str, kernel: RawKernel, at: int) -> str:

@@ -101,7 +101,44 @@ class RawEmpty:
     """An empty node."""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawSetCondition:
+    """The byte at an address becomes the condition of branch or loop number `conditional` of the graph."""
+
+    conditional: int
+    byte: Word
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawBegin:
+    """What follows is the first body of a branch or a loop; `type` as in ConditionalNode."""
+
+    conditional: int
+    type: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawNextBody:
+    """What follows is its next body."""
+
+    conditional: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RawEnd:
+    """Its last body ends."""
+
+    conditional: int
+
+
 RawNode = RawKernel | RawMemset | RawMemcpy | RawEmpty
+"""A node as the driver has it."""
+
+RawRow = RawNode | RawSetCondition | RawBegin | RawNextBody | RawEnd
+"""A node, or where a branch or a loop of the recording is: everything between two of these is one graph that was captured."""
+
+RawEdge = tuple[int, int, int, int, int]
+"""(source, target, from_port, to_port, type), of two rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -116,11 +153,11 @@ class RawValue:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawGraph:
-    """Captured graph number `region` of its key; `edges` are (source, target, from_port, to_port, type), the rest its tensors."""
+    """Captured region number `region` of its key; `edges` join nodes of one captured graph, the rest are its tensors."""
 
     key: IntKey
-    nodes: tuple[RawNode, ...]
-    edges: tuple[tuple[int, int, int, int, int], ...]
+    nodes: tuple[RawRow, ...]
+    edges: tuple[RawEdge, ...]
     inputs: tuple[RawValue, ...]
     outputs: tuple[RawValue, ...]
     region: int = 0

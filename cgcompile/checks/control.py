@@ -7,8 +7,11 @@ from dataclasses import replace
 
 from cgbundle.format.schema import Finding
 
-from ..export.higher_order.conditionals import CONTROL_FLOW, higher_order, is_conditional, obstacle
+from ..export.higher_order.conditionals import COND, CONTROL_FLOW, WHILE, higher_order, is_conditional, obstacle
 from .context import HOST, NOTE, RuleContext, finding
+
+WHOLE = {COND: ", and both branches run there", WHILE: ", and every turn runs there"}
+"""What becomes of a branch or a loop with something of the host's inside."""
 
 
 def control_flow(context: RuleContext) -> Iterable[Finding]:
@@ -16,9 +19,9 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: these higher-order operators, anywhere in the program.
     Why CUDA forbids it: a tensor decides what runs and how often; a graph is a fixed order of kernels, but for its conditional
-    nodes (CUDA 12.4), whose bodies hold what a graph does.  A capture by PyTorch makes none of these.
-    Effect: where launches are traced, `cond` and `while_loop` are conditional nodes: the GPU decides, and nothing waits.  Else, and
-    where something in a body is the host's, the operator with all its branches runs on the host.
+    nodes (CUDA 12.4), whose bodies hold what a graph does.
+    Effect: `cond` and `while_loop` are conditional nodes: the GPU decides, and nothing waits.  Where something in a body is the
+    host's, the operator runs there as a whole: all its branches, every turn.  So do map and scan along a declared dimension.
     Fix: `torch.where` computes both sides and chooses; a loop with a fixed number of turns in Python is unrolled.
     Source: cuGraphConditionalHandleCreate (CUDA driver API); "Conditional ops" in Scheduler.should_partition
     (torch/_inductor/scheduler.py); is_cudagraph_unsafe_op in torch/_inductor/utils.py.
@@ -35,7 +38,7 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
                 "a conditional node of the graph: no launch of its own, and the CPU waits for nothing", "none needed",
             )  # fmt: skip
         else:
-            why = f", since {reason}" if context.conditionals and is_conditional(node) else ""
+            why = f"{WHOLE[name]}, since {reason}" if context.conditionals and is_conditional(node) else ""
             yield finding(
                 "control-flow", HOST, f"{name} decides on the CPU what runs{why}", node,
                 context.effect(top), "torch.where computes both sides and chooses; a fixed number of turns can be a Python loop",
@@ -44,18 +47,24 @@ def control_flow(context: RuleContext) -> Iterable[Finding]:
 
 def with_moved_control_flow(findings: Sequence[Finding], placed: Collection[str]) -> tuple[Finding, ...]:
     """The findings, with branches and loops that are `placed` on the host after all: for something inside of them, or around."""
-    why = "decides on the CPU what runs, since it is tied to an operation on the host"
+    inside = {each.node: each for each in reversed(findings) if each.severity == HOST and each.rule != "control-flow"}
+
+    def moved(each: Finding) -> Finding:
+        name = each.message.partition(" ")[0]
+        cause = inside.get(each.node)
+        told = ", ".join(filter(None, [cause.rule, cause.where])) if cause else ""
+        why = f"an operation inside it runs on the host ({told})" if told else "it is tied to an operation on the host"
+        return replace(
+            each,
+            severity=HOST,
+            message=f"{name} decides on the CPU what runs{WHOLE[name]}, since {why}",
+            effect="this operation runs on the host between two graphs",
+            fix="take what runs on the host out of it",
+        )
+
     return tuple(
         [
-            replace(
-                each,
-                severity=HOST,
-                message=f"{each.message.partition(' ')[0]} {why}",
-                effect="the operator with all its branches runs on the host",
-                fix="take what runs on the host out of it",
-            )
-            if each.rule == "control-flow" and each.severity == NOTE and each.node in placed
-            else each
+            moved(each) if each.rule == "control-flow" and each.severity == NOTE and each.node in placed else each
             for each in findings
         ]
     )

@@ -101,7 +101,7 @@ class HostRead:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SetCondition:
-    """Whether the byte there is not 0 becomes the condition of branch or loop number `conditional` of the region."""
+    """The byte there becomes the condition of branch or loop number `conditional` of the region, true where it is not 0."""
 
     conditional: int
     byte: Pointer
@@ -109,15 +109,16 @@ class SetCondition:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Begin:
-    """The events from here on are the body of a branch ("if") or a loop ("while"), numbered by `conditional`."""
+    """The events from here on are the first body of a branch ("if", "switch") or the body of a loop ("while"), numbered by
+    `conditional`."""
 
     conditional: int
     type: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Otherwise:
-    """The events from here on are what a branch does where its condition is false."""
+class NextBody:
+    """The events from here on are the next body of a branch: what it does where its condition is false, or that number."""
 
     conditional: int
 
@@ -129,7 +130,7 @@ class End:
     conditional: int
 
 
-Event = Allocate | Release | Launch | Copy | Fill | HostRead | SetCondition | Begin | Otherwise | End
+Event = Allocate | Release | Launch | Copy | Fill | HostRead | SetCondition | Begin | NextBody | End
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

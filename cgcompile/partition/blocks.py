@@ -9,13 +9,14 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ..export.higher_order.conditionals import COND, higher_order, is_conditional
+from .switches import Case, cases_of, choice_of
 
 Operand = str | int | float | bool | None
 """The name of a value of the block, or a constant."""
@@ -41,6 +42,18 @@ class Branch:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Switch:
+    """`torch.cond` inside of the false side of another, and so on, that all compare one value with constants.  `choice` names a
+    byte: the body of that number runs, counted from 0, and takes its own of the `operands`."""
+
+    name: str
+    choice: str
+    bodies: tuple[Block, ...]
+    operands: tuple[tuple[Operand, ...], ...]
+    outputs: tuple[str, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Loop:
     """`torch.while_loop`: `condition` and `body` take what is carried, and behind it `operands`; `carried` are the first values.
     The body gives what is carried on, and last the condition for the next turn."""
@@ -61,8 +74,11 @@ class Block:
     source: GraphModule
     module: GraphModule
     inputs: tuple[str, ...]
-    parts: tuple[Straight | Branch | Loop, ...]
+    parts: tuple[Part, ...]
     outputs: tuple[Operand, ...]
+
+
+Part: TypeAlias = Straight | Branch | Switch | Loop
 
 
 def has_conditionals(module: GraphModule) -> bool:
@@ -76,9 +92,14 @@ def blocks(module: GraphModule) -> Block:
 
 
 def _block(source: GraphModule, module: GraphModule) -> Block:
+    switches = {node: cases for node in module.graph.nodes if (cases := cases_of(source, module, node))}
     for node in [node for node in module.graph.nodes if higher_order(node) == COND]:
         with module.graph.inserting_before(node):
-            node.update_arg(0, module.graph.call_function(torch.ops.aten.ne.Scalar, (node.args[0], 0)))
+            known = node.args[0]
+            value = choice_of(module.graph, known, switches[node]) if node in switches else _as_byte(module.graph, known)
+        node.update_arg(0, value)
+        if isinstance(known, Node) and known.op == "call_function" and not known.users:
+            module.graph.erase_node(known)
     names = _names(module.graph)
     groups: list[list[Node]] = [[]]
     conditionals: list[Node] = []
@@ -90,11 +111,13 @@ def _block(source: GraphModule, module: GraphModule) -> Block:
             groups[-1].append(node)
     (output,) = module.graph.find_nodes(op="output")
     wanted = _wanted(groups, conditionals, output)
-    parts: list[Straight | Branch | Loop] = []
+    parts: list[Part] = []
     for number, group in enumerate(groups):
         parts.append(Straight(nodes=tuple(group), outputs=tuple([node.name for node in group if node in wanted])))
         if number < len(conditionals):
-            parts.append(_conditional(source, module, conditionals[number], names))
+            node = conditionals[number]
+            several = switches.get(node)
+            parts.append(_switch(node, several, names) if several else _conditional(source, module, node, names))
     return Block(
         source=source,
         module=module,
@@ -158,6 +181,21 @@ def _wanted(groups: Sequence[Sequence[Node]], conditionals: Sequence[Node], outp
     }
 
 
+def _switch(node: Node, cases: Sequence[Case], names: dict[Node, str]) -> Switch:
+    bodies = tuple([_block(case.source, case.module) for case in cases])
+    return Switch(
+        name=node.name,
+        choice=str(_operand(node.args[0], names)),
+        bodies=bodies,
+        operands=tuple([_operands(case.operands, names) for case in cases]),
+        outputs=tuple([f"{node.name}.{number}" for number in range(len(bodies[0].outputs))]),
+    )
+
+
+def _as_byte(graph: Graph, value: Any) -> Node:
+    return graph.call_function(torch.ops.aten.ne.Scalar, (value, 0))
+
+
 def _conditional(source: GraphModule, module: GraphModule, node: Node, names: dict[Node, str]) -> Branch | Loop:
     first, second = [(getattr(source, name), getattr(module, name)) for name in _body_names(node)]
     if higher_order(node) == COND:
@@ -207,7 +245,7 @@ def _as_bool(module: GraphModule) -> None:
     (output,) = module.graph.find_nodes(op="output")
     (result,) = _listed(output.args[0])
     with module.graph.inserting_before(output):
-        output.args = ((module.graph.call_function(torch.ops.aten.ne.Scalar, (result, 0)),),)
+        output.args = ((_as_byte(module.graph, result),),)
 
 
 def _append(body: GraphModule, condition: GraphModule, carried: int) -> None:

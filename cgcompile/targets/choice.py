@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOWERINGS = ("eager", "inductor", "max-autotune")
 SPECIALIZE = ("size", "shared")
 RECORDERS = ("auto", "capture", "trace")
-CONDITIONALS = ("trace",)
+CONDITIONALS = ("capture", "trace")
 """The recorders that make conditional nodes of branches and loops."""
 
 PROVE = ("interpret", "none")

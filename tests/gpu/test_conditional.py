@@ -6,6 +6,7 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from cgbundle.loader import MODES
 from cgbundle.tables.codec import decode
 from cgbundle.tables.recording import ConditionalNode
 from tests.helpers.conditional_bench import CASES, Bench
-from tests.helpers.conditional_rows import expected
+from tests.helpers.conditional_rows import WAYS, expected, several, switching
 from tests.helpers.fake_driver import install
 
 
@@ -54,6 +55,23 @@ def test_branches_and_loops_follow_the_data(bench: Bench, mode: str) -> None:
         executor.launch(bench.context.stream)
         assert bench.found() == expected(choices, flag)
     executor.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_switch_runs_the_body_of_its_number(tmp_path: Path, mode: str) -> None:
+    from cgcompile.targets.cuda.conditions import condition_image
+
+    context = Context(0)
+    image = condition_image(context.arch)
+    with ExitStack() as cleanup:
+        cleanup.callback(context.release)
+        bench = Bench(tmp_path / "bench.cgb", image, cleanup, switching)
+        executor = bench.executor(mode)
+        for flag in (1, 0, WAYS, 2, 255):
+            bench.give((), flag)
+            executor.launch(bench.context.stream)
+            assert bench.found()[1] == (10 + flag if flag < WAYS else 9)
+        executor.close()
 
 
 def test_a_callers_capture_takes_them_node_by_node(bench: Bench) -> None:
@@ -91,6 +109,34 @@ def test_how_long_a_turn_takes(bench: Bench, capsys: pytest.CaptureFixture[str])
         print(f"\na graph of no turn {times[0]:.1f} us, a turn of 8 nodes {(times[20] - times[0]) / 20:.1f} us")
 
 
+def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Prints a launch that takes the last of eight ways: by a switch, and by branches inside of each other; asserts what it set."""
+    from cgcompile.targets.cuda.conditions import condition_image
+
+    context, ways = Context(0), 8
+    times = []
+    with ExitStack() as cleanup:
+        cleanup.callback(context.release)
+        for nested in (False, True):
+            rows = partial(several, ways=ways, nested=nested)
+            bench = Bench(tmp_path / f"{nested}.cgb", condition_image(context.arch), cleanup, rows)
+            executor, stream = bench.executor("graph"), bench.context.stream
+            bench.give((0,) * ways, ways - 1)
+            begin, end = (check("cuEventCreate", cu.cuEventCreate(0)) for _ in range(2))
+            found = []
+            for _ in range(20):
+                check("cuEventRecord", cu.cuEventRecord(begin, stream))
+                executor.launch(stream)
+                check("cuEventRecord", cu.cuEventRecord(end, stream))
+                check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+                found.append(1e3 * check("cuEventElapsedTime", cu.cuEventElapsedTime(begin, end)))
+            assert bench.found()[1] == 9 + ways
+            times.append(sorted(found)[len(found) // 2])
+            executor.close()
+    with capsys.disabled():
+        print(f"\nthe last of {ways} ways: a switch {times[0]:.1f} us, branches inside of each other {times[1]:.1f} us")
+
+
 # --- traced bundles -------------------------------------------------------------------------------------------
 
 CARRIED = Path(os.environ.get("CGCOMPILE_CONDITIONAL_BUNDLES", "/nowhere"))
@@ -126,7 +172,7 @@ def types(path: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("recorder", ["trace", "carried"])
-@pytest.mark.parametrize("name", ["nested", "carried", "overlapping", "middle"])
+@pytest.mark.parametrize("name", ["nested", "carried", "overlapping", "middle", "chosen"])
 def test_every_way_is_eagers(tmp_path: Path, name: str, recorder: str) -> None:
     import torch
 

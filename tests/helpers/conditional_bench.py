@@ -1,8 +1,9 @@
-"""`conditional_rows` over an arena of a GPU's, or of `fake_driver`'s."""
+"""A recording of `conditional_rows` over an arena of a GPU's, or of `fake_driver`'s."""
 
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from cgbundle.cuda.memory import Memories
 from cgbundle.cuda.modules import Modules
 from cgbundle.cuda.stream_executor import StreamExecutor
 from cgbundle.tables import codec as tables
+from cgbundle.tables.recording import Recording
 from cgbundle.tables.table import Table
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.conditional_rows import OUTPUT, RESULT, ROW, arena, recording
@@ -25,12 +27,12 @@ CASES: tuple[tuple[tuple[int, ...], int], ...] = (((), 1), ((1,), 0), ((0, 1, 1,
 
 
 class Bench:
-    """The recording over an arena; `image` holds the kernel that sets conditions."""
+    """A recording over an arena; `image` holds the kernel that sets conditions."""
 
-    def __init__(self, folder: Path, image: bytes, cleanup: ExitStack) -> None:
+    def __init__(self, folder: Path, image: bytes, cleanup: ExitStack, rows: Callable[[str], Recording] = recording) -> None:
         manifest = write(folder, image)
         (file,) = [file for file in manifest.files if file.path.startswith("kernels/")]
-        self.table = Table(tables.encode(recording(file.sha256)), "bench")
+        self.table = Table(tables.encode(rows(file.sha256)), "bench")
         self.context = Context(0)
         cleanup.callback(self.context.release)
         cleanup.enter_context(self.context)
@@ -47,6 +49,7 @@ class Bench:
     def give(self, choices: tuple[int, ...], flag: int) -> None:
         """Fills the arena for one run."""
         check("cuMemcpyHtoD", driver.cu.cuMemcpyHtoD(self.memories.bases[3], bytes(arena(choices, flag)), BYTES))
+        check("cuStreamSynchronize", driver.cu.cuStreamSynchronize(0))  # the copy may return before it is done, and no stream waits
 
     def found(self) -> tuple[bytes, int]:
         """The output and the result."""

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 
 WIDTH, TURNS = 16, 8
 
+Way = Callable[[Tensor, Tensor], Tensor]
+
 
 class Nested(nn.Module):
     """A loop with a branch in it inside of a branch; the other side is a branch as well."""
@@ -88,6 +90,34 @@ class Middle(nn.Module):
         return self.after(torch.cond(x.sum() > 0, lambda h: h + self.wide(h), lambda h: h * 1, (h,)))
 
 
+class Chosen(nn.Module):
+    """One of several ways by a number, in a loop that counts; the first of two cases with one constant is taken."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(WIDTH, WIDTH) for _ in range(2)])
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        one, two = self.layers
+        cases: list[tuple[int, Way]] = [
+            (3, lambda v, s: one(v).tanh()),
+            (0, lambda v, s: v * s),
+            (7, lambda v, s: two(v).sin() - v),
+            (3, lambda v, s: v.exp()),
+        ]
+
+        def way(i: Tensor, v: Tensor, s: Tensor, number: int = 0) -> Tensor:
+            if number == len(cases):
+                return v + s * 2
+            case, chosen = cases[number]
+            return torch.cond(i == case, lambda i, v, s: chosen(v, s), lambda i, v, s: way(i, v, s, number + 1), (i, v, s))
+
+        number = (x[0, 0] * 10).to(torch.int64)
+        y = way(number, x, x.mean())
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+        return torch.while_loop(lambda i, v: i < 9, lambda i, v: (i + 1, way(i, v, v.mean())), (start, y))
+
+
 class Drawing(nn.Module):
     """A loop whose turns draw random numbers and use state, and state that a branch changes."""
 
@@ -105,6 +135,49 @@ class Drawing(nn.Module):
         self.seen.copy_(torch.cond(turns > 3, lambda s: s + 1, lambda s: s - 1, (self.seen,)))
         self.scale.mul_(2)
         return v, turns, self.seen.clone()
+
+
+class Guarded(nn.Module):
+    """A lookup that only its condition makes safe, in a branch and in a loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(4, 8)
+
+    def forward(self, ids: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        seen = torch.cond((ids < 4).all(), lambda i, x: self.table(i) + x, lambda i, x: x - 1, (ids, x))
+        first = ids.sum()
+        last, total = torch.while_loop(
+            lambda i, total: i < 4, lambda i, total: (i + 1, total + self.table(i.view(1)).sum()), (first, x.sum())
+        )
+        return seen, total + last
+
+
+class Keeping(nn.Module):
+    """State that is written before, between and behind a branch; a view of it that crosses; an input written in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("rows", torch.zeros(4, 6))
+
+    def forward(self, x: Tensor, counts: Tensor) -> tuple[Tensor, Tensor]:
+        self.count.add_(1)
+        row = self.rows[0]
+        y = torch.cond(x.sum() > self.count, lambda x, r: x + r, lambda x, r: x * 2 - r, (x, row))
+        self.rows.mul_(0.5)
+        self.rows[1].add_(y.sum(0))
+        z = torch.cond(self.count % 2 == 0, lambda y: y.exp(), lambda y: y.sin(), (y,))
+        self.rows[0].copy_(z[0])
+        counts.add_(self.count)
+        return z, self.rows.sum(1)
+
+
+def chosen_inputs() -> list[Tensor]:
+    made = _random(2, WIDTH, ((1, 0.5),) * 5)
+    for x, first in zip(made, (0.35, 0.05, 0.75, 0.95, -0.35), strict=True):
+        x[0, 0] = first
+    return made
 
 
 def _random(rows: int, columns: int, ways: tuple[tuple[float, float], ...]) -> list[Tensor]:
@@ -134,5 +207,6 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], tup
     "shifted": (Shifted, carried_inputs, ("while",)),
     "overlapping": (Overlapping, overlapping_inputs, ("if", "while")),
     "middle": (Middle, middle_inputs, ("if",)),
+    "chosen": (Chosen, chosen_inputs, ("switch", "switch", "while")),
 }
 """By name: the model, inputs, and the types of its conditional nodes, sorted."""

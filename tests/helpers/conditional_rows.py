@@ -90,6 +90,30 @@ def recording(image: str) -> Recording:
     return chained(image, [own, turn, [fill(RESULT, 1)], [fill(RESULT, 2)], [fill(OUTPUT, 5)], [fill(OUTPUT, 3)]])
 
 
+WAYS = 3
+"""Bodies of the switch below."""
+
+
+def switching(image: str) -> Recording:
+    """Another recording: the result is 10 and the flag, 9 where the switch has no body of that number."""
+    bodies = [[fill(RESULT, 10 + way)] for way in range(WAYS)]
+    own = [fill(RESULT, 9), setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(WAYS)))]
+    return chained(image, [own, *bodies])
+
+
+def several(image: str, ways: int, *, nested: bool) -> Recording:
+    """A switch of so many bodies on the flag, or a branch for each but the last inside of the other side of the one before it, on
+    the bytes of the choices; a body that runs sets the result."""
+    if not nested:
+        own = [setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(ways)))]
+        return chained(image, [own, *[[fill(RESULT, 10 + way)] for way in range(ways)]])
+    graphs: list[list[Node]] = []
+    for way in range(ways - 1):
+        node = ConditionalNode(type="if", bodies=(2 * way, 2 * way + 1))
+        graphs += [[setter(way, CHOICES + way), node], [fill(RESULT, 10 + way)]]
+    return chained(image, [*graphs, [fill(RESULT, 9 + ways)]])
+
+
 def chained(image: str, graphs: Sequence[Sequence[Node]]) -> Recording:
     """A recording of these graphs, the own one first, each a chain."""
     nodes: list[Node] = []

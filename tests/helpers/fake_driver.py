@@ -65,7 +65,7 @@ class FakeDriver:
         self.capturing: set[int] = set()  # streams
         self.captured: list[Callable[[], object]] = []  # what was enqueued on them
         self.captures: dict[int, int] = {}  # streams whose capture is a graph here
-        self.conditions: dict[int, bool] = {}  # by handle
+        self.conditions: dict[int, int] = {}  # by handle
         self.retained = 0
         self.freed = 0
         self._numbers = itertools.count(0x1000)
@@ -295,7 +295,7 @@ class FakeDriver:
     def _set_condition(self, block: list[bytes]) -> None:
         at, handle = [int.from_bytes(word, "little") for word in block]
         assert handle in self.conditions, "a handle of no graph"
-        self.conditions[handle] = ctypes.string_at(at, 1) != b"\0"
+        self.conditions[handle] = ctypes.string_at(at, 1)[0]
 
     def do_cuLaunchKernelEx(self, config: Any, function: int, params: int, extra: None) -> None:
         self._enqueue(config.hStream or 0, self._kernel(function, params))
@@ -321,15 +321,15 @@ class FakeDriver:
     def do_cuGraphConditionalHandleCreate(self, graph: int, context: int, default: int, flags: int) -> Handle:
         assert int(graph) in self.live and context == 7
         handle = Handle(next(self._numbers))
-        self.conditions[handle] = False
+        self.conditions[handle] = 0
         return handle
 
     def do_cuGraphAddConditionalNode(self, graph: int, dependencies: None, count: int, params: Any) -> Any:
         given = params.conditional
-        assert (params.type, given.ctx) == (13, 7) and 1 <= given.size <= 2 - given.type
+        assert (params.type, given.ctx) == (13, 7) and 1 <= given.size <= (2, 1, 256)[given.type]
         bodies = [self.do_cuGraphCreate(0) for _ in range(given.size)]
         given.phGraph_out = (ctypes.c_uint64 * given.size)(*bodies)
-        handle, loop = given.handle, given.type == 1
+        handle, kind = given.handle, given.type
         drawn = [self._drawn(body) for body in bodies]
         self._drawn(graph).bodies += bodies
 
@@ -338,12 +338,11 @@ class FakeDriver:
                 run()
 
         def run() -> None:
-            while self.conditions[handle]:
+            while kind == 1 and self.conditions[handle]:
                 body(0)
-                if not loop:
-                    return
-            if len(drawn) == 2:
-                body(1)
+            chosen = self.conditions[handle] if kind == 2 else int(not self.conditions[handle])
+            if kind != 1 and chosen < len(drawn):
+                body(chosen)
 
         return self._node(graph, run)
 

@@ -18,6 +18,10 @@ DETERMINISTIC = (
     "2.13 does not"
 )
 
+CONDITIONAL = (
+    "PyTorch records the parts before and after it, and asks the condition on the CPU; a bundle's graph has a conditional node"
+)
+
 DIFFERENCES: dict[str, str] = {
     # we say less
     "cache-in-an-input": COPIED,
@@ -38,6 +42,8 @@ DIFFERENCES: dict[str, str] = {
         "PyTorch flags every index_put with a mask; Inductor lowers one mask and one number as a masked fill, and its scheduler "
         "leaves that in the graph, as we do"
     ),
+    "cond": CONDITIONAL,
+    "while-loop": CONDITIONAL,
     # we say more
     "multinomial": RANDOM,
     "custom-operator-on-the-host": "the user asked for it with --host-op",

@@ -67,7 +67,7 @@ def test_findings_have_all_their_parts(case: Case, row: Callable[[Case], Row]) -
 
 
 @pytest.mark.parametrize(
-    ("name", "rule"), [("sum-item", "host_scalar"), ("cond", "control_flow"), ("masked-select", "data_dependent_shape")]
+    ("name", "rule"), [("sum-item", "host_scalar"), ("map-rows", "control_flow"), ("masked-select", "data_dependent_shape")]
 )
 def test_a_rule_that_is_taken_away_is_missed(name: str, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
     (case,) = [case for case in CASES if case.name == name]

@@ -9,11 +9,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..tables.column_file import invalid
-from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, WHILE, Table
+from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table
 from .driver import Context, check, cu
 from .launches import Launches, attributes, copy_params, describe, memset_value, rows
 from .libcuda import (
     CONDITION_IF,
+    CONDITION_SWITCH,
     CONDITION_WHILE,
     INSTANTIATE_USE_NODE_PRIORITY,
     NODE_TYPE_CONDITIONAL,
@@ -151,7 +152,8 @@ class _Build:
         """The node, and the empty graphs of its bodies."""
         params = ConditionalNodeParams(type=NODE_TYPE_CONDITIONAL)
         params.conditional.handle = handle
-        params.conditional.type = CONDITION_WHILE if self._table.conditional_type[row] == WHILE else CONDITION_IF
+        types = CONDITION_IF, CONDITION_WHILE, CONDITION_SWITCH
+        params.conditional.type = types[self._table.conditional_type[row]]
         first, last = self._table.conditional_bounds[row : row + 2]
         params.conditional.size = last - first
         params.conditional.ctx = self._context.handle

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import CallError
-from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, WHILE, Table, launch_order
+from ..tables.table import CONDITIONAL, IF, KERNEL, MEMCPY, MEMSET, WHILE, Table, launch_order
 from .driver import check, cu
 from .launches import Launches, attributes, copy_params, describe, memset_value, rows
 from .libcuda import LaunchAttribute, LaunchConfig
@@ -29,7 +29,7 @@ class StreamExecutor:
     def __init__(self, table: Table, modules: Modules, bases: Sequence[int], poison: int | None = None) -> None:
         self._where = table.where if table.counts["conditionals"] else ""
         self._launches = Launches(table, modules, bases, poison)  # the driver reads the blocks at every launch
-        conditions = [False] * table.counts["conditionals"]
+        conditions = [0] * table.counts["conditionals"]
         setters = dict(zip(table.handle_kernel, table.handle_conditional, strict=True))
         graphs: list[list[Step]] = [[] for _ in table.spans()]
         steps: list[Step | None] = []
@@ -45,7 +45,7 @@ class StreamExecutor:
                 steps.append(_memcpy_step(copy_params(table, row, bases), where))
             elif kind == CONDITIONAL:
                 bodies = [graphs[body + 1] for body in table.conditional_body[slice(*table.conditional_bounds[row : row + 2])]]
-                steps.append(_conditional_step(bodies, table.conditional_type[row] == WHILE, conditions, row))
+                steps.append(_conditional_step(bodies, table.conditional_type[row], conditions, row))
             else:
                 steps.append(None)
         for position in launch_order(table):
@@ -73,7 +73,7 @@ class StreamExecutor:
         self._steps = []
 
 
-def _condition_step(table: Table, row: int, bases: Sequence[int], conditions: list[bool], number: int) -> Step:
+def _condition_step(table: Table, row: int, bases: Sequence[int], conditions: list[int], number: int) -> Step:
     """Where a graph sets a condition, the byte that it depends on is copied to the host."""
     own = table.relocation_bounds[row]
     address = bases[table.relocation_memory[own]] + table.relocation_offset[own]
@@ -82,22 +82,21 @@ def _condition_step(table: Table, row: int, bases: Sequence[int], conditions: li
     def step(stream: Any) -> None:
         check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(ctypes.addressof(byte), address, 1, stream))
         check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
-        conditions[number] = byte.value != 0
+        conditions[number] = byte.value
 
     return step
 
 
-def _conditional_step(bodies: Sequence[list[Step]], loop: bool, conditions: list[bool], number: int) -> Step:
+def _conditional_step(bodies: Sequence[list[Step]], kind: int, conditions: list[int], number: int) -> Step:
     """The steps of each body are put in when all are known."""
 
     def step(stream: Any) -> None:
-        if not loop:
-            for each in bodies[0] if conditions[number] else bodies[-1] if len(bodies) > 1 else ():
-                each(stream)
-            return
-        while conditions[number]:
+        chosen = int(not conditions[number]) if kind == IF else conditions[number]
+        while kind == WHILE and conditions[number]:
             for each in bodies[0]:
                 each(stream)
+        for each in bodies[chosen] if kind != WHILE and chosen < len(bodies) else ():
+            each(stream)
 
     return step
 

@@ -104,6 +104,7 @@ class EmptyNode:
 class ConditionalNode:
     """A branch or a loop of the device's own.  `type` "if": the first of the `bodies` runs where the condition is true, else the
     second, if there is one.  "while": the only body runs as long as the condition is true, which is asked before each turn.
+    "switch": the body of that number runs, counted from 0; where there is none, nothing does.
     `bodies` are positions in `Recording.bodies`.  Launches of SET_CONDITION, here and in the loop's body, set the condition."""
 
     type: str
@@ -112,7 +113,7 @@ class ConditionalNode:
 
 Node = KernelNode | MemsetNode | MemcpyNode | EmptyNode | ConditionalNode
 
-TYPES = ("if", "while")
+TYPES = ("if", "while", "switch")
 """Types of conditional nodes, as column `conditional_type` numbers them."""
 
 

@@ -18,13 +18,13 @@ from .column_file import Column, Data, Layout, check_below, check_bounds, invali
 EMPTY, KERNEL, MEMSET, MEMCPY, CONDITIONAL = range(5)
 """Kinds of nodes, as column `kind` holds them."""
 
-IF, WHILE = range(2)
+IF, WHILE, SWITCH = range(3)
 """Types of conditional nodes, as column `conditional_type` holds them."""
 
 SET_CONDITION = "cgcompile_set_condition"
 """The symbol of the kernel that sets a conditional node's condition.
 
-It takes the address of a byte, and 8 bytes further the handle.  The condition is true where the byte is not 0.
+It takes the address of a byte, and 8 bytes further the handle.  The condition becomes the byte: true where it is not 0.
 """
 
 RECORDING = Layout(
@@ -196,7 +196,7 @@ class Table:
 def _check_bodies(table: Table) -> None:
     where, counts = table.where, table.counts
     check_bounds(table.conditional_bounds, counts["bodies"], f"{where}: nodes.bodies")
-    check_below(table.conditional_type, WHILE + 1, f"{where}: nodes.type")
+    check_below(table.conditional_type, SWITCH + 1, f"{where}: nodes.type")
     check_below(table.conditional_body, counts["bodies"], f"{where}: nodes.bodies")
     begins = table.body_begin.tolist()
     if any(map(int.__gt__, begins, [*begins[1:], counts["nodes"]])):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from ..format.limits import BODY_DEPTH
 from ..tables.column_file import invalid
-from ..tables.table import CONDITIONAL, IF, KERNEL, SET_CONDITION, WHILE, Table
+from ..tables.table import CONDITIONAL, IF, KERNEL, SET_CONDITION, SWITCH, WHILE, Table
 
 PARAMS = [(0, 8), (8, 8)]
 """(offset, size) of the parameters of SET_CONDITION: the address of a byte, and the handle."""
 
-BODIES = {IF: (1, 2), WHILE: (1, 1)}
-"""Type of a conditional node -> the fewest and the most bodies."""
+BODIES = {IF: (1, 2), WHILE: (1, 1), SWITCH: (1, 256)}
+"""Type of a conditional node -> the fewest and the most bodies: a byte tells those of a switch apart."""
 
 
 def check_conditionals(table: Table) -> None:

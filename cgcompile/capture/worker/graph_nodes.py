@@ -5,15 +5,30 @@ block."""
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError, ModelError
-from ..take import RawEmpty, RawKernel, RawMemcpy, RawMemset, RawNode, Word
+from ..rows import Piece, join
+from ..take import (
+    RawBegin,
+    RawEdge,
+    RawEmpty,
+    RawEnd,
+    RawKernel,
+    RawMemcpy,
+    RawMemset,
+    RawNextBody,
+    RawNode,
+    RawRow,
+    RawSetCondition,
+    Word,
+)
 from .address_map import AddressMap
 from .driver import check, driver, succeeded
+from .steps import Conditional, SetCondition, Step
 
 REFUSED = {
     "HOST": "it calls a function of the recording process",
@@ -54,13 +69,43 @@ REFUSED_ATTRIBUTES: dict[int, tuple[str, Callable[[Any], int]]] = {
 }
 
 
+def walk_steps(
+    steps: Sequence[Step],
+    key: IntKey,
+    addresses: AddressMap,
+    modules: Mapping[int, tuple[str, ...]],
+    functions: Callable[[str], frozenset[str]],
+) -> tuple[tuple[RawRow, ...], tuple[RawEdge, ...], dict[str, int]]:
+    """The rows of a region, its edges, and the module handle of every image used; the rest as in `walk`."""
+    used: dict[str, int] = {}
+
+    def pieces(steps: Sequence[Step]) -> Iterator[Piece]:
+        for step in steps:
+            if isinstance(step, SetCondition):
+                byte = Word(at=0, readings=addresses.readings(step.byte.address, key))
+                yield (RawSetCondition(conditional=step.conditional, byte=byte),), ()
+            elif isinstance(step, Conditional):
+                for number, body in enumerate(step.bodies):
+                    begin = RawBegin(conditional=step.conditional, type=step.type)
+                    yield (RawNextBody(conditional=step.conditional) if number else begin,), ()
+                    yield from pieces(body)
+                yield (RawEnd(conditional=step.conditional),), ()
+            else:
+                nodes, edges, theirs = walk(step.raw_cuda_graph(), key, addresses, modules, functions)
+                used.update(theirs)
+                yield nodes, edges
+
+    rows, edges = join(list(pieces(steps)))
+    return rows, edges, used
+
+
 def walk(
     graph: int,
     key: IntKey,
     addresses: AddressMap,
     modules: Mapping[int, tuple[str, ...]],
     functions: Callable[[str], frozenset[str]],
-) -> tuple[tuple[RawNode, ...], tuple[tuple[int, int, int, int, int], ...], dict[str, int]]:
+) -> tuple[tuple[RawNode, ...], tuple[RawEdge, ...], dict[str, int]]:
     """A CUgraph's nodes, edges (source, target, from_port, to_port, type), and the module handle of every image used.  `modules`
     maps CUmodule handles to images (ImageLog.modules), `functions` an image to its kernels' names.  Raises node-refused,
     attribute-refused, copy-refused, image-unseen, parameters-unreadable."""
@@ -89,7 +134,7 @@ def walk(
     return tuple(nodes), _edges(handle, {int(node): i for i, node in enumerate(handles)}), used
 
 
-def _edges(graph: Any, index: Mapping[int, int]) -> tuple[tuple[int, int, int, int, int], ...]:
+def _edges(graph: Any, index: Mapping[int, int]) -> tuple[RawEdge, ...]:
     count = check(driver.cuGraphGetEdges(graph, 0))[-1]
     if not count:
         return ()

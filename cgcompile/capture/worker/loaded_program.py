@@ -5,19 +5,21 @@ key's graph would use a workspace in an earlier key's private pool."""
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.fx import GraphModule
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from cgbundle.format.schema import IntKey, Weight
 
 from ...errors import BuildError, ModelError, named
 from ...export.torch_program import on_device
 from ...model.load import load_code
+from ...partition.blocks import has_conditionals
 from ...targets.compiler_errors import explain
 from ...targets.cuda.lowering import lower, prepare_compiler, repair
 from ...targets.cuda.tensors import (
@@ -33,8 +35,13 @@ from ...targets.cuda.tensors import (
 from ...targets.memory_layout import PAD
 from ...util.progress import Tell
 from ..request import Call, Request
+from .control_flow import Keep, capture_blocks
 from .driver import check, driver
+from .steps import Steps
 from .weights import digests, on_host, upload
+
+Pool = tuple[int, int]
+"""torch's name of a private memory pool."""
 
 WARMUPS = 3
 SHIFTS = (1 << 20, 34 << 20, 200 << 20)
@@ -86,12 +93,14 @@ class LoadedProgram:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Captured:
-    """A captured graph, not yet run: number `region` of its key.  `inputs` and `outputs` are the places of the tensors that it
-    takes and makes; `kept` are outputs of the program among them, whose memory nobody else gets."""
+    """A captured region, not yet run: number `region` of its key.  `steps` are one graph, or several with branches and loops among
+    them, all in the private pool `pool`.  `inputs` and `outputs` are the places of the tensors that it takes and makes; `kept` are
+    outputs of the program among them, whose memory nobody else gets."""
 
     key: IntKey
     region: int
-    graph: torch.cuda.CUDAGraph
+    steps: Steps
+    pool: Pool
     inputs: tuple[TensorPlace, ...]
     outputs: tuple[TensorPlace, ...]
     kept: tuple[torch.Tensor, ...]
@@ -142,16 +151,32 @@ def load_program(request: Request) -> LoadedProgram:
     )  # fmt: skip
 
 
+def fill_cache(loaded: LoadedProgram, key: IntKey, tell: Tell) -> None:
+    """Lower the program for a key and run it, so that the compile cache holds what it needs.  Raises lowering-failed."""
+    if has_conditionals(loaded.modules[key]):
+        tell(f"lowering {key}")
+        leaves, _, _ = _placed(loaded, key)
+        lower_conditionals(loaded, loaded.modules[key], leaves, f"int_key {key}")
+        loaded.restore()
+    else:
+        warm_up(loaded, key, tell)
+
+
+def _placed(loaded: LoadedProgram, key: IntKey) -> tuple[list[Any], TreeSpec, list[int]]:
+    """The example's flat arguments with tensors at their places, their structure, and the positions of the tensors."""
+    leaves, spec = tree_flatten(loaded.calls[key][0])
+    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    for i, tensor in zip(where, place_inputs([leaves[i] for i in where], loaded.inputs), strict=True):
+        leaves[i] = tensor
+    return leaves, spec, where
+
+
 def warm_up(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Callable[[], Any], tuple[torch.Tensor, ...]]:
     """Lower the program for a key and run it on a side stream, each time on the example's values, although it may write to them.
     Returns the call without arguments, and its static inputs, which hold these values again.  Raises lowering-failed."""
     tell(f"lowering {key}")
-    leaves, spec = tree_flatten(loaded.calls[key][0])
-    where = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-    examples = [leaves[i] for i in where]
-    static = place_inputs(examples, loaded.inputs)
-    for i, tensor in zip(where, static, strict=True):
-        leaves[i] = tensor
+    leaves, spec, where = _placed(loaded, key)
+    examples, static = tensors_of(loaded.calls[key][0]), [leaves[i] for i in where]
     args, kwargs = tree_unflatten(leaves, spec)
     lowered = lower(loaded.modules[key], loaded.request.level, loaded.request.specialize)
 
@@ -187,14 +212,24 @@ def run_warm(call: Callable[[], Any], where: str, level: str, restore: Callable[
 
 def capture(loaded: LoadedProgram, key: IntKey, tell: Tell) -> Captured:
     """Capture the program for a key into a private pool of its own.  Raises lowering-failed, not-capturable."""
-    call, static = warm_up(loaded, key, tell)
-    tell(f"capturing {key}")
-    graph, result = capture_call(call, f"int_key {key}")
+    result: Any
+    if has_conditionals(loaded.modules[key]):
+        tell(f"lowering and capturing {key}")
+        leaves, _, where = _placed(loaded, key)
+        static = tuple([leaves[i] for i in where])
+        steps, result, pool = capture_conditionals(loaded, loaded.modules[key], leaves, f"int_key {key}")
+        loaded.restore()
+    else:
+        call, static = warm_up(loaded, key, tell)
+        tell(f"capturing {key}")
+        graph, result = capture_call(call, f"int_key {key}")
+        steps, pool = (graph,), graph.pool()
     outputs = tuple(tensors_of(result))
     return Captured(
         key=key,
         region=0,
-        graph=graph,
+        steps=steps,
+        pool=pool,
         inputs=tuple(map(tensor_place, static)),
         outputs=tuple(map(tensor_place, outputs)),
         kept=outputs,
@@ -215,6 +250,43 @@ def capture_call(call: Callable[[], Any], where: str, pool: Any = None) -> tuple
         raise ModelError("not-capturable", f"{where}: {_first_line(error)}") from error
     torch._C._cuda_clearCublasWorkspaces()
     return graph, result
+
+
+def capture_conditionals(
+    loaded: LoadedProgram, module: GraphModule, leaves: Sequence[Any], where: str, pool: Pool | None = None
+) -> tuple[Steps, list[Any], Pool]:
+    """Captures a module that has branches or loops for its flat arguments; see `capture_blocks`.  `pool` as in `capture_call`, by
+    default one of its own, which is returned.  Raises lowering-failed, not-capturable."""
+    pools = [pool]
+
+    def keep(call: Callable[[], Any], part: str) -> tuple[torch.cuda.CUDAGraph, Any]:
+        graph, result = capture_call(call, part, pools[-1])
+        pools.append(graph.pool())
+        return graph, result
+
+    steps, results = lower_conditionals(loaded, module, leaves, where, keep)
+    assert pools[-1] is not None  # a branch or a loop has a part that computes its condition
+    return steps, results, pools[-1]
+
+
+def lower_conditionals(
+    loaded: LoadedProgram,
+    module: GraphModule,
+    leaves: Sequence[Any],
+    where: str,
+    keep: Keep = lambda call, part: (None, call()),
+) -> tuple[Steps, list[Any]]:
+    """Lowers and runs the straight parts of a module that has branches or loops, each for its own sizes; `keep` is as in
+    `capture_blocks`.  Raises lowering-failed."""
+    level, weights = loaded.request.level, loaded.weights
+
+    def warm(call: Callable[[], Any], part: str, restore: Callable[[], None]) -> None:
+        run_warm(call, f"{part}, {level}", level, restore)
+
+    def constant(tensor: torch.Tensor) -> bool:
+        return 0 <= tensor.data_ptr() - weights.data_ptr() < weights.numel()
+
+    return capture_blocks(module, leaves, lambda part: lower(part, level, "size"), warm, keep, constant, where)
 
 
 def _first_line(error: BaseException) -> str:

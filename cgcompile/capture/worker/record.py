@@ -20,14 +20,16 @@ from ...util.progress import Tell
 from ...util.tolerance import compare
 from ..placement import LARGEST_TABLE
 from ..request import Request
-from ..take import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawModuleState, RawValue, Take, Word
+from ..take import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawModuleState, RawSetCondition, RawValue, Take, Word
 from .address_map import AddressMap
 from .cupti import ImageLog
 from .driver import check, driver, inspect_pointer, read_device
-from .graph_nodes import walk
-from .loaded_program import Captured, LoadedProgram, capture, load_program, wake, warm_up
+from .graph_nodes import walk_steps
+from .loaded_program import Captured, LoadedProgram, capture, fill_cache, load_program, wake
 from .module_state import kept_variables
 from .regions import capture_regions, eager_regions, open_regions, replay_regions, warm_up_regions
+from .steps import graphs as graphs_of
+from .steps import replay
 
 __all__ = ["fill_compile_cache", "record", "wake"]
 
@@ -39,7 +41,7 @@ def fill_compile_cache(request: Request, tell: Tell) -> None:
         if request.placements:
             warm_up_regions(loaded, key, tell)
         else:
-            warm_up(loaded, key, tell)
+            fill_cache(loaded, key, tell)
 
 
 def record(request: Request, log: ImageLog, tell: Tell) -> Take:
@@ -63,7 +65,7 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
     graphs: list[RawGraph] = []
     used: dict[str, int] = {}
     for item in captured:
-        nodes, edges, theirs = walk(item.graph.raw_cuda_graph(), item.key, addresses, modules, functions_of)
+        nodes, edges, theirs = walk_steps(item.steps, item.key, addresses, modules, functions_of)
         used |= theirs
         sides = [tuple(_value(t, item, addresses) for t in tensors) for tensors in (item.inputs, item.outputs)]
         graphs.append(RawGraph(key=item.key, region=item.region, nodes=nodes, edges=edges, inputs=sides[0], outputs=sides[1]))
@@ -87,7 +89,7 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
 
 def _memory(loaded: LoadedProgram, captured: Sequence[Captured]) -> tuple[list[Range], list[tuple[int, int]]]:
     """The known ranges, weights and inputs first, and all segments that torch holds, as (start, bytes)."""
-    keys = {tuple(item.graph.pool()): item.key for item in captured}
+    keys = {tuple(item.pool): item.key for item in captured}
     ranges = [
         Range(kind="weights", start=loaded.weights.data_ptr(), size=loaded.weights.numel()),
         Range(kind="inputs", start=loaded.inputs.data_ptr(), size=loaded.inputs.numel()),
@@ -125,6 +127,8 @@ def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[
                 words.append(node.target)
             elif isinstance(node, RawMemcpy):
                 words += (node.source, node.target)
+            elif isinstance(node, RawSetCondition):
+                words.append(node.byte)
     used = {target.range for word in words for target in word.readings}
     ranges = addresses.fill(used, read_device, LARGEST_TABLE)
     return tuple(replace(r, words=addresses.known_words(r.contents)) if r.contents else r for r in ranges)
@@ -140,8 +144,8 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
     examples = tensors_of(loaded.calls[key][0])
     inputs = [static.copy_(value) for static, value in zip(place_inputs(examples, loaded.inputs), values, strict=True)]
     loaded.restore()
-    for item in items:
-        item.graph.instantiate()
+    for graph in [graph for item in items for graph in graphs_of(item.steps)]:
+        graph.instantiate()
     torch.cuda.synchronize()
     before = torch.cuda.get_rng_state()
     for call in range(loaded.request.exam_calls[key]):
@@ -166,7 +170,7 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
 
 
 def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
-    item.graph.replay()
+    replay(item.steps)
     torch.cuda.synchronize()
     return item.kept
 

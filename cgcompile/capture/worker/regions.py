@@ -13,13 +13,15 @@ import torch
 from cgbundle.format.schema import IntKey
 
 from ...export.weights import weight_placeholders
+from ...partition.blocks import has_conditionals
 from ...partition.isolated import RegionModule, isolated_regions
 from ...partition.split import Partition, partition
 from ...targets.cuda.lowering import lower, repair
 from ...targets.cuda.tensors import TensorPlace, place_inputs, tensor_at, tensor_place, tensors_of
 from ...targets.memory_layout import dense_strides
 from ...util.progress import Tell
-from .loaded_program import Captured, LoadedProgram, capture_call, run_warm
+from .loaded_program import Captured, LoadedProgram, capture_call, capture_conditionals, lower_conditionals, run_warm
+from .steps import replay as replay_steps
 
 Values = dict[str, torch.Tensor]
 RunGraph = Callable[[RegionModule, list[torch.Tensor]], Sequence[torch.Tensor]]
@@ -66,6 +68,9 @@ def warm_up_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> None:
     opened = open_regions(loaded, key)
 
     def run(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
+        if has_conditionals(region.module):
+            tell(f"lowering {key}, {region.planned.name}")
+            return lower_conditionals(loaded, region.module, given, f"int_key {key}, {region.planned.name}")[1]
         call = _lowered(loaded, key, region, given, opened.written(region), tell)
         with torch.no_grad():
             return tuple(call())
@@ -82,17 +87,23 @@ def capture_regions(loaded: LoadedProgram, key: IntKey, tell: Tell) -> tuple[Cap
     captured: list[Captured] = []
 
     def capture(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
-        call = _lowered(loaded, key, region, given, opened.written(region), tell)
-        tell(f"capturing {key}, {region.planned.name}")
-        pool = captured[0].graph.pool() if captured else None
-        graph, result = capture_call(call, f"int_key {key}, {region.planned.name}", pool)
-        made = list(result)
-        with torch.no_grad():
-            for target, value in zip(made, region.module(*given), strict=True):
-                target.copy_(value)
+        where, pool = f"int_key {key}, {region.planned.name}", captured[0].pool if captured else None
+        if has_conditionals(region.module):
+            tell(f"lowering and capturing {key}, {region.planned.name}")
+            steps, made, pool = capture_conditionals(loaded, region.module, given, where, pool)
+        else:
+            call = _lowered(loaded, key, region, given, opened.written(region), tell)
+            tell(f"capturing {key}, {region.planned.name}")
+            graph, result = capture_call(call, where, pool)
+            steps, made, pool = (graph,), list(result), graph.pool()
+            with torch.no_grad():
+                for target, value in zip(made, region.module(*given), strict=True):
+                    target.copy_(value)
         kept = tuple([t for name, t in zip(region.planned.outputs, made, strict=True) if name in opened.partition.outputs])
         spots = tuple(map(tensor_place, given)), tuple(map(tensor_place, made))
-        captured.append(Captured(key=key, region=len(captured), graph=graph, inputs=spots[0], outputs=spots[1], kept=kept))
+        captured.append(
+            Captured(key=key, region=len(captured), steps=steps, pool=pool, inputs=spots[0], outputs=spots[1], kept=kept)
+        )
         return made
 
     def forget(done: int) -> None:
@@ -111,7 +122,7 @@ def replay_regions(opened: OpenedRegions, captured: Sequence[Captured]) -> tuple
 
     def replay(region: RegionModule, given: list[torch.Tensor]) -> Sequence[torch.Tensor]:
         item = next(graphs)
-        item.graph.replay()
+        replay_steps(item.steps)
         torch.cuda.synchronize()
         names = [name for name in region.planned.outputs if name in opened.partition.outputs]
         kept.update(zip(names, item.kept, strict=True))

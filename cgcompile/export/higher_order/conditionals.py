@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from ...model.devices.markers import marker
+from ...model.user_code import place
 
 COND, WHILE = "cond", "while_loop"
 
@@ -41,7 +42,8 @@ def bodies(node: Node, module: GraphModule) -> Iterator[GraphModule]:
 
 
 def obstacle(node: Node, module: GraphModule) -> str:
-    """Why a branch or a loop cannot be a conditional node of a CUDA graph, whose bodies hold what a graph does; "" where it can."""
+    """Why a branch or a loop cannot be a conditional node of a CUDA graph, whose bodies hold what a graph does, with the operation
+    and the user's line; "" where it can."""
     if not is_conditional(node):
         return "control flow" if higher_order(node) in CONTROL_FLOW else ""
     predicate, *rest = node.args
@@ -62,14 +64,22 @@ def _inner_obstacle(inner: Node, body: GraphModule) -> str:
         given = [leaf for leaf in tree_leaves(inner.args[0]) if not isinstance(leaf, Node)]
         return "a body gives a constant" if given else ""
     if marker(inner) == "to_host":
-        return "a copy to the host inside it"
+        return f"a copy to the host inside it{_at(inner)}"
     if inner.op == "call_function" and _unbacked(inner.meta.get("val")):
-        return "a value inside it depends on data"
+        return f"a value inside it depends on data{_at(inner)}"
     if is_conditional(inner):
         return obstacle(inner, body)
     if higher_order(inner) in CONTROL_FLOW or (higher_order(inner) and any(map(_has_control_flow, bodies(inner, body)))):
-        return "control flow of another kind inside it"
+        return f"control flow of another kind inside it{_at(inner)}"
     return ""
+
+
+def _at(node: Node) -> str:
+    """ " (nonzero, model.py:12)": the operation, and the user's line."""
+    packet = getattr(node.target, "overloadpacket", None)
+    name = packet.__name__ if packet is not None and not marker(node) else higher_order(node)
+    told = ", ".join(filter(None, [name.removesuffix("_impl"), place(node)[0]]))
+    return f" ({told})" if told else ""
 
 
 def _has_control_flow(module: GraphModule) -> bool:

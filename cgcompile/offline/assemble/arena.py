@@ -24,7 +24,7 @@ from ..lowered import (
     Fill,
     Launch,
     Lowered,
-    Otherwise,
+    NextBody,
     Pointer,
     Release,
     SetCondition,
@@ -131,7 +131,7 @@ def uses(event: Event) -> Iterator[int]:
         yield event.target.buffer
     elif isinstance(event, SetCondition):
         yield event.byte.buffer
-    elif not isinstance(event, Begin | Otherwise | End):
+    elif not isinstance(event, Begin | NextBody | End):
         yield event.buffer
 
 

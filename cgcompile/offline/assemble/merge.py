@@ -28,7 +28,7 @@ from ..lowered import (
     Launch,
     Lowered,
     LoweredProgram,
-    Otherwise,
+    NextBody,
     Pointer,
     RegionEvents,
     Release,
@@ -216,7 +216,7 @@ def _moved(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> 
             return replace(event, target=_at(event.target, places))
         case SetCondition():
             return replace(event, byte=_at(event.byte, places))
-        case Begin() | Otherwise() | End():
+        case Begin() | NextBody() | End():
             return event
         case _:  # of a temporary, which begins where its buffer does
             return replace(event, buffer=places[event.buffer].buffer)

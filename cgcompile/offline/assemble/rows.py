@@ -26,7 +26,7 @@ from ..lowered import (
     Launch,
     Lowered,
     LoweredProgram,
-    Otherwise,
+    NextBody,
     Pointer,
     RegionEvents,
     SetCondition,
@@ -113,8 +113,8 @@ def _assemble(
                 growing.add([set_condition(function, where.address(event.byte, 1, spot), event.conditional)])
             case Begin():
                 growing.begin(event.conditional, event.type)
-            case Otherwise():
-                growing.otherwise()
+            case NextBody():
+                growing.next_body()
             case End():
                 growing.end()
     nodes, edges, bodies = growing.rows()

@@ -63,7 +63,7 @@ def execute(task: Task) -> Outcome:
 def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> None:
     begins = [0, *recording.bodies, len(recording.nodes)]
     conditionals = [row for row, node in enumerate(recording.nodes) if isinstance(node, ConditionalNode)]
-    conditions: dict[int, bool] = {}
+    conditions: dict[int, int] = {}
 
     def run(graph: int) -> None:
         for row in range(begins[graph], begins[graph + 1]):
@@ -71,7 +71,7 @@ def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> None:
                 case KernelNode(handles=(handle,)) as node:
                     memory.where = f"condition, row {row}"
                     target = node.relocations[0].target
-                    conditions[conditionals[handle.conditional]] = bool(memory.span(target.memory, target.offset, 1)[0])
+                    conditions[conditionals[handle.conditional]] = int(memory.span(target.memory, target.offset, 1)[0])
                 case ConditionalNode(type="while", bodies=(body,)):
                     for turn in count():
                         if not conditions[row]:
@@ -79,8 +79,9 @@ def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> None:
                         if turn == TURNS:
                             raise BuildError("proof-failed", f"the loop of row {row} has not ended after {TURNS} turns")
                         run(body + 1)
-                case ConditionalNode(bodies=bodies):
-                    for body in bodies[:1] if conditions[row] else bodies[1:]:
+                case ConditionalNode(type=kind, bodies=bodies):
+                    chosen = conditions[row] if kind == "switch" else int(not conditions[row])
+                    for body in bodies[chosen : chosen + 1]:
                         run(body + 1)
                 case KernelNode() as node if (fill := memset_of(recording.functions[node.function], node)) is not None:
                     _set(memory, fill, f"memset, row {row}")

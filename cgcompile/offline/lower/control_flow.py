@@ -1,6 +1,6 @@
 """Programs with branches and loops: every straight part is lowered by itself, and what they launch is put together in order.
 
-A branch's results lie in buffers that both of its bodies write to.  What a loop carries lies in buffers of its own, filled before
+A branch's results lie in buffers that all of its bodies write to.  What a loop carries lies in buffers of its own, filled before
 it begins and written in place at the end of its body, where the condition for the next turn is computed too.
 All values that cross from one part to another are dense.
 """
@@ -20,7 +20,7 @@ from torch.export.graph_signature import OutputKind
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError
-from ...partition.blocks import Block, Branch, Loop, Operand, Straight, blocks, straight_module, taken
+from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, straight_module, taken
 from ...partition.straight_parts import mistakable
 from ..assemble.merge import LoweredRegion, MergedProgram, dense_bytes
 from ..decompose.arguments import DEVICE, changed_outputs, check_apart, fake_tensor, given_rows
@@ -36,7 +36,7 @@ from ..lowered import (
     Copy,
     End,
     Lowered,
-    Otherwise,
+    NextBody,
     Pointer,
     SetCondition,
 )
@@ -133,7 +133,7 @@ class _Growing:
                     if outputs:
                         made = self.straight(block, part, values, outputs, [DENSE] * len(outputs))
                         values.update(zip(outputs, made, strict=True))
-                case Branch():
+                case Branch() | Switch():
                     self.branch(part, values)
                 case Loop():
                     self.loop(part, values)
@@ -232,32 +232,42 @@ class _Growing:
             self.merged.events.append(Copy(source=view.pointer, target=target, nbytes=dense_bytes(view)))
             self.merged.made[name] = replace(view, pointer=target)
 
-    def branch(self, part: Branch, values: Values) -> None:
-        """Both bodies write to the same buffers, which the first one's layouts decide."""
-        number = self._set_condition(values[part.predicate])
+    def branch(self, part: Branch | Switch, values: Values) -> None:
+        """All bodies write to the same buffers, which the first one's layouts decide."""
+        if isinstance(part, Switch):
+            kind, byte, operands = "switch", part.choice, part.operands
+        else:
+            kind, byte, operands = "if", part.predicate, (part.operands, part.operands)
+        number = self._set_condition(values[byte])
         at = len(self.merged.events)
-        self.merged.events.append(Begin(conditional=number, type="if"))
+        self.merged.events.append(Begin(conditional=number, type=kind))
         places: list[Pointer] = []
 
         def allocated(lowered: Lowered) -> Sequence[Pointer]:
             places.extend([self.merged.temporary(dense_bytes(output), at) for output in lowered.outputs])
             return places
 
-        true, false = part.bodies
-        made = self._body(true, part, values, [DENSE] * len(part.outputs), allocated)
-        self.merged.events.append(Otherwise(conditional=number))
+        first, *others = zip(part.bodies, operands, strict=True)
+        made = self._body(*first, values, [DENSE] * len(part.outputs), allocated)
         strides = [None if each.fake is None else each.fake.stride() for each in made]
-        other = self._body(false, part, values, strides, lambda lowered: places)
+        for body, given in others:
+            self.merged.events.append(NextBody(conditional=number))
+            other = self._body(body, given, values, strides, lambda lowered: places)
+            for one, two in zip(made, other, strict=True):
+                if one.fake is None or two.fake is None or (one.fake.shape, one.fake.dtype) != (two.fake.shape, two.fake.dtype):
+                    raise BuildError("lowering-broken", f"int_key {self.key}: the branches of {part.name} give different tensors")
         self.merged.events.append(End(conditional=number))
-        for name, one, two in zip(part.outputs, made, other, strict=True):
-            if one.fake is None or two.fake is None or (one.fake.shape, one.fake.dtype) != (two.fake.shape, two.fake.dtype):
-                raise BuildError("lowering-broken", f"int_key {self.key}: the branches of {part.name} give different tensors")
-            values[name] = one
+        values.update(zip(part.outputs, made, strict=True))
 
     def _body(
-        self, block: Block, part: Branch, values: Values, layouts: Sequence[Layout], targets: Callable[[Lowered], Sequence[Pointer]]
+        self,
+        block: Block,
+        operands: Sequence[Operand],
+        values: Values,
+        layouts: Sequence[Layout],
+        targets: Callable[[Lowered], Sequence[Pointer]],
     ) -> list[_Value]:
-        own = dict(zip(block.inputs, self._operands(part.operands, values), strict=True))
+        own = dict(zip(block.inputs, self._operands(operands, values), strict=True))
         self.straight_parts(block, own)
         return self.last_part(block, own, block.outputs, layouts, (), targets)
 

@@ -55,14 +55,14 @@ class Bodies:
         self.add([made])
         self._open.append(made)
 
-    def otherwise(self) -> None:
+    def next_body(self) -> None:
         """Its next body."""
         self._open[-1].bodies.append(_Graph())
 
     def end(self) -> None:
-        """A second body of nothing is none."""
+        """A branch's second body of nothing is none."""
         conditional = self._open.pop()
-        if len(conditional.bodies) == 2 and not conditional.bodies[1].nodes:
+        if conditional.type == "if" and len(conditional.bodies) == 2 and not conditional.bodies[1].nodes:
             conditional.bodies.pop()
 
     def rows(self) -> tuple[tuple[Node, ...], tuple[Edge, ...], tuple[int, ...]]:

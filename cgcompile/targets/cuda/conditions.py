@@ -22,16 +22,12 @@ SOURCE = f"""
 .extern .func cudaGraphSetConditional (.param .b64 handle, .param .b32 value);
 .visible .entry {SET_CONDITION}(.param .u64 byte, .param .u64 handle)
 {{
-  .reg .pred %set;
-  .reg .b16 %byte;
   .reg .b32 %value;
   .reg .b64 %at, %handle;
   ld.param.u64 %at, [byte];
   ld.param.u64 %handle, [handle];
   cvta.to.global.u64 %at, %at;
-  ld.global.u8 %byte, [%at];
-  setp.ne.u16 %set, %byte, 0;
-  selp.u32 %value, 1, 0, %set;
+  ld.global.u8 %value, [%at];
   {{
     .param .b64 first;
     st.param.b64 [first], %handle;
@@ -45,7 +41,8 @@ SOURCE = f"""
 """PTX 8.3 is CUDA 12.3's, the first with conditional nodes."""
 
 LOOPS, BRANCHES = 12040, 12080
-"""The lowest drivers that take a loop, or an "if" with one body in a body, and an "if" with two bodies (12040 = 12.4)."""
+"""The lowest drivers that take a loop, or an "if" with one body in a body, and an "if" with two bodies or a "switch" (12040 =
+12.4)."""
 
 
 def condition_image(name: str) -> bytes:
@@ -56,7 +53,7 @@ def condition_image(name: str) -> bytes:
 def conditional_driver(recordings: Iterable[Recording]) -> int:
     """The lowest driver that takes the conditional nodes of the recordings, 0 without any."""
     found = [node for recording in recordings for node in recording.nodes if isinstance(node, ConditionalNode)]
-    return max([BRANCHES if len(node.bodies) > 1 else LOOPS for node in found], default=0)
+    return max([BRANCHES if node.type == "switch" or len(node.bodies) > 1 else LOOPS for node in found], default=0)
 
 
 def condition_function(image: bytes) -> Function:
@@ -65,7 +62,7 @@ def condition_function(image: bytes) -> Function:
 
 
 def set_condition(function: int, byte: Address, conditional: int) -> KernelNode:
-    """The launch that sets the condition of conditional node number `conditional` to whether a byte is not 0."""
+    """The launch that sets the condition of conditional node number `conditional` to a byte."""
     return KernelNode(
         function=function,
         grid=(1, 1, 1),

@@ -64,6 +64,8 @@ def _lines(manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRo
 
 def _words(node: NodeRow) -> tuple[str, ...]:
     """What leads to each body of a conditional node."""
+    if node.what.startswith("switch"):
+        return tuple(map(str, range(len(node.bodies))))
     return ("turn",) if node.what.startswith("while") else ("true", "false")[: len(node.bodies)]
 
 

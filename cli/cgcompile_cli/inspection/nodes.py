@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Manifest, Program, Step
 from cgbundle.format.spans import graph_memories, span
-from cgbundle.tables.table import CONDITIONAL, SET_CONDITION, WHILE, Table, launch_order
+from cgbundle.tables.table import CONDITIONAL, SET_CONDITION, SWITCH, WHILE, Table, launch_order
 from cgbundle.validate.recordings import check_recording
 
 from ..output import size
@@ -206,6 +206,8 @@ def _conditional(table: Table, row: int, reader: _Reader) -> NodeRow:
     bodies = tuple(table.conditional_body[slice(*table.conditional_bounds[row : row + 2])])
     if table.conditional_type[row] == WHILE:
         what = f"while: body {bodies[0]}"
+    elif table.conditional_type[row] == SWITCH:
+        what = "switch: " + ", ".join([f"{case} body {body}" for case, body in enumerate(bodies)])
     else:
         what = f"if: body {bodies[0]}" + (f", else body {bodies[1]}" if len(bodies) > 1 else "")
     return _BARE._replace(kind="conditional", what=what, bodies=bodies)

@@ -1,9 +1,10 @@
 """Greedy decoding in one launch (`torch.while_loop`) beside a launch per token whose token the host fetches, in one run.
 
-    loops.py [--target cuda] [--layers 12] [--width 768] [--tokens 128]
+    loops.py [--target cuda] [--record trace] [--layers 12] [--width 768] [--tokens 128] [--compile]
 
-Both bundles are of one GPT, traced (`--record trace`), batch 1.  LOOP begins with one token and gives all; STEP gives one per call
-over a cache that is state.  Exit status 1 when their tokens differ.
+Both bundles are of one GPT, batch 1.  LOOP begins with one token and gives all; STEP gives one per call over a cache that is state.
+With `--compile` the same two modules under `torch.compile(mode="reduce-overhead")` stand beside them.  Exit status 1 when the
+bundles' tokens differ; torch's kernels may round otherwise, and how many of its tokens are the same is printed.
 """
 
 from __future__ import annotations
@@ -106,20 +107,24 @@ class Step(Decoder):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="cuda")
+    parser.add_argument("--record", default="trace")
+    parser.add_argument("--compile", action="store_true")
     for name, value in (("layers", 12), ("width", 768), ("tokens", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
     device = "cuda" if given.target == "cuda" else "cpu"
-    record = {"record": "trace", "prove": "none"} if device == "cuda" else {}
+    record = {"record": given.record, **({"prove": "none"} if given.record == "trace" else {})} if device == "cuda" else {}
     first = torch.tensor([17], device=device)
     with tempfile.TemporaryDirectory() as scratch:
-        programs = []
+        programs, models = [], []
         for kind in (Loop, Step):
             torch.manual_seed(0)
             model = kind(given.layers, given.width, given.tokens, torch.bfloat16 if device == "cuda" else torch.float32)
             path = Path(scratch, f"{kind.__name__}.cgb")
             cgcompile.build(model.eval(), lambda: (torch.tensor([17]),), out=path, target=given.target, **record)
             programs.append(cgbundle.load(path, outputs="view"))
+            torch.manual_seed(0)  # a build may place the model elsewhere
+            models.append(kind(given.layers, given.width, given.tokens, next(model.parameters()).dtype).eval().to(device))
         loop, step = programs
 
         def looped() -> list[int]:
@@ -137,8 +142,45 @@ def main() -> int:
 
         (one, all_at_once), (each, by_one) = timed(looped), timed(stepped)
     print(f"one launch: {given.tokens / one:.0f} tokens/s; a launch per token: {given.tokens / each:.0f}; ratio {each / one:.3f}")
-    print("same tokens" if all_at_once == by_one else "OTHER tokens")
+    print("same tokens" if all_at_once == by_one else "OTHER tokens", flush=True)
+    if given.compile:
+        compiled(*models, first, given.tokens, by_one)
     return 0 if all_at_once == by_one else 1
+
+
+def compiled(loop: nn.Module, step: nn.Module, first: Tensor, tokens: int, wanted: list[int]) -> None:
+    """Prints what torch.compile makes of the two modules: tokens per second, and seconds until the first are there."""
+    state = {name: value.clone() for name, value in step.named_buffers()}
+
+    def looped() -> list[int]:
+        return list(one(first).tolist())
+
+    def stepped() -> list[int]:
+        for name, value in step.named_buffers():
+            value.copy_(state[name])
+        found, token = [], first
+        for _ in range(tokens):
+            token = each(token).clone()
+            found.append(int(token))
+            if found[-1] == NONE:
+                break
+        return found
+
+    with torch.no_grad():
+        each = torch.compile(step, mode="reduce-overhead")
+        one = torch.compile(loop, mode="reduce-overhead")
+        for name, call in (("a call per token", stepped), ("while_loop", looped)):
+            begun = time.perf_counter()
+            try:
+                call()
+                ready = time.perf_counter() - begun
+                seconds, found = timed(call)
+            except RuntimeError as error:  # torch could not compile it; the other is still measured
+                print(f"torch.compile, {name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
+                continue
+            same = sum(a == b for a, b in zip(found, wanted, strict=False))
+            rate = f"{tokens / seconds:.0f} tokens/s, first after {ready:.1f} s"
+            print(f"torch.compile, {name}: {rate}; {same} of {len(wanted)} tokens are the bundle's", flush=True)
 
 
 def timed(call: Callable[[], list[int]]) -> tuple[float, list[int]]:

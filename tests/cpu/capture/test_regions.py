@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,9 @@ from cgcompile.targets.weights import shapes_of
 from tests.cpu.capture.recorder import regions
 from tests.helpers.state_models import Between, between
 
+assert regions, "modules of the recorder can be imported from here on"
+from cgcompile.capture.worker import loaded_program, steps  # noqa: E402
+
 KEYS = ((1,), (4,))
 
 MIDDLE = """
@@ -40,6 +44,30 @@ class Net(torch.nn.Module):
                 total = x[x > 0].sum()
                 x = x / (total.item() + 1.0)
         return x, total
+
+def model():
+    torch.manual_seed(0)
+    return Net().eval()
+
+def inputs(batch):
+    return (torch.randn(batch, 16),)
+"""
+
+
+BRANCHES = """
+import torch
+
+class Net(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(6)])
+        self.second = torch.nn.Sequential(*[torch.nn.Linear(16, 16) for _ in range(6)])
+
+    def forward(self, x):
+        h = torch.cond(x.sum() > 0, lambda h: h.sin(), lambda h: h.cos() * 2, (self.first(x),))
+        h = self.second(h / (h[h > 0].sum().item() + 1.0))
+        start = torch.zeros((), dtype=torch.int64)
+        return torch.while_loop(lambda i, h: (i < 5) & (h.abs().sum() < 40), lambda i, h: (i + 1, h * 1.5), (start, h))
 
 def model():
     torch.manual_seed(0)
@@ -98,10 +126,12 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
         regions, "place_inputs", lambda tensors, buffer: [placed(-i, t.shape, t.dtype).copy_(t) for i, t in enumerate(tensors)]
     )
     monkeypatch.setattr(regions, "tensor_at", lambda buffer, at, dtype, shape, strides: placed(at, shape, getattr(torch, dtype)))
-    monkeypatch.setattr(regions, "lower", lambda module, level, specialize: module)
-    monkeypatch.setattr(regions, "run_warm", warmed)
+    for module in (regions, loaded_program):
+        monkeypatch.setattr(module, "lower", lambda module, level, specialize: module)
+        monkeypatch.setattr(module, "run_warm", warmed)
+        monkeypatch.setattr(module, "capture_call", captured)
+    monkeypatch.setattr(steps, "condition", lambda place: ctypes.c_uint8.from_address(place.address).value)
     monkeypatch.setattr(regions.LoadedProgram, "tensor_of", tensor_of)
-    monkeypatch.setattr(regions, "capture_call", captured)
     monkeypatch.setattr(regions, "_here", lambda spot: held[spot.address])
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
@@ -110,7 +140,7 @@ def pools(monkeypatch: pytest.MonkeyPatch) -> list[object]:
 
 def planned(folder: Path, source: Source) -> tuple[regions.LoadedProgram, SplitProgram]:
     exported = export(source, {"batch": tuple(key[0] for key in KEYS)})
-    checked = check(exported)
+    checked = check(exported, conditionals=True)
     placed, changed = checked.placements, checked.functionalized[KEYS[0]]
     tensors = exported.programs.weights()
     calls = {key: [sample(source, {"batch": key[0]}, seed).tensors for seed in (0, 1)] for key in KEYS}
@@ -152,6 +182,25 @@ def test_a_replay_with_other_inputs_gives_what_the_model_gives(key: tuple[int, .
     for got, want, own in zip(made, wanted, eager, strict=True):
         torch.testing.assert_close(got, want)
         torch.testing.assert_close(own, want)
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_branches_and_loops_beside_a_region_of_the_host(key: tuple[int, ...], tmp_path: Path, pools: list[object]) -> None:
+    (tmp_path / "model.py").write_text(BRANCHES)
+    loaded, split = planned(tmp_path, load_source(str(tmp_path / "model.py")))
+    assert [region.kind for region in split.partitions[key].regions] == ["graph", "host", "graph"]
+    regions.warm_up_regions(loaded, key, lambda text: None)
+    captured = regions.capture_regions(loaded, key, lambda text: None)
+    assert [[each.type for each in item.steps if isinstance(each, steps.Conditional)] for item in captured] == [["if"], ["while"]]
+    assert pools[0] is None and set(pools[1:]) == {(0, 1)}, "one pool for all"
+    opened = regions.open_regions(loaded, key)
+    for shift in (-2, 2, 0.1):
+        x = loaded.calls[key][1][0][0] + shift
+        opened.static[0].copy_(x)
+        with torch.no_grad():
+            wanted = loaded.modules[key](x)
+        for got, want in zip(regions.replay_regions(opened, captured), wanted, strict=True):
+            torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("key", KEYS)

@@ -90,7 +90,7 @@ def examined(loaded: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list
         item.kept = tuple(made)
         spoil(static)
 
-    item.graph = Graph(replay)
+    item.steps = (Graph(replay),)
     monkeypatch.setattr(record, "place_inputs", place)
     return record._examine(loaded, KEY, [item])
 

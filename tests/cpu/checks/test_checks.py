@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -403,16 +404,30 @@ def test_branches_and_loops_become_conditional_nodes() -> None:
 @pytest.mark.parametrize(
     ("inside", "reason"),
     [
-        (lambda x: unsafe(x), "tied to an operation on the host"),
-        (lambda x: x[x > 0].sum() + x, "a value inside it depends on data"),
+        (lambda x: unsafe(x), r"an operation inside it runs on the host \([\w-]+, tests/cpu/checks/test_checks.py:\d+\)"),
+        (lambda x: x[x > 0].sum() + x, r"a value inside it depends on data \(index, tests/cpu/checks/test_checks.py:\d+\)"),
     ],
     ids=["host", "data"],
 )
 def test_a_branch_of_the_hosts_takes_all_there(inside: Any, reason: str) -> None:
     checked = check(exported(lambda m, x: torch.cond(x.sum() > 0, inside, lambda x: x - 1, (x,))), conditionals=True)
     (found,) = [each for each in checked.findings if each.rule == "control-flow"]
-    assert found.severity == "host" and reason in found.message
+    assert found.severity == "host"
+    assert re.fullmatch(f"cond decides on the CPU what runs, and both branches run there, since {reason}", found.message)
     assert "cond" in placed(checked)
+
+
+def test_a_loop_with_something_of_the_hosts_turns_there() -> None:
+    def counted(m: Any, x: torch.Tensor) -> torch.Tensor:
+        start = torch.zeros((), dtype=torch.int64)
+        return torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x + x[x > 0].sum()), (start, x.sin()))[1]
+
+    checked = check(exported(counted), conditionals=True)
+    (found,) = [each for each in checked.findings if each.rule == "control-flow"]
+    assert found.severity == "host" and found.message.startswith(
+        "while_loop decides on the CPU what runs, and every turn runs there"
+    )
+    assert re.search(r"since a value inside it depends on data \(index, \S+test_checks.py:\d+\)$", found.message)
 
 
 def test_writes_to_a_buffer_of_two_names_are_refused() -> None:
@@ -482,6 +497,23 @@ class Five(nn.Module):
             x = torch.relu(layer(x))
         self.seen += 1
         return x + selected + torch.rand_like(x)
+
+
+class Turning(nn.Module):
+    """A loop whose body asks the host how many elements are above 0."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+        return torch.while_loop(lambda i, x: i < 3, lambda i, x: (i + 1, x + x[x > 0].sum()), (start, x.sin()))[1] * 2
+
+
+def test_a_report_says_what_becomes_of_a_loop_with_the_host_inside() -> None:
+    report = cgcompile.check(Turning().eval(), rows, sizes=[1, 8], target="cuda")
+    (found,) = [each for each in report.findings if each.rule == "control-flow"]
+    assert "and every turn runs there, since a value inside it depends on data (index, " in found.message
+    assert found.effect == "this operation and the 1 before it run on the host between two graphs"
+    assert [(region.kind, region.reason) for region in report.regions] == [("graph", ""), ("host", "control-flow"), ("graph", "")]
+    assert dict(report.regions[1].operations)["while_loop"] == 1
 
 
 def lines(report: cgcompile.Report) -> dict[str, str]:

@@ -17,7 +17,7 @@ from tests.cpu.offline.written_rows import tensor_of
 from tests.helpers.conditional_models import MODELS
 
 
-@pytest.mark.parametrize("name", ["nested", "carried", "shifted", "overlapping"])
+@pytest.mark.parametrize("name", ["nested", "carried", "shifted", "overlapping", "chosen"])
 def test_every_way_is_eagers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     make, made, kinds = MODELS[name]

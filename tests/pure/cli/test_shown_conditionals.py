@@ -13,7 +13,7 @@ from cgbundle.tables.recording import ConditionalNode, KernelNode, Recording
 from cgcompile.tools.diff.nodes import changes
 from cgcompile.tools.diff.recordings import compare_recordings
 from cgcompile_cli.main import app
-from tests.helpers.conditional_rows import fill, recording
+from tests.helpers.conditional_rows import fill, recording, switching
 from tests.helpers.recordings import IMAGE
 from tests.pure.cli import shown_bundles
 
@@ -51,6 +51,12 @@ def test_dot_says_where_bodies_begin(bundle: Path) -> None:
     for edge in ("n0_2 -> n0_5 [style=dotted, label=turn];", "n0_8 -> n0_17 [style=dotted, label=false];"):
         assert edge in text
     assert "n0_4 -> n1_0 [style=dashed];" in text, "the copy step waits for the graph's own last node alone"
+
+
+def test_a_switch_names_its_cases(tmp_path: Path) -> None:
+    path = shown_bundles.write(tmp_path / "tiny.cgb", (4,), record=lambda image, batch: switching(image))
+    assert "switch: 0 body 0, 1 body 1, 2 body 2" in shown(str(path), "--graph", "4x2")
+    assert "n0_2 -> n0_5 [style=dotted, label=2];" in shown(str(path), "--graph", "4x2", "--dot")
 
 
 def test_differences_of_bodies_and_handles() -> None:

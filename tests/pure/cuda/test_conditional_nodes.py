@@ -10,7 +10,7 @@ import pytest
 
 from cgbundle.loader import MODES
 from tests.helpers.conditional_bench import CASES, Bench
-from tests.helpers.conditional_rows import expected
+from tests.helpers.conditional_rows import WAYS, expected, switching
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 
@@ -42,6 +42,18 @@ def test_branches_and_loops_follow_the_data(fake: FakeDriver, bench: Bench, mode
             assert fake.calls[before:] == ["cuGraphLaunch"], "the host is not asked"
         assert bench.found() == expected(choices, flag)
     executor.close()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_switch_runs_the_body_of_its_number(fake: FakeDriver, tmp_path: Path, mode: str) -> None:
+    with ExitStack() as cleanup:
+        bench = Bench(tmp_path / "bench.cgb", b"an image", cleanup, switching)
+        executor = bench.executor(mode)
+        for flag in (1, 0, WAYS, 2, 255):
+            bench.give((), flag)
+            executor.launch(bench.context.stream)
+            assert bench.found()[1] == (10 + flag if flag < WAYS else 9)
+        executor.close()
 
 
 def test_a_callers_capture_takes_them_node_by_node(fake: FakeDriver, bench: Bench) -> None:

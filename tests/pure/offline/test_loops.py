@@ -24,7 +24,7 @@ from cgcompile.offline.lowered import (
     Fill,
     HostRead,
     Lowered,
-    Otherwise,
+    NextBody,
     Pointer,
     SetCondition,
 )
@@ -148,11 +148,11 @@ def test_bodies_stand_behind_those_that_come_before_them() -> None:
         made.begin(5, "while")
         made.add([setter(5, 0)])
         made.end()
-        made.otherwise()
+        made.next_body()
         made.end()
         made.add([setter(9, 1)])
         made.begin(9, "if")
-        made.otherwise()
+        made.next_body()
         made.add([fill(0, 2)])
         made.end()
 
@@ -170,7 +170,7 @@ def test_bodies_stand_behind_those_that_come_before_them() -> None:
     assert [node.value for node in made.nodes if isinstance(node, MemsetNode)] == [1, 2]
 
 
-@pytest.mark.parametrize("event", [SetCondition(conditional=0, byte=Pointer(buffer=0, offset=0)), Otherwise(conditional=0)])
+@pytest.mark.parametrize("event", [SetCondition(conditional=0, byte=Pointer(buffer=0, offset=0)), NextBody(conditional=0)])
 def test_the_plan_knows_every_event(event: Event) -> None:
     """A condition's byte is needed until it is read."""
     program = lowered([("write", 0), ("write", 1)])

@@ -13,7 +13,7 @@ from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import ConditionalNode, Edge, EmptyNode, Handle, KernelNode, Node, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
-from tests.helpers.conditional_rows import FLAG, TURNS, chained, fill, recording, setter
+from tests.helpers.conditional_rows import FLAG, TURNS, chained, fill, recording, setter, several, switching
 from tests.helpers.raising import raises
 from tests.helpers.recordings import IMAGE, MEMORIES
 
@@ -47,6 +47,16 @@ def test_sound_ones_pass_and_survive() -> None:
 
 def test_a_body_may_be_empty() -> None:
     check(chained(IMAGE, [[setter(0, FLAG), ConditionalNode(type="if", bodies=(0, 1))], [], [fill(FLAG, 0)]]))
+
+
+def test_a_switch_has_as_many_bodies_as_a_byte_tells_apart() -> None:
+    rows = switching(IMAGE)
+    for made in (rows, several(IMAGE, 8, nested=False), several(IMAGE, 8, nested=True)):
+        check(made)
+    assert tables.decode(tables.encode(rows)) == rows
+    own = [setter(0, FLAG), ConditionalNode(type="switch", bodies=tuple(range(257)))]
+    with raises("table-invalid", match=r"nodes\[1\].bodies: 257, expected 1 to 256"):
+        check(chained(IMAGE, [own, *[[] for _ in range(257)]]))
 
 
 DEFECTS: dict[str, tuple[Callable[[], Recording], str]] = {

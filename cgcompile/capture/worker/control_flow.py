@@ -1,0 +1,303 @@
+"""Inside a recorder process: a program with branches and loops.  Every straight part is lowered and captured by itself, all into
+one private pool, in the order of the program: torch's allocator plans their common arena, and what holds a value holds its memory.
+
+What must not move: a branch's results are the tensors of its first body, into which the others copy their own.  What a loop
+carries lies in tensors of its own, filled before it begins and written in place at the end of its body, whose turns follow one
+another over the same memory; the loop holds all that its body takes from outside until it is captured.
+
+A capture runs nothing, but kernels may use values as indices when a part is warmed up.  So after each part its results hold what
+eager PyTorch computes.  A body that the example does not take is warmed up with integers of 0: it may be a guarded lookup.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_leaves
+
+from ...errors import ModelError
+from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, straight_module, taken
+from ...partition.node_kinds import writes_to
+from ...partition.straight_parts import end_with_copies, held_tensors, keep_outputs, written_tensors
+from ...targets.cuda.lowering import repair
+from ...targets.cuda.tensors import tensor_place
+from .steps import Conditional, SetCondition, Step, Steps
+
+Values = dict[str, Any]
+"""By name, tensors on the GPU, and numbers."""
+
+Lower = Callable[[GraphModule], Callable[..., Any]]
+"""A module -> what launches its kernels, and gives its results in order."""
+
+Warm = Callable[[Callable[[], Any], str, Callable[[], None]], None]
+"""Runs a call until it can be captured; what it is for, in messages; what comes after every run."""
+
+Keep = Callable[[Callable[[], Any], str], tuple[torch.cuda.CUDAGraph | None, Sequence[Tensor]]]
+"""Captures a call that ran before: the graph, and what the call gave.  None: it ran, and nothing is kept."""
+
+
+def capture_blocks(
+    module: GraphModule, leaves: Sequence[Any], lower: Lower, warm: Warm, keep: Keep, constant: Callable[[Tensor], bool], where: str
+) -> tuple[Steps, list[Any]]:
+    """Captures `module`, which has branches or loops, for the flat arguments `leaves`, tensors at their places: the steps, and the
+    results.  `constant`: whether a tensor is a weight that nothing writes to.  What the module writes to holds afterwards what
+    eager PyTorch leaves there.  Raises what `warm` and `keep` do, and not-capturable."""
+    block = blocks(module)
+    growing = _Growing(lower=lower, warm=warm, keep=keep, constant=constant, where=where)
+    steps: list[Step] = []
+    with torch.no_grad():
+        results = growing.block(block, dict(zip(block.inputs, leaves, strict=True)), steps, _Last(), True)
+    return tuple(steps), results
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Last:
+    """How a block ends.  `copies`: by name, tensors that its values are copied to in the end.  `own`: each result has memory of its
+    own.  `changing`: the storages that copies of this block or one around it write to."""
+
+    copies: tuple[tuple[str, Operand], ...] = ()
+    own: bool = False
+    changing: frozenset[int] = frozenset()
+
+
+@dataclass(kw_only=True, slots=True)
+class _Growing:
+    """`conditionals` and `parts` count what was met."""
+
+    lower: Lower
+    warm: Warm
+    keep: Keep
+    constant: Callable[[Tensor], bool]
+    where: str
+    conditionals: int = 0
+    parts: int = 0
+
+    def block(self, block: Block, values: Values, steps: list[Step], last: _Last, runs: bool) -> list[Any]:
+        """Captures a block behind `steps`; `runs`: whether the example gets there.  Returns its results.  `values` lose what no
+        later part needs, in the end all: a freed tensor's memory is the next part's."""
+        values.update(held_tensors(block.module))
+        needed = _needed(block, last)
+        for part, later in zip(block.parts, needed, strict=True):
+            match part:
+                case Branch() | Switch():
+                    self._branch(part, values, steps, last, runs)
+                case Loop():
+                    self._loop(part, values, steps, last, runs)
+                case Straight() if part is block.parts[-1]:
+                    results = self._straight(block, part, values, block.outputs, steps, last)
+                    values.clear()
+                    return results
+                case Straight(outputs=outputs) if outputs or any(map(writes_to, part.nodes)):
+                    inner = _Last(changing=last.changing)
+                    values.update(zip(outputs, self._straight(block, part, values, outputs, steps, inner), strict=True))
+            for name in [name for name in values if name not in later]:
+                del values[name]
+        raise AssertionError("a block ends with a straight part")
+
+    def _straight(
+        self, block: Block, part: Straight, values: Values, outputs: Sequence[Operand], steps: list[Step], last: _Last
+    ) -> list[Any]:
+        names = [name for name, _ in last.copies]
+        module = straight_module(block, part, [*outputs, *[value for _, value in last.copies]], names)
+        given = [values[name] for name in taken(module)]
+        left = end_with_copies(repair(module), [taken(module).index(name) for name in names])
+        targets = [values[names[number]] for number in left]
+        written = [*written_tensors(module, given), *targets]
+        before = _clones(written)
+        made = [_clone(result) for result in _copied(module(*given), targets)]
+        after = _clones(written)
+
+        def restore() -> None:
+            _fill(written, before)
+
+        restore()
+        places = [place for place, result in enumerate(made) if isinstance(result, Tensor)]
+        self.parts += 1
+        if places or written:
+            keep_outputs(module, [*places, *range(len(made), len(made) + len(left))])
+            call = self._call(module, given, targets, last)
+            where = f"{self.where}, straight part {self.parts}"
+            self.warm(call, where, restore)
+            graph, results = self.keep(call, where)
+            steps += [] if graph is None else [graph]
+            shared = {_storage(each) for each in [*given, *written] if isinstance(each, Tensor)}
+            for place, result in zip(places, results, strict=True):
+                if _storage(result) not in shared:
+                    result.copy_(made[place])
+                made[place] = result
+        _fill(written, after)
+        return made
+
+    def _call(
+        self, module: GraphModule, given: Sequence[Any], targets: Sequence[Tensor], last: _Last
+    ) -> Callable[[], list[Tensor]]:
+        lowered = self.lower(module)
+        held = {_storage(each) for each in [*given, *held_tensors(module).values()] if isinstance(each, Tensor)}
+
+        def call() -> list[Tensor]:
+            foreign = set(held) if last.own else set(last.changing)
+            made = []
+            for result in _copied(tree_leaves(lowered(*given)), targets):
+                one = _own(result) if _storage(result) in foreign or _overlaps(result) else result
+                foreign |= {_storage(one)} if last.own else set()
+                made.append(one)
+            return made
+
+        return call
+
+    def _branch(self, part: Branch | Switch, values: Values, steps: list[Step], last: _Last, runs: bool) -> None:
+        if isinstance(part, Switch):
+            byte, bodies, operands = values[part.choice], part.bodies, part.operands
+            chosen = int(byte)
+        else:
+            byte, bodies, operands = values[part.predicate], part.bodies, (part.operands, part.operands)
+            chosen = 0 if bool(byte) else 1
+        number = self._set_condition(byte, steps)
+        made: list[Any] = []
+        kept: list[Any] = []
+        inner: list[Steps] = []
+        for place, (body, names) in enumerate(zip(bodies, operands, strict=True)):
+            taken_here, own, given = runs and chosen == place, list[Step](), _operands(names, values)
+            inputs = dict(zip(body.inputs, given, strict=True))
+            with self._harmless(given, taken_here):
+                if not place:
+                    made = self.block(body, inputs, own, _Last(own=True, changing=last.changing), taken_here)
+                else:
+                    targets = {f"{part.name}.result.{number}": each for number, each in enumerate(made)}
+                    ending = _Last(copies=tuple(zip(targets, body.outputs, strict=True)), changing=last.changing)
+                    self.block(replace(body, outputs=()), {**targets, **inputs}, own, ending, taken_here)
+            if chosen == place:
+                kept = _clones(made)
+            inner.append(tuple(own))
+        _fill(made, kept)
+        kind = "switch" if isinstance(part, Switch) else "if"
+        steps.append(Conditional(conditional=number, type=kind, bodies=tuple(inner)))
+        values.update(zip(part.outputs, made, strict=True))
+
+    def _loop(self, part: Loop, values: Values, steps: list[Step], last: _Last, runs: bool) -> None:
+        first = _operands(part.carried, values)
+
+        def begin() -> list[Tensor]:
+            return [_own(each) for each in first]
+
+        where = f"{self.where}, what {part.name} carries"
+        self.warm(begin, where, lambda: None)
+        graph, carried = self.keep(begin, where)
+        steps += [] if graph is None else [graph]
+        _fill(carried, first)
+        given = [*carried, *_operands(part.operands, values)]
+        own = dict(zip(part.condition.inputs, given, strict=True))
+        (condition,) = self.block(part.condition, own, steps, _Last(changing=last.changing), runs)
+        number = self._set_condition(condition, steps)
+        runs = runs and bool(condition)
+        *new, again = part.body.outputs
+        pairs = [(place, value) for place, value in zip(part.body.inputs, new, strict=False) if place != value]
+        turn: list[Step] = []
+        with self._harmless(given, runs, restored=carried):
+            own = dict(zip(part.body.inputs, given, strict=True))
+            changing = last.changing | {_storage(each) for each in carried}
+            body = replace(part.body, outputs=(again,))
+            (condition,) = self.block(body, own, turn, _Last(copies=tuple(pairs), changing=changing), runs)
+            self._set_condition(condition, turn, number)
+        if runs:
+            _fill(carried, _turns(part, carried, given[len(carried) :]))
+        steps.append(Conditional(conditional=number, type="while", bodies=(tuple(turn),)))
+        values.update(zip(part.outputs, carried, strict=True))
+
+    def _set_condition(self, value: Any, steps: list[Step], number: int | None = None) -> int:
+        if not isinstance(value, Tensor):
+            raise ModelError("not-capturable", f"{self.where}: a number decides what runs, no tensor")
+        if number is None:
+            number, self.conditionals = self.conditionals, self.conditionals + 1
+        steps.append(SetCondition(conditional=number, byte=tensor_place(value)))
+        return number
+
+    @contextmanager
+    def _harmless(self, given: Sequence[Any], runs: bool, restored: Sequence[Tensor] = ()) -> Iterator[None]:
+        """Where the example does not get, integers among what a body is given are 0 while it is captured: they may be indices that
+        its condition guards.  In any case `restored` hold afterwards what they held before."""
+        zeroed = [each for each in given if not runs and isinstance(each, Tensor) and _may_index(each) and not self.constant(each)]
+        saved = [*zeroed, *restored]
+        before = _clones(saved)
+        for each in zeroed:
+            each.zero_()
+        yield
+        _fill(saved, before)
+
+
+def _copied(results: Sequence[Any], targets: Sequence[Tensor]) -> list[Any]:
+    """The results but for the last ones, which are copied to `targets`."""
+    count = len(results) - len(targets)
+    written = {_storage(target) for target in targets}
+    new = [_own(value) if _storage(value) in written else value for value in results[count:]]
+    _fill(targets, new)
+    return list(results[:count])
+
+
+def _turns(part: Loop, carried: Sequence[Tensor], given: Sequence[Any]) -> list[Tensor]:
+    """What the loop carries in the end, from what it carries now, in eager PyTorch."""
+    now: Sequence[Any] = [each.clone() for each in carried]
+    while bool(tree_leaves(part.condition.source(*now, *given))[0]):
+        now = tree_leaves(part.body.source(*now, *given))
+    return list(now)
+
+
+def _needed(block: Block, last: _Last) -> list[set[str]]:
+    """After each part the names that the rest of the block needs."""
+    rest = {each for each in [*block.outputs, *[leaf for pair in last.copies for leaf in pair]] if isinstance(each, str)}
+    found: list[set[str]] = []
+    for part in reversed(block.parts):
+        found.append(set(rest))
+        match part:
+            case Straight(nodes=nodes):
+                rest |= set(taken(straight_module(block, part, ()))) if nodes else set()
+            case Branch(predicate=predicate, operands=operands):
+                rest |= {predicate, *[each for each in operands if isinstance(each, str)]}
+            case Switch(choice=choice, operands=several):
+                rest |= {choice, *[each for operands in several for each in operands if isinstance(each, str)]}
+            case Loop(carried=carried, operands=operands):
+                rest |= {each for each in (*carried, *operands) if isinstance(each, str)}
+    return found[::-1]
+
+
+def _operands(names: Sequence[Operand], values: Mapping[str, Any]) -> list[Any]:
+    return [values[each] if isinstance(each, str) else each for each in names]
+
+
+def _storage(tensor: Any) -> int:
+    """The beginning of the tensor's storage; 0 of nothing, which shares memory with nothing."""
+    return tensor.untyped_storage().data_ptr() if isinstance(tensor, Tensor) and tensor.numel() else 0
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory, as those of an expanded tensor do."""
+    return any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """A dense copy."""
+    return tensor.clone(memory_format=torch.preserve_format)
+
+
+def _clone(value: Any) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value
+
+
+def _clones(values: Sequence[Any]) -> list[Any]:
+    return [_clone(value) for value in values]
+
+
+def _fill(targets: Sequence[Any], values: Sequence[Any]) -> None:
+    for target, value in zip(targets, values, strict=True):
+        if isinstance(target, Tensor):
+            target.copy_(value)
+
+
+def _may_index(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.int32, torch.int64)
