@@ -44,12 +44,11 @@ class OperatorKind:
 def operators(target: str, progress: Watcher | None = None) -> tuple[OperatorKind, ...]:
     """All of PyTorch's operators that a program may call, by name.  `target`: as for `check`.  `progress` is told when torch has
     to be imported.  Raises target-unavailable, extra-missing."""
-    check_packages("host")
+    check_packages("host")  # nothing is recorded: what that needs is not asked for
     if not asks_torch(target):
-        check_packages(recorder_for(target))
+        recorder_for(target)
     with with_torch(progress or silent, "cgcompile.checks.operators"):
         recorder = recorder_for(target)
-        check_packages(recorder)
         tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "trace": _traced()}[recorder]
         return tuple([_merged(name, [tell(op) for op in overloads]) for name, overloads in _aten()])
 
