@@ -36,18 +36,19 @@ ALIGNMENT = 256
 """Of a weight, in bytes: as in memory weights."""
 
 CHUNK = 2 << 20
-"""Bytes that are read at a time, into a buffer.  Larger ones leave the processor's cache before they are sent: 38 GB/s, not 51."""
+"""Bytes that are read at a time, into a buffer.  Larger ones leave the processor's cache before they are sent."""
 
 AHEAD = 256 << 20
 """Bytes that the disk begins to read while the driver starts."""
 
 
 class Way(NamedTuple):
-    """How weights travel: by so many threads, each with its own buffers, of pinned memory or not."""
+    """How weights travel: by so many threads, each with its own buffers of `chunk` bytes, of pinned memory or not."""
 
     threads: int
     buffers: int
     pinned: bool
+    chunk: int = CHUNK
 
 
 SMALL, LARGE = 16 << 20, 1 << 30
@@ -124,13 +125,13 @@ def chunks(listed: Sequence[Piece], size: int) -> list[list[Piece]]:
 
 
 def way(size: int) -> Way:
-    """How `size` bytes travel.  More than four threads of Python wait for the interpreter's lock longer than they read: 8 brought
-    4 to 8 GB/s where 4 brought 12 on a busy host (tests/gpu/REPORT.md)."""
+    """How `size` bytes travel.  Threads of Python wait for the interpreter's lock between two buffers: larger ones, which a program
+    in C is slower with, bring 36 GB/s where those of 2 MB bring 31 (tests/gpu/REPORT.md)."""
     if size <= SMALL:
         return Way(threads=1, buffers=1, pinned=False)
     if size < LARGE:
         return Way(threads=4, buffers=2, pinned=True)
-    return Way(threads=4, buffers=3, pinned=True)
+    return Way(threads=8, buffers=2, pinned=True, chunk=2 * CHUNK)
 
 
 class Buffer(NamedTuple):
@@ -149,12 +150,10 @@ class Upload:
     `wait` raises the first failure (OutOfMemory, driver-failed, weights-invalid); `wait` or `stop` before memory weights is freed.
     """
 
-    def __init__(
-        self, context: Context, file: int, listed: Sequence[Piece], base: int, how: Way | None = None, chunk: int = CHUNK
-    ) -> None:
-        self._context, self._file, self._base, self._chunk = context, file, base, chunk
+    def __init__(self, context: Context, file: int, listed: Sequence[Piece], base: int, how: Way | None = None) -> None:
+        self._context, self._file, self._base = context, file, base
         self._way = how or way(sum(piece.size for piece in listed))
-        self._work = chunks(listed, chunk)
+        self._work = chunks(listed, self._way.chunk)
         self._work.reverse()  # pop takes the first
         self._total = len(self._work)
         self._drop = bool(listed) and 2 * os.fstat(file).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -208,7 +207,7 @@ class Upload:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(buffer.stream), "weights")
 
     def _buffer(self, cleanup: ExitStack) -> Buffer:
-        size = self._chunk
+        size = self._way.chunk
         if self._way.pinned:
             address = int(check("cuMemHostAlloc", cu.cuMemHostAlloc(size, 0), "staging"))
             cleanup.callback(cu.cuMemFreeHost, address)

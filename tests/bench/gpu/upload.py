@@ -84,7 +84,7 @@ def main() -> None:
                 listed = [Piece(0, size, 0)]
                 measure(
                     f"{threads} threads, buffers of {chunk} MB",
-                    lambda t=threads, c=chunk, p=listed: Upload(context, file.fileno(), p, base, Way(t, 3, True), c << 20).wait(),  # type: ignore[misc]
+                    lambda t=threads, c=chunk, p=listed: Upload(context, file.fileno(), p, base, Way(t, 3, True, c << 20)).wait(),  # type: ignore[misc]
                 )
 
 

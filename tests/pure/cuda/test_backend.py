@@ -374,7 +374,7 @@ def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Ma
     with context:
         base = memory.allocate(size, "test")
         with open(folder / "weights.safetensors", "rb") as file:
-            weights.Upload(context, file.fileno(), [weights.Piece(0, size, 0)], base, weights.Way(3, 2, True), chunk=64).wait()
+            weights.Upload(context, file.fileno(), [weights.Piece(0, size, 0)], base, weights.Way(3, 2, True, 64)).wait()
         assert ctypes.string_at(base, size) == (folder / "weights.safetensors").read_bytes()
         memory.free(base)
     context.release()
@@ -384,7 +384,7 @@ def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Ma
 def test_what_is_small_pays_for_no_threads_and_no_pinned_memory(size: int) -> None:
     how = weights.way(size)
     assert how.pinned == (how.threads > 1) == (size > 16 << 20)
-    assert how.threads * how.buffers * weights.CHUNK <= 24 << 20
+    assert how.threads * how.buffers * how.chunk <= 64 << 20
 
 
 @pytest.mark.parametrize("pages", [2, 3])
@@ -399,7 +399,7 @@ def test_a_file_larger_than_half_of_the_memory_leaves_the_cache(
     context = driver.Context(0)
     with context, open(tmp_path / "file", "rb") as file:
         base = memory.allocate(len(data), "test")
-        weights.Upload(context, file.fileno(), [weights.Piece(1, 120, 0)], base, weights.Way(1, 2, True), chunk=64).wait()
+        weights.Upload(context, file.fileno(), [weights.Piece(1, 120, 0)], base, weights.Way(1, 2, True, 64)).wait()
         assert ctypes.string_at(base, 120) == data[1:]
         memory.free(base)
     context.release()
