@@ -80,7 +80,8 @@ def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
     What it looks for: Python asks a tensor for its truth during the export, which then goes on as the example inputs did.
     Why CUDA forbids it: a graph is a fixed order of kernels, and torch.export records one path through Python.
     Effect: no bundle can be built.
-    Fix: `torch.where(condition, a, b)`; or `torch.cond`, which runs on the host; for an assertion `torch._assert_async(condition)`.
+    Fix: `torch.where(condition, a, b)`; or `torch.cond`, whose branches both become part of the graph; for an assertion
+    `torch._assert_async(condition)`.
     Source: torch.export refuses it as GuardOnDataDependentSymNode; "Control flow - Cond" in the torch documentation.
     """
     for obstacle in context.obstacles("data-dependent-branch"):

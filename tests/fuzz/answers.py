@@ -10,6 +10,7 @@ import cgbundle
 from cgbundle.errors import CgbundleError
 from cgbundle.exam import inputs_of
 from cgbundle.format import archive
+from cgbundle.format.entries import each_entry
 from cgbundle.format.safetensors import Mapped
 from cgbundle.tensors.comparison import describe, difference
 from cgbundle.tensors.exam_tensors import bounds
@@ -18,17 +19,19 @@ from cgbundle.tensors.tensor import Tensor, from_bytes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """The inputs and outputs of one int_key, as (dtype, shape, bytes)."""
+    """The inputs and outputs of one int_key of an entry, as (dtype, shape, bytes), and by how much each output may differ."""
 
+    entry: str
     inputs: tuple[tuple[str, tuple[int, ...], bytes], ...]
     outputs: tuple[tuple[str, tuple[int, ...], bytes], ...]
+    bounds: tuple[float, ...]
 
 
 class Answers:
     """What a sound bundle gives for the exam's inputs."""
 
-    def __init__(self, cases: list[Case], bounds: tuple[float, ...]) -> None:
-        self.cases, self.bounds = cases, bounds
+    def __init__(self, cases: list[Case]) -> None:
+        self.cases = cases
 
     @classmethod
     def of(cls, path: str) -> Answers | None:
@@ -40,16 +43,18 @@ class Answers:
             return None
         exam = Mapped(os.path.join(path, archive.EXAM), archive.EXAM)
         cases = []
-        for program in manifest.programs:
-            inputs = [(t.dtype, tuple(t.shape), t.tobytes()) for t in inputs_of(exam, manifest, program.key)]
-            outputs = []
-            for index in range(len(manifest.outputs)):
-                name = archive.exam_entry(program.key, "output", index)
-                entry = exam.entries[name]
-                outputs.append((entry.dtype, tuple(entry.shape), bytes(exam.data(name))))
-            cases.append(Case(inputs=tuple(inputs), outputs=tuple(outputs)))
+        for each in each_entry(manifest):
+            allowed = bounds(each, each.exam.proofs[0])
+            for program in each.programs:
+                inputs = [(t.dtype, tuple(t.shape), t.tobytes()) for t in inputs_of(exam, each, program.key)]
+                outputs = []
+                for index in range(len(each.outputs)):
+                    name = archive.exam_entry(program.key, "output", index, each.entry)
+                    entry = exam.entries[name]
+                    outputs.append((entry.dtype, tuple(entry.shape), bytes(exam.data(name))))
+                cases.append(Case(entry=each.entry, inputs=tuple(inputs), outputs=tuple(outputs), bounds=allowed))
         exam.close()
-        return cls(cases, bounds(manifest, manifest.exam.proofs[0]))
+        return cls(cases)
 
     def judge(self, program: Any) -> str:
         """ "right", "refused", or "wrong: ..." of the first answer that differs.  State is not judged: calls follow each other."""
@@ -58,7 +63,7 @@ class Answers:
         for case in self.cases:
             given = [from_bytes(data, dtype, shape) for dtype, shape, data in case.inputs]
             try:
-                outputs = program.replay(given)
+                outputs = program[case.entry].replay(given)
             except CgbundleError:
                 continue
             found = "right"
@@ -67,6 +72,6 @@ class Answers:
                 if tensor.dtype != dtype or tuple(tensor.shape) != shape:
                     return f"wrong: output {index} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} {list(shape)}"
                 got = tensor.tobytes()
-                if not stateful and got != data and not difference(dtype, data, got) <= self.bounds[index]:
+                if not stateful and got != data and not difference(dtype, data, got) <= case.bounds[index]:
                     return f"wrong: output {index}: {describe(dtype, shape, data, got)}"
         return found

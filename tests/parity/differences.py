@@ -7,7 +7,6 @@ from __future__ import annotations
 
 TORCH = "2.13"
 
-RANDOM = "PyTorch replays it with a generator registered with the graph; a bundle computes its own numbers, and not those"
 COPIED = "supported: the recording changes its static buffer, and the runtime copies that back to the caller's tensor"
 LITERAL = (
     "only the `cudagraphs` backend, which takes a literal for work of the CPU; Inductor makes it a constant of the kernel, "
@@ -45,7 +44,6 @@ DIFFERENCES: dict[str, str] = {
     "cond": CONDITIONAL,
     "while-loop": CONDITIONAL,
     # we say more
-    "multinomial": RANDOM,
     "custom-operator-on-the-host": "the user asked for it with --host-op",
     "add-by-index-in-order": DETERMINISTIC,
     "scatter-add-in-order": DETERMINISTIC,
