@@ -90,8 +90,17 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
         program = torch.export.export(flat, _separate(tensors), dynamic_shapes=dynamic, strict=False)
     sys.stderr.write(said.getvalue())
     _spell_conditions(program)
+    _drop_unread_numbers(program)
     give_sizes_at_once(program)
     return without_composites(expanded(program))
+
+
+def _drop_unread_numbers(program: ExportedProgram) -> None:
+    """Numbers that Python read out of tensors of known value are constants of the trace; torch (2.11, 2.13) cannot load a program
+    again that still has the reading, which nothing uses."""
+    for node in list(program.graph.nodes):
+        if node.target is torch.ops.aten.item.default and not node.users:
+            program.graph.erase_node(node)
 
 
 def _spell_conditions(program: ExportedProgram) -> None:

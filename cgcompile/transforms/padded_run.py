@@ -125,6 +125,8 @@ class PaddedRun:
 
     def graphs(self, short: GraphModule, long: GraphModule, inputs: Sequence[PaddedValue]) -> list[PaddedValue]:
         """What both graphs give.  Raises ChangedByPadding."""
+        if operators(short) != operators(long):  # also of a branch's or a loop's body
+            raise ChangedByPadding(f"the model has other operators at another size of {self.name}")
         values: dict[Node, Any] = {}
         given = iter(inputs)
         pairs = list(zip(short.graph.nodes, long.graph.nodes, strict=True))
@@ -298,6 +300,11 @@ def _same_spot(one: Sequence[Any], other: Sequence[Any]) -> bool:
     return all(
         torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b for a, b in rows
     )
+
+
+def operators(module: GraphModule) -> list[str]:
+    """The operators of a graph in order, by which two sizes of a program are alike."""
+    return [f"{node.op} {node.target}" if node.op == "call_function" else node.op for node in module.graph.nodes]
 
 
 def _attribute(module: Any, path: Any) -> Any:

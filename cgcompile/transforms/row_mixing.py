@@ -23,7 +23,7 @@ from ..errors import ModelError
 from ..export.export import export
 from ..model.flat_module import traced_per_size
 from ..model.source import Source, sample
-from .padded_run import FAILURES, ChangedByPadding, PaddedRun
+from .padded_run import FAILURES, ChangedByPadding, PaddedRun, operators
 from .prepared import Prepared
 
 SEED = 0
@@ -59,9 +59,9 @@ def two_sizes(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int,
         return (_small(source, module, others, name, declared) or _at(source, module, others, name, declared),)
     by_size = _by_size(source, prepared, sizes, name)
     values, programs = tuple(by_size), list(by_size.values())
-    if any(_targets(program) != _targets(programs[0]) for program in programs):
-        return ()
     modules = [_module(program) for program in programs]
+    if any(operators(module) != operators(modules[0]) for module in modules):
+        return ()
     drawn = [sample(source, {**others, name: size}).tensors for size in values]
     return tuple(
         [
@@ -137,7 +137,3 @@ def _module(program: ExportedProgram) -> GraphModule:
         program = program.run_decompositions({})
     made: GraphModule = program.module(check_guards=False)
     return made
-
-
-def _targets(program: ExportedProgram) -> list[str]:
-    return [f"{node.op} {node.target}" if node.op == "call_function" else node.op for node in program.graph.nodes]

@@ -306,3 +306,14 @@ def test_a_model_that_does_otherwise_all_the_same(sizes: dict[str, tuple[int, ..
 def test_the_same_without_dimensions() -> None:
     with raises("export-differs", match=r"test_per_size.py:\d+: while torch.export traces it, the model computes something else$"):
         export(load_source(Holding(by_the_stack).eval(), lambda: rows(2)), {})
+
+
+def test_branches_of_other_operators_are_not_padded_though_their_programs_are_alike() -> None:
+    def either(m: Holding, x: torch.Tensor) -> torch.Tensor:
+        def doubled(y: torch.Tensor) -> torch.Tensor:
+            return y * 2 if y.shape[0] > 4 else torch.mul(y * 2, 1)
+
+        return torch.cond(x[0, 0] > 9, doubled, lambda y: y + 1, (x,))
+
+    pad, chunk, reason = proved(either, batch=(2, 8))
+    assert (pad, chunk) == ("no", False) and "the model has other operators at another size of batch" in reason

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable
 from typing import Any
 
@@ -131,3 +132,16 @@ def test_what_an_input_a_weight_or_chance_decides_has_none(condition: Callable[.
 def test_a_mask_that_is_used_without_a_question_stays_an_operation() -> None:
     made = exported(lambda m, x: x + torch.ones(8, 8).tril()[0], 1, 3)
     assert not made.programs.weights().keys() - {"model.weight"}
+
+
+def test_a_program_whose_numbers_are_known_can_be_loaded_again() -> None:
+    def chunked(m: Asking, x: torch.Tensor) -> torch.Tensor:
+        """As Longformer: a number of chunks is a tensor."""
+        return x.view(x.shape[0], torch.div(x.shape[1], 2, rounding_mode="trunc"), 2).sum(1)
+
+    made = exported(chunked, 2, 3)
+    torch.export.save(made.programs.first, file := io.BytesIO())
+    file.seek(0)
+    x = rows(2)[0]
+    (found,) = torch.export.load(file).module()(x)
+    torch.testing.assert_close(found, chunked(Asking(chunked), x))
