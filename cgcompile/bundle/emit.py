@@ -80,4 +80,5 @@ def _write_checked(stage: Path, sealed: schema.Manifest) -> None:
 
 def describe_size(stage: Path) -> str:
     """The bytes of all files so far, for people."""
-    return f"{sum(file.stat().st_size for file in stage.rglob('*') if file.is_file()) / 1e6:.1f} MB"
+    total = sum(file.stat().st_size for file in stage.rglob("*") if file.is_file())
+    return f"{total / 1e6:.1f} MB" if total >= 1e6 else f"{total / 1e6:.3f} MB"

@@ -256,8 +256,14 @@ def programs(manifest: Manifest) -> Table:
     names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
     heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *distance_head(manifest))
     rows = program_rows(manifest)
+    if not any(program.arena or program.static for program in manifest.programs):  # where there are no graphs
+        heads, rows = _without_memory(heads), [_without_memory(row) for row in rows]
     shown, hidden = shortened(rows[:-1])
     return table(heads, [*shown, *([(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []), *rows[-1:]])
+
+
+def _without_memory(cells: tuple[str, ...]) -> tuple[str, ...]:
+    return cells[:2] + cells[4:]
 
 
 def distance_head(manifest: Manifest) -> tuple[str, ...]:

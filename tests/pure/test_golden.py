@@ -30,7 +30,7 @@ from cgbundle.validate.recordings import check_module_states, check_recording
 from cgcompile.targets.cuda.elf import read_cubin
 from cgcompile_cli import main
 from tests.helpers import support
-from tests.helpers.places import GOLDEN
+from tests.helpers.places import GOLDEN, skip_older_torch
 from tests.helpers.raising import raises
 
 HOME = GOLDEN
@@ -125,6 +125,7 @@ def test_every_key_was_verified_by_a_replay_or_by_interpreting_it(manifest: Mani
 def test_the_exam_of_a_cpu_golden_passes_here(golden: Path, manifest: Manifest) -> None:
     if manifest.target.kind != "cpu":
         pytest.skip("for a GPU: tests/gpu/test_golden.py")
+    skip_older_torch()
     answer = exam.fresh(str(golden))
     if answer.get("kind") in ("WrongMachine", "LibraryMissing"):
         pytest.skip(answer["error"])

@@ -27,7 +27,7 @@ def call_sizes(manifest: Manifest, shapes: Sequence[Sequence[int]]) -> tuple[int
             rule, where = linear(size), f"input {spec.name!r}, axis {axis}"
             if rule is None:
                 if actual != size:
-                    raise CallError("input-shape", f"{where}: expected {text(size)}, got {actual} {signature(spec)}")
+                    raise CallError("input-shape", f"{where}: expected {text(size)}, got {actual}; the input is {signature(spec)}")
                 continue
             name, scale, offset = rule
             value, rest = divmod(actual - offset, scale)
@@ -80,7 +80,7 @@ def wrong_dtype(spec: TensorSpec, dtype: str, *, written: bool) -> CallError:
     elif is_safe(dtype, spec.dtype):
         hint += ", or load the bundle with cast=True"
     else:
-        hint += f": that may change its values, so cast=True would not (a {dtype} need not have an equal {spec.dtype})"
+        hint += f": that may change its values, so cast=True would not (not every {dtype} has an equal {spec.dtype})"
     return CallError("input-dtype", f"input {spec.name!r}: expected dtype {spec.dtype}, got {dtype}", hint)
 
 

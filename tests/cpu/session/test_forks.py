@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tests.helpers.places import GOLDEN
+from tests.helpers.places import GOLDEN, skip_older_torch
 
 BEGIN = f"""
 import gc, multiprocessing, os, sys, threading
@@ -95,6 +95,7 @@ with multiprocessing.get_context("fork").Pool(1) as pool:
 
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_a_forked_process_works_or_says_why_not(name: str) -> None:
+    skip_older_torch()
     script, expected = SCRIPTS[name]
     done = subprocess.run([sys.executable, "-c", BEGIN + script], capture_output=True, text=True, check=False, timeout=60)
     assert done.returncode == 0, done.stderr

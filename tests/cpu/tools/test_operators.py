@@ -55,7 +55,7 @@ def test_what_is_refused_for_an_absent_gpu_is_what_check_refuses() -> None:
         ("index", "some", "some", "yes"),
         ("multinomial", "yes", "yes", "yes"),
         ("poisson", "no", "no", "no"),
-        ("rand", "yes", "yes", "yes"),
+        ("bernoulli", "yes", "yes", "yes"),
         ("linalg_inv", "no", "no", "parts"),
     ],
 )

@@ -476,6 +476,7 @@ def random_operators() -> set[torch._ops.OpOverload]:
 
 def test_every_random_operator_of_pytorch_is_rewritten_or_refused_on_purpose() -> None:
     left = {op.name().removeprefix("aten::") for op in random_operators() - supported()}
+    left = {name for name in left if "names" not in name}  # of named axes, which torch before 2.13 counts as random, too
     assert left == {
         "poisson", "binomial",  # no inverse transform of a fixed length
         "lstm.data", "gru.data", "rnn_tanh.data", "rnn_relu.data",  # packed sequences, which torch.export does not take

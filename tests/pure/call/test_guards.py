@@ -43,7 +43,7 @@ def test_a_rank_names_the_input_and_both_ranks() -> None:
 
 def test_a_fixed_axis_names_the_axis_and_both_sizes() -> None:
     model = signature([], [spec("x", 3, 64)], [spec("y", 3)])
-    with raises("input-shape", match=r"^input 'x', axis 1: expected 64, got 63 \[3, 64\]$"):
+    with raises("input-shape", match=r"^input 'x', axis 1: expected 64, got 63; the input is \[3, 64\]$"):
         guards.call_sizes(model, ((3, 63),))
 
 
