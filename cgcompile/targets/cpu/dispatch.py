@@ -75,16 +75,19 @@ def dispatched() -> Iterator[None]:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without Inductor's warnings that it falls back to a proxy executor."""
+    """Without Inductor's warnings that it falls back to a proxy executor, and those of torch's CUDA builds that there is no GPU."""
 
     def other(record: logging.LogRecord) -> bool:
-        return "missing a c-shim implementation" not in str(record.msg)
+        return not any(known in str(record.msg) for known in ("missing a c-shim implementation", "No CUDA runtime is found"))
 
-    ir.log.addFilter(other)
+    loggers = ir.log, logging.getLogger("torch.utils.cpp_extension")
+    for logger in loggers:
+        logger.addFilter(other)
     try:
         yield
     finally:
-        ir.log.removeFilter(other)
+        for logger in loggers:
+            logger.removeFilter(other)
 
 
 def _refuse_unboxed(kernel: Any, given: Sequence[Any]) -> None:
