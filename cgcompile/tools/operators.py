@@ -86,6 +86,8 @@ def _common(op: Any) -> tuple[str, str] | None:
     if op in supported():
         return "yes", "numbers of the program's own generator, not PyTorch's"
     if torch.Tag.nondeterministic_seeded in op.tags:
+        if any(argument.name.startswith("dropout") for argument in op._schema.arguments):
+            return "some", f"with dropout: {GENERATOR}"
         return "no", GENERATOR
     return None
 

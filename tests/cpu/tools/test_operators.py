@@ -54,6 +54,7 @@ def test_what_is_refused_for_an_absent_gpu_is_what_check_refuses() -> None:
         ("nonzero", "host", "host", "yes"),
         ("index", "some", "some", "yes"),
         ("multinomial", "yes", "yes", "yes"),
+        ("_scaled_dot_product_flash_attention_for_cpu", "some", "some", "some"),
         ("poisson", "no", "no", "no"),
         ("bernoulli", "yes", "yes", "yes"),
         ("linalg_inv", "no", "no", "parts"),
