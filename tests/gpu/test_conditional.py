@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -19,6 +18,7 @@ from cgbundle.errors import CgbundleError
 from cgbundle.loader import MODES
 from cgbundle.tables.codec import decode
 from cgbundle.tables.recording import ConditionalNode
+from tests.gpu.helpers.counting import Counting
 from tests.helpers.conditional_bench import CASES, Bench
 from tests.helpers.conditional_rows import WAYS, expected, several, switching
 from tests.helpers.fake_driver import install
@@ -204,17 +204,6 @@ def test_the_host_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
         assert counted.calls["cuGraphLaunch"] == len(inputs)
         assert not [name for name in counted.calls if "Synchronize" in name or "DtoH" in name]
-
-
-class Counting:
-    """The driver, and how often each call is made."""
-
-    def __init__(self, real: Any) -> None:
-        self.real, self.calls = real, Counter[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        self.calls[name] += 1
-        return getattr(self.real, name)
 
 
 def test_random_numbers_and_state_in_a_loop(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from cgbundle.loader import MODES
 from cgbundle.tables.codec import decode
 from cgbundle.tables.recording import ConditionalNode, Recording
 from cgbundle.tables.table import RECORDING
+from tests.gpu.helpers.counting import Counting
 from tests.helpers.fake_driver import install
 
 torch = pytest.importorskip("torch")
@@ -209,17 +209,6 @@ def test_the_host_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         monkeypatch.undo()
         assert counted.calls["cuGraphLaunch"] == len(given)
         assert not [name for name in counted.calls if "Synchronize" in name or "DtoH" in name]
-
-
-class Counting:
-    """The driver, and how often each call is made."""
-
-    def __init__(self, real: Any) -> None:
-        self.real, self.calls = real, Counter[str]()
-
-    def __getattr__(self, name: str) -> Any:
-        self.calls[name] += 1
-        return getattr(self.real, name)
 
 
 def test_what_a_branch_costs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

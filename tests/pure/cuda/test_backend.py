@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import os
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -28,15 +27,6 @@ from tests.helpers.cuda_calls import allocate, call, opened, run
 from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
-    assert not made.live
-    assert made.retained == 0
 
 
 @pytest.fixture

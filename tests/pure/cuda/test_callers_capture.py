@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,15 +28,6 @@ from tests.pure.cuda.test_host_steps import regions  # noqa: F401
 from tests.pure.session.test_sessions import given, opened
 
 STREAM, OTHER = 64, 65
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
-    assert not made.live
-    assert made.retained == 0
 
 
 @pytest.fixture

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import random
 from array import array
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -31,14 +30,6 @@ from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 
 MAKE, AGAIN, TAKE = range(3)
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
-    assert not made.live and made.retained == 0
 
 
 @pytest.fixture

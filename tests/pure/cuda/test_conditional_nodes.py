@@ -11,18 +11,10 @@ import pytest
 from cgbundle.loader import MODES
 from tests.helpers.conditional_bench import CASES, Bench
 from tests.helpers.conditional_rows import WAYS, expected, switching
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 
 STREAM = 64
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
-    assert not made.live and made.retained == 0
 
 
 @pytest.fixture

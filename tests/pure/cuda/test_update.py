@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from array import array
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -24,15 +23,6 @@ from tests.helpers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 
 COUNT = KEYS[-1] * FLOATS
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
-    assert not made.live
-    assert made.retained == 0
 
 
 @pytest.fixture

@@ -1,0 +1,17 @@
+"""How often the calls of the driver are made."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+
+class Counting:
+    """The driver, and how often each call is made."""
+
+    def __init__(self, real: Any) -> None:
+        self.real, self.calls = real, Counter[str]()
+
+    def __getattr__(self, name: str) -> Any:
+        self.calls[name] += 1
+        return getattr(self.real, name)
