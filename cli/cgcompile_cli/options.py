@@ -23,6 +23,11 @@ def target_names(incomplete: str) -> Words:
     return _beginning(known, incomplete)
 
 
+def chosen_by_default(target: str) -> str:
+    """What "auto" is here: `target`, and why."""
+    return "for cpu (no GPU is here; for one: --target cuda)" if target == "cpu" else f"for {target} (the GPU of this machine)"
+
+
 def peer_names(incomplete: str) -> Words:
     """What `--against` may name behind its last comma."""
     from cgcompile.tools.bench.peers import PEERS
