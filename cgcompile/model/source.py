@@ -105,6 +105,10 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
     with located(f"{definition(source.inputs) or source.label}: inputs() gives "):
         call = {"call": [[name, describe(value, name, leaves)] for name, value, _ in bound]}
         kept = [each for name, value, _ in bound for each in contexts(value, name)]
+    for path in [path for path, tensor in leaves if tensor.is_meta]:
+        where = definition(source.inputs) or source.label
+        text = f"{where}: {_maker(source)} gives {path} on the meta device, without values"
+        raise ModelError("dtype-unsupported", text, "make it on the CPU")
     return Sample(
         args=args, kwargs=kwargs, call=call, parameters=tuple([each for _, _, each in bound]),
         leaves=tuple([(path, moved(tensor.detach(), source.device)) for path, tensor in leaves]), contexts=tuple(kept),
@@ -144,7 +148,8 @@ def _by_name(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> 
     signature = inspect.signature(written_method(source.model, source.entry))
     if not args or not mismatch(signature, args, kwargs):
         return True
-    return any(closest(name, list(signature.parameters)) for name in kwargs)
+    own = list(signature.parameters)
+    return any(name not in own and closest(name, own) for name in kwargs)
 
 
 def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any, Parameter]]:

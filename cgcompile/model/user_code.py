@@ -114,14 +114,27 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
         return function(*args, **kwargs)
     except SyntaxError as error:
         raise not_python(error, label) from None
-    except Exception as error:
+    except SystemExit as error:
         raise ModelError(
-            "source-invalid", f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
-        ) from error
+            "source-invalid", f"{user_line(error, label) or label}: {what} ended the program: SystemExit: {first_line(error)}",
+            'put what a script does under `if __name__ == "__main__":`',
+        ) from error  # fmt: skip
+    except Exception as error:
+        told = f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
+        raise ModelError("source-invalid", told, _cure(error)) from error
+
+
+def _cure(error: Exception) -> str:
+    """What to do where the user's own code raised this."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"install {error.name.partition('.')[0]!r} in this environment, or put it into the folder of the model file"
+    if "CUDA" in str(error) and not torch.cuda.is_available():
+        return "no GPU is here: make tensors on the CPU; the model and its inputs are moved to where they are needed"
+    return "it is the model's own code that raised this: import the file in Python and call it there, for the whole traceback"
 
 
 def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
-    """What of a call's arguments no parameter takes, and what is missing: everything at once, a misspelt name with its closest match.
+    """What of a call's arguments no parameter takes, and what is missing: all of it, a misspelt name with its closest match.
 
     "" where `signature` can be bound to them.
     """

@@ -115,7 +115,9 @@ def check(
     """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
 
     `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for some.  `target`: as for
-    `build`, auto too; cuda is checked without a GPU as well.  `strict`: findings that put operations on the host refuse.  `host_ops`: operators that are kept on
+    `build`, auto too; cuda is checked without a GPU as well.
+
+    `strict`: findings that put operations on the host refuse.  `host_ops`: operators that are kept on
     the host, e.g. "mylib::op".  `train`: as for `build`.  `progress` as for `build`: what takes long is torch's
     import.
 

@@ -140,9 +140,7 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
                 error = max(proof.error for exam in exams for proof in exam.proofs)
                 tell(f"{_counted(keys, 'int_key')} in a fresh process, largest error {error:.1e}")
             else:
-                tell(
-                    f"every hash and invariant; not replayed: no {chosen.target} here, `cgcompile verify --run` does it where one is"
-                )
+                tell(f"every hash and invariant; `cgcompile verify --run` replays it where a GPU of {chosen.target} is")
     return Built(path=destination, manifest=sealed, seconds=tuple(stages.seconds))
 
 

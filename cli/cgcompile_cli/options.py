@@ -39,7 +39,7 @@ def peer_names(incomplete: str) -> Words:
 
 def rule_names(incomplete: str) -> Words:
     """The rules that findings are of."""
-    from cgcompile.tools.explanations import explanations
+    from cgcompile.util.explanations import explanations
 
     return _beginning([(each.name, each.headline) for each in explanations() if each.kind == "finding"], incomplete)
 

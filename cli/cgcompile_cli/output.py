@@ -1,7 +1,8 @@
 """What commands write: data on stdout, everything else on stderr.
 
 On a terminal Rich fits text to its width and colours it unless NO_COLOR is set.  Elsewhere there are no control codes, and a line
-is neither broken nor cut, but for drawings and tables that say so.  `safe` is for every text that comes from a bundle: a hostile name must not drive the terminal.
+is neither broken nor cut, but for drawings and tables that say so.  `safe` is for every text that comes from a bundle: a hostile
+name must not drive the terminal.
 """
 
 from __future__ import annotations

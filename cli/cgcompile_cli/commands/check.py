@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
-from ..options import HostOps, chosen_by_default, ModelName, target_names
+from ..options import HostOps, ModelName, chosen_by_default, target_names
 from ..output import count, listed, record, safe, show, size, write_json
 from ..progress import watching
 

@@ -39,8 +39,8 @@ def operators(
     cgcompile operators --target sm_90
     cgcompile operators fft cumsum --target sm_90
     """
-    from cgcompile.tools.operators import KINDS
     from cgcompile.targets.choice import resolved
+    from cgcompile.tools.operators import KINDS
     from cgcompile.tools.operators import operators as listed
 
     with watching(quiet) as progress:
