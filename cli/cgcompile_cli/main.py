@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperGroup
 
 from . import errors, signals
-from .commands import bench, build, cache, check, diff, doctor, explain, inspect, operators, run, sign, sizes, verify
+from .commands import bench, build, check, diff, doctor, explain, inspect, operators, run, sign, sizes, storage, verify
 
 
 class Commands(TyperGroup):
@@ -69,9 +69,17 @@ app.command("targets")(doctor.targets)
 app.command("operators")(operators.operators)
 app.command("doctor")(doctor.doctor)
 caches = typer.Typer(help="Show or remove what builds keep for the next one.", no_args_is_help=True)
-caches.command("dir")(cache.dir)
-caches.command("clean")(cache.clean)
+caches.command("dir")(storage.dir)
+caches.command("clean")(storage.clean)
 app.add_typer(caches, name="cache")
+stores = typer.Typer(help="Keep bundles in a folder where equal files are kept once.", no_args_is_help=True)
+stores.command("add")(storage.add)
+stores.command("list")(storage.listing)
+stores.command("remove")(storage.remove)
+stores.command("gc")(storage.gc)
+app.add_typer(stores, name="store")
+app.command("push")(storage.push)
+app.command("pull")(storage.pull)
 
 
 def main() -> None:
