@@ -7,7 +7,8 @@ import fcntl
 import os
 import stat
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 
 from ..errors import BundleError
@@ -33,7 +34,7 @@ LOCK = struct.Struct("hhqqi4x")
 
 
 class KeptFile:
-    """A descriptor of its own of an open file, closed when this is forgotten.
+    """A descriptor of its own of an open file, closed when this is forgotten, or by the system when the interpreter ends.
 
     Until then the file has a lock for reading, which ends with the process at the latest and keeps nobody from reading: whoever
     collects bundles that nobody needs asks `is_kept`.  A file system without locks is no reason not to load.
@@ -47,8 +48,9 @@ class KeptFile:
         with suppress(OSError):
             fcntl.fcntl(self.descriptor, fcntl.F_OFD_SETLK, LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
 
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
+    # While the interpreter ends, modules' names are None.
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.descriptor >= 0 and not ending():
             os.close(self.descriptor)
 
 
