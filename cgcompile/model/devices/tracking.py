@@ -25,7 +25,7 @@ from ..side_effects import NOTHING, Asserted, SideEffects
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
 from .known_values import KnownValues
-from .operations import histogram, lstm, operate, pack_sequence
+from .operations import histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
 from .tensor_places import CPU, CUDA, TensorPlaces
 
 _Handler = Callable[[TensorPlaces, Any, list[Any], dict[str, Any]], Any]
@@ -43,7 +43,11 @@ _SPECIAL: Mapping[Any, _Handler] = {
     torch.Tensor.get_device: lambda places, func, args, kwargs: 0 if places.device(args[0], CPU) == CUDA else -1,
     torch.get_device: lambda places, func, args, kwargs: 0 if places.device(args[0], CPU) == CUDA else -1,
     torch._VF._pack_padded_sequence: pack_sequence,
+    torch._VF._pad_packed_sequence: pad_sequence,
     torch._VF.lstm: lstm,
+    torch._VF.gru: recurrent,
+    torch._VF.rnn_tanh: recurrent,
+    torch._VF.rnn_relu: recurrent,
     torch.histc: histogram,
     torch.Tensor.histc: histogram,
 }
