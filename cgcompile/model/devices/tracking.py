@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..side_effects import NOTHING, Asserted, SideEffects
@@ -54,6 +56,18 @@ _SPECIAL: Mapping[Any, _Handler] = {
 """What is no operation like others: moves, questions about devices, packed sequences and LSTMs."""
 
 
+_ASKING = frozenset({F.gaussian_nll_loss})
+"""Functions of PyTorch's in Python that branch on data.  Others run as one operation, which no mode looks into."""
+
+
+def _opened(func: Any) -> Any:
+    """A function of `torch.nn.functional` that asks no mode for itself, so that one sees what it does."""
+    names = {**func.__globals__, "has_torch_function_variadic": lambda *values: False}
+    made = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
+
+
 class DeviceTracking(TorchFunctionMode):
     """Active around one call of the user's model."""
 
@@ -69,6 +83,9 @@ class DeviceTracking(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))  # branches of torch.cond: they are traced without the mode
         given, named = list(args), dict(kwargs or {})
+        if func in _ASKING:
+            with self:
+                return _opened(func)(*given, **named)
         if func in BRANCHES:
             return self._reads.truth(func, given, named)
         if func in NUMBERS:
