@@ -28,6 +28,7 @@ from request_queue import Batch, RequestQueue
 
 import cgbundle
 from cgbundle.exam import replay_exam
+from cgbundle.format.entries import each_entry
 from cgbundle.tensors.tensor import from_bytes
 
 Identity = tuple[int, int, int]
@@ -178,9 +179,9 @@ class Version:
         self.seconds["load"] = time.perf_counter() - began
         try:
             self.served = describe(program.manifest)
-            compare = program.manifest.exam.compare
+            compare = {each.entry: each.exam.compare for each in each_entry(program.manifest)}
             for result in replay_exam(program):
-                if not result.passed(compare):
+                if not result.passed(compare[result.entry]):
                     raise Refused(
                         f"the exam fails at int_key {result.key}: error {result.error:.1e}, allowed {result.tolerance:.1e}"
                     )
