@@ -82,7 +82,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 image = condition_image(target.name)
                 conditions = condition_function(image)
                 images[conditions.image] = image
-            tell(f"{len(images)} kernel images")
+            tell(f"{len(images)} kernel images" + (", equal ones once" if len(images) < len(compiled) else ""))
         shapes = shapes_of(tensors)
         unplaced = lay_out(shapes, state, split.host_only if split else ()).rows
         hosts = host_stage(split, unplaced, scratch, stage, stages)
@@ -189,7 +189,10 @@ def _programs(lowered: Mapping[RegionKey, Lowered], split: SplitProgram | None) 
 def _summary(traced: Mapping[IntKey, Lowered]) -> str:
     chosen = [variant.selected_by for each in traced.values() for variant in each.variants]
     counts = {how: chosen.count(how) for how in ("table", "nearest", "heuristic") if how in chosen}
-    found = ", ".join(f"{count} by {how}" for how, count in counts.items())
+    told = [f"{count} by {how}" for how, count in counts.items()]
+    if counts and (single := len(chosen) - sum(counts.values())):
+        told.append(f"{single} with one to choose from")
+    found = ", ".join(told)
     return f"{len(chosen)} kernels" + (f"; configurations: {found}" if found else "")
 
 
