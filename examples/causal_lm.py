@@ -26,6 +26,7 @@ from collections.abc import Callable
 import torch
 from llm.attention import PAGE, Lanes, Loop, Pages, write
 from llm.configurations import configuration, network
+from llm.control_flow import while_loop
 from llm.sampling import Wishes, choose, told
 from torch import Tensor, nn
 
@@ -120,7 +121,7 @@ class CausalLM(nn.Module):
         zero = torch.zeros_like(start)
         tokens = torch.full((batch, TURNS), -1, dtype=torch.int64, device=ids.device)
         begin = (zero[0].clone(), ids[:, 0].clone(), zero, limit > 0, tokens, tokens * 0.0, self.seen[slot], *tail)
-        _, _, made, _, tokens, logprobs, seen, *tail = torch.while_loop(more, step, begin)
+        _, _, made, _, tokens, logprobs, seen, *tail = while_loop(more, step, begin)
         for cache, rows in zip([each for pair in zip(keys, values, strict=True) for each in pair], tail, strict=True):
             write(cache, rows.transpose(1, 2), Lanes(start, made, pages))
         self.seen[slot] = seen & (limit > 0)[:, None]

@@ -11,6 +11,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .control_flow import cond, while_loop
+
 ALTERNATIVES = 20
 """Likeliest tokens that are told with their log-probabilities: as many as OpenAI's `top_logprobs` allows."""
 
@@ -48,13 +50,13 @@ def choose(logits: Tensor, seen: Tensor, place: Tensor, wishes: Wishes) -> Tenso
     def sampled(logits: Tensor, place: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor) -> Tensor:
         warm = (temperature > 0)[:, None]
         scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        scaled = torch.cond(((top_k > 0) | (top_p < 1)).any(), filtered, lambda x, *_: x.clone(), (scaled, top_k, top_p))
+        scaled = cond(((top_k > 0) | (top_p < 1)).any(), filtered, lambda x, *_: x.clone(), (scaled, top_k, top_p))
         noise = torch.where(warm, exponential(seed, place, logits.shape[1]).log(), 0.0)
         return (scaled - noise).argmax(-1)  # the largest of p / e, e exponential, is a draw from p
 
     any_warm = (wishes.temperature > 0).any()
     given = (logits, place, wishes.temperature, wishes.top_k, wishes.top_p, wishes.seed)
-    return torch.cond(any_warm, sampled, likeliest, given)
+    return cond(any_warm, sampled, likeliest, given)
 
 
 def filtered(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -82,7 +84,7 @@ def largest(order: Tensor, weight: Tensor, least: Tensor) -> Tensor:
         return torch.where(enough, middle, low), torch.where(enough, high, middle)
 
     above = order.amax(-1) + 1
-    return torch.while_loop(more, halve, (torch.full_like(above, -(1 << 31)), above))[0]
+    return while_loop(more, halve, (torch.full_like(above, -(1 << 31)), above))[0]
 
 
 def exponential(seed: Tensor, place: Tensor, count: int) -> Tensor:
@@ -121,7 +123,7 @@ def told(logits: Tensor, token: Tensor, alternatives: Tensor) -> tuple[Tensor, T
     def skip(logits: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(logits[:, :count], dtype=torch.int64), torch.zeros_like(logits[:, :count])
 
-    ids, probable = torch.cond((alternatives > 0).any(), look, skip, (logits, total))
+    ids, probable = cond((alternatives > 0).any(), look, skip, (logits, total))
     return logits.gather(1, token[:, None])[:, 0] - total, ids, probable
 
 
