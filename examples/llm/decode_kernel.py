@@ -23,7 +23,6 @@ PARTS = 64
 """And as many parts a lane is cut into at most."""
 
 
-@triton_op("llm::paged_decode", mutates_args=())
 def paged_decode(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, softcap: float,
@@ -34,17 +33,8 @@ def paged_decode(
 
     `window`: how many tokens up to `place` are seen, 0 for all; `softcap`: 0.0 for none; `sinks`: (heads,).
     """
-    if query.device.type == "cpu":
-        return plain(query, keys, values, pages, place, length, sinks, scale, window, softcap)
-    return launch(query, keys, values, pages, place, length, sinks, scale, window, softcap)
-
-
-@paged_decode.register_fake
-def _(
-    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
-    scale: float, window: int, softcap: float,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
-    return query.new_empty(query.shape, dtype=torch.float32), query.new_empty(query.shape[:2], dtype=torch.float32)
+    way = plain if query.device.type == "cpu" else launch
+    return way(query, keys, values, pages, place, length, sinks, scale, window, softcap)
 
 
 def plain(
@@ -88,11 +78,12 @@ def partials(
     return mixed / torch.where(total > 0, total, 1.0)[..., None], total.log() + top
 
 
+@triton_op("llm::paged_decode", mutates_args=())
 def launch(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """The two kernels."""
+    """`paged_decode` by two kernels."""
     query = query.contiguous()
     batch, heads, dim = query.shape
     key_heads, page = keys.shape[1:3]
@@ -113,6 +104,14 @@ def launch(
         SINKS=sinks is not None, DIM=dim, WIDTH=width, HEADS=heads, PARTS=parts, num_warps=4,
     )  # fmt: skip
     return mixed, total
+
+
+@launch.register_fake
+def _(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return query.new_empty(query.shape, dtype=torch.float32), query.new_empty(query.shape[:2], dtype=torch.float32)
 
 
 @triton.jit

@@ -17,16 +17,15 @@ ALTERNATIVES = 20
 """Likeliest tokens that are told with their log-probabilities: as many as OpenAI's `top_logprobs` allows."""
 
 WORD = 0xFFFFFFFF
-MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
-BUMPS = 0x9E3779B9, 0xBB67AE85
-"""Of Philox 4x32-10: Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (2011)."""
+MULTIPLIER, BUMP = 0xD256D193, 0x9E3779B9
+"""Of Philox 2x32-10: Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (2011)."""
 
 
 class Wishes(NamedTuple):
     """How each lane's token is chosen; all (batch,).
 
     `temperature`: 0 takes the likeliest; `top_k`: 0 is all; `top_p`: 1 is all; `penalty`: what logits of tokens that the text has
-    are divided by where positive, multiplied with where not, 1 for none; `seed`; `alternatives`: 0 where none are asked for.
+    are divided by where positive, multiplied with where not, 1 for none; `seed`: its low 32 bits count; `alternatives`: 0 where none are asked for.
     float32, int64, float32, float32, int64, int64.
     """
 
@@ -88,26 +87,15 @@ def largest(order: Tensor, weight: Tensor, least: Tensor) -> Tensor:
 
 
 def exponential(seed: Tensor, place: Tensor, count: int) -> Tensor:
-    """Exponentially distributed numbers, float32 (batch, count): Philox 4x32-10 of key (seed) and counter (element // 4, place).
-    None is zero or infinite."""
-    block = torch.arange((count + 3) // 4, device=seed.device)[None] & WORD
-    place, seed = place[:, None], seed[:, None]
-    first, second, third, fourth = block + 0 * place, place & WORD, (place >> 32) & WORD, torch.zeros_like(place)
-    left, right = seed & WORD, (seed >> 32) & WORD
+    """Exponentially distributed numbers, float32 (batch, count), neither zero nor infinite: Philox 2x32-10 of the key `seed` and the
+    counter (element, place)."""
+    element, other = torch.broadcast_tensors(torch.arange(count, device=seed.device) & WORD, (place & WORD)[:, None])
+    key = seed[:, None] & WORD
     for turn in range(10):
-        keys = (left + turn * BUMPS[0]) & WORD, (right + turn * BUMPS[1]) & WORD
-        high_a, low_a = multiply(first, MULTIPLIERS[0])
-        high_b, low_b = multiply(third, MULTIPLIERS[1])
-        first, second, third, fourth = high_b ^ second ^ keys[0], low_b, high_a ^ fourth ^ keys[1], low_a
-    words = torch.stack([first, second, third, fourth], -1).flatten(1)[:, :count]
-    uniform = ((words.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
+        product = element * (MULTIPLIER - (1 << 32))  # with 2^32 * element added apart it stays below 2^63
+        element, other = (((product >> 32) + element) & WORD) ^ ((key + turn * BUMP) & WORD) ^ other, product & WORD
+    uniform = ((element.float() + 0.5) * 2.0**-32).clamp(max=1 - 2.0**-24)
     return -torch.log1p(-uniform)
-
-
-def multiply(word: Tensor, constant: int) -> tuple[Tensor, Tensor]:
-    """The high and the low word of word * constant, without a product beyond 63 bits: 2^32 * word is added apart."""
-    product = word * (constant - (1 << 32))
-    return ((product >> 32) + word) & WORD, product & WORD
 
 
 def told(logits: Tensor, token: Tensor, alternatives: Tensor) -> tuple[Tensor, Tensor, Tensor]:
