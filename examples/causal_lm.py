@@ -1,9 +1,10 @@
 """A language model of transformers for serving: prompts by chunks, a token for every lane, or many tokens in one call.
 
-    CAUSAL_LM=~/models/Qwen3-0.6B cgcompile build examples/causal_lm.py -o qwen.cgb \\
-        --sizes prefill:batch=1 --sizes prefill:seq=128 --sizes decode:batch=1,8,32 --sizes generate:batch=1,8 --sizes blocks=64
+    CAUSAL_LM=~/models/Qwen3-0.6B cgcompile build examples/causal_lm.py -o qwen.cgb --sizes prefill:batch=1 \\
+        --sizes prefill:seq=128 --sizes decode:batch=1,8,32 --sizes generate:batch=1,8 --sizes blocks=64
 
-The bundle has three entries over one set of weights and one cache of keys and values, which lies in pages (llm/attention.py):
+The bundle has three entries over one set of weights and one cache of keys and values, which lies in pages
+(language_model/attention.py):
 
     prefill   a chunk of a prompt for each lane, as long as each has, and the token behind it
     decode    one token for each lane, and the one behind it
@@ -13,9 +14,9 @@ Which pages a lane has is an input, and whoever calls gives them out: a request 
 any two calls.  So is its *slot*, a row of what the device remembers of a request.  Page 0 and slot 0 are nobody's: a lane that is
 off has count 0 (`generate`: limit 0), pages 0 and slot 0, and changes nothing.
 
-CAUSAL_LM is a folder in the Hub's layout, or a name from llm/configurations.py (default: llama, a tiny one); CAUSAL_LM_DTYPE float32
-(default), bfloat16 or float16; CAUSAL_LM_PAGES (65) and CAUSAL_LM_SLOTS (9) count pages of 16 tokens and slots, those of nobody
-among them; CAUSAL_LM_TURNS is 32.
+CAUSAL_LM is a folder in the Hub's layout, or a name from language_model/configurations.py (default: llama, a tiny one);
+CAUSAL_LM_DTYPE float32 (default), bfloat16 or float16; CAUSAL_LM_PAGES (65) and CAUSAL_LM_SLOTS (9) count pages of 16 tokens and
+slots, those of nobody among them; CAUSAL_LM_TURNS is 32.
 """
 
 from __future__ import annotations
@@ -24,15 +25,17 @@ import os
 from collections.abc import Callable
 
 import torch
-from llm.attention import PAGE, Lanes, Loop, Pages, write
-from llm.configurations import configuration, network
-from llm.control_flow import while_loop
-from llm.sampling import Wishes, choose, told
+from language_model.attention import PAGE, Lanes, Loop, Pages, write
+from language_model.configurations import configuration, network
+from language_model.control_flow import while_loop
+from language_model.sampling import Sampling, log_probabilities, sample
 from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAME, DTYPE = os.environ.get("CAUSAL_LM", "llama"), os.environ.get("CAUSAL_LM_DTYPE", "float32")
-PAGES, SLOTS, TURNS = [int(os.environ.get(f"CAUSAL_LM_{name}", value)) for name, value in (("PAGES", 65), ("SLOTS", 9), ("TURNS", 32))]
+PAGES, SLOTS, TURNS = [
+    int(os.environ.get(f"CAUSAL_LM_{name}", value)) for name, value in (("PAGES", 65), ("SLOTS", 9), ("TURNS", 32))
+]
 STOPS = 8
 """Stop tokens that a lane may have; -1 is none."""
 
@@ -60,12 +63,12 @@ class CausalLM(nn.Module):
         seen = torch.zeros(SLOTS, self.vocabulary, dtype=torch.bool, device=weight.device)
         self.register_buffer("seen", seen, persistent=False)
 
-    def prefill(self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, wishes: Wishes) -> Result:
-        """Reads the first `count` (batch,) of the tokens `ids` (batch, seq), behind the `start` (batch,) tokens that the lane's pages
-        hold; `start` 0 begins a new text.  `pages` (batch, blocks) has those for the chunk, too; `slot` (batch,).  All int64.
+    def prefill(self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling) -> Result:
+        """Reads the first `count` (batch,) of the tokens `ids` (batch, seq), behind the `start` (batch,) tokens that the lane's
+        pages hold; `start` 0 begins a new text.  `pages` (batch, blocks) has those for the chunk, too; `slot` (batch,).  All int64.
 
         Gives `token`, int64 (batch,), the one behind the chunk, which counts where the prompt is at its end; `logprob`, float32
-        (batch,); `top_token`, int64, and `top_logprob`, float32 (batch, 20), zeros unless `wishes.alternatives` asks for any.
+        (batch,); `top_token`, int64, and `top_logprob`, float32 (batch, 20), zeros unless `sampling.alternatives` asks for any.
         """
         lanes = Lanes(start, count, pages)
         batch, seq = ids.shape
@@ -76,26 +79,28 @@ class CausalLM(nn.Module):
         seen = self.seen[slot] & (start > 0)[:, None]
         seen = seen.scatter(1, torch.where(counts, ids, ids[:, :1]), True) & (count > 0)[:, None]
         self.seen[slot] = seen
-        token = choose(logits, seen, start + count, wishes)
-        logprob, ids, logprobs = told(logits, token, wishes.alternatives)
+        token = sample(logits, seen, start + count, sampling)
+        logprob, ids, logprobs = log_probabilities(logits, token, sampling.alternatives)
         return {"token": token, "logprob": logprob, "top_token": ids, "top_logprob": logprobs}
 
-    def decode(self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, wishes: Wishes) -> Result:
+    def decode(self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling) -> Result:
         """`prefill` for one token of each lane: `ids` (batch, 1), `count` 1, or 0 where the lane is off."""
-        return self.prefill(ids, count, start, pages, slot, wishes)
+        return self.prefill(ids, count, start, pages, slot, sampling)
 
     def generate(
-        self, ids: Tensor, start: Tensor, pages: Tensor, slot: Tensor, wishes: Wishes, stop: Tensor, limit: Tensor
+        self, ids: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling, stop: Tensor, limit: Tensor
     ) -> Result:
-        """Goes on from a token of each lane, `ids` (batch, 1), until one of `stop` (batch, 8), -1 for none, or `limit` (batch,) tokens,
-        at most TURNS.  The lane's pages need a place for every token that is read: `start + limit` in all.  All int64.
+        """Goes on from a token of each lane, `ids` (batch, 1), until one of `stop` (batch, 8), -1 for none, or `limit` (batch,)
+        tokens, at most TURNS.  The lane's pages need a place for every token that is read: `start + limit` in all.  All int64.
 
         Gives `tokens`, int64 (batch, TURNS), the stop token among them and -1 behind it; `logprobs`, float32, the same shape; and
         `count`, int64 (batch,).
         """
         keys, values = self._cache()
         batch = ids.shape[0]
-        tail = [each.new_zeros(batch, each.shape[1], TURNS, each.shape[3]) for pair in zip(keys, values, strict=True) for each in pair]
+        tail = [
+            each.new_zeros(batch, each.shape[1], TURNS, each.shape[3]) for pair in zip(keys, values, strict=True) for each in pair
+        ]
         turns = torch.arange(TURNS, device=ids.device)
 
         def more(turn: Tensor, token: Tensor, made: Tensor, on: Tensor, *_: Tensor) -> Tensor:
@@ -108,8 +113,8 @@ class CausalLM(nn.Module):
             place = torch.where(on, start + turn, 0)
             seen = seen | (torch.arange(self.vocabulary, device=token.device) == token[:, None]) & on[:, None]
             logits = self._logits(token[:, None], place[:, None], cache, torch.arange(batch, device=token.device))
-            new = choose(logits, seen, start + turn + 1, wishes)
-            logprob, _, _ = told(logits, new, torch.zeros_like(start))
+            new = sample(logits, seen, start + turn + 1, sampling)
+            logprob, _, _ = log_probabilities(logits, new, torch.zeros_like(start))
             now = (turns == turn) & on[:, None]
             made = made + on
             on = on & (new[:, None] != stop).all(1) & (made < limit)
@@ -169,23 +174,23 @@ def model() -> nn.Module:
 
 
 def lanes(batch: int, blocks: int, seq: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(count, start, pages, slot) of lanes that share no page, with tokens before and `seq` new ones where the pages suffice."""
-    order = torch.randperm(PAGES - 1) + 1
-    each = min(blocks, (PAGES - 1) // batch)
-    pages = torch.zeros(batch, blocks, dtype=torch.int64)
-    pages[:, :each] = order[: batch * each].view(batch, each)
+    """(count, start, pages, slot) of lanes that share no page, with tokens before and up to `seq` new ones.  Where pages or slots
+    do not suffice, the last lanes are off."""
+    each = max(1, min(blocks, (PAGES - 1) // batch))
+    number = torch.arange(batch)
+    on = (number < SLOTS - 1) & ((number + 1) * each < PAGES)
+    order = 1 + torch.randperm(PAGES - 1)
+    pages = order[(number[:, None] * each + torch.arange(blocks)) % (PAGES - 1)]
+    pages = torch.where(on[:, None] & (torch.arange(blocks) < each), pages, 0)
     count = torch.randint(1, min(seq, each * PAGE) + 1, (batch,))
     start = (torch.rand(batch) * (each * PAGE - count + 1)).long()
-    slot = torch.zeros(batch, dtype=torch.int64)
-    slot[: SLOTS - 1] = torch.randperm(SLOTS - 1)[:batch] + 1
-    on = slot > 0
-    return count * on, start * on, pages * on[:, None], slot
+    return count * on, start * on, pages, (1 + torch.randperm(SLOTS - 1)[number % (SLOTS - 1)]) * on
 
 
-def wishes(batch: int) -> Wishes:
+def sampling_of(batch: int) -> Sampling:
     """Lanes of every kind."""
     warm = torch.arange(batch) % 2
-    return Wishes(
+    return Sampling(
         temperature=warm * 0.8, top_k=warm * 20, top_p=1 - warm * 0.1, penalty=1 + warm * 0.1,
         seed=torch.randint(0, 1 << 62, (batch,)), alternatives=1 - warm,
     )  # fmt: skip
@@ -193,7 +198,7 @@ def wishes(batch: int) -> Wishes:
 
 def prompts(batch: int, seq: int, blocks: int) -> tuple[object, ...]:
     """Chunks of up to `seq` tokens for `batch` lanes with tables of `blocks` pages."""
-    return torch.randint(0, configuration(NAME).vocab_size, (batch, seq)), *lanes(batch, blocks, seq), wishes(batch)
+    return torch.randint(0, configuration(NAME).vocab_size, (batch, seq)), *lanes(batch, blocks, seq), sampling_of(batch)
 
 
 def tokens(batch: int, blocks: int) -> tuple[object, ...]:
@@ -203,10 +208,10 @@ def tokens(batch: int, blocks: int) -> tuple[object, ...]:
 
 def texts(batch: int, blocks: int) -> tuple[object, ...]:
     """A token for each lane to go on from."""
-    ids, _, start, pages, slot, wished = prompts(batch, 1, blocks)
+    ids, _, start, pages, slot, sampling = prompts(batch, 1, blocks)
     room = (pages > 0).sum(1) * PAGE
     limit = torch.minimum(room - start, torch.randint(1, TURNS + 1, (batch,))).clamp(min=0)
-    return ids, start, pages, slot, wished, torch.full((batch, STOPS), -1), limit
+    return ids, start, pages, slot, sampling, torch.full((batch, STOPS), -1), limit
 
 
 def entries() -> dict[str, Callable[..., tuple[object, ...]]]:

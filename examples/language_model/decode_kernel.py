@@ -1,4 +1,4 @@
-"""Attention of one token of each lane to the pages of its cache: an operator with a Triton kernel for GPUs, and without one elsewhere.
+"""Attention of one token of each lane to the pages of its cache: Triton kernels for GPUs, PyTorch's operations elsewhere.
 
 Flash decoding: the live tokens of a lane are cut into as many parts as keep the GPU busy, each program reads one part of one key
 head, once, for all query heads that share it, and a second kernel adds the parts up.  What is read is what is live, whatever the
@@ -60,7 +60,6 @@ def partials(
 ) -> tuple[Tensor, Tensor]:
     """Attention of a token (batch, heads, dim) to key and value (batch, key heads, tokens, dim), of which it sees `seen`, bool
     (batch, tokens); and the logarithm of the sum.  As `paged_decode` gives them."""
-    heads = query.shape[1]
     rows = query.unflatten(1, (key.shape[1], -1)).float()  # (batch, key heads, groups, dim)
     products = rows @ key.float().transpose(-2, -1) * scale
     if softcap:
@@ -78,7 +77,7 @@ def partials(
     return mixed / torch.where(total > 0, total, 1.0)[..., None], total.log() + top
 
 
-@triton_op("llm::paged_decode", mutates_args=())
+@triton_op("language_model::paged_decode", mutates_args=())
 def launch(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, softcap: float,

@@ -10,7 +10,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 TINY: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6,
-    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+    "num_key_value_heads": 2, "head_dim": 8, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
+    "eos_token_id": 2,
 }  # fmt: skip
 PLAIN = {name: value for name, value in TINY.items() if name not in ("num_key_value_heads", "head_dim")}
 SLIDING = {"sliding_window": 24, "layer_types": ["sliding_attention", "full_attention"]}

@@ -1,4 +1,4 @@
-"""From logits to tokens, for each lane by its own wishes.  A lane's token depends on its logits, wishes, seed and place in the text
+"""From logits to tokens, for each lane as it asks.  A lane's token depends on its logits, parameters, seed and place in the text
 alone: not on its neighbours, nor on the number of the lane.
 
 In this order, which is that of transformers: repetition penalty, temperature, top-k, top-p.  Of equal logits all stay or none.
@@ -14,18 +14,19 @@ from torch import Tensor
 from .control_flow import cond, while_loop
 
 ALTERNATIVES = 20
-"""Likeliest tokens that are told with their log-probabilities: as many as OpenAI's `top_logprobs` allows."""
+"""Likeliest tokens that are log_probabilities with their log-probabilities: as many as OpenAI's `top_logprobs` allows."""
 
 WORD = 0xFFFFFFFF
 MULTIPLIER, BUMP = 0xD256D193, 0x9E3779B9
 """Of Philox 2x32-10: Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (2011)."""
 
 
-class Wishes(NamedTuple):
+class Sampling(NamedTuple):
     """How each lane's token is chosen; all (batch,).
 
     `temperature`: 0 takes the likeliest; `top_k`: 0 is all; `top_p`: 1 is all; `penalty`: what logits of tokens that the text has
-    are divided by where positive, multiplied with where not, 1 for none; `seed`: its low 32 bits count; `alternatives`: 0 where none are asked for.
+    are divided by where positive, multiplied with where not, 1 for none; `seed`: its low 32 bits count; `alternatives`: 0 where
+    none are asked for.
     float32, int64, float32, float32, int64, int64.
     """
 
@@ -37,10 +38,10 @@ class Wishes(NamedTuple):
     alternatives: Tensor
 
 
-def choose(logits: Tensor, seen: Tensor, place: Tensor, wishes: Wishes) -> Tensor:
-    """The next token of every lane, int64 (batch,).  `logits`: float32 (batch, vocabulary); `seen`: bool, the same shape, which tokens
-    the text has; `place`: int64 (batch,), where in the text the new token goes."""
-    penalty = wishes.penalty[:, None]
+def sample(logits: Tensor, seen: Tensor, place: Tensor, sampling: Sampling) -> Tensor:
+    """The next token of every lane, int64 (batch,).  `logits`: float32 (batch, vocabulary); `seen`: bool, the same shape, which
+    tokens the text has; `place`: int64 (batch,), where in the text the new token goes."""
+    penalty = sampling.penalty[:, None]
     logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
     def likeliest(logits: Tensor, place: Tensor, temperature: Tensor, *_: Tensor) -> Tensor:
@@ -53,8 +54,8 @@ def choose(logits: Tensor, seen: Tensor, place: Tensor, wishes: Wishes) -> Tenso
         noise = torch.where(warm, exponential(seed, place, logits.shape[1]).log(), 0.0)
         return (scaled - noise).argmax(-1)  # the largest of p / e, e exponential, is a draw from p
 
-    any_warm = (wishes.temperature > 0).any()
-    given = (logits, place, wishes.temperature, wishes.top_k, wishes.top_p, wishes.seed)
+    any_warm = (sampling.temperature > 0).any()
+    given = (logits, place, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
     return cond(any_warm, sampled, likeliest, given)
 
 
@@ -87,8 +88,8 @@ def largest(order: Tensor, weight: Tensor, least: Tensor) -> Tensor:
 
 
 def exponential(seed: Tensor, place: Tensor, count: int) -> Tensor:
-    """Exponentially distributed numbers, float32 (batch, count), neither zero nor infinite: Philox 2x32-10 of the key `seed` and the
-    counter (element, place)."""
+    """Exponentially distributed numbers, float32 (batch, count), neither zero nor infinite: Philox 2x32-10 of the key `seed` and
+    the counter (element, place)."""
     element, other = torch.broadcast_tensors(torch.arange(count, device=seed.device) & WORD, (place & WORD)[:, None])
     key = seed[:, None] & WORD
     for turn in range(10):
@@ -98,9 +99,9 @@ def exponential(seed: Tensor, place: Tensor, count: int) -> Tensor:
     return -torch.log1p(-uniform)
 
 
-def told(logits: Tensor, token: Tensor, alternatives: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities before penalty and temperature: of `token` (batch,); and where a lane asks for any, the ALTERNATIVES likeliest
-    tokens, int64 (batch, ALTERNATIVES), and theirs; else zeros."""
+def log_probabilities(logits: Tensor, token: Tensor, alternatives: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities before penalty and temperature: of `token` (batch,); and where a lane asks for any, the ALTERNATIVES
+    likeliest tokens, int64 (batch, ALTERNATIVES), and theirs; else zeros."""
     total = logits.logsumexp(-1)
     count = min(ALTERNATIVES, logits.shape[1])
 
@@ -113,5 +114,3 @@ def told(logits: Tensor, token: Tensor, alternatives: Tensor) -> tuple[Tensor, T
 
     ids, probable = cond((alternatives > 0).any(), look, skip, (logits, total))
     return logits.gather(1, token[:, None])[:, 0] - total, ids, probable
-
-

@@ -36,7 +36,7 @@ class Lanes(NamedTuple):
     pages: Tensor
 
     def positions(self, seq: int) -> Tensor:
-        """Where in its text every token is, int64 (batch, seq); those that do not count are at the place of the last one that does."""
+        """Where in its text every token is, int64 (batch, seq); what does not count is at the place of the last one that does."""
         step = torch.arange(seq, device=self.start.device)
         return self.start[:, None] + torch.minimum(step, (self.count - 1).clamp(min=0)[:, None])
 
@@ -91,7 +91,9 @@ class Loop:
         seen = turns <= self.turn
         if scores.window:
             seen = seen & (turns > self.turn - scores.window)
-        new, more = partials(query[:, 0], tail_keys, tail_values, seen.expand(query.shape[0], -1), None, scores.scale, scores.softcap)
+        new, more = partials(
+            query[:, 0], tail_keys, tail_values, seen.expand(query.shape[0], -1), None, scores.scale, scores.softcap
+        )
         share = torch.sigmoid(weight - more)[..., None]  # exp(weight) / (exp(weight) + exp(more))
         return (old * share + new * (1 - share))[:, None].to(query.dtype)
 
@@ -126,7 +128,7 @@ AttentionInterface.register("paged", attention)
 
 
 def write(cache: Tensor, rows: Tensor, lanes: Lanes) -> None:
-    """Puts rows (batch, seq, key heads, dim) into a layer's pages.  What does not count is zeros on page 0, which thus never changes."""
+    """Puts rows (batch, seq, key heads, dim) into a layer's pages.  What does not count is zeros on page 0, which never changes."""
     step = torch.arange(rows.shape[1], device=rows.device)
     counts = step < lanes.count[:, None]
     places = lanes.positions(rows.shape[1])
