@@ -28,7 +28,7 @@ import torch
 from language_model.attention import PAGE, Lanes, Loop, Pages, write
 from language_model.configurations import configuration, network
 from language_model.control_flow import while_loop
-from language_model.sampling import Sampling, log_probabilities, sample
+from language_model.sampling import Sampling, alternatives, log_probability, sample
 from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -80,8 +80,8 @@ class CausalLM(nn.Module):
         seen = seen.scatter(1, torch.where(counts, ids, ids[:, :1]), True) & (count > 0)[:, None]
         self.seen[slot] = seen
         token = sample(logits, seen, start + count, sampling)
-        logprob, ids, logprobs = log_probabilities(logits, token, sampling.alternatives)
-        return {"token": token, "logprob": logprob, "top_token": ids, "top_logprob": logprobs}
+        best, logprobs = alternatives(logits, sampling.alternatives)
+        return {"token": token, "logprob": log_probability(logits, token), "top_token": best, "top_logprob": logprobs}
 
     def decode(self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling) -> Result:
         """`prefill` for one token of each lane: `ids` (batch, 1), `count` 1, or 0 where the lane is off."""
@@ -114,7 +114,7 @@ class CausalLM(nn.Module):
             seen = seen | (torch.arange(self.vocabulary, device=token.device) == token[:, None]) & on[:, None]
             logits = self._logits(token[:, None], place[:, None], cache, torch.arange(batch, device=token.device))
             new = sample(logits, seen, start + turn + 1, sampling)
-            logprob, _, _ = log_probabilities(logits, new, torch.zeros_like(start))
+            logprob = log_probability(logits, new)
             now = (turns == turn) & on[:, None]
             made = made + on
             on = on & (new[:, None] != stop).all(1) & (made < limit)

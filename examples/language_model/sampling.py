@@ -41,22 +41,21 @@ class Sampling(NamedTuple):
 def sample(logits: Tensor, seen: Tensor, place: Tensor, sampling: Sampling) -> Tensor:
     """The next token of every lane, int64 (batch,).  `logits`: float32 (batch, vocabulary); `seen`: bool, the same shape, which
     tokens the text has; `place`: int64 (batch,), where in the text the new token goes."""
-    penalty = sampling.penalty[:, None]
+    penalty, warm = sampling.penalty[:, None], sampling.temperature > 0
     logits = torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    logits = logits / torch.where(warm, sampling.temperature, 1.0)[:, None]
+    some = warm & ((sampling.top_k > 0) | (sampling.top_p < 1))
+    # side by side, not inside each other: tracing a branch takes several runs of it, and those of one inside are multiplied
+    logits = cond(some.any(), filtered, lambda logits, *_: logits.clone(), (logits, sampling.top_k, sampling.top_p))
 
-    def likeliest(logits: Tensor, place: Tensor, temperature: Tensor, *_: Tensor) -> Tensor:
+    def drawn(logits: Tensor, place: Tensor, seed: Tensor, warm: Tensor) -> Tensor:
+        noise = torch.where(warm[:, None], exponential(seed, place, logits.shape[1]).log(), 0.0)
+        return (logits - noise).argmax(-1)  # the largest of p / e, e exponential, is a draw from p
+
+    def likeliest(logits: Tensor, place: Tensor, seed: Tensor, warm: Tensor) -> Tensor:
         return logits.argmax(-1)
 
-    def sampled(logits: Tensor, place: Tensor, temperature: Tensor, top_k: Tensor, top_p: Tensor, seed: Tensor) -> Tensor:
-        warm = (temperature > 0)[:, None]
-        scaled = logits / torch.where(temperature > 0, temperature, 1.0)[:, None]
-        scaled = cond(((top_k > 0) | (top_p < 1)).any(), filtered, lambda x, *_: x.clone(), (scaled, top_k, top_p))
-        noise = torch.where(warm, exponential(seed, place, logits.shape[1]).log(), 0.0)
-        return (scaled - noise).argmax(-1)  # the largest of p / e, e exponential, is a draw from p
-
-    any_warm = (sampling.temperature > 0).any()
-    given = (logits, place, sampling.temperature, sampling.top_k, sampling.top_p, sampling.seed)
-    return cond(any_warm, sampled, likeliest, given)
+    return cond(warm.any(), drawn, likeliest, (logits, place, sampling.seed, warm))
 
 
 def filtered(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -99,18 +98,21 @@ def exponential(seed: Tensor, place: Tensor, count: int) -> Tensor:
     return -torch.log1p(-uniform)
 
 
-def log_probabilities(logits: Tensor, token: Tensor, alternatives: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probabilities before penalty and temperature: of `token` (batch,); and where a lane asks for any, the ALTERNATIVES
-    likeliest tokens, int64 (batch, ALTERNATIVES), and theirs; else zeros."""
-    total = logits.logsumexp(-1)
+def log_probability(logits: Tensor, token: Tensor) -> Tensor:
+    """Of `token` (batch,), before penalty and temperature, float32 (batch,)."""
+    return logits.gather(1, token[:, None])[:, 0] - logits.logsumexp(-1)
+
+
+def alternatives(logits: Tensor, wanted: Tensor) -> tuple[Tensor, Tensor]:
+    """The ALTERNATIVES likeliest tokens, int64 (batch, ALTERNATIVES), and their log-probabilities before penalty and temperature;
+    zeros where no lane asks for any (`wanted`, (batch,))."""
     count = min(ALTERNATIVES, logits.shape[1])
 
-    def look(logits: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    def look(logits: Tensor) -> tuple[Tensor, Tensor]:
         best, ids = logits.topk(count)
-        return ids, best - total[:, None]
+        return ids, best - logits.logsumexp(-1, keepdim=True)
 
-    def skip(logits: Tensor, total: Tensor) -> tuple[Tensor, Tensor]:
+    def skip(logits: Tensor) -> tuple[Tensor, Tensor]:
         return torch.zeros_like(logits[:, :count], dtype=torch.int64), torch.zeros_like(logits[:, :count])
 
-    ids, probable = cond((alternatives > 0).any(), look, skip, (logits, total))
-    return logits.gather(1, token[:, None])[:, 0] - total, ids, probable
+    return cond((wanted > 0).any(), look, skip, (logits,))

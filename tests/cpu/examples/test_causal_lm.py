@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,10 @@ from tests.helpers.places import ROOT
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from tests.helpers.shared_builds import shared_build  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
 FAMILIES = (
@@ -284,6 +289,61 @@ def test_random_words_are_philox(lm: ModuleType) -> None:
     wanted = -torch.log1p(-(word + 0.5) / 2**32).float()
     torch.testing.assert_close(exponential(torch.tensor([0]), torch.tensor([0]), 1)[0, 0], wanted, rtol=1e-4, atol=0)
     assert 0.99 < exponential(torch.tensor([5]), torch.tensor([9]), 200_000).mean() < 1.01
+
+
+# --- a bundle ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """A Llama of one layer as the Hub has it, and its bundle."""
+
+    def build(folder: Path) -> None:
+        sys.path.insert(0, str(EXAMPLES))
+        from language_model.configurations import CONFIGURATIONS
+
+        sys.path.remove(str(EXAMPLES))
+        options = {**CONFIGURATIONS["llama"], "num_hidden_layers": 1, "initializer_range": 0.2}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            config = transformers.AutoConfig.for_model(**options)
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
+        sizes = {"prefill": {"batch": [2], "seq": [16]}, "decode": {"batch": [2]}, "generate": {"batch": [2]}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CAUSAL_LM", str(folder / "llama"))
+            patch.setenv("CAUSAL_LM_TURNS", "8")
+            every = {entry: {**each, "blocks": [4]} for entry, each in sizes.items()}
+            cgcompile.build(str(EXAMPLES / "causal_lm.py"), sizes=every, out=folder / "llama.cgb", target="cpu")
+
+    return shared_build("causal_lm", build)
+
+
+def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lm, "TURNS", 8)
+    model = made(lm, str(folder / "llama"))
+    sampling = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "penalty": 1.1, "seed": 3, "alternatives": 2}
+    found = []
+    with cgbundle.load(folder / "llama.cgb") as program:
+        for entries in (program, model):
+            random.seed(0)
+            engine, texts = Engine(lm, entries, lanes=2, blocks=4), []
+            engine.add("greedy", prompt(21), 40)
+            engine.add("drawn", prompt(3), 40, **sampling)
+            first = engine.prefill(["greedy", "drawn"])
+            engine.prefill(["greedy"])
+            for _ in range(3):
+                given = engine.decode(["drawn", "greedy"])
+            assert engine.generate(["greedy", "drawn"], [8, 5])["count"].tolist() == [8, 5]
+            texts.append(engine.remove("greedy"))
+            engine.add("later", prompt(30), 20)
+            engine.run("later", 4)
+            engine.decode(["drawn"])
+            texts += [engine.remove("drawn"), engine.remove("later")]
+            found.append((texts, first["logprob"], given["top_logprob"]))
+        assert not any(torch.from_dlpack(program.state[name])[0].any() for name in ("keys_0", "values_0", "seen"))
+    assert found[0][0] == found[1][0]
+    assert found[0][0][0][21:] == reference(model, prompt(21), 12) and found[0][0][2][30:] == reference(model, prompt(30), 4)
+    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-4, atol=1e-5)
 
 
 # --- the model file and the kernel -------------------------------------------------------------------------------------
