@@ -22,8 +22,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "qwen2-sliding": {"model_type": "qwen2", **TINY, "use_sliding_window": True, **SLIDING},
     "qwen3": {"model_type": "qwen3", **TINY},
     "mistral": {"model_type": "mistral", **TINY, "sliding_window": 24},
-    "gemma2": {"model_type": "gemma2", **TINY, **SLIDING, "query_pre_attn_scalar": 8},
-    "gemma3": {"model_type": "gemma3_text", **TINY, **SLIDING, "query_pre_attn_scalar": 8},
+    "gemma2": {"model_type": "gemma2", **TINY, **SLIDING, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
+    "gemma3": {"model_type": "gemma3_text", **TINY, **SLIDING, "query_pre_attn_scalar": 8, "tie_word_embeddings": False},
     "gpt2": {
         "model_type": "gpt2", "vocab_size": 128, "n_embd": 48, "n_layer": 2, "n_head": 6, "n_positions": 512, "bos_token_id": 1,
         "eos_token_id": 2,
@@ -49,7 +49,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 500000.0,
     },
 }  # fmt: skip
-"""By name: tiny ones of every family that was tried, and two shapes of Llama to measure with."""
+"""By name: tiny ones of every family that was tried, and two shapes of Llama to measure with.  Tied, a tiny Gemma with random
+weights would repeat its last token for ever."""
 
 SPREAD = 0.2
 """Standard deviation of tiny models' weights: ten times the usual, so that different texts are continued differently."""
