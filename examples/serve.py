@@ -7,7 +7,7 @@
 
 POST /embed {"text": ...} -> {"embedding": [384 numbers], "tokens": 6}; GET /health says what is served.  A request that does not
 fit gets a 4xx answer with one line: {"detail": "..."}; 503 with Retry-After where too many wait.  Slow and idle connections are
-closed, and work for clients that left is dropped (server/http_limits.py).  SIGTERM stops taking requests and answers those that wait.
+closed, and work for clients that left is dropped (server/http_limits.py).  SIGTERM takes no more and answers those that wait.
 For TLS and limits per client, put a proxy before it.  Any bundle does whose inputs are token ids and their mask, int64 (batch,
 seq), where padding was proved exact, and whose output has a row for each of theirs.
 """
