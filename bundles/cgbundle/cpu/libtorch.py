@@ -14,6 +14,7 @@ from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
 
 from ..errors import MachineError
 from ..session.forks import FORKS
+from .quota import threads_of_quota
 
 LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 VARIABLE = "CGBUNDLE_TORCH_LIB"
@@ -64,7 +65,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def load(needed: str, threads: int | None = None) -> LibTorch:
-    """`threads`: how many each run uses, None for OpenMP's own number.
+    """`threads`: how many each run uses, None for OpenMP's own number, or fewer where the process has a quota.
 
     Raises library-missing, process-forked where the parent has run such code, or library-refused for a version older than
     `needed`, whose C interface code was built for."""
@@ -80,7 +81,7 @@ def load(needed: str, threads: int | None = None) -> LibTorch:
         handles = [ctypes.CDLL(os.path.join(folder, name), mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES]
     except OSError as error:
         raise MachineError("library-refused", f"cannot load torch's libraries from {folder}: {error}") from None
-    return LibTorch(handles[1], threads)
+    return LibTorch(handles[1], threads_of_quota() if threads is None else threads)
 
 
 class LibTorch:
