@@ -294,7 +294,7 @@ def test_random_words_are_philox(lm: ModuleType) -> None:
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """A Llama of one layer as the Hub has it, and its bundle."""
+    """A Llama of one layer as the Hub has it, and its bundle without `generate`, which takes two minutes to build."""
 
     def build(folder: Path) -> None:
         sys.path.insert(0, str(EXAMPLES))
@@ -306,18 +306,17 @@ def folder() -> Path:
             torch.manual_seed(0)
             config = transformers.AutoConfig.for_model(**options)
             transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
-        sizes = {"prefill": {"batch": [2], "seq": [16]}, "decode": {"batch": [2]}, "generate": {"batch": [2]}}
+        sizes = {"prefill": {"batch": [2], "seq": [16]}, "decode": {"batch": [2]}}
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("CAUSAL_LM", str(folder / "llama"))
-            patch.setenv("CAUSAL_LM_TURNS", "8")
+            patch.setenv("CAUSAL_LM_TURNS", "0")
             every = {entry: {**each, "blocks": [4]} for entry, each in sizes.items()}
             cgcompile.build(str(EXAMPLES / "causal_lm.py"), sizes=every, out=folder / "llama.cgb", target="cpu")
 
     return shared_build("causal_lm", build)
 
 
-def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm, "TURNS", 8)
+def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path) -> None:
     model = made(lm, str(folder / "llama"))
     sampling = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "penalty": 1.1, "seed": 3, "alternatives": 2}
     found = []
@@ -329,9 +328,8 @@ def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path, monkeypatc
             engine.add("drawn", prompt(3), 40, **sampling)
             first = engine.prefill(["greedy", "drawn"])
             engine.prefill(["greedy"])
-            for _ in range(3):
+            for _ in range(11):
                 given = engine.decode(["drawn", "greedy"])
-            assert engine.generate(["greedy", "drawn"], [8, 5])["count"].tolist() == [8, 5]
             texts.append(engine.remove("greedy"))
             engine.add("later", prompt(30), 20)
             engine.run("later", 4)
