@@ -7,11 +7,11 @@
     curl localhost:8000/v1/completions --json '{"prompt": "The cat", "max_tokens": 20}'
 
 POST /v1/completions, /v1/chat/completions (both with `stream`); GET /v1/models, /health, /metrics.  Requests join and leave the
-model's calls at every token (language_model/scheduler.py).  A client that goes away frees its part of the cache.  Errors are OpenAI's:
-400 for what does not fit, or is not done (tools, images, penalties by count, `echo`), 404 for another model's name, 413 too large,
-429 with Retry-After where too many requests are open, 503 where the model has ended.  SIGTERM takes no more requests and answers
-those that are open.  Beside OpenAI's fields there are `top_k` and `repetition_penalty`.  For TLS, keys and limits per client, put a
-proxy before it.
+model's calls at every token (language_server/scheduler.py).  A client that goes away frees its part of the cache.  Errors are
+OpenAI's: 400 for what does not fit, or is not done (tools, images, penalties by count, `echo`), 404 for another model's name, 413
+too large, 429 with Retry-After where too many requests are open, 503 where the model has ended.  SIGTERM takes no more requests and
+answers those that are open.  Beside OpenAI's fields there are `top_k` and `repetition_penalty`.  For TLS, keys and limits per
+client, put a proxy before it.
 
 The tokenizer's folder is one in the Hub's layout: tokenizer.json, and where they are, tokenizer_config.json or chat_template.jinja
 (for chats), config.json and generation_config.json (tokens that end an answer, and the longest text).
@@ -35,13 +35,13 @@ from typing import Any
 
 import uvicorn
 from http_limits import BoundedBodies, BoundedConnection
-from language_model.answer import Answer, Piece
-from language_model.bundle_model import BundleModel
-from language_model.completions import Asked, Refusal, choice, joined, read_request, usage_of
-from language_model.engine import Busy, Engine, Model, ModelFailed, Stream
-from language_model.metrics import Metrics
-from language_model.scheduler import Request as Asking
-from language_model.text import Language
+from language_server.answer import Answer, Piece
+from language_server.bundle_model import BundleModel
+from language_server.completions import Asked, Refusal, choice, joined, read_request, usage_of
+from language_server.engine import Busy, Engine, Model, ModelFailed, Stream
+from language_server.metrics import Metrics
+from language_server.scheduler import Request as Asking
+from language_server.text import Language
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware

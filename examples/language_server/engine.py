@@ -88,7 +88,7 @@ Watch = Callable[[Step, float], None]
 
 
 class Engine:
-    """`async with Engine(...) as engine:` ... `async with engine.open(requests) as stream: async for index, progress in stream: ...`
+    """`async with Engine(...) as engine:` ... `async with engine.open(requests) as stream: async for index, progress in stream:`
 
     A request lives as long as its block: leaving it, for whatever reason, frees the request's pages before the next call.  At most
     `limit` requests are open, running and waiting.

@@ -19,8 +19,8 @@ class BundleModel:
     """A loaded bundle.  `limits` say what it was built for; `vocabulary` how many tokens there are."""
 
     def __init__(self, program: cgbundle.Program, turns: int) -> None:
-        """`turns`: tokens that a call may make for each request in a loop on the device, at most as many as were built; 1 makes them
-        one by one.  Raises ValueError for a bundle that is none of causal_lm.py's."""
+        """`turns`: tokens that a call may make for each request in a loop on the device, at most as many as were built; 1 makes
+        them one by one.  Raises ValueError for a bundle that is none of causal_lm.py's."""
         self._entries = program.entries
         if not {"prefill", "decode"} <= set(self._entries):
             raise ValueError(f"expected a bundle of causal_lm.py with prefill and decode, got {', '.join(self._entries)}")
@@ -106,6 +106,7 @@ def integers(rows: Sequence[Iterable[int]], width: int) -> Any:
 def sampling_of(lanes: Sequence[Sampling]) -> tuple[Any, ...]:
     """The fields of sampling.Sampling, in its order."""
     fields = {
-        "temperature": "float32", "top_k": "int64", "top_p": "float32", "penalty": "float32", "seed": "int64", "alternatives": "int64",
+        "temperature": "float32", "top_k": "int64", "top_p": "float32", "penalty": "float32", "seed": "int64",
+        "alternatives": "int64",
     }  # fmt: skip
     return tuple([vector(dtype, [getattr(lane, name) for lane in lanes]) for name, dtype in fields.items()])

@@ -3,11 +3,11 @@
 A value that calls change, with no model, clock, thread or network: `add`, `cancel`, then again and again `next` for a step and
 `finish` with what the model made of it.
 
-The rules.  Requests are taken in the order in which they came.  One that was taken reads its prompt by chunks, then makes tokens; where
-some read and others make tokens, calls for the two take turns, so that neither waits for more than one call of the other.  Pages are
-taken when tokens need them, not in advance.  Where none is left, the request that came last gives all of its own back, goes to the
-head of those that wait, and later reads again what it had; the token at a place is drawn by the request's seed and the place alone, so
-its text goes on as it would have.  So the oldest request always moves, and every request becomes the oldest.
+The rules.  Requests are taken in the order in which they came.  One that was taken reads its prompt by chunks, then makes tokens;
+where some read and others make tokens, calls for the two take turns, so that neither waits for more than one call of the other.
+Pages are taken when tokens need them, not in advance.  Where none is left, the request that came last gives all of its own back,
+goes to the head of those that wait, and later reads again what it had.  The token at a place is drawn by the request's seed and the
+place alone, so its text goes on as it would have.  The oldest request always moves, and every request becomes the oldest.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ STOPS = 8
 class Limits:
     """What a bundle was built for.
 
-    `page`: tokens in a page; `pages`, `slots`: how many there are, with page 0 and slot 0, which are nobody's; `blocks`: pages that a
-    lane may have; `readers` and `chunk`: lanes of a prefill call, and tokens of each; `lanes`: of a decode call; `loop_lanes`
+    `page`: tokens in a page; `pages`, `slots`: how many there are, with page 0 and slot 0, which are nobody's; `blocks`: pages that
+    a lane may have; `readers` and `chunk`: lanes of a prefill call, and tokens of each; `lanes`: of a decode call; `loop_lanes`
     and `turns`: lanes of a generate call and tokens that it makes for each, 0 and 1 where there is no such call.
     """
 

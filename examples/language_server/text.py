@@ -20,8 +20,8 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """The text of tokens as they come, character by whole character: what `push` and `end` give, together, is what `decode` makes of
-    all of them behind the prompt."""
+    """The text of tokens as they come, by whole characters: what `push` and `end` give, together, is what `decode` makes of all of
+    them behind the prompt."""
 
     def __init__(self, decode: Decode, prompt: Sequence[int]) -> None:
         self._decode = decode
@@ -42,7 +42,7 @@ class Detokenizer:
 
     def _new(self, *, end: bool) -> str:
         before, after = self._decode(self._ids[self._begin : self._told]), self._decode(self._ids[self._begin :])
-        if after.endswith(BROKEN) and not end or len(after) <= len(before):
+        if (after.endswith(BROKEN) and not end) or len(after) <= len(before):
             return ""
         self._begin, self._told = self._told, len(self._ids)
         return after[len(before) :]
@@ -113,8 +113,8 @@ def refuse(text: str) -> None:
 
 
 class Language:
-    """What a folder in the Hub's layout says of text: tokenizer.json, and where they are, tokenizer_config.json, chat_template.jinja,
-    generation_config.json and config.json."""
+    """What a folder in the Hub's layout says of text: tokenizer.json, and where they are, tokenizer_config.json,
+    chat_template.jinja, generation_config.json and config.json."""
 
     def __init__(self, folder: str | Path) -> None:
         """Raises ValueError for a folder without a tokenizer.json."""
@@ -135,7 +135,7 @@ class Language:
         self.chat = ChatTemplate(template, special) if template else None
 
     def tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
-        """The tokens of a text; `special`: with those that the tokenizer puts around it, which a chat template has written already."""
+        """The tokens of a text; `special`: with those that the tokenizer puts around it, which a chat template writes itself."""
         return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -143,8 +143,14 @@ class Language:
         return self._tokenizer.decode(list(tokens))
 
     def one(self, token: int) -> str:
-        """A token as it is shown by itself, special or not."""
-        return self._tokenizer.decode([token], skip_special_tokens=False)
+        """A token as it is shown by itself, special or not; one that is a part of a character as the vocabulary spells it."""
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return self._tokenizer.id_to_token(token) or text if BROKEN in text else text
+
+    def bytes_of(self, token: int) -> list[int] | None:
+        """The bytes of a token's text; None of one that is a part of a character."""
+        text = self._tokenizer.decode([token], skip_special_tokens=False)
+        return None if BROKEN in text else list(text.encode())
 
     def _stop_tokens(self, ids: int | list[int] | None, name: str | None) -> tuple[int, ...]:
         found = [] if ids is None else [ids] if isinstance(ids, int) else ids

@@ -45,7 +45,8 @@ CHOICES, STOP_STRINGS, ALTERNATIVES, COMPLETION_TOKENS = 128, 4, {"completion": 
 
 
 class Refusal(Exception):
-    """A request that is answered with an error: HTTP status, text, the field, OpenAI's `code`, and when to try again (s; 0: never)."""
+    """A request that is answered with an error: HTTP status, text, the field, OpenAI's `code`, and after how many seconds
+    to try again (0: never)."""
 
     def __init__(self, status: int, text: str, field: str | None = None, code: str | None = None, again: int = 0) -> None:
         super().__init__(text)
@@ -89,7 +90,7 @@ def read_request(text: bytes, *, chat: bool) -> Asked:
         raise Refusal(400, "the body is no JSON object")
     body = {name: value for name, value in body.items() if value is not None}
     for name, value in body.items():
-        if name in NEUTRAL and not any(value == each and type(value) is type(each) or value == each == 0 for each in NEUTRAL[name]):
+        if name in NEUTRAL and value not in NEUTRAL[name]:
             raise Refusal(400, f"{name}: this server does not do that", name, "unsupported_parameter")
         if name not in (CHAT if chat else COMPLETION) | PASSED_OVER | set(NEUTRAL):
             raise Refusal(400, f"{name}: no such field", name, "unknown_parameter")
@@ -201,7 +202,8 @@ def usage_of(prompt: int, made: int) -> dict[str, int]:
 
 
 def choice(asked: Asked, index: int, piece: Piece, language: Language, *, first: bool = False) -> dict[str, Any]:
-    """A choice: of a whole answer, or where a stream is asked for of one piece; `first`: that of a stream, which says who speaks."""
+    """A choice: of a whole answer, or where a stream is asked for of one piece; `first`: that of a stream, which says who
+    speaks."""
     logprobs = None if asked.alternatives is None else (chat_logprobs if asked.chat else logprobs_of)(piece, language)
     told: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
     if not asked.chat:
@@ -231,9 +233,7 @@ def chat_logprobs(piece: Piece, language: Language) -> dict[str, Any]:
     """Of a chat completion, a token behind the other."""
 
     def told(token: int, logprob: float) -> dict[str, Any]:
-        text = language.one(token)
-        whole_text = "\N{REPLACEMENT CHARACTER}" not in text
-        return {"token": text, "logprob": logprob, "bytes": list(text.encode()) if whole_text else None}
+        return {"token": language.one(token), "logprob": logprob, "bytes": language.bytes_of(token)}
 
     content = [
         told(token.id, token.logprob) | {"top_logprobs": [told(*other) for other in token.alternatives]} for token in piece.tokens
