@@ -270,6 +270,15 @@ async def refused(_: Request, error: Exception) -> Response:
     return JSONResponse(error.body(), error.status, {"Retry-After": str(error.again)} if error.again else None)
 
 
+def make_server(app: Starlette) -> uvicorn.Server:
+    """The server around the application."""
+    config = uvicorn.Config(
+        app, http=partial(BoundedConnection, seconds=REQUEST), ws="none", timeout_keep_alive=IDLE,
+        timeout_graceful_shutdown=STOPPING, log_level="warning", access_log=False,
+    )  # fmt: skip
+    return uvicorn.Server(config)
+
+
 def serve(server: Server, host: str, port: int) -> None:
     """Serves until SIGINT or SIGTERM, and answers what is open.  Raises SystemExit where the port is taken."""
     try:
@@ -279,13 +288,9 @@ def serve(server: Server, host: str, port: int) -> None:
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it for sockets of its own only: 40 ms an answer
     host, port = listening.getsockname()[:2]
     print(f"serving {server.name} at http://{host}:{port}", file=sys.stderr, flush=True)
-    config = uvicorn.Config(
-        server.app, http=partial(BoundedConnection, seconds=REQUEST), ws="none", timeout_keep_alive=IDLE,
-        timeout_graceful_shutdown=STOPPING, log_level="warning", access_log=False,
-    )  # fmt: skip
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # once it has stopped, uvicorn raises the signal again
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run([listening])
+        make_server(server.app).run([listening])
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
