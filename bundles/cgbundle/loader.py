@@ -99,7 +99,9 @@ def open_program(
             program = Program(bundle.manifest, CpuBackend(bundle, threads), on_miss, outputs, cast, bundle.kept(EXAM))
         else:
             from .cuda.backend import CudaBackend
+            from .cuda.driver import check_driver
 
+            check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
             backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads)
             program = Program(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(EXAM))
         try:

@@ -22,8 +22,10 @@ VARIABLE = "CGBUNDLE_TORCH_LIB"
 
 
 def find(needed: str) -> tuple[str, str]:
-    """(folder of the libraries, version or "" when unknown).  Raises library-missing; `needed` is the version for the message."""
-    hint = f"pip install 'torch>={needed}' (it is not imported), or set {VARIABLE} to the folder that holds {LIBRARIES[1]}"
+    """(folder of the libraries, version or "" when unknown).  Raises library-missing; `needed` is the version for the message, ""
+    where no bundle names one."""
+    package = f"'torch>={needed}'" if needed else "torch"
+    hint = f"pip install {package} (it is not imported), or set {VARIABLE} to the folder that holds {LIBRARIES[1]}"
     named = os.environ.get(VARIABLE)
     if named:
         if not _complete(named):
@@ -35,7 +37,8 @@ def find(needed: str) -> tuple[str, str]:
             return os.path.join(package, "lib"), _version(package)
     raise MachineError(
         "library-missing",
-        f"{LIBRARIES[1]} not found: code for the CPU runs on torch's shared libraries, version {needed} or newer",
+        f"{LIBRARIES[1]} not found: code for the CPU runs on torch's shared libraries, of the version that the bundle was built "
+        "with or newer" + (f": {needed}" if needed else ""),
         hint,
     )
 
