@@ -34,7 +34,6 @@ from functools import partial
 from typing import Any
 
 import uvicorn
-from http_limits import BoundedBodies, BoundedConnection
 from language_server.answer import Answer, Piece
 from language_server.bundle_model import BundleModel
 from language_server.completions import Asked, Refusal, choice, joined, read_request, usage_of
@@ -42,6 +41,7 @@ from language_server.engine import Busy, Engine, Model, ModelFailed, Stream
 from language_server.metrics import Metrics
 from language_server.scheduler import Request as Asking
 from language_server.text import Language
+from server.http_limits import BoundedBodies, BoundedConnection
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware

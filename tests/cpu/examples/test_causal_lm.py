@@ -20,8 +20,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import cgbundle  # noqa: E402
-import cgcompile  # noqa: E402
-from tests.helpers.shared_builds import shared_build  # noqa: E402
+from tests.helpers.llama_bundle import llama_bundle  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
 FAMILIES = (
@@ -296,24 +295,7 @@ def test_random_words_are_philox(lm: ModuleType) -> None:
 def folder() -> Path:
     """A Llama of one layer as the Hub has it, and its bundle."""
 
-    def build(folder: Path) -> None:
-        sys.path.insert(0, str(EXAMPLES))
-        from language_model.configurations import CONFIGURATIONS
-
-        sys.path.remove(str(EXAMPLES))
-        options = {**CONFIGURATIONS["llama"], "num_hidden_layers": 1, "initializer_range": 0.2}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            config = transformers.AutoConfig.for_model(**options)
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
-        sizes = {"prefill": {"batch": [2], "seq": [16]}, "decode": {"batch": [2]}, "generate": {"batch": [2]}}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CAUSAL_LM", str(folder / "llama"))
-            patch.setenv("CAUSAL_LM_TURNS", "8")
-            every = {entry: {**each, "blocks": [4]} for entry, each in sizes.items()}
-            cgcompile.build(str(EXAMPLES / "causal_lm.py"), sizes=every, out=folder / "llama.cgb", target="cpu")
-
-    return shared_build("causal_lm", build)
+    return llama_bundle()
 
 
 def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

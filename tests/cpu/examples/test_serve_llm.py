@@ -5,16 +5,19 @@ from __future__ import annotations
 import http.client
 import importlib
 import json
+import os
 import random
+import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -458,6 +461,84 @@ def test_metrics(server: Running) -> None:
     assert value(after, "cgbundle_llm_generated_tokens_total") - value(before, "cgbundle_llm_generated_tokens_total") == 5
     assert value(after, "cgbundle_llm_prompt_tokens_total") - value(before, "cgbundle_llm_prompt_tokens_total") == 3
     assert value(after, "cgbundle_llm_pages_free") == PAGES
+
+
+# --- a bundle ---------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """`python examples/serve_llm.py`, started."""
+
+    def __init__(self, *options: object) -> None:
+        path = os.pathsep.join([str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, str(ROOT / "examples" / "serve_llm.py"), *map(str, options), "--port", "0"]
+        self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.line = self.process.stderr.readline()
+        self.port = int(self.line.rpartition(":")[2]) if self.line.startswith("serving ") else 0
+
+    def send(self, path: str, body: Any = None) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        return connection
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        answer = self.send(path, body).getresponse()
+        told = json.loads(answer.read())
+        assert answer.status == 200, told
+        return told
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    from tests.helpers.llama_bundle import llama_bundle
+
+    tokenizer = tmp_path_factory.mktemp("small")
+    write_tokenizer(tokenizer, letters=120)
+    found = Process(llama_bundle() / "llama.cgb", "--tokenizer", tokenizer, "--name", "llama")
+    yield found
+    found.process.kill()
+    found.process.wait()
+
+
+def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
+    """Fewer lanes and pages than requests; decode calls (log-probabilities of others are asked for) and loops."""
+    order = random.Random(0)
+    asked: list[dict[str, Any]] = []
+    for number in range(24):
+        prompt = order.choices(range(120), k=order.randrange(1, 40))
+        how = {"temperature": 0} if number % 3 else {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": number}
+        asked.append({"prompt": prompt, "max_tokens": order.randrange(1, 24), "logprobs": 1 if number % 2 else None, **how})
+    with ThreadPoolExecutor(24) as threads:
+        together = list(threads.map(lambda each: process.ask("/v1/completions", each), asked))
+    for each, found in zip(asked, together, strict=True):
+        alone = process.ask("/v1/completions", each | {"logprobs": None})
+        assert [choice["text"] for choice in found["choices"]] == [choice["text"] for choice in alone["choices"]]
+        assert found["usage"] == alone["usage"]
+    health = process.ask("/health")
+    assert health["torch"] is False and health["pages_used"] == health["running"] == health["waiting"] == 0
+
+
+def test_a_signal_drains_it(process: Process) -> None:
+    connection = process.send("/v1/completions", {"prompt": "abc", "max_tokens": 60, "stream": True, "logprobs": 1})
+    answer = connection.getresponse()
+    answer.readline()
+    process.process.send_signal(signal.SIGTERM)
+    assert answer.read().decode().endswith("data: [DONE]\n\n")
+    assert process.process.wait(30) == 0
+
+
+def test_a_bundle_that_is_not_there(tmp_path: Path) -> None:
+    started = Process(tmp_path / "none.cgb", "--tokenizer", tmp_path)
+    assert started.line.startswith("serve_llm: ") and "none.cgb" in started.line and started.process.wait(30) == 1
+
+
+def test_a_bundle_of_another_model(serve_llm: ModuleType) -> None:
+    program = SimpleNamespace(entries={"forward": None})
+    with pytest.raises(ValueError, match=r"expected a bundle of causal_lm\.py with prefill and decode, got forward"):
+        serve_llm.BundleModel(program, 8)
 
 
 # --- OpenAI's client ----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""examples/language_server/{text,answer}.py: text as tokens come, stop strings, chat templates, and what a tokenizer's folder says."""
+"""examples/language_server/{text,answer}.py: text as tokens come, stop strings, chat templates, a tokenizer's folder."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType, SimpleNamespace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,7 +37,8 @@ def bytes_alone() -> Any:
 def sentencepiece() -> Any:
     """Like Llama 2's: spaces belong to words, and are not written where a text begins; bytes for what has no token."""
     words = ["▁", "▁the", "▁cat", "s", "a", "▁a"]
-    vocabulary = {"<unk>": 0} | {f"<0x{byte:02X}>": 1 + byte for byte in range(256)} | {each: 257 + n for n, each in enumerate(words)}
+    names = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)], *words]
+    vocabulary = {name: number for number, name in enumerate(names)}
     made = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>", byte_fallback=True))
     parts = tokenizers.decoders
     made.decoder = parts.Sequence([parts.Replace("▁", " "), parts.ByteFallback(), parts.Fuse(), parts.Strip(" ", 1, 0)])
@@ -54,7 +55,7 @@ def pieces(modules: SimpleNamespace, tokenizer: Any, prompt: list[int], ids: lis
 
 @settings(max_examples=100, deadline=None)
 @given(text=st.text(max_size=30), prompt=st.text(max_size=8))
-def test_pieces_are_whole_characters_and_nothing_is_lost(modules: SimpleNamespace, bytes_alone: Any, text: str, prompt: str) -> None:
+def test_pieces_are_whole_characters(modules: SimpleNamespace, bytes_alone: Any, text: str, prompt: str) -> None:
     found = pieces(modules, bytes_alone, bytes_alone.encode(prompt).ids, bytes_alone.encode(text).ids)
     assert "".join(found) == text
     assert "�" in text or not any("�" in piece for piece in found)
