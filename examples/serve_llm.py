@@ -27,7 +27,7 @@ import socket
 import sys
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import aclosing, asynccontextmanager, suppress
 from dataclasses import replace
 from functools import partial
@@ -198,7 +198,7 @@ class Completion(Response):
         finally:
             metrics.requests.labels(self._path, str(code)).inc()
 
-    async def _pieces(self, stream: Stream, answers: Sequence[Answer], began: float) -> AsyncIterator[tuple[int, Piece]]:
+    async def _pieces(self, stream: Stream, answers: Sequence[Answer], began: float) -> AsyncGenerator[tuple[int, Piece]]:
         """(index, piece) of all choices as they come."""
         metrics, first = self._server.metrics, True
         try:

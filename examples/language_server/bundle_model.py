@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import cgbundle
+from cgbundle.call.entry import Entry
 from cgbundle.tensors.tensor import from_bytes
 
 from .scheduler import STOPS, Lane, Limits, Sampling, Step, Token
@@ -32,14 +33,14 @@ class BundleModel:
         self._sizes = {name: [sizes_of(entry, key) for key in entry.int_keys] for name, entry in self._entries.items()}
         blocks = min(max(each["blocks"] for each in self._sizes[name]) for name in ("prefill", "decode"))
         loops = [each["batch"] for each in self._sizes.get("generate", ()) if each["blocks"] >= blocks]
-        built = self._entries["generate"].outputs[0].shape[1] if loops else 1
+        built = [int(each.shape[1]) for each in self._entries["generate"].outputs if each.name == "tokens"] if loops else [1]
         chunks = [each for each in self._sizes["prefill"] if each["blocks"] >= blocks]
         chunk = max(each["seq"] for each in chunks)
         self.limits = Limits(
             page=page, pages=pages, slots=slots, blocks=blocks, chunk=chunk,
             readers=max(each["batch"] for each in chunks if each["seq"] == chunk),
             lanes=max(each["batch"] for each in self._sizes["decode"] if each["blocks"] >= blocks),
-            loop_lanes=max(loops, default=0), turns=min(turns, int(built)) if loops else 1,
+            loop_lanes=max(loops, default=0), turns=min(turns, *built),
         )  # fmt: skip
 
     def run(self, step: Step) -> list[list[Token]]:
@@ -85,7 +86,7 @@ class BundleModel:
         return min(fitting, key=lambda size: (size["batch"] * size.get("seq", 1), size["blocks"]))
 
 
-def sizes_of(entry: cgbundle.program.Entry, key: Sequence[int]) -> dict[str, int]:
+def sizes_of(entry: Entry, key: Sequence[int]) -> dict[str, int]:
     """An int_key by the names of its dimensions."""
     return {dimension.name: value for dimension, value in zip(entry.manifest.dimensions, key, strict=True)}
 

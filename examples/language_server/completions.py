@@ -185,7 +185,8 @@ def alternatives_of(body: dict[str, Any], *, chat: bool) -> int | None:
     """How many likeliest tokens are to be told; None where not even the log-probability of the one that was made is.  Raises
     Refusal."""
     if not chat:
-        return whole(body, "logprobs", 0, ALTERNATIVES["completion"], None)
+        told: int | None = whole(body, "logprobs", 0, ALTERNATIVES["completion"], None)
+        return told
     wanted = of_kind(body, "logprobs", bool, False, "true or false")
     count: int = whole(body, "top_logprobs", 0, ALTERNATIVES["chat"], 0)
     if count and not wanted:

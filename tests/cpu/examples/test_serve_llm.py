@@ -546,7 +546,7 @@ def test_a_bundle_of_another_model(serve_llm: ModuleType) -> None:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Any:
-    openai = pytest.importorskip("openai", reason="pip install openai")
+    openai = pytest.importorskip("openai", reason="pip install '.[openai]'")
     return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
 
 
