@@ -123,6 +123,9 @@ class Server:
     async def requests_of(self, asked: Asked) -> list[Asking]:
         """A request for each choice of each prompt.  Raises Refusal."""
         self._check_name(asked.model)
+        count = asked.choices * max(1, len(asked.prompts))
+        if count > self.engine.limit:
+            raise Refusal(400, f"n: {count} answers asked for; {self.engine.limit} requests may be open", "n")
         prompts = [await self._chat(asked)] if asked.chat else [await self._prompt(each) for each in asked.prompts]
         found = []
         for prompt in prompts:

@@ -84,7 +84,9 @@ def read_request(text: bytes, *, chat: bool) -> Asked:
     """A body as JSON.  Raises Refusal."""
     try:
         body = json.loads(text)
-    except ValueError:
+        if b"\\u" in text:  # half a surrogate pair is JSON, and no text
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
         raise Refusal(400, "the body is no JSON") from None
     if not isinstance(body, dict):
         raise Refusal(400, "the body is no JSON object")
@@ -214,6 +216,11 @@ def choice(asked: Asked, index: int, piece: Piece, language: Language, *, first:
     return told | {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
 
 
+def finite(logprob: float) -> float:
+    """JSON has no infinities; OpenAI writes -9999 for a token that cannot come."""
+    return logprob if logprob > -9999.0 else -9999.0
+
+
 def logprobs_of(piece: Piece, language: Language) -> dict[str, Any]:
     """Of a completion, as four lists; the offsets are those of the tokens' own texts from where the piece begins."""
     tokens = [language.one(token.id) for token in piece.tokens]
@@ -221,10 +228,10 @@ def logprobs_of(piece: Piece, language: Language) -> dict[str, Any]:
     for text in tokens:
         offsets.append(at)
         at += len(text)
-    best = [{language.one(other): logprob for other, logprob in token.alternatives} for token in piece.tokens]
+    best = [{language.one(other): finite(logprob) for other, logprob in token.alternatives} for token in piece.tokens]
     return {
         "tokens": tokens,
-        "token_logprobs": [token.logprob for token in piece.tokens],
+        "token_logprobs": [finite(token.logprob) for token in piece.tokens],
         "top_logprobs": best,
         "text_offset": offsets,
     }
@@ -234,7 +241,7 @@ def chat_logprobs(piece: Piece, language: Language) -> dict[str, Any]:
     """Of a chat completion, a token behind the other."""
 
     def told(token: int, logprob: float) -> dict[str, Any]:
-        return {"token": language.one(token), "logprob": logprob, "bytes": language.bytes_of(token)}
+        return {"token": language.one(token), "logprob": finite(logprob), "bytes": language.bytes_of(token)}
 
     content = [
         told(token.id, token.logprob) | {"top_logprobs": [told(*other) for other in token.alternatives]} for token in piece.tokens

@@ -99,7 +99,7 @@ class Engine:
         self._model, self._watch = model, watch
         self._scheduler = Scheduler(model.limits)
         self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="engine")
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # a second signal ends all at once
         self._numbers = itertools.count()
         self._streams: dict[object, tuple[int, Queue]] = {}  # by key: the request's index in its block, and the block's queue
         self._ended, self._pace = 0.0, 1.0  # when a request ended last, and the seconds between two ends, about

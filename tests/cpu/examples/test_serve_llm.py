@@ -16,12 +16,14 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
 
+import cgbundle
 from cgbundle.errors import CgbundleError
 from tests.helpers.places import ROOT
 from tests.helpers.tokenizers import END, byte_tokenizer, write_tokenizer
@@ -291,6 +293,10 @@ def test_a_tokenizer_without_a_template(serve_llm: ModuleType, tmp_path: Path) -
     ("path", "body", "status", "field", "text"),
     [
         ("completions", b"{", 400, None, "the body is no JSON"),
+        ("completions", b"[" * 100_000, 400, None, "the body is no JSON"),
+        ("completions", rb'{"prompt": "\ud800"}', 400, None, "the body is no JSON"),
+        ("completions", {"prompt": ["a", "b"], "n": 17}, 400, "n", "n: 34 answers asked for; 32 requests may be open"),
+        ("completions", {"prompt": "a", "top_p": float("nan")}, 400, "top_p", "top_p: expected a number from 0 to 1"),
         ("completions", [], 400, None, "the body is no JSON object"),
         ("completions", {}, 400, "prompt", "prompt: expected a string, a list of tokens, or a list of these"),
         ("completions", {"prompt": []}, 400, "prompt", "prompt: expected a string, a list of tokens, or a list of these"),
@@ -519,6 +525,34 @@ def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
         assert found["usage"] == alone["usage"]
     health = process.ask("/health")
     assert health["torch"] is False and health["pages_used"] == health["running"] == health["waiting"] == 0
+
+
+def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
+    """Five pages for two lanes of up to four: what is read again continues as it would have, drawn and with a penalty, too."""
+    from language_server.bundle_model import BundleModel
+    from language_server.scheduler import Request, Sampling, Scheduler
+
+    from tests.helpers.llama_bundle import llama_bundle
+
+    found, order = [], random.Random(0)
+    sampled = Sampling(temperature=0.9, top_p=0.95, penalty=1.2, seed=4)
+    greedy = Sampling(temperature=0.0)
+    requests = [
+        Request(prompt=tuple(order.choices(range(120), k=9 + each)), most=40, sampling=greedy if each % 2 else sampled)
+        for each in range(4)
+    ]
+    with cgbundle.load(llama_bundle() / "llama.cgb") as program:
+        model = BundleModel(program, 8)
+        for pages in (model.limits.pages, 6):
+            scheduler, texts = Scheduler(replace(model.limits, pages=pages)), {}
+            for key, request in enumerate(requests):
+                scheduler.add(key, request)
+            while (step := scheduler.next()) is not None:
+                for progress in scheduler.finish(step, model.run(step)):
+                    texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
+            found.append(texts)
+            assert (scheduler.preempted > 0) == (pages == 6) and scheduler.pages.taken == 0
+    assert found[0] == found[1] and all(len(text) == 40 for text in found[0].values())
 
 
 def test_a_signal_drains_it(process: Process) -> None:

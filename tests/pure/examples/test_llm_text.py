@@ -144,6 +144,11 @@ def test_an_answer_that_ends_inside_a_character(modules: SimpleNamespace, bytes_
     assert (last.text, last.reason) == ("a�", "length")
 
 
+def test_a_log_probability_has_json(modules: SimpleNamespace) -> None:
+    completions = importlib.import_module("language_server.completions")
+    assert [completions.finite(each) for each in (-1.5, float("-inf"), float("nan"))] == [-1.5, -9999.0, -9999.0]
+
+
 # --- a tokenizer's folder -------------------------------------------------------------------------------------------------
 
 
