@@ -16,7 +16,7 @@ off has count 0 (`generate`: limit 0), pages 0 and slot 0, and changes nothing.
 
 CAUSAL_LM is a folder in the Hub's layout, or a name from language_model/configurations.py (default: llama, a tiny one);
 CAUSAL_LM_DTYPE float32 (default), bfloat16 or float16; CAUSAL_LM_PAGES (65) and CAUSAL_LM_SLOTS (9) count pages of 16 tokens and
-slots, those of nobody among them; CAUSAL_LM_TURNS is 32.
+slots, those of nobody among them; CAUSAL_LM_TURNS is 32, and 0 leaves `generate` out.
 """
 
 from __future__ import annotations
@@ -216,4 +216,4 @@ def texts(batch: int, blocks: int) -> tuple[object, ...]:
 
 def entries() -> dict[str, Callable[..., tuple[object, ...]]]:
     """The methods that are called, and what makes their inputs."""
-    return {"prefill": prompts, "decode": tokens, "generate": texts}
+    return {"prefill": prompts, "decode": tokens} | ({"generate": texts} if TURNS else {})

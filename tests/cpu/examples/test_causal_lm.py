@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -293,13 +295,12 @@ def test_random_words_are_philox(lm: ModuleType) -> None:
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    """A Llama of one layer as the Hub has it, and its bundle."""
+    """A Llama of one layer as the Hub has it, and its bundle without `generate`, which takes two minutes to build."""
 
     return llama_bundle()
 
 
-def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lm, "TURNS", 8)
+def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path) -> None:
     model = made(lm, str(folder / "llama"))
     sampling = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "penalty": 1.1, "seed": 3, "alternatives": 2}
     found = []
@@ -311,9 +312,8 @@ def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path, monkeypatc
             engine.add("drawn", prompt(3), 40, **sampling)
             first = engine.prefill(["greedy", "drawn"])
             engine.prefill(["greedy"])
-            for _ in range(3):
+            for _ in range(11):
                 given = engine.decode(["drawn", "greedy"])
-            assert engine.generate(["greedy", "drawn"], [8, 5])["count"].tolist() == [8, 5]
             texts.append(engine.remove("greedy"))
             engine.add("later", prompt(30), 20)
             engine.run("later", 4)
@@ -324,6 +324,64 @@ def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path, monkeypatc
     assert found[0][0] == found[1][0]
     assert found[0][0][0][21:] == reference(model, prompt(21), 12) and found[0][0][2][30:] == reference(model, prompt(30), 4)
     torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-4, atol=1e-5)
+
+
+# --- the scheduler of serve_llm.py ----------------------------------------------------------------------------------
+
+
+def as_program(lm: ModuleType, model: Any) -> Any:
+    """The model, run by PyTorch, as `language_server.bundle_model` sees a loaded bundle: prefill 2 lanes of 8 or 16 tokens, decode
+    1 or 4 lanes, generate 4, tables of 4 or 12 pages."""
+
+    def tensors(value: Any) -> Any:
+        return lm.Sampling(*map(torch.from_dlpack, value)) if isinstance(value, tuple) else torch.from_dlpack(value)
+
+    def entry(name: str, **sizes: list[int]) -> Any:
+        def call(*given: Any) -> Any:
+            shape = {"ids": given[0].shape, "pages": given[2 if name == "generate" else 3].shape}
+            key = (shape["ids"][0], *([shape["ids"][1]] if name == "prefill" else []), shape["pages"][1])
+            assert key in call.int_keys, "a size that was recorded"
+            with torch.no_grad():
+                return getattr(model, name)(*map(tensors, given))
+
+        call.int_keys = tuple(itertools.product(*sizes.values()))
+        call.manifest = SimpleNamespace(dimensions=[SimpleNamespace(name=each) for each in sizes])
+        call.outputs = [SimpleNamespace(name="count", shape=("batch",)), SimpleNamespace(name="tokens", shape=("batch", lm.TURNS))]
+        return call
+
+    entries = [
+        entry("prefill", batch=[2], seq=[8, 16], blocks=[4, 12]), entry("decode", batch=[1, 4], blocks=[4, 12]),
+        entry("generate", batch=[4], blocks=[12]),
+    ]  # fmt: skip
+    weights = [SimpleNamespace(name=name, shape=tuple(value.shape)) for name, value in model.named_buffers()]
+    names = ("prefill", "decode", "generate")
+    return SimpleNamespace(entries=dict(zip(names, entries, strict=True)), manifest=SimpleNamespace(weights=weights))
+
+
+@pytest.mark.parametrize(("turns", "pages"), [(1, 65), (8, 65), (8, 10)])
+def test_scheduled_tokens_are_transformers(lm: ModuleType, monkeypatch: pytest.MonkeyPatch, turns: int, pages: int) -> None:
+    from language_server.bundle_model import BundleModel
+    from language_server.scheduler import Request, Sampling, Scheduler
+
+    monkeypatch.setattr(lm, "TURNS", 8)
+    llama = made(lm, "llama")
+    model = BundleModel(as_program(lm, llama), turns)
+    limits = model.limits
+    assert (limits.readers, limits.chunk, limits.lanes, limits.loop_lanes, limits.turns) == (2, 16, 4, 4, turns)
+    scheduler = Scheduler(replace(limits, pages=pages))
+    wanted, texts, entries = {}, {}, set()
+    for length in (5, 70, 23, 1, 40):
+        wanted[length] = reference(llama, prompt(length), 20)
+        stop = wanted[length][12] if length == 23 else -1
+        wanted[length] = wanted[length][: wanted[length].index(stop) + 1] if stop >= 0 else wanted[length]
+        request = Request(prompt=tuple(prompt(length)), most=20, stop=(stop,) * (stop >= 0), sampling=Sampling(temperature=0.0))
+        scheduler.add(length, request)
+    while (step := scheduler.next()) is not None:
+        entries.add(step.entry)
+        for progress in scheduler.finish(step, model.run(step)):
+            texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
+    assert texts == wanted and scheduler.pages.taken == 0 and nobodys_page_is_zero(llama)
+    assert ("generate" in entries) == (turns > 1) and (scheduler.preempted > 0) == (pages == 10)
 
 
 # --- the model file and the kernel -------------------------------------------------------------------------------------

@@ -444,7 +444,8 @@ def refuses(port: int) -> bool:
     return False
 
 
-def test_an_engine_that_broke_is_told_by_health(serve_llm: ModuleType, folder: Path, recwarn: Any) -> None:
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_broke_is_told_by_health(serve_llm: ModuleType, folder: Path) -> None:
     with running(serve_llm, folder) as server:
         assert server.ask("/health")[0] == 200
 
@@ -510,7 +511,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
 
 def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
-    """Fewer lanes and pages than requests; decode calls (log-probabilities of others are asked for) and loops."""
+    """More requests than lanes; greedy and drawn, with log-probabilities of other tokens and without."""
     order = random.Random(0)
     asked: list[dict[str, Any]] = []
     for number in range(24):
