@@ -33,7 +33,8 @@ class BundleModel:
         self._sizes = {name: [sizes_of(entry, key) for key in entry.int_keys] for name, entry in self._entries.items()}
         blocks = min(max(each["blocks"] for each in self._sizes[name]) for name in ("prefill", "decode"))
         loops = [each["batch"] for each in self._sizes.get("generate", ()) if each["blocks"] >= blocks]
-        built = [int(each.shape[1]) for each in self._entries["generate"].outputs if each.name == "tokens"] if loops else [1]
+        made = self._entries["generate"].outputs if loops else ()
+        built = [each.shape[1] for each in made if each.name == "tokens" and isinstance(each.shape[1], int)] or [1]
         chunks = [each for each in self._sizes["prefill"] if each["blocks"] >= blocks]
         chunk = max(each["seq"] for each in chunks)
         self.limits = Limits(

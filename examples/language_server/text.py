@@ -1,15 +1,16 @@
-"""From text to tokens and back: a tokenizer.json, its chat template, text as tokens arrive, stop strings.  Without torch and
-transformers."""
+"""From text to tokens and back: a tokenizer.json, text as tokens arrive, stop strings.  Without torch and transformers."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import Tokenizer
+
+if TYPE_CHECKING:
+    from .chat import ChatTemplate
 
 CONTEXT = 6
 """Tokens before the first new one that are decoded with it: some tokenizers write a token otherwise where a text begins."""
@@ -78,46 +79,12 @@ class StopStrings:
         return next((size for size in range(min(len(string) - 1, len(self._held)), 0, -1) if self._held.endswith(string[:size])), 0)
 
 
-class ChatTemplate:
-    """A template of the Hub's, in Jinja; `special` are the names of tokens that it may use (`bos_token`, ...)."""
-
-    def __init__(self, source: str, special: dict[str, str]) -> None:
-        """Raises ValueError where the template is no Jinja."""
-        from jinja2 import TemplateSyntaxError
-        from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-        room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-        room.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        room.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
-        try:
-            self._template = room.from_string(source)
-        except TemplateSyntaxError as error:
-            raise ValueError(f"chat template, line {error.lineno}: {error.message}") from None
-        self._special = special
-
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt of a conversation, up to where the assistant answers.  Raises ValueError with what the template says."""
-        from jinja2 import TemplateError
-
-        try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
-        except TemplateError as error:
-            raise ValueError(str(error)) from None
-
-
-def refuse(text: str) -> None:
-    """What templates call to refuse a conversation."""
-    from jinja2 import TemplateError
-
-    raise TemplateError(text)
-
-
 class Language:
     """What a folder in the Hub's layout says of text: tokenizer.json, and where they are, tokenizer_config.json,
     chat_template.jinja, generation_config.json and config.json."""
 
     def __init__(self, folder: str | Path) -> None:
-        """Raises ValueError for a folder without a tokenizer.json."""
+        """Raises ValueError for a folder without a tokenizer.json, or whose chat template is no Jinja."""
         place = Path(folder)
         if not (place / "tokenizer.json").is_file():
             raise ValueError(f"{folder}: no tokenizer.json")
@@ -132,7 +99,11 @@ class Language:
         self.size = self._tokenizer.get_vocab_size()
         written = place / "chat_template.jinja"
         template = written.read_text("utf-8") if written.is_file() else chosen(settings.get("chat_template"))
-        self.chat = ChatTemplate(template, special) if template else None
+        self.chat: ChatTemplate | None = None
+        if template:
+            from .chat import ChatTemplate  # Jinja is for chats alone
+
+            self.chat = ChatTemplate(template, special)
 
     def tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
         """The tokens of a text; `special`: with those that the tokenizer puts around it, which a chat template writes itself."""

@@ -1,4 +1,4 @@
-"""examples/language_server/{text,answer}.py: text as tokens come, stop strings, chat templates, a tokenizer's folder."""
+"""examples/language_server/{text,chat,answer}.py: text as tokens come, stop strings, chat templates, a tokenizer's folder."""
 
 from __future__ import annotations
 
@@ -198,7 +198,18 @@ def test_chat_templates(modules: SimpleNamespace, tmp_path: Path, place: str) ->
 
 def test_a_template_reaches_nothing_but_the_conversation(modules: SimpleNamespace) -> None:
     pytest.importorskip("jinja2")
+    template = importlib.import_module("language_server.chat").ChatTemplate
     with pytest.raises(ValueError, match="unsafe"):
-        modules.text.ChatTemplate("{{ messages.__class__.__mro__ }}", {}).render([])
+        template("{{ messages.__class__.__mro__ }}", {}).render([])
     with pytest.raises(ValueError, match="chat template, line 2: "):
-        modules.text.ChatTemplate("\n{% if %}", {})
+        template("\n{% if %}", {})
+    with pytest.raises(ValueError, match="not iterable"):
+        template("{% for call in messages[0].calls %}{% endfor %}", {}).render([{"calls": 5}])
+
+
+def test_what_transformers_adds_to_jinja(modules: SimpleNamespace) -> None:
+    pytest.importorskip("jinja2")
+    template = importlib.import_module("language_server.chat").ChatTemplate
+    source = "{{ strftime_now('%Y') }}{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
+    said = template(source, {}).render([{"role": "é"}])
+    assert said[:2] == "20" and said[4:] == '{"role": "é"}'
