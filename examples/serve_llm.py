@@ -170,7 +170,7 @@ class Completion(Response):
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics, code = self._server.metrics, 499  # who asked went away
+        metrics, code = self._server.metrics, 500
         began = time.perf_counter()
         try:
             asked = read_request(self._body, chat=self._chat)
@@ -188,6 +188,9 @@ class Completion(Response):
             metrics.whole.observe(time.perf_counter() - began)
             if not asked.stream:
                 await told(scope, receive, send)
+        except asyncio.CancelledError:
+            code = 499  # who asked went away
+            raise
         except Busy as error:
             code = 429
             raise Refusal(429, str(error), code="too_many_requests", again=error.seconds) from None

@@ -375,6 +375,7 @@ def test_a_client_that_leaves_frees_its_pages(server: Running, stream: bool) -> 
     server.until(lambda: not server.server.engine.open_requests)
     server.model.gate.set()
     server.until_free()
+    assert 'cgbundle_llm_requests_total{code="499",path="/v1/completions"}' in server.ask("/metrics")[1]
 
 
 def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
