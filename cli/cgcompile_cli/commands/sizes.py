@@ -66,8 +66,12 @@ def sizes(
         })  # fmt: skip
         return
     span = f"{count(len(counts), 'distinct size')} from {min(counts)} to {max(counts)}"
-    unit = f"{chosen.served} in column {column!r}" if column else count(chosen.served, "row")
-    show(f"{count(sum(counts.values()), 'request')} of {unit}, {span}")
+    requests = count(sum(counts.values()), "request")
+    show(
+        f"{requests}, column {column!r} adds up to {chosen.served}, {span}"
+        if column
+        else f"{requests} of {count(chosen.served, 'row')}, {span}"
+    )
     show("")
     heads = (">number", ">padded" if column else ">padded rows", ">wasted", "", "sizes")
     show(table(heads, [_row(proposal, proposals[0].wasted) for proposal in proposals]))
