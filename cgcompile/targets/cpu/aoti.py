@@ -108,6 +108,7 @@ def _compiled(
 ) -> Compiled:
     tell("loading Inductor")
     with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
+        from ...transforms.old_values import ReadOldValues
         from .compilations import prefetch_triton_key, side_by_side, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
@@ -134,6 +135,7 @@ def _compiled(
     options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
     wrapped = wrap(work / "compiler", level)
     options["cpp.cxx"] = (None, str(wrapped.path))
+    options["post_grad_custom_pre_pass"] = ReadOldValues()
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
     compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side(interface))

@@ -36,7 +36,10 @@ def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         leaves = tree_leaves((args, kwargs))
         if not compiled:
-            compiled.append(compile_graph(module, leaves, {**options, **OPTIONS}, specialize == "shared"))
+            from ...transforms.old_values import ReadOldValues
+
+            own = {**options, **OPTIONS, "post_grad_custom_pre_pass": ReadOldValues()}
+            compiled.append(compile_graph(module, leaves, own, specialize == "shared"))
         return compiled[0](*leaves)
 
     return call
