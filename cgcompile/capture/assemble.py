@@ -26,7 +26,6 @@ from ..errors import BuildError
 from ..targets.cuda.bodies import Bodies
 from ..targets.cuda.chains import ChainedOutput, refused
 from ..targets.cuda.conditions import set_condition
-from ..targets.cuda.early_launch import CAPABILITY, launched_early
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.memory_layout import Table
 from .pairing import PairedRanges, pair_takes
@@ -112,7 +111,7 @@ def assemble(
     for key, mine in of_key.items():
         ranges = dict.fromkeys(i for _, own in mine for i in own.used())
         placement = place(a, ranges, offsets, key, kept.offsets.get(key, {}), kept.start)  # one arena for all of them
-        graphs[key] = tuple([_rows(graph, own, placement, conditions, a.arch) for graph, own in mine])
+        graphs[key] = tuple([_rows(graph, own, placement, conditions) for graph, own in mine])
     states_of = tuple(_states(states, offsets))
     return Assembled(graphs=graphs, tables=tables, weights_end=end, states=states_of, reserved=kept.reserved)
 
@@ -152,9 +151,7 @@ def has_conditions(take: Take) -> bool:
     return any(isinstance(row, RawSetCondition) for graph in take.graphs for row in graph.nodes)
 
 
-def _rows(
-    graph: RawGraph, classified: _ClassifiedGraph, placement: Placement, conditions: Function | None, arch: str
-) -> RecordedGraph:
+def _rows(graph: RawGraph, classified: _ClassifiedGraph, placement: Placement, conditions: Function | None) -> RecordedGraph:
     functions: dict[Function, int] = {}
     growing = Bodies()
     for begin, piece, edges in marks_and_graphs(graph):
@@ -174,8 +171,6 @@ def _rows(
                 among = [Edge(source=s, target=t, from_port=p, to_port=q, type=k) for s, t, p, q, k in edges]
                 growing.add(nodes, among)
     rows, joined, bodies = growing.rows()
-    if conditions in functions and int(arch.removeprefix("sm_")) >= CAPABILITY:
-        joined = launched_early(rows, joined, {functions[conditions]})
     recording = Recording(key=graph.key, functions=tuple(functions), nodes=rows, edges=joined, bodies=bodies)
     values = tuple(_value(v, t, placement) for v, t in zip((*graph.inputs, *graph.outputs), classified.values, strict=True))
     count = len(graph.inputs)

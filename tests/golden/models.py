@@ -198,7 +198,7 @@ class Routed(nn.Module):
 
 
 def traced_switch() -> Made:
-    """fp32, with a switch as a conditional node, and kernels that are launched early."""
+    """fp32, with a switch as a conditional node."""
     return Routed().eval(), lambda batch: (torch.randn(batch, 8), torch.tensor(2))
 
 

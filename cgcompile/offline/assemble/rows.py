@@ -12,7 +12,6 @@ from cgbundle.tables.recording import Address, Function, KernelNode, MemcpyNode,
 from ...errors import BuildError
 from ...targets.cuda.bodies import Bodies
 from ...targets.cuda.conditions import set_condition
-from ...targets.cuda.early_launch import launched_early
 from ...targets.cuda.recorded import RecordedGraph
 from ..compile.kernels import CompiledKernel
 from ..lowered import (
@@ -119,8 +118,6 @@ def _assemble(
             case End():
                 growing.end()
     nodes, edges, bodies = growing.rows()
-    waits = {own for each in compiled if each.waits for own in (_function(each), conditions)}
-    edges = launched_early(nodes, edges, {number for own, number in functions.items() if own in waits})
     return RecordedGraph(
         recording=Recording(key=lowered.key, functions=tuple(functions), nodes=nodes, edges=edges, bodies=bodies),
         inputs=tuple(_value(tensor, where, f"int_key {lowered.key}, input {i}") for i, tensor in enumerate(region.inputs)),

@@ -32,8 +32,7 @@ SETTINGS = re.compile(r"(TRITON|MLIR|LLVM|NVPTX|PTXAS|DISABLE_PTXAS|AMDGCN|USE_I
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KernelImage:
-    """What Triton made of a variant.  `shared` (dynamic) and scratch memory in bytes per block, `blocks` of a cluster.  `waits`: it
-    may be launched early (early_launch.py)."""
+    """What Triton made of a variant.  `shared` (dynamic) and scratch memory in bytes per block, `blocks` of a cluster."""
 
     image: bytes
     symbol: str
@@ -44,7 +43,6 @@ class KernelImage:
     global_scratch: int
     profile_scratch: int
     cooperative: bool
-    waits: bool
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,7 +52,6 @@ class CompiledKernel:
     `params`: (type, name) of the parameters that arguments go to, in order, types as in `KernelVariant.signature`.  `layout`:
     (offset, size) in bytes of all parameters, those of `params` first; `scratch_pointers` (2 or 0) more follow, all null.
     `shared`: dynamic shared memory in bytes.  `threads` of a block.  `cluster`: blocks per axis; a grid counts clusters.
-    `waits`: it may be launched early.
     """
 
     image: bytes
@@ -67,7 +64,6 @@ class CompiledKernel:
     threads: int
     cluster: tuple[int, int, int]
     cooperative: bool
-    waits: bool = False
 
 
 def compile_variants(
@@ -154,5 +150,4 @@ def finish(variant: KernelVariant, kernel: KernelImage, shared_limit: int) -> Co
         threads=threads,
         cluster=(kernel.blocks, 1, 1),
         cooperative=kernel.cooperative,
-        waits=kernel.waits,
     )

@@ -14,7 +14,6 @@ from triton.compiler import ASTSource
 
 from ...errors import BuildError
 from ...targets import architectures
-from ...targets.cuda.early_launch import CAPABILITY, waiting
 from ...util.workers import serve
 from ..lowered import KernelVariant
 from .kernel_source import define
@@ -48,10 +47,7 @@ def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
     options: dict[str, Any] = {"num_warps": variant.warps, "num_stages": variant.stages, **dict(variant.options)}
     if unknown := sorted(set(options) - set(CUDAOptions.__dataclass_fields__)):
         raise ValueError(f"triton {triton.__version__} has no option {unknown[0]}")
-    capability = architectures.arch(arch).capability
-    waits = capability >= CAPABILITY
-    text = waiting(variant.source, variant.name) if waits else variant.source
-    function = triton.jit(define(text, variant.name, FILE))
+    function = triton.jit(define(variant.source, variant.name, FILE))
     names = [name for name, _ in variant.signature]
     source = ASTSource(
         function,
@@ -59,7 +55,7 @@ def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
         dict(variant.constants),
         {(names.index(name),): [["tt.divisibility", 16]] for name in variant.divisible},
     )
-    made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    made = triton.compile(source, target=GPUTarget("cuda", architectures.arch(arch).capability, 32), options=options)
     found = made.metadata
     return KernelImage(
         image=made.asm["cubin"],
@@ -71,7 +67,6 @@ def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
         global_scratch=found.global_scratch_size,
         profile_scratch=found.profile_scratch_size,
         cooperative=found.launch_cooperative_grid,
-        waits=waits,
     )
 
 

@@ -13,12 +13,11 @@ from cgbundle.tables.recording import Address, ConditionalNode, Function, Handle
 from cgbundle.tables.table import SET_CONDITION
 from cgbundle.validate.conditionals import PARAMS
 
-from .early_launch import CAPABILITY
 from .ptxas import assemble
 
 SOURCE = f"""
 .version 8.3
-.target {{target}}
+.target sm_80
 .address_size 64
 .extern .func cudaGraphSetConditional (.param .b64 handle, .param .b32 value);
 .visible .entry {SET_CONDITION}(.param .u64 byte, .param .u64 handle)
@@ -28,7 +27,6 @@ SOURCE = f"""
   ld.param.u64 %at, [byte];
   ld.param.u64 %handle, [handle];
   cvta.to.global.u64 %at, %at;
-  {{wait}}
   ld.global.u8 %value, [%at];
   {{
     .param .b64 first;
@@ -48,11 +46,8 @@ LOOPS, BRANCHES = 12040, 12080
 
 
 def condition_image(name: str) -> bytes:
-    """The kernel's image for an architecture ("sm_90"); it waits by itself where it can (early_launch.py).  Raises extra-missing,
-    kernel-failed."""
-    capability = int(name.removeprefix("sm_"))
-    target, wait = ("sm_90", "griddepcontrol.wait;") if capability >= CAPABILITY else ("sm_80", "")
-    return assemble(SOURCE.replace("{target}", target).replace("{wait}", wait), capability)
+    """The kernel's image for an architecture ("sm_90").  Raises extra-missing, kernel-failed."""
+    return assemble(SOURCE, int(name.removeprefix("sm_")))
 
 
 def conditional_driver(recordings: Iterable[Recording]) -> int:

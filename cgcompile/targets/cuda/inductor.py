@@ -9,19 +9,16 @@ torch/_inductor/standalone_compile.py.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
-from unittest import mock
 
 import torch
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ...errors import BuildError, ModelError
+from ...transforms.vector_products import PRODUCTS, added_product, product, read_in_order
 from ..compiler_errors import explain
-from .early_launch import CAPABILITY, STATEMENTS
-from .vector_products import PRODUCTS, added_product, product
 
 TESTED = "2.11 and 2.13"
 
@@ -57,9 +54,9 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         fake(f"input_{i}", leaves[i], _varying(node, leaves[i]) if dynamic else [False] * leaves[i].dim()) for i, node in taken
     ]
     try:
-        with tracing(TracingContext(mode)), torch.no_grad(), waiting_kernels() as early:
+        with tracing(TracingContext(mode)), torch.no_grad():
             table = None if dynamic else _decompositions()
-            compiled = compile_fx(graph, fakes, config_patches={**options, **early}, decompositions=table)
+            compiled = compile_fx(graph, fakes, config_patches=dict(options), decompositions=table)
     except Exception as error:
         failure = explain(error, module)
         raise ModelError("lowering-failed", str(failure), failure.hint("inductor")) from error
@@ -74,7 +71,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table, with products with a vector as sums."""
+    """Inductor's table, with products with a vector as sums where that is faster than a library."""
     from torch._inductor.decomposition import select_decomp_table
 
     aten, table = torch.ops.aten, dict(select_decomp_table())
@@ -82,31 +79,14 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
     def either(one: Callable[..., Any], other: Callable[..., Any] | None) -> Callable[..., Any]:
         def decompose(*args: Any, **kwargs: Any) -> Any:
-            made = one(*args, **kwargs) if args[-1].dtype in PRODUCTS else NotImplemented
+            a, b = args[-2:]
+            vector = a.dtype in PRODUCTS and 1 in (a.shape[-2], b.shape[-1]) and read_in_order(a, b)
+            made = one(*args, **kwargs) if vector else NotImplemented
             return other(*args, **kwargs) if made is NotImplemented and other is not None else made
 
         return decompose
 
     return table | {operation: either(one, table.get(operation)) for operation, one in ours.items()}
-
-
-@contextmanager
-def waiting_kernels() -> Iterator[dict[str, Any]]:
-    """Inductor's options, with which its kernels may be launched early (early_launch.py); inside they wait first of all.  Its own
-    kernels wait where they read what the kernel before made, and those that read nothing never: the one behind such a kernel would
-    not wait for the one before it (torch 2.11 and 2.13)."""
-    from torch._inductor.codegen.triton import TritonKernel
-
-    if torch.cuda.get_device_capability()[0] * 10 < CAPABILITY or not hasattr(TritonKernel, "_filter_pdl"):
-        yield {}
-        return
-
-    def waiting(kernel: Any, body: Any) -> None:
-        if kernel._enable_pdl_codegen():
-            body._lines = [*STATEMENTS, *[line for line in body._lines if not any(each in str(line) for each in STATEMENTS)]]
-
-    with mock.patch.object(TritonKernel, "_filter_pdl", waiting):
-        yield {"triton.enable_pdl": True}
 
 
 def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, list[torch.Tensor], list[tuple[int, Node]]]:

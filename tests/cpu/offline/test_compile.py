@@ -315,7 +315,6 @@ def kernel_of(made: CompiledKernel, **changes: Any) -> KernelImage:
         global_scratch=0,
         profile_scratch=0,
         cooperative=False,
-        waits=made.waits,
     )
     return replace(plain, **changes)
 

@@ -32,7 +32,7 @@ from cgcompile.offline.lower.variants import BLOCKS
 from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Lowered, Pointer, Release
 from cgcompile.offline.tuning import cost_model
 from cgcompile.targets.architectures import arch
-from cgcompile.targets.cuda import vector_products
+from cgcompile.transforms import vector_products
 from tests.helpers.raising import raises
 
 H200 = arch("sm_90")
