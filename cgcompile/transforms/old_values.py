@@ -29,7 +29,7 @@ SIMPLE = frozenset({
 """Operations beside views that may change nothing, depending on what they are given."""
 
 
-class ReadOldValues(CustomGraphPass):  # type: ignore[misc]
+class ReadOldValues(CustomGraphPass):
     """The pass, for the option above."""
 
     def __call__(self, graph: Graph) -> None:

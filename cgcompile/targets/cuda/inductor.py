@@ -87,7 +87,7 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     from torch._inductor.decomposition import select_decomp_table
 
     aten, table = torch.ops.aten, dict(select_decomp_table())
-    ours = {aten.mm.default: product, aten.bmm.default: product, aten.addmm.default: added_product}
+    ours: dict[Any, Callable[..., Any]] = {aten.mm.default: product, aten.bmm.default: product, aten.addmm.default: added_product}
 
     def either(one: Callable[..., Any], other: Callable[..., Any] | None) -> Callable[..., Any]:
         def decompose(*args: Any, **kwargs: Any) -> Any:
