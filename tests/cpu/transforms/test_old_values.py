@@ -44,6 +44,27 @@ def test_a_bundle_swaps_them_as_eager_pytorch_does(tmp_path: Path, target: str) 
                 assert torch.equal(program(torch.zeros(4)), eager(torch.zeros(4)))
 
 
+class Emptied(torch.nn.Module):
+    """A counter that a call sets back to what another buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.full((4,), 7.0))
+        self.register_buffer("held", torch.zeros(4))
+
+    def forward(self, x: Any) -> Any:
+        made = self.held + x
+        self.held.copy_(self.first)
+        return made
+
+
+def test_a_bundle_begins_with_the_buffers_of_the_model(tmp_path: Path) -> None:
+    """Inductor copies one buffer to another while it compiles."""
+    path = cgcompile.build(Emptied(), lambda: (torch.zeros(4),), out=tmp_path / "emptied.cgb", target="cpu").path
+    with cgbundle.load(path) as program:
+        assert [float(program(torch.zeros(4))[0]) for _ in range(2)] == [0, 7]
+
+
 def test_only_values_of_what_is_written_before_are_made_first() -> None:
     def shifted(a: Any, b: Any, c: Any) -> Any:
         aten.copy_.default(a, b)
