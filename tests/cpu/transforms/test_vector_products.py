@@ -28,7 +28,11 @@ aten = torch.ops.aten
 )
 def test_a_sum_reads_in_order(a: Any, b: Any, sums: bool) -> None:
     table, added = _decompositions(), torch.ones(b.shape[-1], dtype=a.dtype)
-    for operation, given in ((aten.mm.default, (a, b)), (aten.addmm.default, (added, a, b)), (aten.bmm.default, (a[None], b[None]))):
+    for operation, given in (
+        (aten.mm.default, (a, b)),
+        (aten.addmm.default, (added, a, b)),
+        (aten.bmm.default, (a[None], b[None])),
+    ):
         made = table[operation](*given)
         assert (made is not NotImplemented) == sums
         if sums:
