@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from cgbundle.format.entries import each_entry, with_entries
-from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
 from cgbundle.validate import host_code
 
 from ..bundle.emit import seal, write_programs
-from ..bundle.proof import mismatches, replay
+from ..bundle.proof import replay
 from ..bundle.provenance import provenance
 from ..checks import Checked, check, refuse
 from ..export.export import export, refuse_branches
@@ -25,27 +24,29 @@ from ..export.programs import Programs, with_shared_constants
 from ..export.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
-from ..model.flat_module import PREFIX
 from ..model.load import checked_chains, load_sources
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
 from ..targets.architectures import capability_of
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.chains import chains_of, check_layouts
-from ..targets.choice import CONDITIONALS, choose
+from ..targets.choice import ALL_LOWERINGS, CONDITIONALS, FIRST_LOWERING, choose
 from ..transforms.error_bounds import error_bounds
-from ..transforms.output_aliases import manifest_aliases
 from ..transforms.padding_proof import prove_padding
 from ..transforms.prepared import prepare, together
 from ..util.imports import quick_imports
 from ..util.progress import Stages
 from .destination import destination_path, staged_bundle
 from .kernel_coverage import operators_without_kernel
+from .manifest import made_manifest, with_mismatches
 from .records import Built, Options
 from .training_mode import evaluated
 
 BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "trace": "cgcompile.offline.build"}
 """By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
+
+BEST = "cgcompile.pipeline.best.build"
+"""The same where several lowerings are recorded."""
 
 
 def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
@@ -65,14 +66,16 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             told = CPU if chosen.recorder == "host" else CUDA
             capability = capability_of(chosen.target)
             sources = [replace(source, device=first.device, told=told, capability=capability) for source in loaded]
+            builder = BEST if options.lower == ALL_LOWERINGS else BUILDERS[chosen.recorder]
             with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
-                build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
+                build_parts: Callable[..., ManifestParts] = import_module(builder).build_parts
             several = f", {len(sources)} entries" if len(sources) > 1 else ""
             tell(f"{first.name}{several}, {_counted(keys, 'int_key')}{f'; {mode}' if mode else ''}")
         if chosen.recorder == "capture":
             from ..capture.build import started
 
-            build_parts = partial(build_parts, processes=stack.enter_context(started(keys, options.lower, options.specialize)))
+            level = FIRST_LOWERING if options.lower == ALL_LOWERINGS else options.lower
+            build_parts = partial(build_parts, processes=stack.enter_context(started(keys, level, options.specialize)))
         if chosen.recorder == "host":
             from ..targets.cpu.interface import begun_interface
 
@@ -116,17 +119,18 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
         spec = BuildSpec(
             entries=entries, chains=chains_of(checked_chains(options.chains, first.label) or first.chains, entries),
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
-            prove_budget=options.prove_budget, waive=options.waive, torch_version=torch.__version__.partition("+")[0],
+            prove_budget=options.prove_budget, budget=options.budget, waive=options.waive,
+            torch_version=torch.__version__.partition("+")[0],
         )  # fmt: skip
         parts = build_parts(spec, folder, stages)
         for entry in spec.entries:
             write_programs(folder, entry.prepared.programs, entry.name)
         origin = provenance(first.origin or first.label, _recorded_options(options, chosen.recorder))
         findings = [rules.findings for rules in checked]
-        manifest = _manifest(spec, parts, findings, options.waive, origin)
+        manifest = made_manifest(spec, parts, findings, origin)
         check_layouts(each_entry(manifest))
         host_code.attach(folder, manifest)
-        sealed = seal(folder, _with_mismatches(manifest))
+        sealed = seal(folder, with_mismatches(manifest))
         with stages("verify") as tell:
             if chosen.runs_here:
                 bounds = [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries]
@@ -135,7 +139,7 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
                     replace(each, exam=exam, findings=found)
                     for each, exam, found in zip(each_entry(sealed), exams, findings, strict=True)
                 ]
-                sealed = seal(folder, _with_mismatches(with_entries(tuple(examined))))
+                sealed = seal(folder, with_mismatches(with_entries(tuple(examined))))
                 error = max(proof.error for exam in exams for proof in exam.proofs)
                 tell(f"{_counted(keys, 'int_key')} in a fresh process, largest error {error:.1e}")
             else:
@@ -194,54 +198,10 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
         named |= {"record": recorder, "prove": options.prove}
         if options.prove != "none":
             named["prove_budget"] = f"{options.prove_budget:g}"
+    if options.budget is not None:
+        named["budget"] = f"{options.budget:g}"
     if options.train:
         named["train"] = "true"
     if options.host_ops:
         named["host_ops"] = ", ".join(options.host_ops)
     return named
-
-
-def _manifest(
-    spec: BuildSpec, parts: ManifestParts, findings: Sequence[tuple[Finding, ...]], waive: tuple[str, ...], origin: Provenance
-) -> Manifest:
-    names = [row.name for row in parts.weights]
-    generator = next((entry.prepared.generator for entry in spec.entries if entry.prepared.generator), "")
-    each = [
-        Manifest(
-            format=FORMAT_VERSION,
-            name=entry.source.name,
-            target=parts.target,
-            entry=entry.name,
-            dimensions=entry.dimensions,
-            inputs=entry.prepared.signature.inputs,
-            written=entry.prepared.written,
-            changes=tuple(sorted([names.index(name.removeprefix(PREFIX)) for name in entry.prepared.changes])),
-            outputs=entry.prepared.signature.outputs,
-            aliases=manifest_aliases(entry.prepared.aliases, parts.weights),
-            random=names.index(generator.removeprefix(PREFIX)) if generator else -1,
-            call=entry.prepared.signature.call,
-            parameters=entry.prepared.signature.parameters,
-            result=entry.prepared.signature.result,
-            weights=parts.weights,
-            fixed=parts.fixed,
-            memories=parts.memories,
-            regions=parts.regions,
-            programs=own.programs,
-            module_state=parts.module_state,
-            findings=found,
-            waivers=tuple(sorted(waive)),
-            exam=own.exam,
-            entries=(),
-            chains=spec.chains,
-            reserved=parts.reserved,
-            provenance=origin,
-            files=(),
-        )
-        for entry, own, found in zip(spec.entries, parts.entries, findings, strict=True)
-    ]
-    return with_entries(tuple(each))
-
-
-def _with_mismatches(manifest: Manifest) -> Manifest:
-    """The manifest with a finding for what was accepted though it differs."""
-    return with_entries(tuple([replace(each, findings=(*each.findings, *mismatches(each))) for each in each_entry(manifest)]))
