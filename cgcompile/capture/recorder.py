@@ -225,7 +225,6 @@ def record_level(
     at_once = fitting(1 if level == "max-autotune" else 2, need)
     tell("recording" if at_once == 2 else "recording, one process after the other")
     a, b = processes.run([request(RECORD, i, keys) for i in range(2)], tell, at_once)
-    processes.end(RECORD)  # each has answered its one request
     tell("comparing the recordings")
     if a.mutated:
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")

@@ -73,8 +73,8 @@ def build(
     argmax of near-ties, as far as the build sees it.
 
     `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.  "best", on the GPU that the bundle is for, builds
-    all of these and one in Triton alone, proves and times each, and keeps the fastest at every int_key; `budget`: seconds after which
-    this search ends, with what it has by then.  `specialize`: "size" lowers every int_key for
+    all of these and one in Triton alone, proves and times each, and keeps the fastest at every int_key.  `budget`: seconds after
+    which this search ends, with what it has by then.  `specialize`: "size" lowers every int_key for
     itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `record`: capture (a GPU that is here),
     trace (without), or auto.  `prove`: interpret or none, for a bundle whose GPU is not here; all others are replayed.
     `prove_budget`: seconds after which interpreting ends; what is not done then is listed as not proved, but the smallest int_key
