@@ -41,6 +41,8 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     check_arguments(model, inputs)
     check_packages("host")
     name = _check_model(model, options.sizes, options.max_keys)
+    if options.budget is not None:
+        check_budget(options.budget, options.lower)
     # where torch has to be asked, `build` chooses when it is there: that it is being imported has been told
     known = not asks_torch(options.target)
     chosen = (options.target, options.lower, options.specialize, options.record, options.prove)
@@ -49,8 +51,6 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
         check_free(destination_path(options.out, name), options.force)
     if not options.prove_budget > 0:
         raise BuildError("limit-invalid", f"prove_budget is {options.prove_budget}, expected more than 0 seconds", NO_PROOF)
-    if options.budget is not None:
-        check_budget(options.budget, options.lower)
     if recorder:
         check_packages(recorder)
     if recorder == "host":

@@ -148,7 +148,8 @@ def _summary(built: Built, seconds: float) -> Table:
     fields += [("memory", summary.memory(manifest)), ("files", summary.files(manifest))]
     for one in each:
         of = f" {one.entry}" if len(each) > 1 else ""
-        fields += [(f"programs{of}", summary.programs(one)), (f"proof{of}", _proof(one, dict(built.seconds)))]
+        fields += [(f"programs{of}", summary.programs(one)), *summary.lowering_fields(one, of)]
+        fields.append((f"proof{of}", _proof(one, dict(built.seconds))))
     return record([
         *fields,
         *([("findings", first_lines(findings))] if findings else []),
