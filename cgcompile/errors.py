@@ -29,6 +29,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "--sizes 1,8,32, or --sizes NAME=1,8 for every parameter of inputs()"),
     "too-many-keys": Cause(BuildError, 2, "The product of the sizes has more int_keys than are built without being asked.",
         "give fewer sizes (`cgcompile sizes` chooses them), or raise --max-keys"),
+    "waiver-unknown": Cause(BuildError, 2, "A rule to waive that there is not.", "`cgcompile explain` lists the rules of findings"),
     "progress-unknown": Cause(BuildError, 2, "Progress is to be shown in a way that there is not.", "leave progress out"),
     # --- the model ---
     "dimension-unused": Cause(ModelError, 1, "A declared dimension changes no shape of the inputs.",
@@ -83,7 +84,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "one positive whole number per line, or --column NAME of a CSV file"),
     "request-log-column-unknown": Cause(BuildError, 2, "A log has no column of that name, or several.",
         "give --column a name from the first line of the file"),
-    "limit-invalid": Cause(BuildError, 2, "A number of capture sizes, their common factor, or the seconds of a proof are too few.",
+    "limit-invalid": Cause(BuildError, 2, "A number of capture sizes, their common factor, or the seconds of a proof or a search are too few.",
         "give --max and --multiple a number of 1 or more"),
     # --- the environment ---
     "extra-missing": Cause(BuildError, 2, "A package that building or signing needs is not installed.",
@@ -194,7 +195,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "take a configuration with smaller blocks or fewer stages"),
     "kernel-unsupported": Cause(BuildError, 1, "A kernel needs what a bundle does not give: scratch memory, tensor descriptors.",
         "take another configuration of this kernel"),
-    "worker-died": Cause(BuildError, 1, "A process that compiles or interprets kernels ended without an answer.", DEFECT),
+    "worker-died": Cause(BuildError, 1, "A process that compiles, interprets or times kernels ended without an answer.", DEFECT),
     # --- offline: the arena and the rows ---
     "lifetime-broken": Cause(BuildError, 1, "A buffer is used outside its lifetime, or allocated twice.", DEFECT),
     "arena-overlap": Cause(BuildError, 1, "Two buffers share bytes of the arena while both are needed: the plan is wrong.", DEFECT),

@@ -92,7 +92,7 @@ def checked(case: Case, module: torch.nn.Module, inputs: Any) -> Row:
     """The verdict of `cgcompile.check` for a GPU, which exports and cuts but compiles nothing."""
     begun = time.perf_counter()
     try:
-        report = cgcompile.check(module, inputs, sizes=dict(case.sizes))
+        report = cgcompile.check(module, inputs, sizes=dict(case.sizes), target="cuda")
     except CgbundleError as error:
         return refusal(case, CHECK, error)
     stages = {"check": time.perf_counter() - begun}

@@ -21,7 +21,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 
-from ..side_effects import SideEffects
+from ..side_effects import NOTHING, Asserted, SideEffects
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
 from .known_values import KnownValues
@@ -93,16 +93,17 @@ def track_devices(
     real: torch.device = CPU,
     told: torch.device = CUDA,
     capability: tuple[int, int] = (8, 0),
+    asserted: Asserted = NOTHING,
 ) -> Iterator[SideEffects]:
     """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
 
-    `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier` and
-    `known` are those of `DataReads`.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own code
-    runs, the property asks this one; in what that code calls, the mode is off the stack.
+    `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier`,
+    `known` and `asserted` are those of `DataReads`.  Fake tensors answer `.device` by a property that asks no mode.  While the
+    user's own code runs, the property asks this one; in what that code calls, the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, told)
     values = KnownValues(real)
-    mode = DeviceTracking(places, DataReads(places, values, earlier, known), values)
+    mode = DeviceTracking(places, DataReads(places, values, earlier, known, asserted), values)
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
     asked = torch.cuda.get_device_capability
 

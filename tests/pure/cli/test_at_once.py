@@ -104,6 +104,9 @@ BOTH = ("--sizes", "batch=1,4", "--sizes", "seq=8")
         (("build", "model.py", "--sizes", "batch=0", "--sizes", "seq=8"), 2, "batch=0 is not a positive whole number"),
         (("build", "model.py", "--sizes", "batch=1"), 2, "no size for dimension 'seq'"),
         (("build", "model.py", "--sizes", "rows=1"), 2, "'rows' is no declared dimension (declared: batch, seq)"),
+        (("build", "model.py"), 2, "no size for dimensions 'batch' and 'seq'"),
+        (("build", "model.py", *BOTH, "--waive", "host_scalr"), 2, "waive 'host_scalr': no such rule (did you mean host-scalar"),
+        (("build", "model.py", *BOTH, "--force", "--wave", "x"), 2, "no such option: --wave (did you mean --waive?)"),
         (("build", "model.py", *BOTH, "--max-keys", "1"), 2, "makes 2 int_keys, more than 1"),
         (("build", "model.py", *BOTH, "-o", "there.cgb"), 2, "there.cgb: exists"),
         (("build", "model.py", *BOTH, "-o", "missing/new.cgb"), 2, "/missing does not exist"),
@@ -143,6 +146,12 @@ def test_completion_comes_at_once(folder: Path, line: str) -> None:
     asked = {"_CGCOMPILE_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
     answer = Answer(folder, **asked)
     assert (answer.status, answer.err) == (0, "") and answer.out and len(answer.modules) < MOST
+
+
+def test_a_folder_that_cannot_be_written_is_told_at_once(folder: Path) -> None:
+    refusing = "import os\nos.access = lambda *asked: False\n"
+    answer = Answer(folder, "build", "model.py", *BOTH, "--target", "cpu", before=refusing)
+    assert answer.status == 2 and answer.err.startswith(f"error: model.cgb: the folder {folder} cannot be written\nhint: ")
 
 
 def test_there_is_a_compiler_or_it_is_told_at_once(folder: Path) -> None:
