@@ -84,7 +84,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "one positive whole number per line, or --column NAME of a CSV file"),
     "request-log-column-unknown": Cause(BuildError, 2, "A log has no column of that name, or several.",
         "give --column a name from the first line of the file"),
-    "limit-invalid": Cause(BuildError, 2, "A number of capture sizes, their common factor, or the seconds of a proof or a search are too few.",
+    "limit-invalid": Cause(BuildError, 2,
+        "A number of capture sizes, their common factor, or the seconds of a proof or a search are too few.",
         "give --max and --multiple a number of 1 or more"),
     # --- the environment ---
     "extra-missing": Cause(BuildError, 2, "A package that building or signing needs is not installed.",
