@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -55,7 +56,10 @@ def time_graphs(bundles: Mapping[str, Path], needs: Mapping[str, int], free: int
 
 
 def _asked(names: Sequence[str], bundles: Mapping[str, Path], folder: Path) -> dict[str, GraphTimes]:
-    kind = Kind(module="cgcompile.pipeline.best.worker", folder=folder, died="worker-died", title="the process that times graphs")
+    kind = Kind(
+        module="cgcompile.pipeline.best.worker", folder=folder, died="worker-died", title="the process that times graphs",
+        environment={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")},  # other workers see none
+    )  # fmt: skip
     job = TimingJob(bundles=tuple([bundles[name] for name in names]))
     requests = {FORWARD: Request(content=job, what=f"timing {', '.join(names)}")}
     [(_, answer)] = list(ask(kind, requests))
