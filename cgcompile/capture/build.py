@@ -46,9 +46,14 @@ EXAM_SEED = 1
 def started(keys: int, level: str, specialize: str) -> Iterator[RecorderProcesses]:
     """The processes that `build_parts` needs for so many int_keys, started before it: they are ready when the model is exported."""
     with recorder_processes() as processes:
-        processes.start(RECORD, 2)
-        processes.start(PRIME, priming(keys, level, specialize))
+        start(processes, keys, level, specialize)
         yield processes
+
+
+def start(processes: RecorderProcesses, keys: int, level: str, specialize: str) -> None:
+    """Starts what records so many int_keys at a level."""
+    processes.start(RECORD, 2)
+    processes.start(PRIME, priming(keys, level, specialize))
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
+from itertools import zip_longest
 from pathlib import Path
 
 from cgbundle.errors import CgbundleError
 
+from ...capture.build import start
 from ...capture.processes import RecorderProcesses, recorder_processes
-from ...capture.recorder import Recordable, record_level
+from ...capture.recorder import Recordable, fitting, record_level
 from ...capture.request import PRIME, RECORD
 from ...targets.build_spec import BuildSpec
 from ...util.progress import Tell
@@ -19,6 +22,9 @@ from .deadline import Deadline, SearchEnded
 from .traced import Traceable, trace
 
 TRACED = "traced"
+
+EARLY = 6
+"""Processes of a recording that the GPU's memory has to hold, before those of the next lowering are started beside one's own."""
 
 Outcome = Candidate | CgbundleError | None
 """A candidate, why there is none, or None where the time was over."""
@@ -40,18 +46,24 @@ def search(
     lowering can be recorded.
     """
     outcomes: dict[str, Outcome] = {}
-    with ThreadPoolExecutor(1) as threads:
+    left = [name for name in SEARCHED if name in names and name != TRACED]
+    with ExitStack() as stack, ThreadPoolExecutor(1) as threads:
+        running = {name: processes for name in left[:1]}
+        for name in left[1:]:
+            (folder / name).mkdir()
+            running[name] = stack.enter_context(recorder_processes(folder / name, processes.cache))
         beside: Future[Outcome] | None = None
         if TRACED in names and isinstance(traced, Traceable):
             beside = threads.submit(_traced, spec, traced, recordable, folder, deadline, _named(tell, TRACED))
         try:
-            left = [name for name in SEARCHED if name in names and name != TRACED]
-            for place, name in enumerate(left):
+            for name, following in zip_longest(left, left[1:]):
+                if following and not deadline.passed() and fitting(EARLY, recordable.need) == EARLY:
+                    start(running[following], len(recordable.request.keys), following, spec.specialize)  # torch's import takes long
                 some = any(isinstance(made, Candidate) for made in outcomes.values())
                 limit = deadline if some else Deadline(None)
-                outcomes[name] = _recorded(name, recordable, processes, limit, folder, _named(tell, name), own=place > 0)
-                processes.end(PRIME)  # one request is all that a process answers
-                processes.end(RECORD)
+                outcomes[name] = _recorded(name, recordable, running[name], limit, _named(tell, name))
+                running[name].end(PRIME)  # one request is all that a process answers
+                running[name].end(RECORD)
         except BaseException:
             deadline.end()  # the thread is waited for
             raise
@@ -74,18 +86,12 @@ def searched(outcomes: dict[str, Outcome], deadline: Deadline) -> Searched:
     return Searched(made=made, left_out=late | {name: str(refusal) for name, refusal in refusals.items()}, complete=not late)
 
 
-def _recorded(
-    name: str, recordable: Recordable, processes: RecorderProcesses, deadline: Deadline, folder: Path, tell: Tell, *, own: bool
-) -> Outcome:
-    """`own`: by processes of its own, which share the cache of `processes`."""
+def _recorded(name: str, recordable: Recordable, processes: RecorderProcesses, deadline: Deadline, tell: Tell) -> Outcome:
     if deadline.passed():
         return None
-    (folder / name).mkdir()
     try:
-        with recorder_processes(folder / name, processes.cache) as further:
-            running = further if own else processes
-            with deadline.ending(running.stop):
-                return Candidate(recorded=record_level(recordable, name, running, tell=tell))
+        with deadline.ending(processes.stop):
+            return Candidate(recorded=record_level(recordable, name, processes, tell=tell))
     except SearchEnded:
         return None
     except CgbundleError as refusal:

@@ -110,6 +110,7 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(usage, "check_packages", lambda recorder: None)
     monkeypatch.setattr(capture_build, "started", started)
     monkeypatch.setattr(search, "record_level", record_level)
+    monkeypatch.setattr(search, "start", lambda *given: None)
     monkeypatch.setattr(search, "trace", trace)
     monkeypatch.setattr(trial, "replay", replay)
     monkeypatch.setattr(best, "time_graphs", time_graphs)
