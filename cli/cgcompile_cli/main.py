@@ -9,7 +9,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from . import errors, signals
-from .commands import bench, build, cache, check, diff, doctor, explain, inspect, operators, run, sign, sizes, verify
+from .commands import bench, build, check, diff, doctor, explain, inspect, operators, run, sign, sizes, storage, verify
 
 
 class Command(TyperCommand):
@@ -76,9 +76,17 @@ app.command("targets", cls=Command)(doctor.targets)
 app.command("operators", cls=Command)(operators.operators)
 app.command("doctor", cls=Command)(doctor.doctor)
 caches = typer.Typer(help="Show or remove what builds keep for the next one.", no_args_is_help=True)
-caches.command("dir", cls=Command)(cache.dir)
-caches.command("clean", cls=Command)(cache.clean)
+caches.command("dir", cls=Command)(storage.dir)
+caches.command("clean", cls=Command)(storage.clean)
 app.add_typer(caches, name="cache")
+stores = typer.Typer(help="Keep bundles in a folder where equal files are kept once.", no_args_is_help=True)
+stores.command("add", cls=Command)(storage.add)
+stores.command("list", cls=Command)(storage.listing)
+stores.command("remove", cls=Command)(storage.remove)
+stores.command("gc", cls=Command)(storage.gc)
+app.add_typer(stores, name="store")
+app.command("push", cls=Command)(storage.push)
+app.command("pull", cls=Command)(storage.pull)
 
 
 def main() -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
@@ -85,6 +86,10 @@ def longest(model: Model, x: torch.Tensor) -> torch.Tensor:
     return x * (torch.arange(longest, device=x.device) < 3)
 
 
+def functional(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gaussian_nll_loss(x, x * 2, x)
+
+
 def chosen(model: Model, x: torch.Tensor) -> torch.Tensor:
     return x * 2 if x.isnan().any() else x * 3
 
@@ -97,7 +102,7 @@ def targets(made: Exported) -> list[Any]:
     return [node.target for node in made.programs.first.graph.nodes]
 
 
-@pytest.mark.parametrize(("function", "bad"), [(refusing, torch.nan), (asserting, torch.inf), (longest, None)])
+@pytest.mark.parametrize(("function", "bad"), [(refusing, torch.nan), (asserting, torch.inf), (longest, None), (functional, -1.0)])
 def test_the_one_way_to_go_on_is_asserted_on_the_host(function: Callable[..., Any], bad: float | None) -> None:
     made = traced(function)
     assert {obstacle.rule for obstacle in made.obstacles} == {"asserted-value"}
