@@ -92,7 +92,7 @@ def decoder() -> Made:
 
     config = LlamaConfig(
         vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
-        num_key_value_heads=8, use_cache=False, torch_dtype="bfloat16",
+        num_key_value_heads=8, use_cache=False,
     )  # fmt: skip
 
     def inputs(batch: int) -> tuple[torch.Tensor, ...]:
@@ -161,7 +161,9 @@ def measure(name: str, each: bool, budget: float | None, folder: Path) -> bool:
     network, inputs = make()
     network = network.eval()
     begun = time.perf_counter()
-    built = cgcompile.build(network, inputs, sizes=sizes, out=folder / f"{name}.cgb", lower="best", budget=budget, force=True)
+    built = cgcompile.build(
+        network, inputs, sizes=sizes, out=folder / f"{name}.cgb", lower="best", budget=budget, force=True, progress=watch
+    )
     spent = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in built.seconds if seconds >= 1)
     print(f"{name}: built in {time.perf_counter() - begun:.0f} s ({spent})", flush=True)
     network = network.cuda()
@@ -187,6 +189,12 @@ def measure(name: str, each: bool, budget: float | None, folder: Path) -> bool:
                 flush=True,
             )
     return not each or compare(network.cpu(), inputs, sizes, built, folder)
+
+
+def watch(event: cgcompile.Event) -> None:
+    """Says where a build is."""
+    if event.state == "done" or event.text.endswith(("recording", "recordings", "processes")):
+        print(f"    {event.stage} {event.seconds:.0f} s: {event.text}", flush=True)
 
 
 def told(lowerings: Any) -> str:
