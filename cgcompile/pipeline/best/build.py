@@ -31,7 +31,7 @@ from ...targets.build_spec import BuildSpec, ManifestParts, build_key
 from ...targets.memory_layout import lay_out
 from ...targets.weights import add_tables, shapes_of
 from ...util.progress import Stages, Tell
-from .candidates import Searched
+from .candidates import Searched, reason
 from .choice import LOWERINGS, choose
 from .deadline import Deadline
 from .kept import keep_lowerings, kept_path, recall_lowerings
@@ -199,7 +199,7 @@ def _emitted(
 
 def _without(searched: Searched, refusals: Mapping[str, CgbundleError]) -> Searched:
     made = {name: each for name, each in searched.made.items() if name not in refusals}
-    reasons = {name: str(refusal) for name, refusal in refusals.items()}
+    reasons = {name: reason(refusal) for name, refusal in refusals.items()}
     return replace(searched, made=made, left_out={**searched.left_out, **reasons})
 
 

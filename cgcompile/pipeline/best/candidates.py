@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+
+from cgbundle.errors import CgbundleError
 
 from ...capture.recorder import Recorded
 
@@ -16,6 +19,14 @@ class Candidate:
     recorded: Recorded = field(repr=False)
     folded: frozenset[str] = frozenset()
     configurations: str = field(default="", repr=False)
+
+
+def reason(refusal: CgbundleError) -> str:
+    """Why a lowering is left out, as the bundle says it: without the place of a log, which lies on the machine of the build."""
+    return LOG.sub("", str(refusal))
+
+
+LOG = re.compile(r" \(log: [^)]*\)")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,7 +16,7 @@ from ...capture.recorder import Recordable, fitting, record_level
 from ...capture.request import PRIME, RECORD
 from ...targets.build_spec import BuildSpec
 from ...util.progress import Tell
-from .candidates import Candidate, Searched
+from .candidates import Candidate, Searched, reason
 from .choice import SEARCHED
 from .deadline import Deadline, SearchEnded
 from .traced import Traceable, trace
@@ -83,7 +83,7 @@ def searched(outcomes: dict[str, Outcome], deadline: Deadline) -> Searched:
         raise next(iter(refusals.values()))
     over = f"not recorded in the {deadline.seconds:g} seconds that the search may take" if deadline.seconds is not None else ""
     late = {name: over for name, found in outcomes.items() if found is None}
-    return Searched(made=made, left_out=late | {name: str(refusal) for name, refusal in refusals.items()}, complete=not late)
+    return Searched(made=made, left_out=late | {name: reason(refusal) for name, refusal in refusals.items()}, complete=not late)
 
 
 def _recorded(name: str, recordable: Recordable, processes: RecorderProcesses, deadline: Deadline, tell: Tell) -> Outcome:

@@ -174,7 +174,7 @@ def test_what_was_chosen_before_is_recorded_without_a_search(told: SimpleNamespa
 def test_one_that_cannot_be_recorded_proved_or_timed_is_left_out_and_says_why(told: SimpleNamespace, tmp_path: Path) -> None:
     told.refused["max-autotune"] = ModelError("lowering-failed", "no kernel")
     told.unproved["traced"] = BuildError("proof-failed", "it differs")
-    told.untimed["eager"] = BuildError("worker-died", "the process ended")
+    told.untimed["eager"] = BuildError("recorder-failed", "the process ended (log: /tmp/x/record0.log)")
     made = build(tmp_path / "a.cgb")
     assert chosen(made) == ["inductor"] * 2
     reasons = {row.name: row.reason for row in made.manifest.programs[0].lowerings}
