@@ -102,8 +102,8 @@ def _traced(spec: BuildSpec, what: Traceable, recordable: Recordable, folder: Pa
     scratch = folder / TRACED
     scratch.mkdir()
     try:
-        return trace(spec, what, recordable, scratch, deadline.telling(tell))
-    except SearchEnded:
+        return trace(spec, what, recordable, scratch, deadline.telling(tell), deadline.left())
+    except (SearchEnded, TimeoutError):
         return None
     except CgbundleError as refusal:
         return refusal

@@ -54,10 +54,13 @@ def traceable(spec: BuildSpec, cut: CutProgram) -> Traceable:
     return Traceable(jobs=jobs_of(spec, programs, split, calls, live), calls=calls, split=split)
 
 
-def trace(spec: BuildSpec, what: Traceable, recordable: Recordable, scratch: Path, tell: Tell) -> Candidate:
-    """Lowers, compiles and plans.  Raises the refusals of lowering, of the compiler and of the plan."""
+def trace(
+    spec: BuildSpec, what: Traceable, recordable: Recordable, scratch: Path, tell: Tell, seconds: float | None = None
+) -> Candidate:
+    """Lowers, compiles and plans.  Raises the refusals of lowering, of the compiler and of the plan, and TimeoutError when lowering
+    takes more than so many `seconds`."""
     target = arch(spec.target)
-    lowered = lower_programs(what.jobs, what.split, target, scratch, tell)
+    lowered = lower_programs(what.jobs, what.split, target, scratch, tell, seconds)
     compiled = compile_programs(lowered, target, tell)
     placed = place_programs(spec, lowered, compiled, recordable.layout, what.calls, what.split)
     program = placed.recorded

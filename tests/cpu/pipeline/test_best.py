@@ -84,7 +84,9 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
             raise said.refused[name]
         return recorded(recordable, name)
 
-    def trace(spec: Any, what: Any, recordable: Recordable, folder: Path, tell: Callable[[str], None]) -> Candidate:
+    def trace(
+        spec: Any, what: Any, recordable: Recordable, folder: Path, tell: Callable[[str], None], seconds: float | None
+    ) -> Candidate:
         made = record_level(recordable, "traced", None, tell)
         rows = [{"image": "gone", "symbol": "x", "configuration": "", "chosen": "only"}]
         return Candidate(recorded=replace(made, replays={}), folded=frozenset(), configurations=json.dumps(rows))
