@@ -73,7 +73,7 @@ class Server:
         self.app = Starlette(
             routes=routes,
             middleware=[Middleware(BoundedBodies, largest=largest, field="error")],
-            exception_handlers={Refusal: _refused, HTTPException: _refused},
+            exception_handlers={Refusal: refused, HTTPException: refused},
             lifespan=self._lifespan,
         )
 
@@ -135,7 +135,7 @@ class Server:
         name, number = request.path_params["model"], str(version.number)
         code = 499  # who asked went away
         try:
-            answer = await self._answer(name, version, request, body)
+            answer = await infer(name, version, request, body)
             code = 200
             return answer
         except Refusal as refusal:
@@ -143,31 +143,6 @@ class Server:
             raise
         finally:
             self.metrics.requests.labels(name, number, str(code)).inc()
-
-    async def _answer(self, name: str, version: Version, request: Request, body: bytes) -> Response:
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise Refusal(415, "Content-Encoding: this server takes none")
-        served = version.served
-        try:
-            asked = read_request(body, request.headers.get(HEADER), served.inputs, served.outputs)
-            tensors = await version.answer(asked.tensors, asked.timeout / 1e6)
-            text, length = write_response(name, str(version.number), asked, served.outputs, tensors)
-        except ProtocolError as error:
-            raise Refusal(400, str(error)) from None
-        except cgbundle.CallError as error:
-            raise Refusal(400, " ".join(str(error).split())) from None
-        except Busy as error:
-            raise Refusal(429, str(error), error.seconds) from None
-        except Stopping as error:
-            raise Refusal(503, str(error), 1) from None
-        except Late as error:
-            raise Refusal(504, str(error)) from None
-        except cgbundle.CgbundleError as error:
-            log({"event": "failed", "model": name, "version": version.number, "why": " ".join(str(error).split())})
-            raise Refusal(500, "the model failed; the server's log says why") from None
-        if length is None:
-            return Response(text, media_type="application/json")
-        return Response(text, media_type="application/octet-stream", headers={HEADER: str(length)})
 
     def _version(self, request: Request) -> Version:
         """The version that serves what the path names.  Raises Refusal."""
@@ -182,7 +157,35 @@ class Server:
         return model.current
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def infer(name: str, version: Version, request: Request, body: bytes) -> Response:
+    """The answer to an inference request, whose body is `body`.  Raises Refusal."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refusal(415, "Content-Encoding: this server takes none")
+    served = version.served
+    try:
+        asked = read_request(body, request.headers.get(HEADER), served.inputs, served.outputs)
+        tensors = await version.answer(asked.tensors, asked.timeout / 1e6)
+        text, length = write_response(name, str(version.number), asked, served.outputs, tensors)
+    except ProtocolError as error:
+        raise Refusal(400, str(error)) from None
+    except cgbundle.CallError as error:
+        raise Refusal(400, " ".join(str(error).split())) from None
+    except Busy as error:
+        raise Refusal(429, str(error), error.seconds) from None
+    except Stopping as error:
+        raise Refusal(503, str(error), 1) from None
+    except Late as error:
+        raise Refusal(504, str(error)) from None
+    except cgbundle.CgbundleError as error:
+        log({"event": "failed", "model": name, "version": version.number, "why": " ".join(str(error).split())})
+        raise Refusal(500, "the model failed; the server's log says why") from None
+    if length is None:
+        return Response(text, media_type="application/json")
+    return Response(text, media_type="application/octet-stream", headers={HEADER: str(length)})
+
+
+async def refused(_: Request, error: Exception) -> Response:
+    """An error in the protocol's form."""
     if isinstance(error, Refusal):
         again = {"Retry-After": str(error.again)} if error.again else None
         return JSONResponse({"error": str(error)}, error.status, again)

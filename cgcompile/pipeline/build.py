@@ -168,9 +168,9 @@ def export_entries(sources: Sequence[Source], sizes: Mapping[str, dict[str, tupl
 
     What one entry writes to becomes a buffer with its export: entries that were exported before are exported again.
     """
-    made = [export(source, sizes[source.entry]) for source in sources]
+    made = [export(source, sizes[source.entry], alone=len(sources) == 1) for source in sources]
     while len(made[0].flat.snapshot.owners()) < len(made[-1].flat.snapshot.owners()):
-        made = [export(source, sizes[source.entry]) for source in sources]
+        made = [export(source, sizes[source.entry], alone=False) for source in sources]
     for each in made:
         refuse_branches(each)
     if len(made) == 1:
