@@ -7,7 +7,7 @@
 It speaks the Open Inference Protocol at /v2 as serve_models.py does, and Ray's handles: `handle.infer.remote(name, tensors)`.  Each
 replica loads the models that it is asked for, within `memory` bytes, and closes the one that was asked for longest ago where others
 need the place.  Requests that name their model to Ray (the header serve_multiplexed_model_id, `options(multiplexed_model_id=...)`)
-go to a replica that has it.  Requests go together by the sizes that the bundle has: by the queue of request_queue.py and not by
+go to a replica that has it.  Requests go together by the sizes that the bundle has: by the queue of server/request_queue.py, not by
 serve.batch, whose batches know neither models nor shapes.  `gpus` is a replica's share of a GPU.
 """
 
@@ -21,11 +21,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from bundle_cache import BundleCache
-from inference_protocol import Given, metadata
-from model_versions import Options, Refused, Version
 from ray import serve
 from serve_models import Refusal, infer, refused
+from server.bundle_cache import BundleCache
+from server.inference_protocol import Given, metadata
+from server.model_versions import Options, Refused, Version
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 

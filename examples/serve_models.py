@@ -9,8 +9,8 @@ GET /v2, /v2/health/live, /v2/health/ready, /v2/models/M[/versions/V][/ready], /
 /v2/repository/index, /v2/repository/models/M/load (look at the folder now).  Tensors travel as JSON or as binary data.  Errors are
 {"error": "..."}: 400 for what does not fit, 404 for what is not there, 413 too large, 429 with Retry-After where too many wait,
 503 with Retry-After where no version serves yet, 504 past the deadline.  Requests of one shape that come within 2 ms of each other
-go together.  A new version in the folder is loaded, examined and switched to (model_versions.py).  SIGTERM takes no more requests
-and answers those that wait.  For TLS and limits per client, put a proxy before it.
+go together.  A new version in the folder is loaded, examined and switched to (server/model_versions.py).  SIGTERM takes no more
+requests and answers those that wait.  For TLS and limits per client, put a proxy before it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from http_limits import BoundedBodies, BoundedConnection
-from inference_protocol import ProtocolError, metadata, read_request, write_response
-from model_versions import Model, Options, Repository, Version, log
-from request_queue import Busy, Late, Stopping
-from server_metrics import Metrics
+from server.http_limits import BoundedBodies, BoundedConnection
+from server.inference_protocol import ProtocolError, metadata, read_request, write_response
+from server.metrics import Metrics
+from server.model_versions import Model, Options, Repository, Version, log
+from server.request_queue import Busy, Late, Stopping
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware

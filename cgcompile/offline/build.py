@@ -60,7 +60,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             tell(summary(lowered))
         with stages("compile") as tell:
             compiled = compile_programs(lowered, target, tell)
-            tell(f"{len(compiled.images)} kernel images")
+            tell(f"{len(compiled.images)} kernel images, equal ones once")
         shapes = shapes_of(tensors)
         unplaced = lay_out(shapes, state, split.host_only if split else ()).rows
         hosts = host_stage(split, unplaced, scratch, stage, stages)

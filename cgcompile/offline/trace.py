@@ -156,7 +156,10 @@ def summary(lowered: LoweredPrograms) -> str:
     """How many kernels there are, and how their configurations were found."""
     chosen = [variant.selected_by for each in lowered.traced.values() for variant in each.variants]
     counts = {how: chosen.count(how) for how in ("table", "nearest", "heuristic") if how in chosen}
-    found = ", ".join(f"{count} by {how}" for how, count in counts.items())
+    told = [f"{count} by {how}" for how, count in counts.items()]
+    if counts and (single := len(chosen) - sum(counts.values())):
+        told.append(f"{single} with one to choose from")
+    found = ", ".join(told)
     return f"{len(chosen)} kernels" + (f"; configurations: {found}" if found else "")
 
 

@@ -1,4 +1,4 @@
-"""examples/bundle_cache.py: models that come when they are asked for, and go when their memory is wanted."""
+"""examples/server/bundle_cache.py: models that come when they are asked for, and go when their memory is wanted."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROW = struct.pack("<6f", 1.0, -2.0, 0.5, 3.0, 0.0, -1.0)
 @pytest.fixture(scope="module")
 def caching() -> Iterator[ModuleType]:
     sys.path.insert(0, str(ROOT / "examples"))
-    yield importlib.import_module("bundle_cache")
+    yield importlib.import_module("server.bundle_cache")
     sys.path.remove(str(ROOT / "examples"))
 
 
@@ -59,7 +59,7 @@ def used(caching: ModuleType, folder: Path, limit: int, session: Callable[[Any],
 async def asked(cache: Any, name: str) -> int:
     """The version of a model that answers a request, rightly."""
     version = await cache.version(name)
-    given = importlib.import_module("inference_protocol").Given
+    given = importlib.import_module("server.inference_protocol").Given
     [answer] = await version.answer((given((1, 6), ROW),), 30.0)
     assert answer.shape == (1, 3) and len(answer.data) == 12
     return int(version.number)
@@ -97,7 +97,9 @@ def test_what_cannot_be_had(caching: ModuleType, folder: Path, size: int) -> Non
     async def session(cache: Any) -> None:
         with pytest.raises(KeyError):
             await cache.version("other")
-        with pytest.raises(importlib.import_module("model_versions").Refused, match="no version of 'b' can be served: program.pt2"):
+        with pytest.raises(
+            importlib.import_module("server.model_versions").Refused, match="no version of 'b' can be served: program.pt2"
+        ):
             await cache.version("b")
         assert await asked(cache, "a") == 1
 

@@ -91,7 +91,7 @@ def test_from_no_replica_to_answers_without_torch(cluster: Any, expected: Any) -
 def test_by_a_handle(cluster: Any, expected: Any) -> None:
     import struct
 
-    from inference_protocol import Given
+    from server.inference_protocol import Given
 
     given = [Given((1, 6), struct.pack("<6f", *ROW))]
     [answer] = cluster.options(multiplexed_model_id="first").infer.remote("first", given).result(timeout_s=120)

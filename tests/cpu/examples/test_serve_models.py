@@ -521,7 +521,7 @@ def test_no_model_is_no_reason_not_to_live(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def versions() -> Iterator[ModuleType]:
     sys.path.insert(0, str(EXAMPLES))
-    yield importlib.import_module("model_versions")
+    yield importlib.import_module("server.model_versions")
     sys.path.remove(str(EXAMPLES))
 
 

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from model_versions import Identity, Model, Options, Refused, Version, log, scan
-
 from cgbundle.validate.bundle import checked_manifest
+
+from .model_versions import Identity, Model, Options, Refused, Version, log, scan
 
 
 class BundleCache:
