@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .call.views import View
     from .loader import load
     from .program import Program
-    from .program.replicas import ReplicatedEntry, Replicas
+    from .program.replicas import Replicas, ReplicatedEntry
     from .session.profile import Profile
     from .tensors.tensor import Tensor
 

@@ -300,7 +300,11 @@ class CudaBackend:
             driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
 
     def update(
-        self, contents: Mapping[int, Contents], sessions: Sequence[CudaBackend], files: Sequence[OpenFile], ready: Callable[[], None]
+        self,
+        contents: Mapping[int, Contents],
+        sessions: Sequence[CudaBackend],
+        files: Sequence[OpenFile],
+        ready: Callable[[], None],
     ) -> None:
         """The new weights are brought to the GPU first.  Then the sessions stop for a moment: their calls are waited for, and the
         weights copied to their places, since graphs know no others."""
