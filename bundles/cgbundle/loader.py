@@ -66,10 +66,12 @@ def load(
     """Loads the bundle at `path`.
 
     `device`: the CUDA device (the cpu target ignores it).  `replicas`: a copy on each of `devices` (None: on every GPU that this
-    machine shows), which are called as one: see `Replicas`.  The bundle is read and checked once.  `mode`: "graph" replays recorded graphs, "stream" launches the same
-    rows one by one.  `on_miss`: for sizes that were not recorded, "pad" takes the smallest recorded key that holds the call,
-    "chunk" wastes the fewest rows, "error" refuses.  `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded
-    views that the next call makes stale.  `check`: "load" checks every file but the data of the weights, "full" those too.
+    machine shows), which are called as one: see `Replicas`.  The bundle is opened and checked once.
+
+    `mode`: "graph" replays recorded graphs, "stream" launches the same rows one by one.  `on_miss`: for sizes that were not
+    recorded, "pad" takes the smallest recorded key that holds the call, "chunk" wastes the fewest rows, "error" refuses.
+    `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded views that the next call makes stale.  `check`: "load"
+    checks every file but the data of the weights, "full" those too.
     `weights`: "map" shares the file's pages with other processes, "copy" reads it into memory of this process, where no write into
     the file is seen.  `lazy`: build a key's graph at its first call and not at load, for bundles with many keys (cuda).
     `key`: a public ed25519 key, or several of which one must have signed the bundle: path of a PEM file, 64 hexadecimal digits, or

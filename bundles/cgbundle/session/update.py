@@ -30,7 +30,8 @@ HINTS = {
 
 
 def update(manifest: Manifest, programs: Sequence[Sequence[Backend]], weights: object, *, partial: bool) -> None:
-    """`Program.update` of one program, or of copies on several devices: of each the backends of its sessions, the loaded one's first.
+    """`Program.update` of one program, or of copies on several devices: of each the backends of its sessions, the loaded one's
+    first.
 
     The weights are brought to every device before they change on any.
     """
