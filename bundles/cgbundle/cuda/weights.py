@@ -4,16 +4,12 @@ A copy from a mapped file is pageable: the driver's one thread moves it at 10.8 
 costs 0.5 ms a megabyte, more than it gains for all of a file.  So a few threads read the file into small pinned buffers, each sent
 on while the next is read; what is small goes as it is.
 
-A file that is larger than half of the machine's memory is dropped from the system's cache behind the reading: it would push
-everything else out, and its beginning would be gone at its end.
-
 New contents for a loaded program are brought near before any of them is put in its place: to the GPU, where it has room.
 """
 
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -25,6 +21,7 @@ from ..format.archive import WEIGHTS, Archive
 from ..format.safetensors import Entry
 from ..format.schema import Weight
 from ..format.spans import HOST_ONLY
+from ..session.weight_reads import WeightReader, announce
 from . import memory
 from .driver import Context, Relaxed, check, cu
 from .libcuda import STREAM_NON_BLOCKING
@@ -38,8 +35,8 @@ ALIGNMENT = 256
 CHUNK = 2 << 20
 """Bytes that are read at a time, into a buffer.  Larger ones leave the processor's cache before they are sent."""
 
-AHEAD = 256 << 20
-"""Bytes that the disk begins to read while the driver starts."""
+FIRST, AHEAD = 256 << 20, 64 << 20
+"""Bytes that the disk begins to read while the driver starts, and of those that are not in the page cache, before they are read."""
 
 
 class Way(NamedTuple):
@@ -69,11 +66,11 @@ def listed(bundle: Archive) -> list[Piece]:
     if not rows:
         return []
     found = pieces(rows, bundle.tensors(WEIGHTS), dict(manifest.memories).get("weights", 0))
-    file, left = bundle.descriptor(WEIGHTS), AHEAD
+    places, left = [], FIRST
     for piece in found:
-        for begin in range(piece.begin, piece.begin + min(piece.size, left), CHUNK):  # the system reads no more than that per call
-            os.posix_fadvise(file, begin, min(CHUNK, piece.begin + piece.size - begin), os.POSIX_FADV_WILLNEED)
-        left = max(0, left - piece.size)
+        places.append((piece.begin, min(piece.size, left)))
+        left -= places[-1][1]
+    announce(bundle.descriptor(WEIGHTS), places)
     return found
 
 
@@ -108,7 +105,7 @@ def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: in
 
 
 def chunks(listed: Sequence[Piece], size: int) -> list[list[Piece]]:
-    """The pieces cut and grouped so that each group lies within `size` successive bytes of the file."""
+    """The pieces cut and grouped so that each group lies within `size` bytes of the file, from a multiple of `size` on."""
     groups: list[list[Piece]] = []
     limit = -1
     for piece in listed:
@@ -117,11 +114,16 @@ def chunks(listed: Sequence[Piece], size: int) -> list[list[Piece]]:
             begin = piece.begin + done
             if begin >= limit:
                 groups.append([])
-                limit = begin + size
+                limit = begin - begin % size + size
             step = min(piece.size - done, limit - begin)
             groups[-1].append(Piece(begin, step, piece.target + done))
             done += step
     return groups
+
+
+def place(group: Sequence[Piece]) -> tuple[int, int]:
+    """Where a group begins in the file, and its bytes from the first to the last."""
+    return group[0].begin, group[-1].begin + group[-1].size - group[0].begin
 
 
 def way(size: int) -> Way:
@@ -151,12 +153,12 @@ class Upload:
     """
 
     def __init__(self, context: Context, file: int, listed: Sequence[Piece], base: int, how: Way | None = None) -> None:
-        self._context, self._file, self._base = context, file, base
+        self._context, self._base = context, base
         self._way = how or way(sum(piece.size for piece in listed))
-        self._work = chunks(listed, self._way.chunk)
-        self._work.reverse()  # pop takes the first
-        self._total = len(self._work)
-        self._drop = bool(listed) and 2 * os.fstat(file).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._groups = chunks(listed, self._way.chunk)
+        self._total, self._next, self._announced = len(self._groups), count(), 0
+        self._ahead = -(-AHEAD // self._way.chunk)
+        self._reader = WeightReader(file, aligned=self._way.pinned) if listed else None
         self._sent: list[None] = []  # one item per group that arrived: appending is atomic
         self._failure: CgbundleError | OSError | None = None
         self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(min(self._way.threads, self._total))]
@@ -167,6 +169,7 @@ class Upload:
         """Returns when every byte is in its place; may be called again."""
         for thread in self._threads:
             thread.join()
+        self._close()
         if isinstance(self._failure, OSError):
             raise BundleError("weights-invalid", f"weights.safetensors: {self._failure.strerror}")
         if self._failure is not None:
@@ -176,9 +179,10 @@ class Upload:
 
     def stop(self) -> None:
         """Drops what has not been started and waits for the rest; never raises."""
-        self._work.clear()
+        self._groups = []
         for thread in self._threads:
             thread.join()
+        self._close()
 
     def _run(self) -> None:
         try:
@@ -186,14 +190,15 @@ class Upload:
                 self._copy(cleanup)
         except (CgbundleError, OSError) as failure:  # for whoever waits
             self._failure = failure
-            self._work.clear()
+            self._groups = []
 
     def _copy(self, cleanup: ExitStack) -> None:
-        work, sent, buffers = self._work, self._sent, self._way.buffers
+        sent, buffers = self._sent, self._way.buffers
         made: list[Buffer] = []
         for number in count():
+            index = next(self._next)  # each thread another one: `next` is atomic
             try:
-                group = work.pop()
+                group = self._groups[index]
             except IndexError:
                 break
             if number < buffers:  # while the first one travels: pinning takes as long as reading
@@ -201,7 +206,7 @@ class Upload:
             view, address, stream = made[number % buffers]
             if number >= buffers:
                 check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "weights")
-            self._send(group, view, address, stream)
+            self._send(index, group, view, address, stream)
             sent.append(None)
         for buffer in made:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(buffer.stream), "weights")
@@ -220,22 +225,28 @@ class Upload:
         cleanup.callback(cu.cuStreamSynchronize, stream)  # before the buffer goes, also when a read failed
         return Buffer(memoryview(memory).cast("B"), address, stream)
 
-    def _send(self, group: list[Piece], view: memoryview, address: int, stream: Any) -> None:
-        first = group[0].begin
-        length = group[-1].begin + group[-1].size - first
-        done = 0
-        while done < length:
-            step = os.preadv(self._file, [view[done:length]], first + done)
-            if not step:
-                raise BundleError("weights-invalid", "weights.safetensors: the file ends too early")
-            done += step
+    def _send(self, index: int, group: list[Piece], view: memoryview, address: int, stream: Any) -> None:
+        reader = self._reader
+        assert reader is not None  # there is a group
+        first, length = place(group)
+        if reader.cold:
+            self._announce(index)
+        lead = reader.read(view, first, length)
         for piece in group:
-            place = address + piece.begin - first
-            error = cu.cuMemcpyHtoDAsync(self._base + piece.target, place, piece.size, stream)
+            near = address + lead + piece.begin - first
+            error = cu.cuMemcpyHtoDAsync(self._base + piece.target, near, piece.size, stream)
             if error:
                 check("cuMemcpyHtoDAsync", error, "weights")
-        if self._drop:
-            os.posix_fadvise(self._file, first, length, os.POSIX_FADV_DONTNEED)
+
+    def _announce(self, index: int) -> None:
+        """Tells the disk what comes after group `index`.  Two threads at once may tell it the same twice."""
+        begin, self._announced = max(self._announced, index), index + self._ahead
+        if self._reader is not None:
+            self._reader.announce([place(group) for group in self._groups[begin : index + self._ahead]])
+
+    def _close(self) -> None:
+        if self._reader is not None:
+            self._reader.close()
 
 
 class Copy(NamedTuple):
