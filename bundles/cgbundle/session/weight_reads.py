@@ -45,8 +45,11 @@ class WeightReader:
         self._drop = not self._around
 
     def read(self, view: memoryview, begin: int, size: int) -> int:
-        """Reads `size` bytes at `begin` of the file into the view; where in it they begin.  What lies around them, as far as the next
-        multiples of ALIGNMENT, must have room in the view.  Raises weights-invalid where the file ends too early, OSError."""
+        """Reads `size` bytes at `begin` of the file into the view; where in it they begin.
+
+        What lies around them, as far as the next multiples of ALIGNMENT, must have room in the view.  Raises weights-invalid where
+        the file ends too early, OSError.
+        """
         if self._around:
             lead = begin % ALIGNMENT
             length = -(-(lead + size) // ALIGNMENT) * ALIGNMENT
