@@ -101,7 +101,7 @@ class CudaBackend:
             undo.callback(self._give_back)
             with self._context, Relaxed():
                 self._open(self._cleanup, alone=alone)
-                self._bind(() if lazy else range(len(shared.rows)))
+                self._bind(() if lazy else range(len(shared.programs)))
                 if not lazy and shared.chained:
                     self._bind_chained()
                 shared.settle()  # and zeroed memories and state
@@ -182,17 +182,26 @@ class CudaBackend:
         bound = self._programs.get(program) or self._bound(program, stream)
         if bound.chained:
             bound = self._chained(program, bound, addresses, stream)
-        for address, (target, size) in zip(addresses, bound.inputs):  # noqa: B905  as many: asked at every call it costs 0.1 us
-            if address != target and size:  # a caller's tensor may be the static buffer itself
-                error = cu.cuMemcpyDtoDAsync(target, address, size, stream)
-                if error:
-                    driver.check("cuMemcpyDtoDAsync", error)
-        for step in bound.joins if self._order.captured else bound.steps:
-            step(stream)
+        if self._order.captured:
+            self._join(bound, addresses, stream)
+        else:
+            for address, place in zip(addresses, bound.inputs):  # noqa: B905  as many: asked at every call it costs 0.1 us
+                if address != place.at:
+                    place.take(address, stream)
+            for step in bound.steps:
+                step(stream)
         for index, source, size in bound.written:
             if addresses[index] != source:
                 memory.copy(addresses[index], source, size, stream)
         return self._results[program]
+
+    def _join(self, bound: BoundProgram, addresses: Sequence[int], stream: Any) -> None:
+        """What a call adds to a caller's capture, which outlasts the caller's tensors: the inputs are copied."""
+        for address, place in zip(addresses, bound.inputs, strict=True):
+            if address != place.target:
+                memory.copy(place.target, address, place.size, stream)
+        for step in bound.joins:
+            step(stream)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes of the GPU's, in the order of the stream."""
@@ -208,8 +217,9 @@ class CudaBackend:
                 "pass tensors of the GPU",
             )
         bound = self._programs.get(program) or self._bound(program, stream)
-        for address, (target, size) in zip(addresses, bound.inputs, strict=True):
-            memory.copy(target, address, size, stream, source_on_device=False)
+        for address, place in zip(addresses, bound.inputs, strict=True):
+            place.restore()
+            memory.copy(place.target, address, place.size, stream, source_on_device=False)
         for step in bound.joins if self._order.captured else bound.steps:
             step(stream)
         results = HostOutputs(bound.sizes)
@@ -225,7 +235,7 @@ class CudaBackend:
     def buffers(self, program: int) -> tuple[list[int], object]:
         """The addresses of the program's static input buffers, and what owns tensors over them."""
         with self.locked(None):  # which raises where this was closed
-            return [address for address, _ in static_buffers(self._shared.rows[program][0], self._memories)], self
+            return [address for address, _ in static_buffers(self._shared.programs[program], self._memories)], self
 
     def copy_out(self, address: int, size: int, stream: int | None) -> Output:
         """A copy of GPU memory that the next replay leaves alone, in the order of the stream."""
@@ -402,7 +412,7 @@ class CudaBackend:
         if self._order.capturing(stream):
             raise CallError(
                 "capture-refused",
-                f"int_key {self._shared.rows[number][0].key} is not built yet, and cannot be while a CUDA graph is captured",
+                f"int_key {self._shared.programs[number].key} is not built yet, and cannot be while a CUDA graph is captured",
                 "call it once before the capture, or load the bundle with lazy=False",
             )
 
@@ -440,7 +450,7 @@ class CudaBackend:
         from ..session.profile import step_names  # few programs are profiled
 
         assert self._clock is not None
-        program, _ = self._shared.rows[number]
+        program = self._shared.programs[number]
         rows = zip(step_names(self._shared.entries[number], program), program.steps, bound.steps, strict=True)
         clock = self._clock
         timed = [clock.profile.timed(name, run) if step.kind == "host" else clock.timed(name, run) for name, step, run in rows]
@@ -455,10 +465,10 @@ class CudaBackend:
             self._programs[number] = bound
 
     def _bind_one(self, number: int, elsewhere: Elsewhere = ()) -> BoundProgram:
-        program, written = self._shared.rows[number]
+        program = self._shared.programs[number]
         chained = self._shared.chained.get(number, {})
         with self._shared.lock:
-            return bind(program, written, self._memories, self._executors, self._host, chained, elsewhere)
+            return bind(program, self._shared.entries[number], self._memories, self._executors, self._host, chained, elsewhere)
 
 
 class LockedStream:

@@ -173,6 +173,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuGraphAddConditionalNode": ("cuGraphAddNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(ConditionalNodeParams))),
     "cuGraphConditionalHandleCreate": ("cuGraphConditionalHandleCreate", (_HANDLE, _Pointer, _Pointer, _Unsigned, _Unsigned)),
     "cuGraphKernelNodeSetAttribute": ("cuGraphKernelNodeSetAttribute", (_Pointer, _Int, POINTER(LaunchAttributeValue))),
+    "cuGraphExecKernelNodeSetParams": ("cuGraphExecKernelNodeSetParams_v2", (_Pointer, _Pointer, POINTER(KernelNodeParams))),
     "cuGraphInstantiate": ("cuGraphInstantiateWithFlags", (_HANDLE, _Pointer, ctypes.c_ulonglong)),
     "cuGraphExecDestroy": ("cuGraphExecDestroy", (_Pointer,)),
     "cuGraphUpload": ("cuGraphUpload", (_Pointer, _Pointer)),

@@ -127,6 +127,10 @@ CUresult cuGraphAddKernelNode_v2(CUgraphNode *out, CUgraph g, const CUgraphNode 
     return say("%llx %llx %zu %llx %u,%u,%u %u,%u,%u %x %llx %llx %llx %llx", P(g), P(after), n, P(p->func), p->gridDimX, p->gridDimY,
                p->gridDimZ, p->blockDimX, p->blockDimY, p->blockDimZ, p->sharedMemBytes, P(p->kernelParams), P(p->extra), P(p->kern), P(p->ctx));
 }
+CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec g, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS_v2 *p) {
+    return say("%llx %llx %llx %u,%u,%u %u,%u,%u %x %llx %llx", P(g), P(node), P(p->func), p->gridDimX, p->gridDimY, p->gridDimZ,
+               p->blockDimX, p->blockDimY, p->blockDimZ, p->sharedMemBytes, P(p->kernelParams), P(p->extra));
+}
 CUresult cuGraphAddMemsetNode(CUgraphNode *out, CUgraph g, const CUgraphNode *after, size_t n, const CUDA_MEMSET_NODE_PARAMS *p, CUcontext c) {
     HANDLE(out, CUgraphNode);
     return say("%llx %llx %zu %llx %zx %x %x %zx %zx %llx", P(g), P(after), n, P(p->dst), p->pitch, p->value, p->elementSize, p->width, p->height, P(c));

@@ -111,7 +111,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
 
 BY_RECORD = {
     "cuMemcpy3DAsync", "cuLaunchKernelEx", "cuGraphAddKernelNode", "cuGraphAddMemsetNode", "cuGraphAddMemcpyNode",
-    "cuGraphAddConditionalNode", "cuGraphKernelNodeSetAttribute",
+    "cuGraphAddConditionalNode", "cuGraphKernelNodeSetAttribute", "cuGraphExecKernelNodeSetParams",
 }  # fmt: skip
 """Functions that take a record: the tests of executors call them."""
 
@@ -211,6 +211,8 @@ def test_a_kernel_node_arrives(table: Table, made: launches.Launches, cu: libcud
         grid, threads = table.grid_x[row], table.threads_x[row]
         function = made.functions[table.function[row]]
         assert told() == f"{A:x} 0 0 {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0 0 0"
+        assert cu.cuGraphExecKernelNodeSetParams(C, D, params(row)) == 0
+        assert told() == f"{C:x} {D:x} {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0"
     for number, value in launches.attributes(table, 0):
         assert cu.cuGraphKernelNodeSetAttribute(B, number, value) == 0
     assert told() == "".join(f"{B:x} {each}" for each in ARRIVED.split(" "))
