@@ -29,6 +29,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "--sizes 1,8,32, or --sizes NAME=1,8 for every parameter of inputs()"),
     "too-many-keys": Cause(BuildError, 2, "The product of the sizes has more int_keys than are built without being asked.",
         "give fewer sizes (`cgcompile sizes` chooses them), or raise --max-keys"),
+    "waiver-unknown": Cause(BuildError, 2, "A rule to waive that there is not.", "`cgcompile explain` lists the rules of findings"),
     "progress-unknown": Cause(BuildError, 2, "Progress is to be shown in a way that there is not.", "leave progress out"),
     # --- the model ---
     "dimension-unused": Cause(ModelError, 1, "A declared dimension changes no shape of the inputs.",

@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 
 from cgbundle.format.schema import Finding
-from cgbundle.tensors.exam_tensors import WAIVER
 
 from . import control, devices, operators, randomness, scalars, shapes, sizes, writes
 from .context import RuleContext
-from .host_placement import FOLLOWER
-from .operators import WITHOUT_CODE, WITHOUT_KERNEL
 
 Rule = Callable[[RuleContext], Iterable[Finding]]
 
@@ -44,16 +41,7 @@ RULES: tuple[Rule, ...] = (
 )
 """Refusals first: the first finding is the one that a build names."""
 
-ELSEWHERE = (FOLLOWER, WITHOUT_CODE, WITHOUT_KERNEL, "too-many-keys", "small-region", WAIVER)
-"""Rules that are no function of a RuleContext: host_placement.py and operators.py have one each, offline/lower/coverage.py the
-third, `cgcompile check` finds two more, a build's proof the last."""
-
 
 def name(rule: Rule) -> str:
     """`mutated-buffer`: what a user types at --waive."""
     return rule.__name__.replace("_", "-")
-
-
-def names() -> frozenset[str]:
-    """The names of all rules."""
-    return frozenset([name(rule) for rule in RULES]) | frozenset(ELSEWHERE)

@@ -256,8 +256,14 @@ def _eager_shapes(
         place = user_line(error, source.label) or source.label
         nested = _nested(flat) if isinstance(error, TypeError) else ""
         raise ModelError(
-            "size-excluded", f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {first_line(error)}{nested}"
+            "size-excluded", f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {_said(error)}{nested}"
         ) from error
+
+
+def _said(error: Exception) -> str:
+    """What the model raised; PyTorch's own RuntimeError says by its text alone what it is."""
+    kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
+    return kind + first_line(error)
 
 
 def _nested(flat: FlatModule) -> str:

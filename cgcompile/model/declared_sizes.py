@@ -110,7 +110,7 @@ def declared_sizes(
         if name in found:
             raise BuildError("sizes-invalid", f"sizes: dimension {name!r} is given twice")
         if not sizes:
-            raise BuildError("sizes-invalid", f"sizes: no size for dimension {name!r}")
+            raise BuildError("sizes-invalid", f"sizes: no size for dimension {name!r}", _example([name]))
         for size in sizes:
             if size < 1:
                 raise BuildError("sizes-invalid", f"sizes: {name}={size} is not a positive whole number")
@@ -118,9 +118,9 @@ def declared_sizes(
         if doubles:
             raise BuildError("sizes-invalid", f"sizes: {name}={doubles[0]} is given twice")
         found[name] = tuple(sorted(sizes))
-    for name in dimensions:
-        if name not in found:
-            raise BuildError("sizes-invalid", f"sizes: no size for dimension {name!r}", f"add --sizes {name}=1,8")
+    if missing := [name for name in dimensions if name not in found]:
+        named = " and ".join(map(repr, missing))
+        raise BuildError("sizes-invalid", f"sizes: no size for dimension{'s' * (len(missing) > 1)} {named}", _example(missing))
     for each in saved:
         for size in found[each.name]:
             if size < each.low or (each.high is not None and size > each.high):
@@ -173,7 +173,7 @@ def _pairs(given: Given, dimensions: Sequence[str]) -> list[tuple[str, list[int]
     items = list(given)
     if items and all(isinstance(item, str) for item in items):
         return [_parse(str(item), dimensions) for item in items]
-    if not items and not dimensions:
+    if not items:
         return []
     return [(_only(dimensions), [_whole(item) for item in items])]
 
@@ -192,6 +192,10 @@ def _whole(value: object) -> int:
         raise BuildError("sizes-invalid", f"sizes: {value!r} is not a whole number") from None
 
 
+def _example(missing: Sequence[str]) -> str:
+    return "add " + " ".join(f"--sizes {name}=1,8" for name in missing)
+
+
 def _only(dimensions: Sequence[str]) -> str:
     if len(dimensions) == 1:
         return dimensions[0]
@@ -199,9 +203,8 @@ def _only(dimensions: Sequence[str]) -> str:
         raise BuildError(
             "sizes-invalid", "sizes: the model declares no dimension", "inputs() takes no parameter: leave --sizes out"
         )
-    example = " ".join(f"--sizes {name}=1,8" for name in dimensions)
     raise BuildError(
         "sizes-invalid",
         f"sizes: the model declares {len(dimensions)} dimensions ({', '.join(dimensions)}): name each",
-        f"for example {example}",
+        f"for example {_example(dimensions).removeprefix('add ')}",
     )

@@ -18,7 +18,7 @@ from ..util.raw_bytes import moved
 from .class_fields import fields_of
 from .declared_sizes import SavedDimension
 from .pytree import NamedTensor, constant, contexts, describe, located
-from .user_code import call_user, definition
+from .user_code import call_user, closest, definition, mismatch
 
 SEED = 0
 """Inputs are drawn after seeding torch with this, so that two builds of one model have the same exam."""
@@ -105,6 +105,10 @@ def sample(source: Source, sizes: Mapping[str, int], seed: int = SEED) -> Sample
     with located(f"{definition(source.inputs) or source.label}: inputs() gives "):
         call = {"call": [[name, describe(value, name, leaves)] for name, value, _ in bound]}
         kept = [each for name, value, _ in bound for each in contexts(value, name)]
+    for path in [path for path, tensor in leaves if tensor.is_meta]:
+        where = definition(source.inputs) or source.label
+        text = f"{where}: {_maker(source)} gives {path} on the meta device, without values"
+        raise ModelError("dtype-unsupported", text, "make it on the CPU")
     return Sample(
         args=args, kwargs=kwargs, call=call, parameters=tuple([each for _, _, each in bound]),
         leaves=tuple([(path, moved(tensor.detach(), source.device)) for path, tensor in leaves]), contexts=tuple(kept),
@@ -115,11 +119,11 @@ def _arguments(source: Source, given: Any) -> tuple[tuple[Any, ...], dict[str, A
     """(args, kwargs) of what inputs() gave: a tuple of arguments, a dict of them by name, (args, kwargs), or the only argument.
 
     A tuple is (args, kwargs) where it has two parts, a tuple and a dict, and forward() takes the one by position and the other
-    by name: `((ids,), {"attention_mask": mask})`.  Raises source-invalid.
+    by name, `((ids,), {"attention_mask": mask})`, or would but for a misspelt name.  Raises source-invalid.
     """
     if isinstance(given, tuple) and len(given) == 2 and type(given[0]) is tuple and type(given[1]) is dict:
         args, kwargs = given
-        if all(type(name) is str for name in kwargs) and _fits(source, args, kwargs):
+        if all(type(name) is str for name in kwargs) and _by_name(source, args, kwargs):
             return args, kwargs
     if isinstance(given, tuple | list):
         return tuple(given), {}
@@ -139,12 +143,13 @@ def _maker(source: Source) -> str:
     return "inputs()" if source.entry == FORWARD else f"what makes the inputs of {source.entry!r}"
 
 
-def _fits(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    try:
-        inspect.signature(written_method(source.model, source.entry)).bind(*args, **kwargs)
-    except TypeError:
-        return False
-    return True
+def _by_name(source: Source, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether these are meant as (args, kwargs), and not as two arguments."""
+    signature = inspect.signature(written_method(source.model, source.entry))
+    if not args or not mismatch(signature, args, kwargs):
+        return True
+    own = list(signature.parameters)
+    return any(name not in own and closest(name, own) for name in kwargs)
 
 
 def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[tuple[str, Any, Parameter]]:
@@ -153,12 +158,15 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     What inputs() leaves out is there with its default.  A default that is no constant cannot be described: nobody can pass
     another.
     """
-    try:
-        bound = inspect.signature(written_method(source.model, source.entry)).bind(*args, **kwargs)
-    except TypeError as error:
+    signature = inspect.signature(written_method(source.model, source.entry))
+    if wrong := mismatch(signature, args, kwargs):
+        taken = ", ".join([str(each.replace(annotation=each.empty)) for each in signature.parameters.values()])
         raise ModelError(
-            "source-invalid", f"{source.label}: {_maker(source)} does not fit the model's {source.entry}(): {error}"
-        ) from None
+            "source-invalid",
+            f"{definition(source.inputs) or source.label}: {_maker(source)} does not fit {source.entry}({taken}): {wrong}",
+            f"a dict names the arguments of {source.entry}(), a tuple gives them in its order",
+        )
+    bound = signature.bind(*args, **kwargs)
     given = set(bound.arguments)
     bound.apply_defaults()
     found: list[tuple[str, Any, Parameter]] = []

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import difflib
 import inspect
 import linecache
 import os
 import re
 import sys
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -113,7 +114,57 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
         return function(*args, **kwargs)
     except SyntaxError as error:
         raise not_python(error, label) from None
-    except Exception as error:
+    except SystemExit as error:
         raise ModelError(
-            "source-invalid", f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
-        ) from error
+            "source-invalid", f"{user_line(error, label) or label}: {what} ended the program: SystemExit: {first_line(error)}",
+            'put what a script does under `if __name__ == "__main__":`',
+        ) from error  # fmt: skip
+    except Exception as error:
+        told = f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
+        raise ModelError("source-invalid", told, _cure(error)) from error
+
+
+def _cure(error: Exception) -> str:
+    """What to do where the user's own code raised this."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return f"install {error.name.partition('.')[0]!r} in this environment, or put it into the folder of the model file"
+    if "CUDA" in str(error) and not torch.cuda.is_available():
+        return "no GPU is here: make tensors on the CPU; the model and its inputs are moved to where they are needed"
+    return "it is the model's own code that raised this: import the file in Python and call it there, for the whole traceback"
+
+
+def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[str, Any]) -> str:
+    """What of a call's arguments no parameter takes, and what is missing: all of it, a misspelt name with its closest match.
+
+    "" where `signature` can be bound to them.
+    """
+    try:
+        signature.bind(*args, **kwargs)
+        return ""
+    except TypeError as error:
+        wrong = str(error)
+    own = signature.parameters.values()
+    by_place = [each.name for each in own if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    by_name = [each.name for each in own if each.kind in (each.KEYWORD_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    single = [each for each in own if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
+    placed, named = by_place[: len(args)], [name for name in kwargs if name in by_name]
+    missing = [each.name for each in single if each.default is each.empty and each.name not in (*placed, *named)]
+    free = [name for name in by_name if name not in (*placed, *named)]
+    more = any(each.kind is each.VAR_KEYWORD for each in own)
+    told = [_unknown(name, missing, free) for name in kwargs if name not in by_name and not (more and not missing)]
+    told += [f"{name!r} is given by position and by name" for name in placed if name in named]
+    if len(args) > len(by_place) and not any(each.kind is each.VAR_POSITIONAL for each in own):
+        told.append(f"{len(args)} arguments by position, and it takes {len(by_place)}")
+    told += [f"{name!r} is missing" for name in missing]
+    return ", ".join(told) or wrong
+
+
+def closest(name: str, known: Sequence[str]) -> str:
+    """What of `known` was most likely meant by `name`, or ""."""
+    return next(iter(difflib.get_close_matches(name, known, 1, 0.6)), "")
+
+
+def _unknown(name: str, missing: Sequence[str], free: Sequence[str]) -> str:
+    """Of a name that no parameter has: what was most likely meant, what is missing before the rest."""
+    near = closest(name, missing) or closest(name, free)
+    return f"no parameter is called {name!r}" + (f" (did you mean {near!r}?)" if near else "")

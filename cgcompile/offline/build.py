@@ -272,7 +272,7 @@ def _proved(spec: BuildSpec, parts: Sequence[EntryParts]) -> str:
     left = "; ".join(key_text(entry.dimensions, proof.key, entry.name) for entry, proof in proofs if proof.method == "none")
     worst = max(proof.error for _, proof in proofs)
     text = f"{done} of {len(proofs)} int_keys over poisoned memory, largest error {worst:.1e}"
-    return text + (f"; not in {spec.prove_budget:.0f} s: {left}" if left else "")
+    return text + (f"; not in {spec.prove_budget:g} s: {left}" if left else "")
 
 
 def _choices(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:

@@ -106,7 +106,7 @@ def check(
     inputs: Inputs | None = None,
     *,
     sizes: Given = (),
-    target: str = "cuda",
+    target: str = "auto",
     strict: bool = False,
     host_ops: Sequence[str] = (),
     train: bool = False,
@@ -114,8 +114,10 @@ def check(
 ) -> Report:
     """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
 
-    `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for some.  `target`: cuda, cpu, or an
-    architecture such as sm_90.  `strict`: findings that put operations on the host refuse.  `host_ops`: operators that are kept on
+    `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for some.  `target`: as for
+    `build`, auto too; cuda is checked without a GPU as well.
+
+    `strict`: findings that put operations on the host refuse.  `host_ops`: operators that are kept on
     the host, e.g. "mylib::op".  `train`: as for `build`.  `progress` as for `build`: what takes long is torch's
     import.
 

@@ -32,7 +32,7 @@ from ..model.tracing.held_tensors import own_buffers
 from ..targets.architectures import capability_of
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.chains import chains_of, check_layouts
-from ..targets.choice import CONDITIONALS, choose
+from ..targets.choice import CONDITIONALS, Chosen, choose
 from ..transforms.error_bounds import error_bounds
 from ..transforms.output_aliases import manifest_aliases
 from ..transforms.padding_proof import prove_padding
@@ -68,7 +68,8 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
                 build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
             several = f", {len(sources)} entries" if len(sources) > 1 else ""
-            tell(f"{first.name}{several}, {_counted(keys, 'int_key')}{f'; {mode}' if mode else ''}")
+            chose = f" for {_default(chosen)}" if options.target == "auto" else ""
+            tell(f"{first.name}{several}, {_counted(keys, 'int_key')}{chose}{f'; {mode}' if mode else ''}")
         if chosen.recorder == "capture":
             from ..capture.build import started
 
@@ -125,9 +126,9 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
         findings = [rules.findings for rules in checked]
         manifest = _manifest(spec, parts, findings, options.waive, origin)
         check_layouts(each_entry(manifest))
-        host_code.attach(folder, manifest)
-        sealed = seal(folder, _with_mismatches(manifest))
         with stages("verify") as tell:
+            host_code.attach(folder, manifest)
+            sealed = seal(folder, _with_mismatches(manifest))  # hashes every file: of large weights that takes longest
             if chosen.runs_here:
                 bounds = [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries]
                 exams = replay(folder, sealed, bounds, options.waive)
@@ -139,8 +140,13 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
                 error = max(proof.error for exam in exams for proof in exam.proofs)
                 tell(f"{_counted(keys, 'int_key')} in a fresh process, largest error {error:.1e}")
             else:
-                tell(f"structure and hashes; `cgcompile verify --run` replays it where a GPU of {chosen.target} is")
+                tell(f"every hash and invariant; `cgcompile verify --run` replays it where a GPU of {chosen.target} is")
     return Built(path=destination, manifest=sealed, seconds=tuple(stages.seconds))
+
+
+def _default(chosen: Chosen) -> str:
+    """What is built for where nobody named a target, and why."""
+    return "cpu: no GPU is here" if chosen.recorder == "host" else f"{chosen.target}, the GPU of this machine"
 
 
 def _sizes(sources: Sequence[Source], given: Given) -> dict[str, dict[str, tuple[int, ...]]]:

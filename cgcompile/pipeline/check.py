@@ -35,7 +35,7 @@ from ..partition.split import Partition, partition
 from ..targets.architectures import capability_of
 from ..targets.build_spec import EntrySpec
 from ..targets.chains import chains_of
-from ..targets.choice import CONDITIONALS, recorder_for
+from ..targets.choice import CONDITIONALS, recorder_for, resolved
 from ..transforms.prepared import prepare
 from .kernel_coverage import operators_without_kernel
 from .records import RegionReport, Report
@@ -57,6 +57,7 @@ def check(
     max_keys: int,
 ) -> Report:
     """See `cgcompile.check`."""
+    target = resolved(target)
     sources = load_sources(model, inputs)
     each = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
     with evaluated(sources[0], train) as mode, own_buffers(sources[0].model):

@@ -19,6 +19,7 @@ from ..errors import BuildError, ModelError
 from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
 from ..targets.choice import asks_torch, choose, recorder_for
 from ..targets.requirements import check_compiler, check_packages
+from ..util.explanations import explanations, nearest
 from ..util.model_file import (
     Definitions,
     check_arguments,
@@ -36,10 +37,11 @@ NO_PROOF = "--prove none leaves the proof out"
 
 
 def check_build(model: Any, inputs: Any, options: Options) -> None:
-    """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, sizes-invalid,
-    too-many-keys, limit-invalid, output-exists, output-unwritable, target-unavailable, compiler-failed."""
+    """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, waiver-unknown,
+    sizes-invalid, too-many-keys, limit-invalid, output-exists, output-unwritable, target-unavailable, compiler-failed."""
     check_arguments(model, inputs)
     check_packages("host")
+    _check_waived(options.waive)
     name = _check_model(model, options.sizes, options.max_keys)
     # where torch has to be asked, `build` chooses when it is there: that it is being imported has been told
     known = not asks_torch(options.target)
@@ -53,6 +55,15 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
         check_packages(recorder)
     if recorder == "host":
         check_compiler()
+
+
+def _check_waived(waive: Sequence[str]) -> None:
+    """Raises waiver-unknown."""
+    known = [each.name for each in explanations() if each.kind == "finding"] if waive else []
+    for name in waive:
+        if name not in known:
+            near = " or ".join(nearest(name, known))
+            raise BuildError("waiver-unknown", f"waive {name!r}: no such rule{f' (did you mean {near}?)' if near else ''}")
 
 
 def check_check(model: Any, inputs: Any, sizes: Given, target: str) -> None:

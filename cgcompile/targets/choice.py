@@ -96,8 +96,14 @@ def asks_torch(target: str) -> bool:
     return "torch" not in sys.modules and has_driver()
 
 
+def resolved(target: str) -> str:
+    """What "auto" is on this machine: "cuda" where a GPU is, else "cpu".  Every other target is itself."""
+    return ("cuda" if _here() else "cpu") if target == "auto" else target
+
+
 def recorder_for(target: str) -> str:
     """The recorder of a build for `target` on this machine, "cuda" taken for a GPU that is here.  Raises target-unavailable."""
+    target = resolved(target)
     if target == "cpu" or level_of(target) is not None:
         return "host"
     if target == "cuda" or target == _here():

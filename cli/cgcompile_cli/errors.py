@@ -6,6 +6,7 @@ Commands do not catch.  What is not listed here is a bug and keeps its traceback
 
 from __future__ import annotations
 
+import difflib
 import errno
 import os
 import re
@@ -76,10 +77,20 @@ def as_text(arguments: Sequence[str]) -> Iterator[None]:
         _tell(arguments, "system", f"{where}{error.strerror}", "")
         raise typer.Exit(ENVIRONMENT) from None
     except PARSER_ERROR as error:
-        if JSON in arguments:  # Typer writes the text
-            command = error.ctx.command_path if error.ctx else "cgcompile"
-            _write("usage", error.format_message(), f"{command} --help")
-        raise
+        if type(error).__name__ == "NoArgsIsHelpError":
+            raise  # nothing was typed: Typer shows the help
+        command = error.ctx.command_path if error.ctx else "cgcompile"
+        _tell(arguments, "usage", _unparsed(error), f"{command} --help")
+        raise typer.Exit(ENVIRONMENT) from None
+
+
+def _unparsed(error: Any) -> str:
+    """What the parser says, as our own errors begin; of a mistyped option the one that is most like it."""
+    text = str(error.format_message()).rstrip(".")
+    if hasattr(error, "possibilities"):  # no such option
+        near = difflib.get_close_matches(error.option_name, error.possibilities or (), 1)
+        text = f"no such option: {error.option_name}" + (f" (did you mean {near[0]}?)" if near else "")
+    return text[:1].lower() + text[1:]
 
 
 JSON = "--json"

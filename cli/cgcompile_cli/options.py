@@ -23,6 +23,11 @@ def target_names(incomplete: str) -> Words:
     return _beginning(known, incomplete)
 
 
+def chosen_by_default(target: str) -> str:
+    """What "auto" is here: `target`, and why."""
+    return "for cpu (no GPU is here; for one: --target cuda)" if target == "cpu" else f"for {target} (the GPU of this machine)"
+
+
 def peer_names(incomplete: str) -> Words:
     """What `--against` may name behind its last comma."""
     from cgcompile.tools.bench.peers import PEERS
@@ -34,7 +39,7 @@ def peer_names(incomplete: str) -> Words:
 
 def rule_names(incomplete: str) -> Words:
     """The rules that findings are of."""
-    from cgcompile.tools.explanations import explanations
+    from cgcompile.util.explanations import explanations
 
     return _beginning([(each.name, each.headline) for each in explanations() if each.kind == "finding"], incomplete)
 

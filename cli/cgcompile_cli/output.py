@@ -1,7 +1,8 @@
 """What commands write: data on stdout, everything else on stderr.
 
 On a terminal Rich fits text to its width and colours it unless NO_COLOR is set.  Elsewhere there are no control codes, and a line
-is never broken or cut.  `safe` is for every text that comes from a bundle: a hostile name must not drive the terminal.
+is neither broken nor cut, but for drawings and tables that say so.  `safe` is for every text that comes from a bundle: a hostile
+name must not drive the terminal.
 """
 
 from __future__ import annotations
@@ -31,21 +32,22 @@ def safe(text: object) -> str:
     return "".join([c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in str(text)])
 
 
-def console(stream: IO[str]) -> Console:
-    """A console on `stream` as it is now: tests and redirections replace sys.stdout and sys.stderr."""
+def console(stream: IO[str], width: int = UNBROKEN) -> Console:
+    """A console on `stream` as it is now: tests and redirections replace sys.stdout and sys.stderr.  `width`: its columns where it
+    is no terminal."""
     from rich.console import Console
 
     terminal = stream.isatty()
     colour = terminal and not os.environ.get("NO_COLOR")
     return Console(
-        file=stream, force_terminal=terminal, color_system="auto" if colour else None, width=None if terminal else UNBROKEN,
+        file=stream, force_terminal=terminal, color_system="auto" if colour else None, width=None if terminal else width,
         markup=False, highlight=False, emoji=False,
     )  # fmt: skip
 
 
-def show(renderable: RenderableType, stream: IO[str] | None = None) -> None:
-    """Writes something of Rich's to `stream` (default: stdout)."""
-    target = console(stream or sys.stdout)
+def show(renderable: RenderableType, stream: IO[str] | None = None, width: int = UNBROKEN) -> None:
+    """Writes something of Rich's to `stream` (default: stdout), in lines of `width` characters where that is no terminal."""
+    target = console(stream or sys.stdout, width)
     if target.is_terminal:
         target.print(renderable)
         return

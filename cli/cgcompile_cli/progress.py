@@ -1,4 +1,7 @@
-"""The progress of a build or a benchmark on stderr: a line per finished stage, on a terminal also a live one."""
+"""The progress of a build or a benchmark on stderr: a line per finished stage, on a terminal also a live one.
+
+Where nobody looks at a terminal (a log, a pipe) a stage that may take long has a line when it begins, and one now and then.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,21 @@ NAMES = 10
 
 IMPORT = "import"
 """The stage that imports torch.  It is told when it begins, by a plain line: to import Rich first would double the wait."""
+
+
+LONG = {
+    "export": "torch.export",
+    "lower": "Inductor and its compilers",
+    "host": "Inductor and g++, for what runs on the host",
+    "record": "capturing every int_key, in two processes",
+    "interpret": "running the kernels on the CPU",
+    "warm up": "what is compared is compiled",
+    "cold": "processes, one after the other",
+}
+"""Stages that may take half a minute, and what they do."""
+
+OFTEN = 10.0
+"""Seconds between two lines about a stage that goes on, where there is no terminal."""
 
 
 @contextmanager
@@ -48,6 +66,7 @@ class Progress:
         self._live: Live | None = None
         self._spinner: Spinner | None = None
         self._stage, self._detail, self._begin = "", "", 0.0
+        self._told = 0.0
 
     def __call__(self, event: Event) -> None:
         if self._live is None and event.stage != IMPORT and sys.stderr.isatty():
@@ -56,11 +75,19 @@ class Progress:
             self._print(f"{event.stage:<{NAMES}} {duration(event.seconds):>10}  {event.text}")
             self._stage = ""
             return
+        if self._live is None and event.state == "start" and event.stage in LONG:
+            begin(event.stage, LONG[event.stage])
+            self._told = 0.0
         if event.stage == IMPORT and event.state == "detail" and not self._detail:
             begin(event.stage, event.text)
-        elif self._verbose and event.state == "detail" and event.text:
+        elif event.state == "detail" and event.text and (self._verbose or self._due(event)):
+            self._told = event.seconds
             self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {event.text}")
         self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
+
+    def _due(self, event: Event) -> bool:
+        """Whether a log has heard nothing of a long stage for a while."""
+        return self._live is None and event.stage in LONG and event.seconds - self._told >= OFTEN
 
     def _begin_live(self) -> None:
         target = console(sys.stderr)

@@ -84,6 +84,11 @@ def _share(number: int, jobs: int) -> set[int]:
     return {every[(number * len(every) // jobs + more) % len(every)] for more in range(max(2, len(every) // jobs))}
 
 
+def _own(jobs: int) -> int:
+    """The processors of a job that no other of the jobs has, at least one."""
+    return max(1, len(os.sched_getaffinity(0)) // jobs)
+
+
 def _gpu(number: int, gpus: int, visible: str) -> str | None:
     """The GPU of a job, by its name in CUDA_VISIBLE_DEVICES where that is set; None where there are none to share out."""
     names = visible.split(",") if visible else [str(index) for index in range(gpus)]
@@ -116,14 +121,15 @@ def _process(plan: Plan, job: Job, number: int, bundle: Path, scratch: Path, gpu
     begun = time.perf_counter()
     nothing = Row(name=job.case.name, target=job.target, verdict=CRASHED)
     command = [sys.executable, "-m", "tests.corpus.worker", job.case.name, job.target, str(bundle), plan.prove, *more]
-    # one thread each: there are as many processes as processors
+    share = _share(number, plan.jobs)
+    # one thread each; kernels are compiled by as many processes as the case has processors for itself
     environment = {
-        **os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1", "TMPDIR": str(scratch),
+        **os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": str(_own(plan.jobs)), "TMPDIR": str(scratch),
         **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
     }  # fmt: skip
     with open(scratch / "log", "w+b") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True)
-        os.sched_setaffinity(process.pid, _share(number, plan.jobs))
+        os.sched_setaffinity(process.pid, share)
         try:
             process.wait(plan.limit)
         except subprocess.TimeoutExpired:

@@ -6,6 +6,7 @@ import copy
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,10 @@ import cgbundle
 import cgcompile
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
+from cgcompile.model.devices.placing import placed
+from cgcompile.model.load import load_source
+from cgcompile.model.source import CPU
+from cgcompile.model.tracing.held_tensors import current_buffers, held_buffers
 from cgcompile.util.tolerance import compare, is_float, tolerance
 
 from .case import Case
@@ -87,7 +92,7 @@ def checked(case: Case, module: torch.nn.Module, inputs: Any) -> Row:
     """The verdict of `cgcompile.check` for a GPU, which exports and cuts but compiles nothing."""
     begun = time.perf_counter()
     try:
-        report = cgcompile.check(module, inputs, sizes=dict(case.sizes))
+        report = cgcompile.check(module, inputs, sizes=dict(case.sizes), target="cuda")
     except CgbundleError as error:
         return refusal(case, CHECK, error)
     stages = {"check": time.perf_counter() - begun}
@@ -130,22 +135,29 @@ def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float])
 
 def _calls(case: Case, program: cgbundle.Program, device: str) -> tuple[float, str, str]:
     """(largest error as a part of its bound, what is wrong first, what became of the size between)."""
-    module, inputs = case.build()
-    module = module.to(device)
-    worst = 0.0
-    for key in program.int_keys:
-        sizes = dict(zip(case.sizes, key, strict=True))
+    with _on_device(*case.build(), torch.device(device, 0) if device == "cuda" else CPU) as (module, inputs):
+        worst = 0.0
+        for key in program.int_keys:
+            sizes = dict(zip(case.sizes, key, strict=True))
+            error, complaint = _call(module, inputs, program, device, sizes)
+            worst = max(worst, error)
+            if complaint:
+                return worst, f"{sizes}: {complaint}", ""
+        sizes = case.between()
+        if not sizes:
+            return worst, "", "none"
+        if any(dimension.pad == "no" for dimension in program.manifest.dimensions):
+            return worst, "", "not proved"
         error, complaint = _call(module, inputs, program, device, sizes)
-        worst = max(worst, error)
-        if complaint:
-            return worst, f"{sizes}: {complaint}", ""
-    sizes = case.between()
-    if not sizes:
-        return worst, "", "none"
-    if any(dimension.pad == "no" for dimension in program.manifest.dimensions):
-        return worst, "", "not proved"
-    error, complaint = _call(module, inputs, program, device, sizes)
-    return max(worst, error), complaint and f"{sizes}: {complaint}", "wrong" if complaint else "right"
+        return max(worst, error), complaint and f"{sizes}: {complaint}", "wrong" if complaint else "right"
+
+
+@contextmanager
+def _on_device(module: torch.nn.Module, inputs: Any, device: torch.device) -> Iterator[tuple[torch.nn.Module, Any]]:
+    """The model on `device`, as a build places it: with the tensors and devices that objects among its attributes hold (the layers
+    of a cache), which `module.to()` leaves where they are."""
+    with placed(load_source(module, inputs), device) as source, current_buffers(held_buffers(source.model), device):
+        yield source.model, inputs
 
 
 def _call(

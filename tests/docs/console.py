@@ -70,4 +70,4 @@ def as_check(arguments: Sequence[str]) -> list[str]:
     for option, value in zip(arguments[2:], [*arguments[3:], ""], strict=True):
         if option in ("--sizes", "--host-op"):
             kept += [option, value]
-    return ["check", *kept]
+    return ["check", *kept, "--target", "cuda"]

@@ -16,7 +16,7 @@ import cgbundle
 import cgbundle.errors
 import cgcompile
 import cgcompile.errors
-from cgcompile.tools.explanations import Explanation, explanations
+from cgcompile.util.explanations import Explanation, explanations
 from cgcompile_cli.commands.explain import about
 from cgcompile_cli.errors import UsageError
 from cgcompile_cli.main import app

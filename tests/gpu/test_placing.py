@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
@@ -17,6 +18,7 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
+from tests.corpus.judge import _on_device  # noqa: E402
 from tests.gpu.helpers import peak_memory  # noqa: E402
 
 
@@ -159,3 +161,27 @@ def read_where_no_gpu_is(path: Path) -> None:
         capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert json.loads(done.stdout.splitlines()[-1]) == [False, True]
+
+
+class Cache:
+    """Keeps a buffer of the model's, and where it was made, as a cache of transformers does."""
+
+    def __init__(self, keys: torch.Tensor) -> None:
+        self.keys, self.device = keys, keys.device
+
+
+class Cached(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("keys", torch.zeros(2))
+        self.cache = Cache(self.keys)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.cache.keys + torch.zeros(2, device=self.cache.device)
+
+
+def test_what_objects_hold_is_placed_for_a_comparison() -> None:
+    device = torch.device("cuda", 0)
+    with _on_device(Cached(), lambda: (torch.zeros(2),), device) as (module, _):
+        assert module.cache.keys.device == module.cache.device == device
+        assert copy.deepcopy(module)(torch.zeros(2, device=device)).device == device

@@ -44,6 +44,7 @@ BY_MESSAGE = {
     "source-missing": "tests/cpu/pipeline/test_bad_input.py::test_no_model",
     "source-invalid": "tests/cpu/pipeline/test_bad_input.py::test_model_file",
     "too-many-keys": "tests/cpu/pipeline/test_bad_input.py::test_ten_thousand_keys",
+    "waiver-unknown": "tests/pure/cli/test_at_once.py::test_a_wrong_argument_is_told_at_once",
     "usage": "tests/pure/cli/test_help.py::test_quiet_and_verbose_exclude_each_other",
     "bench-failed": "tests/cpu/tools/test_bench.py::test_a_bundle_that_this_machine_cannot_run_is_the_environments_fault",
     "output-unwritable": "tests/cpu/pipeline/test_bad_input.py::test_unwritable_directory",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
 from typing import Any
 
@@ -159,6 +160,9 @@ class Output:
         finally:
             context.release()
 
-    def __del__(self) -> None:
+    # While the interpreter ends, modules' names are None; the driver frees what a process held.
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if ending():
+            return
         with suppress(CgbundleError):  # after a fault of a kernel, which was reported where it happened
             self.free()

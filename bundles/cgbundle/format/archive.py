@@ -8,7 +8,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 
 from ..errors import BundleError
 from . import limits, manifest_json
@@ -44,8 +45,10 @@ class Archive:
         self._manifest: Manifest | None = None
         self.reopen()
 
-    def __del__(self) -> None:
-        self.close()
+    # While the interpreter ends, modules' names are None.
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not ending():
+            self.close()
 
     @property
     def manifest(self) -> Manifest:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import errno
 import os
 import stat
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 
 from ..errors import BundleError
 
@@ -26,7 +27,7 @@ FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 
 
 class KeptFile:
-    """A descriptor of its own of an open file, closed when this is forgotten."""
+    """A descriptor of its own of an open file, closed when this is forgotten, or by the system when the interpreter ends."""
 
     __slots__ = ("descriptor",)
 
@@ -34,8 +35,9 @@ class KeptFile:
         self.descriptor = -1
         self.descriptor = os.dup(descriptor)
 
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
+    # While the interpreter ends, modules' names are None.
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.descriptor >= 0 and not ending():
             os.close(self.descriptor)
 
 

@@ -9,7 +9,7 @@ import ctypes
 import json
 import os
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple
@@ -31,7 +31,7 @@ PLAIN = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 
 
 class OpenFile:
-    """A file of weights, open until it is forgotten."""
+    """A file of weights, open until it is forgotten or the interpreter ends."""
 
     __slots__ = ("_changed", "descriptor", "path")
 
@@ -43,8 +43,9 @@ class OpenFile:
             raise invalid(f"{path}: {error.strerror}") from None
         self._changed = os.fstat(self.descriptor).st_mtime_ns
 
-    def __del__(self) -> None:
-        if self.descriptor >= 0:
+    # While the interpreter ends, modules' names are None.
+    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+        if self.descriptor >= 0 and not ending():
             os.close(self.descriptor)
 
     def read(self, begin: int, size: int, target: int) -> None:

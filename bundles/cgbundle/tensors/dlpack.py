@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import CallError
@@ -131,14 +132,19 @@ def export(
 
 
 @_Deleter
-def _delete(address: int) -> None:
-    """The consumer is done: drop the reference that `export` took (after this the structure itself is gone)."""
+def _delete(address: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    """The consumer is done: drop the reference that `export` took (after this the structure itself is gone).  While the interpreter
+    ends, modules' names are None, and nothing is dropped."""
+    if ending():
+        return
     _api.Py_DecRef(ctypes.cast(_Managed.from_address(address).context, ctypes.py_object))
 
 
 @_Deleter
-def _destroy(capsule: int) -> None:
+def _destroy(capsule: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
     """The capsule dies; when nobody consumed it (it still has its first name) the tensor is released here."""
+    if ending():
+        return
     _is_valid = _api.PyCapsule_IsValid
     _is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
     if _is_valid(capsule, b"dltensor"):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
-from ..options import HostOps, ModelName, target_names
+from ..options import HostOps, ModelName, chosen_by_default, target_names
 from ..output import count, listed, record, safe, show, size, write_json
 from ..progress import watching
 
@@ -35,9 +35,12 @@ def check(
     target: Annotated[
         str,
         typer.Option(
-            "--target", metavar="TARGET", help="cuda, an architecture, or cpu; no GPU is needed.", autocompletion=target_names
+            "--target",
+            metavar="TARGET",
+            help="auto (as for build), cuda, sm_90 and its like, or cpu; no GPU is needed.",
+            autocompletion=target_names,
         ),
-    ] = "cuda",
+    ] = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
     host_ops: HostOps = None,
     train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,
@@ -49,9 +52,12 @@ def check(
     Every finding with its place in your code, what it leads to and how to
     remove it, and the regions that a build would make. Nothing is built,
     and no GPU is needed. Exit status 1 where a finding refuses a build.
+    Without --target the report is for what `build` would build for: the
+    GPU of this machine, or its CPU where it has none.
 
     \b
     cgcompile check gpt.py --sizes 1,8,32
+    cgcompile check gpt.py --sizes 1,8,32 --target cuda
     """
     import cgcompile
 
@@ -64,7 +70,7 @@ def check(
         write_json(asdict(report) | {"refused": report.refused})
     else:
         for each in report.each:
-            show(_head(each, several=bool(report.others)))
+            show(_head(each, several=bool(report.others), assumed=target == "auto"))
             for found in grouped(each.findings):
                 show(_finding(found))
             show(_regions(each))
@@ -81,15 +87,16 @@ def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
     return list(groups.values())
 
 
-def _head(report: Report, *, several: bool) -> RenderableType:
+def _head(report: Report, *, several: bool, assumed: bool) -> RenderableType:
+    target = chosen_by_default(report.target) if assumed else f"for {report.target}"
     sizes = ", ".join([f"{name} {listed(values)}" for name, values in report.sizes]) or "no dimensions"
-    assumed = f" (assumed: name yours with --sizes {report.assumed[0]}=...)" if report.assumed else ""
+    example = f" (assumed: name yours with --sizes {report.assumed[0]}=...)" if report.assumed else ""
     axes = [f"{name}: {where}" for name, where in report.axes]
     return record([
         *([("", "")] if several else []),
-        ("model", f"{report.name}, for {report.target}{f'; {report.mode}' if report.mode else ''}"),
+        ("model", f"{report.name}, {target}{f'; {report.mode}' if report.mode else ''}"),
         *([("entry", report.entry)] if several else []),
-        ("sizes", [sizes + assumed, *axes]),
+        ("sizes", [sizes + example, *axes]),
         *([("exported", f"per size: {safe(report.per_size)}")] if report.per_size else []),
         ("findings", _summary(report)),
     ])  # fmt: skip

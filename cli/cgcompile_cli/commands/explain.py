@@ -13,7 +13,7 @@ from ..errors import UsageError
 from ..output import count, safe, write_json
 
 if TYPE_CHECKING:
-    from cgcompile.tools.explanations import Explanation
+    from cgcompile.util.explanations import Explanation
 
 LEVELS = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
 """What a severity means, as `cgcompile check` says it."""
@@ -48,7 +48,7 @@ def explain(
     cgcompile explain host-scalar
     cgcompile explain
     """
-    from cgcompile.tools.explanations import nearest, spelled
+    from cgcompile.util.explanations import nearest, spelled
 
     known = _all()
     if name is None:
@@ -69,7 +69,7 @@ def explain(
 
 
 def _all() -> tuple[Explanation, ...]:
-    from cgcompile.tools.explanations import explanations
+    from cgcompile.util.explanations import explanations
 
     return explanations({"cgcompile_cli": UsageError.catalogue})
 

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from ..output import Field
 
 WIDTH = 100
-"""Columns of a map where the output is no terminal and COLUMNS is not set."""
+"""Columns of a map, and of the kernels, where the output is no terminal and COLUMNS is not set."""
 
 
 def inspect(
@@ -107,7 +107,7 @@ def _kernels(path: str, manifest: Manifest, as_json: bool) -> None:
     if as_json:
         write_json([row._asdict() for row in rows])
     elif rows:
-        show(kernel_table(rows))
+        show(kernel_table(rows), width=_width())
     else:
         show(record([("kernels", "none: this bundle has no recorded graphs")]))
 

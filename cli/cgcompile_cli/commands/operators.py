@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
-from ..options import target_names
+from ..options import chosen_by_default, target_names
 from ..output import count, say, show, table, write_json
 from ..progress import watching
 
@@ -21,9 +21,12 @@ def operators(
     target: Annotated[
         str,
         typer.Option(
-            "--target", metavar="TARGET", help="cuda, an architecture, or cpu; no GPU is needed.", autocompletion=target_names
+            "--target",
+            metavar="TARGET",
+            help="auto (as for build), cuda, sm_90 and its like, or cpu; no GPU is needed.",
+            autocompletion=target_names,
         ),
-    ] = "cuda",
+    ] = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what takes long.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
@@ -36,6 +39,7 @@ def operators(
     cgcompile operators --target sm_90
     cgcompile operators fft cumsum --target sm_90
     """
+    from cgcompile.targets.choice import resolved
     from cgcompile.tools.operators import KINDS
     from cgcompile.tools.operators import operators as listed
 
@@ -45,8 +49,10 @@ def operators(
     if not found:
         raise UsageError(f"{' '.join(names or ())}: no operator of PyTorch's has that in its name", "leave the name out to see all")
     if as_json:
-        write_json({"target": target, "kinds": KINDS, "operators": [asdict(each) for each in found]})
+        write_json({"target": resolved(target), "kinds": KINDS, "operators": [asdict(each) for each in found]})
         return
+    if target == "auto":
+        say(chosen_by_default(resolved(target)))
     internal = [] if names else [each for each in found if each.name.removeprefix("aten.").startswith("_")]
     found = [each for each in found if each not in internal]
     counts = Counter(each.kind for each in found)

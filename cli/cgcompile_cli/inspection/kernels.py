@@ -9,7 +9,7 @@ from cgbundle.format import archive, json_text
 from cgbundle.format.entries import all_programs
 from cgbundle.tables.table import Table as Recording
 
-from ..output import size, table
+from ..output import safe, size
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -51,9 +51,21 @@ def kernels(path: str, manifest: Manifest) -> list[KernelLaunches]:
 
 
 def kernel_table(rows: list[KernelLaunches]) -> Table:
-    """A line per kernel."""
-    heads = (">launches", ">image", "sha256", "kernel", "configuration", "chosen by")
-    return table(heads, [(r.launches, size(r.image_bytes), r.image[:12], r.symbol, r.configuration, r.chosen) for r in rows])
+    """A row per kernel; what it was compiled with stands below its name, which may fill a screen's width by itself."""
+    from rich.table import Table
+    from rich.text import Text
+
+    made = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="dim")
+    for head in ("launches", "image"):
+        made.add_column(head, justify="right", no_wrap=True)
+    made.add_column("sha256", no_wrap=True)
+    made.add_column("kernel" + (", configuration (chosen by)" if any(row.chosen for row in rows) else ""), overflow="fold")
+    for row in rows:
+        name = Text(safe(row.symbol))
+        if row.configuration or row.chosen:
+            name.append(f"\n{safe(row.configuration)} ({safe(row.chosen)})", style="dim")
+        made.add_row(str(row.launches), size(row.image_bytes), row.image[:12], name)
+    return made
 
 
 def _choices(path: str, files: dict[str, Any]) -> dict[tuple[str, str], tuple[str, str]]:

@@ -96,7 +96,7 @@ def qwen2_vl_vision() -> Made:
 
         def forward(self, patches: torch.Tensor) -> torch.Tensor:
             """[pictures * 64, 96] -> [pictures * 16, 64]."""
-            made = self.network(patches, grid_thw=torch.tensor([[1, 8, 8]]))
+            made = self.network(patches, grid_thw=torch.tensor([[1, 8, 8]], device=patches.device))
             return made if isinstance(made, torch.Tensor) else made.last_hidden_state
 
     def inputs() -> tuple[torch.Tensor, ...]:

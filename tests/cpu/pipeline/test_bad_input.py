@@ -60,10 +60,15 @@ def build(*arguments: object) -> Result:
         (MODEL.replace("import torch\n", "import torch; def\n", 1), 1, "model.py:2: invalid syntax"),
         ("import nonsense_that_is_not_there\n" + MODEL, 1, "model.py:1: importing it failed: ModuleNotFoundError"),
         (MODEL.replace("nn.Linear(6, 16)", "nn.Linear(6, 'x')"), 1, "model.py:9: model() failed: TypeError"),
-        (MODEL.replace("return (torch.randn", "return 7, (torch.randn"), 1, "does not fit the model's forward()"),
+        (MODEL.replace("return (torch.randn", "return 7, (torch.randn"), 1, "does not fit forward("),
         (MODEL.replace("(batch, 6)", "(batch, 7)"), 1, "mat1 and mat2"),
         (MODEL.replace("(batch, 6)", "(5, 6)"), 1, "'batch'"),
         (MODEL.replace("return nn.Sequential", "return list"), 1, "model.py"),
+        (MODEL + "\nimport sys\nsys.exit('bye')\n", 1, "importing it ended the program: SystemExit: bye"),
+        (MODEL.replace("(batch, 6)", "(batch, 6, device='meta')"), 1, "inputs() gives input on the meta device, without values"),
+        (MODEL.replace("(batch, 6)", "(batch, 6, device='cuda')"), 1, "make tensors on the CPU"),
+        (MODEL.replace("nn.Linear(6, 16)", "nn.Linear({}[6], 16)"), 1, "import the file in Python and call it there"),
+        ("import nonsense.inner\n" + MODEL, 1, "hint: install 'nonsense' in this environment"),
     ],
 )  # fmt: skip
 def test_model_file(folder: Path, text: str, code: int, said: str) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import cgbundle
 import cgcompile
@@ -79,8 +81,31 @@ def test_errors_of_a_model_in_memory_name_the_users_line() -> None:
     line = pairs.__code__.co_firstlineno
     with raises("eager-failed", match=r"input is a tuple: was a tensor meant\? \(x,\) is one argument"):
         cgcompile.check(nn.Linear(4, 4), pairs, sizes=[2])
-    with raises("source-invalid", match=rf"test_defaults.py:{line + 7}: inputs\(\) does not fit the model's forward"):
+    text = rf"test_defaults.py:{line + 8}: inputs\(\) does not fit forward\(input\): 2 arguments by position, and it takes 1"
+    with raises("source-invalid", match=text):
         cgcompile.check(nn.Linear(4, 4), lambda batch: (*rows(batch), *rows(batch)), sizes=[2])
+
+
+class Named(nn.Module):
+    def forward(self, ids: Tensor, mask: Tensor, scale: float = 1.0) -> Tensor:
+        return ids * mask * scale
+
+
+MISFITS = [
+    (lambda t: {"ids": t, "msk": t}, "no parameter is called 'msk' (did you mean 'mask'?), 'mask' is missing"),
+    (lambda t: ((t,), {"msk": t}), "no parameter is called 'msk' (did you mean 'mask'?), 'mask' is missing"),
+    (lambda t: ((t, t), {"scal": 2.0}), "no parameter is called 'scal' (did you mean 'scale'?)"),
+    (lambda t: ((), {"words": t, "mask": t}), "no parameter is called 'words', 'ids' is missing"),
+    (lambda t: {"ids": t}, "'mask' is missing"),
+    (lambda t: ((t, t), {"mask": t}), "'mask' is given by position and by name"),
+    (lambda t: (t, t, 1.0, t), "4 arguments by position, and it takes 3"),
+]
+
+
+@pytest.mark.parametrize(("made", "text"), MISFITS, ids=range(len(MISFITS)))
+def test_a_misspelt_argument_is_told_with_what_is_missing(made: Callable[[Tensor], object], text: str) -> None:
+    with raises("source-invalid", match=re.escape(f"inputs() does not fit forward(ids, mask, scale=1.0): {text}") + "$"):
+        sample(load_source(Named().eval(), lambda batch: made(torch.ones(batch, 4))), {"batch": 2})
 
 
 @pytest.mark.parametrize("given", [5, "text", None])

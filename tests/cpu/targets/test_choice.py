@@ -4,9 +4,18 @@ from __future__ import annotations
 
 import pytest
 
-from cgcompile.targets.choice import choose
+from cgcompile.targets.choice import choose, recorder_for, resolved
 from cgcompile.targets.instruction_sets import LEVELS
 from tests.helpers.raising import raises
+
+
+@pytest.mark.parametrize(("gpu", "target", "recorder"), [("", "cpu", "host"), ("sm_90", "cuda", "capture")])
+def test_a_check_is_for_what_a_build_is_for(monkeypatch: pytest.MonkeyPatch, gpu: str, target: str, recorder: str) -> None:
+    monkeypatch.setattr("cgcompile.targets.choice._here", lambda: gpu)
+    chosen = choose("auto", "inductor")
+    assert (resolved("auto"), recorder_for("auto")) == (target, recorder)
+    assert (chosen.target, chosen.recorder) == (gpu or "cpu", recorder)
+    assert [resolved(each) for each in ("cpu", "cuda", "sm_80")] == ["cpu", "cuda", "sm_80"]
 
 
 def test_a_level_of_processors_is_built_and_run_here(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from typer.testing import CliRunner, Result
 
 import cgcompile
+from cgcompile.targets.choice import resolved
 from cgcompile.tools.operators import KINDS, operators
 from cgcompile_cli.main import app
 from tests.helpers.raising import raises
@@ -78,6 +79,6 @@ def test_the_command_shows_some_or_all() -> None:
         ["aten._fft_c2c", "no"], ["aten.gcd", "no"],
     ]  # fmt: skip
     plain = json.loads(call("aten.relu", "--json").stdout)
-    assert {"name": "aten.relu", "kind": "yes", "why": ""} in plain["operators"] and plain["target"] == "cuda"
+    assert {"name": "aten.relu", "kind": "yes", "why": ""} in plain["operators"] and plain["target"] == resolved("auto")
     assert "no operator" in call("no_such_operator").stderr
     assert "aten.relu " in (shown := call("--target", "cpu").stdout) and "aten._" not in shown

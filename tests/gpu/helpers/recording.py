@@ -6,6 +6,7 @@ import pickle
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -45,9 +46,9 @@ def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorde
     programs, calls = export(name)
     takes: list[Take] = []
 
-    def noted(a: Take, b: Take, weights_end: int) -> Assembled:
+    def noted(a: Take, b: Take, *rest: Any) -> Assembled:
         takes[:] = a, b
-        return assemble(a, b, weights_end)
+        return assemble(a, b, *rest)
 
     exam = options.pop("exam", None) or other_calls(calls)
     with mock.patch.object(recorder, "assemble", noted):

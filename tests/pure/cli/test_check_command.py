@@ -60,7 +60,7 @@ def test_a_report_in_full(call: Any) -> None:
     result = call(REPORT)
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
-        "model     tiny, for cuda",
+        "model     tiny, for cuda (the GPU of this machine)",
         "sizes     batch 1, 8",
         "          batch: axis 0 of x",
         "findings  1 host (runs on the host between graphs)",
@@ -83,6 +83,14 @@ def test_a_report_in_full(call: Any) -> None:
         "│   └── linear x6",
         "└── returns 1 value, 1.0 KiB at batch=8: y",
     ]
+
+
+def test_a_target_that_nobody_named_is_said_to_be_chosen(call: Any) -> None:
+    assert call(replace(REPORT, target="cpu")).stdout.splitlines()[0] == (
+        "model     tiny, for cpu (no GPU is here; for one: --target cuda)"
+    )
+    assert call.given["target"] == "auto"
+    assert call(REPORT, "--target", "cuda").stdout.splitlines()[0] == "model     tiny, for cuda"
 
 
 @pytest.mark.parametrize(("findings", "code"), [((), 0), ((ITEM, KEYS), 0), ((BUFFER,), 1), ((ITEM, BUFFER), 1)])

@@ -85,14 +85,27 @@ def test_version() -> None:
 @pytest.mark.parametrize(
     "arguments",
     [
-        (), ("bild",), ("build",), ("build", "m.py", "--lower", "hard"), ("build", "m.py", "--max-keys", "0"), ("inspect",),
+        ("bild",), ("build",), ("build", "m.py", "--lower", "hard"), ("build", "m.py", "--max-keys", "0"), ("inspect",),
         ("inspect", "--nonsense"), ("verify", "a", "b"),
     ],
 )  # fmt: skip
 def test_usage_errors_exit_2(arguments: tuple[str, ...]) -> None:
     result = call(*arguments)
-    assert result.exit_code == 2
-    assert result.stdout == "" and "Usage: cgcompile" in result.stderr
+    refused(result, 2)
+    assert result.stderr.splitlines()[1].startswith("hint: cgcompile ") and result.stderr.endswith(" --help\n")
+
+
+def test_nothing_typed_shows_the_help() -> None:
+    for arguments in ((), ("cache",)):
+        result = call(*arguments)
+        assert result.exit_code == 2 and "Usage: cgcompile" in result.stderr and "Commands:" in result.stderr
+
+
+def test_a_mistyped_option_is_told_with_the_right_one() -> None:
+    assert refused(call("build", "m.py", "--size", "1"), 2) == "error: no such option: --size (did you mean --sizes?)"
+    assert refused(call("build", "m.py", "--nonsense"), 2) == "error: no such option: --nonsense"
+    assert refused(call("bild"), 2) == "error: no such command 'bild'. Did you mean 'build'?"
+    assert refused(call("build", "m.py", "--sizes"), 2) == "error: option '--sizes' requires an argument"
 
 
 # --- no bundle, or not one we read --------------------------------------------------------------------------------

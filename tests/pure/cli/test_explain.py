@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import cgbundle.errors
 import cgcompile.errors
-from cgcompile.tools.explanations import explanations, nearest, spelled
+from cgcompile.util.explanations import explanations, nearest, spelled
 from cgcompile_cli.commands.explain import names
 from cgcompile_cli.main import app
 

@@ -168,11 +168,12 @@ def watched(capsys: pytest.CaptureFixture[str], *options: bool) -> list[str]:
 
 
 def test_a_line_for_every_stage(capsys: pytest.CaptureFixture[str]) -> None:
-    assert watched(capsys, False) == ["lower          1.50 s  2 kernels"]
+    assert watched(capsys, False) == ["lower             ...  Inductor and its compilers", "lower          1.50 s  2 kernels"]
 
 
 def test_verbose_has_a_line_for_every_step(capsys: pytest.CaptureFixture[str]) -> None:
     assert watched(capsys, False, True) == [
+        "lower             ...  Inductor and its compilers",
         "              +0.50 s    1 of 2 kernels",
         "              +1.25 s    2 of 2\\x1b kernels",
         "lower          1.50 s  2 kernels",
