@@ -1,4 +1,4 @@
-"""Inputs of the GPU that a launch reads where the caller has them: the bits of copied ones, with many calls on their way at once."""
+"""Inputs of the GPU that a launch reads where the caller has them: the bits of copied ones, many calls on their way at once."""
 
 from __future__ import annotations
 
