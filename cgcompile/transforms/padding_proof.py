@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 import torch
 
@@ -43,6 +44,14 @@ class _Trial:
     large: dict[str, int]
 
 
+class _Padding(NamedTuple):
+    """As in `Dimension`, before it is known whether a call can be cut."""
+
+    pad: str
+    reason: str
+    uncut: str = ""
+
+
 def prove_padding(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
 ) -> tuple[Dimension, ...]:
@@ -50,50 +59,54 @@ def prove_padding(
     proved = []
     for name, values in sizes.items():
         tell(name)
-        pad, reason = _prove_pad(source, prepared, sizes, name)
+        pad, reason, uncut = _prove_pad(source, prepared, sizes, name)
         chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, prepared, sizes, name)
         if shared := _partial(prepared, "outputs"):
             chunk, cut_reason = False, f"output {shared!r} is a part of another output, and parts of a call are joined one by one"
+        shown = reason if pad == "no" or chunk else cut_reason
         proved.append(
-            Dimension(name=name, sizes=values, pad=pad, chunk=chunk, reason=reason if pad == "no" or chunk else cut_reason)
+            Dimension(name=name, sizes=values, pad=pad, chunk=chunk, reason=shown, uncut=uncut if shown == reason else "")
         )
     return tuple(proved)
 
 
-def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[str, str]:
+def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> _Padding:
     if prepared.written:
-        return "no", f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
+        return _Padding("no", f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}")
     if prepared.generator:
-        return "no", f"{source.entry}() draws random numbers, and others for other sizes"
+        return _Padding("no", f"{source.entry}() draws random numbers, and others for other sizes")
     if prepared.changes:
-        return "no", f"{source.entry}() writes to its buffer {prepared.changes[0].removeprefix(PREFIX)!r}"
+        return _Padding("no", f"{source.entry}() writes to its buffer {prepared.changes[0].removeprefix(PREFIX)!r}")
     if shared := _partial(prepared, "inputs"):
-        return "no", f"output {shared!r} is a part of an input, and the caller's own would not be padded"
+        return _Padding("no", f"output {shared!r} is a part of an input, and the caller's own would not be padded")
     pad, reason = "rows", f"rows along {name} do not depend on each other"
     trials = _trials(sizes, name) if prepared.programs.dynamic else _every_trial(sizes, name)
     if len(trials) > 2 * MOST:
-        return "no", f"the model was exported per size, and {len(trials) // 2} sizes between the declared ones are too many to try"
+        return _Padding(
+            "no", f"the model was exported per size, and {len(trials) // 2} sizes between the declared ones are too many to try"
+        )
     for trial in trials:
         short, long = sample(source, trial.small).tensors, sample(source, trial.large).tensors
         zeros = [torch.zeros_like(tensor) for tensor in long]
         try:
             expected = run_eager(prepared.reference, short).outputs
         except (RuntimeError, IndexError, ValueError, AssertionError) as failure:
-            return "no", f"the model fails ({type(failure).__name__}) at {name}={trial.short}"
+            return _Padding("no", f"the model fails ({type(failure).__name__}) at {name}={trial.short}")
         problem = _other_shape(prepared, trial.small, expected) or _compare(prepared, short, zeros, expected)
         if not problem and _compare(prepared, short, long, expected):
             pad = "zeros"
         if problem:
-            return "no", f"{problem} when {name}={trial.short} is filled up with zeros to {trial.long}"
+            return _Padding("no", f"{problem} when {name}={trial.short} is filled up with zeros to {trial.long}")
     compared = two_sizes(source, prepared, sizes, name)
     if not compared:
-        return "no", f"the model was exported per size, and its operators cannot be compared between sizes of {name}"
+        return _Padding("no", f"the model was exported per size, and its operators cannot be compared between sizes of {name}")
     joined = _first(compared, fixed=False)
     if pad == "rows" and not joined:
-        return pad, reason
+        return _Padding(pad, reason)
     if why := _first(compared, fixed=True):
-        return "no", f"{why}; zeros were not proved to change nothing"
-    return "zeros", f"{joined or f'outputs depend on what {name} is filled up with'}; zeros were proved to change nothing"
+        return _Padding("no", f"{why}; zeros were not proved to change nothing", why)
+    joined = joined or f"outputs depend on what {name} is filled up with"
+    return _Padding("zeros", f"{joined}; zeros were proved to change nothing", joined)
 
 
 def _first(compared: Sequence[TwoSizes], fixed: bool, last: bool = False) -> str:

@@ -41,8 +41,10 @@ ELEMENTS = {
 SPOILED = 0xDD
 
 
-def dimension(name: str, *sizes: int, pad: str = "rows", chunk: bool = True, reason: str = "rows stand alone") -> Dimension:
-    return Dimension(name=name, sizes=sizes, pad=pad, chunk=chunk, reason=reason)
+def dimension(
+    name: str, *sizes: int, pad: str = "rows", chunk: bool = True, reason: str = "rows stand alone", uncut: str = ""
+) -> Dimension:
+    return Dimension(name=name, sizes=sizes, pad=pad, chunk=chunk, reason=reason, uncut=uncut)
 
 
 def spec(name: str, *shape: Any, dtype: str = "float32", order: Sequence[int] | None = None) -> TensorSpec:

@@ -76,7 +76,7 @@ def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Mani
     names = [row.name for row in weights]
     return replace(
         made,
-        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="forward() changes state"),),
+        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="forward() changes state", uncut=""),),
         inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=()),),
         outputs=tuple(
             [

@@ -87,7 +87,9 @@ def manifest() -> Manifest:
         format=FORMAT_VERSION,
         name="tiny",
         target=Target(kind="cpu", arch=os.uname().machine, level="", features=("sse", "sse2"), torch="2.11", driver=0),
-        dimensions=(Dimension(name="batch", sizes=SIZES, pad="rows", chunk=True, reason="rows do not depend on each other"),),
+        dimensions=(
+            Dimension(name="batch", sizes=SIZES, pad="rows", chunk=True, reason="rows do not depend on each other", uncut=""),
+        ),
         inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1), range=()),),
         entry="forward",
         entries=(),

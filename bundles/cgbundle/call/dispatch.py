@@ -115,7 +115,7 @@ def _refusal(dimension: Dimension, size: int) -> CallError:
     if dimension.chunk:
         expected, refused = f"a sum of recorded {name} ({_list(dimension)})", f"{name} cannot be padded: {dimension.reason}"
     elif size > largest:
-        why = dimension.reason.partition("; zeros ")[0]  # the rest is about padding
+        why = dimension.uncut or dimension.reason
         expected, refused = f"at most {name}={largest}", f"a call cannot be cut along {name}: {why}"
     else:
         expected, refused = f"a recorded {name} ({_list(dimension)})", f"{name} cannot be padded: {dimension.reason}"

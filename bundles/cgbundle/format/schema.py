@@ -35,10 +35,11 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "chains"): (5, ()),
     ("Manifest", "reserved"): (5, ()),
     ("Manifest", "fixed"): (6, ()),
+    ("Dimension", "uncut"): (6, ""),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
-SPARSE = {("Manifest", "chains"), ("Manifest", "reserved")}
+SPARSE = {("Manifest", "chains"), ("Manifest", "reserved"), ("Dimension", "uncut")}
 """(record, field) of those in ADDED that are left out where they have the value of before: few bundles have any."""
 
 DTYPES = {
@@ -79,13 +80,15 @@ IntKey = tuple[int, ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
     """`pad` is "rows" (rows do not depend on each other: any filling is exact), "zeros" (only zeros were proved exact) or "no".
-    `chunk` says that a call may be cut along this dimension; `reason` is shown when the runtime has to refuse."""
+    `chunk` says that a call may be cut along this dimension; `reason` is shown when the runtime has to refuse.  `uncut`: why a call
+    cannot be cut, where `reason` says more than that; else ""."""
 
     name: Name
     sizes: tuple[int, ...]
     pad: Name
     chunk: bool
     reason: str
+    uncut: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -15,7 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..format.entries import each_entry
-from ..format.schema import Manifest, Value, Weight
+from ..format.schema import ADDED, SPARSE, Manifest, Value, Weight
 
 SINCE = 4
 """The format version from which on every shared object of a bundle has its rows."""
@@ -89,9 +89,11 @@ def difference(found: bytes, expected: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A record as the list of its fields."""
+    """A record as the list of its fields, without those that a manifest leaves out."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        return [_plain(getattr(value, field.name)) for field in fields(value)]
+        kind = type(value).__name__
+        rows = [((kind, field.name), getattr(value, field.name)) for field in fields(value)]
+        return [_plain(item) for name, item in rows if name not in SPARSE or item != ADDED[name][1]]
     return value

@@ -333,7 +333,7 @@ def test_rounding_may_turn_a_comparison_over_for_the_host(flipped: int, passes: 
 
 
 def judged(tried: Trial, outcome: Outcome, bound: ErrorBound, *waive: str) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
-    dimension = Dimension(name="batch", sizes=(1,), pad="no", chunk=False, reason="")
+    dimension = Dimension(name="batch", sizes=(1,), pad="no", chunk=False, reason="", uncut="")
     return proved([dimension], [bound], [CLAIM], [(tried, outcome)], 1e-4, waive)
 
 

@@ -40,7 +40,7 @@ def program(fake: FakeDriver, tmp_path: Path) -> Iterator[Program]:
     folder = tmp_path / "tiny.cgb"
     manifest = replace(
         cuda_bundles.write(folder, b"an image"),
-        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="it is small"),),
+        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="it is small", uncut=""),),
         inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=()),),
         outputs=(TensorSpec(name="y", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=()),),
         call={"call": [["x", {"tensor": 0}]]},

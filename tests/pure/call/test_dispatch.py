@@ -167,10 +167,12 @@ def test_a_size_that_cannot_be_padded_names_the_dimension_and_the_reason() -> No
     assert str(error) == expected and error.hint == "build the bundle with seq=50 among its --sizes"
 
 
-def test_a_size_that_cannot_be_cut_names_the_dimension_and_the_reason() -> None:
-    each = dimension(
-        "seq", 32, 128, pad="zeros", chunk=False, reason="outputs depend on the filling; zeros were proved to change nothing"
-    )
+@pytest.mark.parametrize("own", [True, False])
+def test_a_size_that_cannot_be_cut_names_the_dimension_and_why(own: bool) -> None:
+    """Bundles of before have one reason for both."""
+    whole, why = "outputs depend on the filling; zeros were proved to change nothing", "outputs depend on the filling"
+    reason, uncut = (whole, why) if own else (why, "")
+    each = dimension("seq", 32, 128, pad="zeros", chunk=False, reason=reason, uncut=uncut)
     expected = "seq: expected at most seq=128, got 200, and a call cannot be cut along seq: outputs depend on the filling"
     error = refused([each], [200], "pad")
     assert str(error) == expected and error.hint == "build the bundle with seq=200 among its --sizes, or more"

@@ -78,7 +78,7 @@ def chain(length: int) -> Callable[[str, int], Recording]:
 
 
 def _dimension(name: str, sizes: Sequence[int]) -> Dimension:
-    return Dimension(name=name, sizes=tuple(sizes), pad="no", chunk=False, reason="not proved")
+    return Dimension(name=name, sizes=tuple(sizes), pad="no", chunk=False, reason="not proved", uncut="")
 
 
 def _spec(name: str, *shape: str | int) -> TensorSpec:

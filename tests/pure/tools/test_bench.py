@@ -409,7 +409,7 @@ def gpu_bundle(folder: Path) -> Manifest:
     manifest = replace(
         bare, inputs=(spec,), outputs=(replace(spec, name="y"),), call={"call": [["x", {"tensor": 0}]]},
         parameters=(POSITIONAL,), result={"tensor": 0},
-        dimensions=(Dimension(name="batch", sizes=cuda_bundles.KEYS, pad="no", chunk=False, reason="a test"),),
+        dimensions=(Dimension(name="batch", sizes=cuda_bundles.KEYS, pad="no", chunk=False, reason="a test", uncut=""),),
         exam=replace(bare.exam, compare="bits", bounds=(1e-4,), proofs=proofs), files=archive.describe_files(str(folder)),
     )  # fmt: skip
     (folder / archive.MANIFEST).write_bytes(manifest_json.encode(manifest))
