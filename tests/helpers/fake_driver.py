@@ -153,6 +153,18 @@ class FakeDriver:
         self.pinned[address] = size
         return address
 
+    def held(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def do_cuMemHostRegister(self, address: int, size: int, flags: int) -> None:
+        assert not address % (2 << 20) and not flags
+        self.live[address] = "registered"
+        self.pinned[address] = size
+
+    def do_cuMemHostUnregister(self, address: int) -> None:
+        del self.pinned[address]
+        self._drop(address)
+
     def do_cuMemAllocAsync(self, size: int, stream: int) -> int:
         return self.do_cuMemAlloc(size)
 
@@ -222,6 +234,9 @@ class FakeDriver:
 
     def do_cuStreamSynchronize(self, stream: int) -> None:
         assert stream not in self.capturing, "a stream that is being captured cannot be waited for"
+
+    def do_cuStreamQuery(self, stream: int) -> None:
+        assert stream in self.live
 
     def do_cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
         assert event in self.live

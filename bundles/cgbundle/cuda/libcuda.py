@@ -135,6 +135,8 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuMemAllocAsync": ("cuMemAllocAsync", (_HANDLE, _Size, _Pointer)),
     "cuMemFreeAsync": ("cuMemFreeAsync", (_Pointer, _Pointer)),
     "cuMemHostAlloc": ("cuMemHostAlloc", (_HANDLE, _Size, _Unsigned)),
+    "cuMemHostRegister": ("cuMemHostRegister_v2", (_Pointer, _Size, _Unsigned)),
+    "cuMemHostUnregister": ("cuMemHostUnregister", (_Pointer,)),
     "cuMemFreeHost": ("cuMemFreeHost", (_Pointer,)),
     "cuMemcpyHtoD": ("cuMemcpyHtoD_v2", (_Pointer, _Pointer, _Size)),
     "cuMemcpyHtoDAsync": ("cuMemcpyHtoDAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
@@ -150,6 +152,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuStreamCreate": ("cuStreamCreate", (_HANDLE, _Unsigned)),
     "cuStreamDestroy": ("cuStreamDestroy_v2", (_Pointer,)),
     "cuStreamSynchronize": ("cuStreamSynchronize", (_Pointer,)),
+    "cuStreamQuery": ("cuStreamQuery", (_Pointer,)),
     "cuStreamWaitEvent": ("cuStreamWaitEvent", (_Pointer, _Pointer, _Unsigned)),
     "cuStreamIsCapturing": ("cuStreamIsCapturing", (_Pointer, _NUMBER)),
     "cuEventCreate": ("cuEventCreate", (_HANDLE, _Unsigned)),
@@ -215,6 +218,13 @@ class Driver:
             text = f"the CUDA driver of this machine has no {symbol}, which the bundle needs"
             raise MachineError("driver-too-old", text, "upgrade the NVIDIA driver") from None
         function.argtypes = [_Pointer if isinstance(each, _Out) else each for each in parameters]
+        return function
+
+    def held(self, name: str) -> Callable[..., int]:
+        """A function of FUNCTIONS that gives its error alone, and keeps the interpreter's lock: for calls that return at once."""
+        symbol, parameters = FUNCTIONS[name]
+        function = ctypes.PyDLL(LIBRARY)[symbol]
+        function.argtypes = list(parameters)
         return function
 
     def cuDeviceGetName(self, size: int, device: int) -> tuple[int, bytes]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 from array import array
 from dataclasses import replace
 from pathlib import Path
@@ -200,7 +201,14 @@ def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, b
         except CgbundleError as error:
             failures += 1
             assert isinstance(error, (MachineError, OutOfMemory, MachineError, BundleError))
-        give_back = ("Destroy", "Free", "Unload", "Release", "PopCurrent")  # what this call should have given back stays
+        give_back = (
+            "Destroy",
+            "Free",
+            "Unregister",
+            "Unload",
+            "Release",
+            "PopCurrent",
+        )  # what this call should have given back stays
         failed = fake.calls[number] if number < len(fake.calls) else ""
         if not any(word in failed for word in give_back):
             assert not fake.live, failed
@@ -372,11 +380,61 @@ def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Ma
     context.release()
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_where_memory_cannot_be_pinned_all_arrives(
+    pinned: bool, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight readers and one sender, slots fewer than groups, and groups of several pieces."""
+    if not pinned:
+        monkeypatch.setattr(fake, "cuMemHostRegister", lambda *given: 801, raising=False)
+    _, folder = bundle
+    data = (folder / "weights.safetensors").read_bytes()
+    listed = [weights.Piece(at, 30, 2 * at) for at in range(0, len(data) - 30, 31)]
+    context = driver.Context(0)
+    with context:
+        base = memory.allocate(2 * len(data), "test")
+        with open(folder / "weights.safetensors", "rb") as file:
+            weights.Upload(context, file.fileno(), listed, base, weights.Way(8, 16, True, 64)).wait()
+        for piece in listed:
+            assert ctypes.string_at(base + piece.target, piece.size) == data[piece.begin : piece.begin + piece.size]
+        memory.free(base)
+    context.release()
+
+
+@pytest.mark.parametrize("readers", [1, 4])
+def test_a_file_that_ends_too_early_ends_the_upload(readers: int, fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    _, folder = bundle
+    size = (folder / "weights.safetensors").stat().st_size
+    context = driver.Context(0)
+    with context, open(folder / "weights.safetensors", "rb") as file:
+        base = memory.allocate(4 * size, "test")
+        upload = weights.Upload(context, file.fileno(), [weights.Piece(0, 3 * size, 0)], base, weights.Way(readers, 2, True, 64))
+        for _ in range(2):
+            with raises("weights-invalid", match="ends too early"):
+                upload.wait()
+        memory.free(base)
+    context.release()
+
+
+def test_an_upload_that_is_stopped_lets_go(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+    _, folder = bundle
+    size = (folder / "weights.safetensors").stat().st_size
+    context = driver.Context(0)
+    with context, open(folder / "weights.safetensors", "rb") as file:
+        base = memory.allocate(size, "test")
+        for _ in range(20):
+            upload = weights.Upload(context, file.fileno(), [weights.Piece(0, size, 0)], base, weights.Way(3, 4, True, 16))
+            upload.stop()
+            assert not any(thread.name == "cgbundle-upload" for thread in threading.enumerate())
+        memory.free(base)
+    context.release()
+
+
 @pytest.mark.parametrize("size", [0, 1, 16 << 20, 17 << 20, 330 << 20, 1 << 30, 16 << 30])
 def test_what_is_small_pays_for_no_threads_and_no_pinned_memory(size: int) -> None:
     how = weights.way(size)
-    assert how.pinned == (how.threads > 1) == (size > 16 << 20)
-    assert how.threads * how.buffers * how.chunk <= 64 << 20
+    assert how.pinned == (how.readers > 1) == (size > 16 << 20)
+    assert (how.slots * how.chunk <= 64 << 20 and how.slots > how.readers) or not how.pinned
 
 
 @pytest.mark.parametrize("cached", [True, False])
