@@ -16,15 +16,18 @@ if TYPE_CHECKING:
     from .bundle.sign import Signed, sign
     from .pipeline.api import build, check
     from .pipeline.records import Built, Report
+    from .tools.store import Store
+    from .tools.transfer import pull, push
     from .util.progress import Event
 
 from .util.version import VERSION as __version__
 
-__all__ = ["Built", "Event", "Report", "Signed", "__version__", "build", "check", "sign"]
+__all__ = ["Built", "Event", "Report", "Signed", "Store", "__version__", "build", "check", "pull", "push", "sign"]
 
 _MODULES = {
     "build": "pipeline.api", "check": "pipeline.api", "Built": "pipeline.records", "Report": "pipeline.records",
     "Event": "util.progress", "Signed": "bundle.sign", "sign": "bundle.sign",
+    "Store": "tools.store", "pull": "tools.transfer", "push": "tools.transfer",
 }  # fmt: skip
 
 

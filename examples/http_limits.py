@@ -18,11 +18,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 class BoundedBodies:
     """ASGI middleware.  A body of more than `largest` bytes is answered 413: unread where its length is declared, else as soon as
-    it is too long.  While a request is answered, its client is watched: if it leaves, the work is cancelled.
+    it is too long.  While a request is answered, its client is watched: if it leaves, the work is cancelled.  `field` is what an
+    answer calls its error.
     """
 
-    def __init__(self, app: ASGIApp, largest: int) -> None:
-        self.app, self.largest = app, largest
+    def __init__(self, app: ASGIApp, largest: int, field: str = "detail") -> None:
+        self.app, self.largest, self.field = app, largest, field
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -33,7 +34,7 @@ class BoundedBodies:
         except ClientDisconnect:
             return
         if body is None:
-            answer = JSONResponse({"detail": f"body: more than {self.largest} bytes"}, 413)
+            answer = JSONResponse({self.field: f"body: more than {self.largest} bytes"}, 413)
             await answer(scope, receive, send)
             return
         unread = [body]

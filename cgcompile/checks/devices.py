@@ -11,7 +11,7 @@ from cgbundle.format.schema import Finding
 from ..model.devices.markers import TO_HOST
 from ..model.user_code import place
 from .context import HOST, NOTE, REFUSE, RuleContext, computes, finding, operator
-from .host_placement import CPU_OPERATION, DEVICE_COPY
+from .host_placement import CPU_OPERATION, DEVICE_COPY, TENSOR_ASSERTIONS
 
 
 def device_copy(context: RuleContext) -> Iterable[Finding]:
@@ -27,8 +27,8 @@ def device_copy(context: RuleContext) -> Iterable[Finding]:
     for node, top in context.calls():
         if context.moved.get(node.name) == DEVICE_COPY and top == node.name and not _made_there(context, node):
             yield finding(
-                "device-copy", HOST, "a tensor is copied to the CPU", node, context.effect(top),
-                "leave the move to the CPU out where the GPU can compute what follows",
+                "device-copy", HOST, "a tensor is copied to the CPU" + (", which asserts its value" if _asserted(node) else ""),
+                node, context.effect(top), "leave the move to the CPU out where the GPU can compute what follows",
             )  # fmt: skip
 
 
@@ -55,6 +55,11 @@ def cpu_operation(context: RuleContext) -> Iterable[Finding]:
             "cpu-operation", HOST, message, node, context.effect(top),
             "move its tensors to the GPU first, or leave the move to the CPU out",
         )  # fmt: skip
+
+
+def _asserted(node: Node) -> bool:
+    """Whether a copy is made for an assertion alone."""
+    return all(user.target in TENSOR_ASSERTIONS for user in node.users)
 
 
 def _made_there(context: RuleContext, node: Node) -> bool:

@@ -34,6 +34,10 @@ Source: `data_dependent_nodes` in this file.
 """
 
 
+TENSOR_ASSERTIONS = (torch.ops.aten._assert_async.default, torch.ops.aten._assert_async.msg)
+"""Assertions about a tensor: where that is on the host, they are checked there."""
+
+
 def placements(
     graph: Graph, findings: Sequence[Finding], data_dependent: frozenset[str], moved: Mapping[str, str]
 ) -> dict[str, str]:
@@ -121,9 +125,9 @@ def has_tensor(node: Node) -> bool:
 
 
 def _alive(graph: Graph) -> frozenset[Node]:
-    """What the outputs need, and what writes."""
+    """What the outputs need, what writes, and what asserts."""
     found: set[Node] = set()
-    waiting = [node for node in graph.nodes if node.op == "output" or _writes(node)]
+    waiting = [node for node in graph.nodes if node.op == "output" or _acts(node)]
     while waiting:
         node = waiting.pop()
         if node not in found:
@@ -132,5 +136,7 @@ def _alive(graph: Graph) -> frozenset[Node]:
     return frozenset(found)
 
 
-def _writes(node: Node) -> bool:
+def _acts(node: Node) -> bool:
+    if node.target in TENSOR_ASSERTIONS:
+        return True
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

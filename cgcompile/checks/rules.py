@@ -34,6 +34,7 @@ RULES: tuple[Rule, ...] = (
     operators.custom_operator,
     devices.pinned_memory,
     scalars.assert_scalar,
+    scalars.asserted_value,
     writes.overlapping_input,
     writes.aliased_output,
     sizes.non_tensor_input,

@@ -74,12 +74,28 @@ def assert_scalar(context: RuleContext) -> Iterable[Finding]:
                 yield made
 
 
+def asserted_value(context: RuleContext) -> Iterable[Finding]:
+    """A branch on data, or a number that shapes follow from, where Python can go on one way alone: `if mask.any(): raise`.
+
+    What it looks for: Python asks a tensor for its value during the export, and fails with every other value that was tried: the
+    number below and above, the other side of the branch.
+    Why CUDA cares: torch.export records one path through Python.
+    Effect: the host checks at every call that the value is that of the example inputs; another one is an error, as in PyTorch.
+    Fix: none needed where calls keep to it; else as for data-dependent-branch.
+    Source: `past_branches` in export/torch_export.py.
+    """
+    for obstacle in context.obstacles("asserted-value"):
+        yield finding(
+            "asserted-value", NOTE, obstacle.message, obstacle, "a call with another value is an error", "none needed",
+        )  # fmt: skip
+
+
 def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
     """Python that branches on the value of a tensor: `if x.sum() > 0:`, `while error > bound:`, `assert mask.all()`.
 
     What it looks for: Python asks a tensor for its truth during the export, which then goes on as the example inputs did.
     Why CUDA forbids it: a graph is a fixed order of kernels, and torch.export records one path through Python.
-    Effect: no bundle can be built.
+    Effect: no bundle can be built, but where one side fails (asserted-value).
     Fix: `torch.where(condition, a, b)`; or `torch.cond`, whose branches both become part of the graph; for an assertion
     `torch._assert_async(condition)`.
     Source: torch.export refuses it as GuardOnDataDependentSymNode; "Control flow - Cond" in the torch documentation.

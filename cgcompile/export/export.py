@@ -16,7 +16,7 @@ from cgbundle.format.schema import IntKey, Size, Tree
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.flat_module import FlatModule, run_eager, unwatched
-from ..model.side_effects import Obstacle, SideEffects
+from ..model.side_effects import NOTHING, Asserted, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample
 from ..model.tracing.attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.tracing.held_tensors import held_tensors, make_buffer
@@ -110,7 +110,7 @@ def _as_eager(
             raise
         why = error
     for questions in (FLAGS_ALONE, KNOWN, ALL):
-        flat.earlier, flat.known, flat.as_eager = first, frozenset(), questions
+        flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, questions
         try:
             return _made(source, flat, shapes, sizes, calls)
         except ModelError as error:
@@ -131,9 +131,12 @@ def _made(
     Sizes that are constants may also answer what Python asks: positions and masks that are made of sizes alone have values then.
     """
     try:
-        program, obstacles = past_branches(flat, calls, lambda: export_dynamic(source, flat, shapes, sizes))
+        first = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
+        program, obstacles = past_branches(flat, calls, first, lambda: export_dynamic(source, flat, shapes, sizes))
         if sizes and (where := size_from_a_float(program)):
             raise ModelError("shape-depends-on-data", f"{where}: the size of a tensor depends on data")
+        if sizes and not _same(flat.asserted, *calls[:2]):
+            raise branch(*next((each.where, each.source) for each in obstacles if each.rule == "asserted-value"))
         check_dynamic(source, flat, program, shapes, sizes, branched=_branched(obstacles))
     except ModelError as error:
         if error.code not in (*OF_SHAPES, *OF_VALUES) or not sizes:
@@ -152,6 +155,12 @@ def _made(
     except ModelError as error:
         known = error.code == why.code and str(error).startswith(f"{source.label}:")
         raise (why if known or why.code in OF_VALUES else error) from why.__cause__
+
+
+def _same(asserted: Asserted, small: SideEffects, large: SideEffects) -> bool:
+    """Whether what a program asserts is the same at the smallest and the largest sizes."""
+    pairs = [(small.answers, large.answers, asserted.answers), (small.reads, large.reads, asserted.reads)]
+    return all(one[at : at + 1] == other[at : at + 1] for one, other, places in pairs for at in places)
 
 
 def _reason(source: Source, obstacles: Sequence[Obstacle]) -> str:
@@ -177,11 +186,11 @@ def _per_size(
     for key in all_keys(sizes):
         chosen = dict(zip(sizes, key, strict=True))
         tensors = sample(source, chosen).tensors
-        flat.known = frozenset()
+        flat.known, flat.asserted = frozenset(), NOTHING
         seen.append((chosen, _eager_shapes(source, flat, chosen, tensors)))
         _check_result(source, result, flat.result)
         flat.earlier = calls[-1]
-        program, found = past_branches(flat, calls, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
+        program, found = past_branches(flat, calls, tensors, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
         if not _branched(found):
             check_static(source, flat, program, chosen, tensors)
         elif not branches:

@@ -10,12 +10,17 @@ import logging
 import operator
 import re
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, redirect_stderr
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import DynamicOutputShapeException
+from torch._subclasses.fake_tensor import (
+    DataDependentOutputException,
+    DynamicOutputShapeException,
+    UnsupportedOperatorException,
+)
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, cast_symbool_to_symint_guardless
 
@@ -23,8 +28,8 @@ from cgbundle.format.schema import Size
 from cgbundle.format.size_expressions import linear
 
 from ..errors import ModelError
-from ..model.flat_module import FlatModule
-from ..model.side_effects import BRANCH, BRANCH_FIX, Obstacle, SideEffects
+from ..model.flat_module import FlatModule, unwatched
+from ..model.side_effects import BRANCH, BRANCH_FIX, NOTHING, Obstacle, SideEffects
 from ..model.source import Source
 from ..model.user_code import first_line, user_line, user_place
 from .composite_operators import give_sizes_at_once, without_composites
@@ -59,11 +64,14 @@ def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tens
 
 
 def past_branches(
-    flat: FlatModule, calls: Sequence[SideEffects], attempt: Callable[[], ExportedProgram]
+    flat: FlatModule, calls: Sequence[SideEffects], tensors: Sequence[torch.Tensor], attempt: Callable[[], ExportedProgram]
 ) -> tuple[ExportedProgram, tuple[Obstacle, ...]]:
     """A branch on a number that Python read out of a tensor stops the export.  It is made again with the number that eager PyTorch
-    had, so that the checks see what comes after.  `calls`: grows by what each call of `flat` does."""
+    had, so that the checks see what comes after.  Where the model fails with any other number, and on the other side of a branch,
+    there is one way to go: the program asserts it.  `calls`: grows by what each call of `flat` does.  `flat.earlier` is what one
+    did with `tensors`."""
     passed: list[Obstacle] = []
+    asked: set[int] = set()
     while True:
         try:
             program = attempt()
@@ -72,11 +80,65 @@ def past_branches(
             more = calls[-1].reads_of(_free_symbols(stop)) - flat.known
             if error.code != "branch-on-data" or not more or stop is None:
                 raise
+            flat.known = flat.known | more
+            if more <= calls[-1].whole and all(_fail(flat, tensors, other) for other in _other_numbers(flat.earlier, more)):
+                flat.asserted = replace(flat.asserted, reads=flat.asserted.reads | more)
+                continue
             where, line = user_place(stop)
             passed.append(Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
-            flat.known = flat.known | more
         else:
+            open_questions = sorted(calls[-1].guessed - asked)[:QUESTIONS]
+            asked.update(calls[-1].guessed)
+            only = [at for at in open_questions if _fail(flat, tensors, _other_answer(flat.earlier, at))]
+            if only:
+                flat.asserted = replace(flat.asserted, answers=flat.asserted.answers | {*only})
+                continue
             return program, tuple(dict.fromkeys([*passed, *calls[-1].obstacles]))
+
+
+QUESTIONS = 8
+"""Branches of which both sides are tried: each is a trace."""
+
+
+def _other_numbers(earlier: SideEffects, reads: Set[int]) -> Iterator[SideEffects]:
+    """What a call would have read: a number beside each of `reads`, wherever it read the same number."""
+    values = {earlier.reads[at] for at in reads if at < len(earlier.reads)}
+    for step in (-1, 1):
+        yield _changed(earlier, earlier.answers, [_beside(each, step, values) for each in earlier.reads])
+
+
+def _beside(value: Any, step: int, values: Collection[Any]) -> Any:
+    if type(value) not in (int, bool) or value not in values:
+        return value
+    return not value if isinstance(value, bool) else value + step
+
+
+def _other_answer(earlier: SideEffects, at: int) -> SideEffects:
+    """What a call would have been told at a branch."""
+    return _changed(earlier, [answer != (place == at) for place, answer in enumerate(earlier.answers)], earlier.reads)
+
+
+def _changed(earlier: SideEffects, answers: Sequence[bool], reads: Sequence[Any]) -> SideEffects:
+    made = SideEffects()
+    made.answers, made.reads = list(answers), list(reads)
+    return made
+
+
+def _fail(flat: FlatModule, tensors: Sequence[torch.Tensor], earlier: SideEffects) -> bool:
+    """Whether the model fails by itself where it goes on as `earlier` says, which no data decides: shapes that do not fit, an error
+    that it raises.  It is traced, not run: a wrong number would end the use of a GPU."""
+    before = flat.earlier, flat.known, flat.asserted, flat.watch
+    flat.earlier, flat.known, flat.asserted, flat.watch = earlier, frozenset(range(len(earlier.reads))), NOTHING, unwatched
+    try:
+        with torch.no_grad(), redirect_stderr(io.StringIO()), _quiet(*LOGGERS):
+            torch.export.export(flat, _separate(tensors), strict=False)
+    except (GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException):
+        return False
+    except (RuntimeError, ValueError, TypeError, LookupError, AssertionError):
+        return True
+    finally:
+        flat.earlier, flat.known, flat.asserted, flat.watch = before
+    return False
 
 
 def _free_symbols(error: BaseException | None) -> frozenset[Any]:
@@ -86,7 +148,7 @@ def _free_symbols(error: BaseException | None) -> frozenset[Any]:
 
 def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
     said = io.StringIO()
-    with torch.no_grad(), redirect_stderr(said), _quiet(logging.getLogger("torch.fx.experimental.symbolic_shapes")):
+    with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]):
         program = torch.export.export(flat, _separate(tensors), dynamic_shapes=dynamic, strict=False)
     sys.stderr.write(said.getvalue())
     _spell_conditions(program)
@@ -137,14 +199,21 @@ def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     return tuple(made)
 
 
+LOGGERS = tuple([logging.getLogger(f"torch.{name}") for name in ("fx.experimental.symbolic_shapes", "_subclasses.fake_tensor")])
+"""Those of what could not be guarded on, and of operators that fail while they are traced."""
+
+
 @contextmanager
-def _quiet(logger: logging.Logger) -> Iterator[None]:
+def _quiet(*loggers: logging.Logger) -> Iterator[None]:
     """A failing export logs what it could not guard on, and prints its graph: what they mean is in the exception."""
-    before, logger.disabled = logger.disabled, True
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
     try:
         yield
     finally:
-        logger.disabled = before
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
 
 
 def _dynamic(shapes: Sequence[tuple[Size, ...]], roots: Mapping[str, Any]) -> Any:

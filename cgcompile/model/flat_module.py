@@ -17,7 +17,7 @@ from ..errors import ModelError
 from ..util.raw_bytes import raw
 from .devices.tracking import track_devices
 from .pytree import NamedTensor, describe, located, rebuild
-from .side_effects import SideEffects
+from .side_effects import NOTHING, SideEffects
 from .source import CPU, CUDA, Sample, entry_method, written_method
 from .tracing.attribute_reads import early_reads
 from .tracing.conversions import needless_conversions_left_out
@@ -38,9 +38,9 @@ class FlatModule(torch.nn.Module):
 
     `device` is where the module's tensors and those of a call are, `told` where the bundle will run, a GPU of this `capability`;
     `entry` is the method that a call runs.  After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects
-    of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, and takes the reads from it
-    that `known` names by position; of what `as_eager` names the user's code is told that nothing is traced.  `assigned` are
-    attributes that are watched: whether a call reads them before it assigns them.
+    of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, takes the reads from it that
+    `known` names by position, and asserts what `asserted` names; of what `as_eager` names the user's code is told that nothing is
+    traced.  `assigned` are attributes that are watched: whether a call reads them before it assigns them.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
@@ -65,6 +65,7 @@ class FlatModule(torch.nn.Module):
         self.names: list[str] = []
         self.earlier = SideEffects()
         self.known: frozenset[int] = frozenset()
+        self.asserted = NOTHING
         self.as_eager = ""
         self.assigned: tuple[str, ...] = ()
         self.watch: Callable[[SideEffects], None] = unwatched
@@ -86,7 +87,7 @@ class FlatModule(torch.nn.Module):
             told_eager(self.as_eager),
             needless_conversions_left_out(),
             current_buffers(self.shared, self.told),
-            track_devices(tensors, self.earlier, self.known, self.device, self.told, self.capability) as effects,
+            track_devices(tensors, self.earlier, self.known, self.device, self.told, self.capability, self.asserted) as effects,
         ):
             self.watch(effects)
             with early_reads(self.model, self.assigned, effects.early):

@@ -10,6 +10,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 BRANCH = "Python needs the value of a tensor to know how to go on"
+ASSERTED = "Python goes on only where this has the value that it has for the example inputs; the bundle asserts it"
+"""The obstacle of asserted-value, in words."""
+
 BRANCH_FIX = "choose with torch.where, or write torch.cond; make in forward() what is always the same, such as a mask of ones"
 """The obstacle of data-dependent-branch, in words."""
 
@@ -24,13 +27,25 @@ class Obstacle:
     source: str
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asserted:
+    """Branches, by their positions among `SideEffects.answers`, and numbers, by theirs among `reads`, where Python goes on one way
+    alone: any other fails."""
+
+    answers: frozenset[int] = frozenset()
+    reads: frozenset[int] = frozenset()
+
+
+NOTHING = Asserted()
+
 UNFINISHED = object()
 """A read that raised."""
 
 
 class SideEffects:
     """The obstacles of one call, what its branches on data said, the numbers that Python read out of tensors, in order, and the
-    attributes that it read before it assigned them.
+    attributes that it read before it assigned them.  `guessed` are the positions of answers about one
+    tensor without data, `whole` of reads of one integer.
 
     It is filled during the call and read after it: torch.export puts the attributes of a traced module back, so that nothing else
     survives.  A traced call, whose tensors hold no data, has symbols among its `reads`.
@@ -39,6 +54,8 @@ class SideEffects:
     def __init__(self) -> None:
         self.obstacles: list[Obstacle] = []
         self.answers: list[bool] = []
+        self.guessed: set[int] = set()
+        self.whole: set[int] = set()
         self.reads: list[Any] = []
         self.early: set[str] = set()
 

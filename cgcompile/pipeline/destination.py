@@ -34,9 +34,12 @@ def _replaceable(path: Path) -> bool:
 
 
 def check_free(path: Path, force: bool) -> None:
-    """Raises output-exists for a path where something is that is not to be replaced."""
+    """Raises output-exists for a path where something is that is not to be replaced, output-unwritable for its folder."""
     if not force and os.path.lexists(path):
         raise _refusal(path, FileExistsError())
+    folder = path.absolute().parent
+    if not os.access(folder, os.W_OK):
+        raise BuildError("output-unwritable", f"{path}: the folder {folder} cannot be written")
 
 
 @contextmanager

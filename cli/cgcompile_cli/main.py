@@ -6,10 +6,17 @@ import sys
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperGroup
+from typer.core import TyperCommand, TyperGroup
 
 from . import errors, signals
-from .commands import bench, build, cache, check, diff, doctor, explain, inspect, operators, run, sign, sizes, verify
+from .commands import bench, build, check, diff, doctor, explain, inspect, operators, run, sign, sizes, storage, verify
+
+
+class Command(TyperCommand):
+    """A command whose usage has what must be given as MODEL, where Typer writes {MODEL}."""
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]
 
 
 class Commands(TyperGroup):
@@ -55,23 +62,31 @@ def cgcompile(
     """
 
 
-app.command("build")(build.build)
-app.command("check")(check.check)
-app.command("inspect")(inspect.inspect)
-app.command("verify")(verify.verify)
-app.command("sign")(sign.sign)
-app.command("run")(run.run)
-app.command("bench")(bench.bench)
-app.command("diff")(diff.diff)
-app.command("sizes")(sizes.sizes)
-app.command("explain")(explain.explain)
-app.command("targets")(doctor.targets)
-app.command("operators")(operators.operators)
-app.command("doctor")(doctor.doctor)
+app.command("build", cls=Command)(build.build)
+app.command("check", cls=Command)(check.check)
+app.command("inspect", cls=Command)(inspect.inspect)
+app.command("verify", cls=Command)(verify.verify)
+app.command("sign", cls=Command)(sign.sign)
+app.command("run", cls=Command)(run.run)
+app.command("bench", cls=Command)(bench.bench)
+app.command("diff", cls=Command)(diff.diff)
+app.command("sizes", cls=Command)(sizes.sizes)
+app.command("explain", cls=Command)(explain.explain)
+app.command("targets", cls=Command)(doctor.targets)
+app.command("operators", cls=Command)(operators.operators)
+app.command("doctor", cls=Command)(doctor.doctor)
 caches = typer.Typer(help="Show or remove what builds keep for the next one.", no_args_is_help=True)
-caches.command("dir")(cache.dir)
-caches.command("clean")(cache.clean)
+caches.command("dir", cls=Command)(storage.dir)
+caches.command("clean", cls=Command)(storage.clean)
 app.add_typer(caches, name="cache")
+stores = typer.Typer(help="Keep bundles in a folder where equal files are kept once.", no_args_is_help=True)
+stores.command("add", cls=Command)(storage.add)
+stores.command("list", cls=Command)(storage.listing)
+stores.command("remove", cls=Command)(storage.remove)
+stores.command("gc", cls=Command)(storage.gc)
+app.add_typer(stores, name="store")
+app.command("push", cls=Command)(storage.push)
+app.command("pull", cls=Command)(storage.pull)
 
 
 def main() -> None:

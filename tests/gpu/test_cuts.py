@@ -19,6 +19,7 @@ import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.cuda import memory  # noqa: E402
 from cgbundle.cuda.backend import CudaBackend  # noqa: E402
+from cgbundle.errors import CgbundleError  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from cgbundle.format.safetensors import Mapped  # noqa: E402
 from cgbundle.format.schema import Program  # noqa: E402
@@ -149,3 +150,34 @@ def dead(program: Program, place: int, arena: int) -> list[tuple[int, int]]:
             pieces.append((at, start))
         at = max(at, end)
     return [*pieces, (at, arena)] if at < arena else pieces
+
+
+class OneWay(torch.nn.Module):
+    """Fails for what is not a number, and for lengths that do not fit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        if x.isnan().any():
+            raise ValueError("not a number")
+        longest = int(lengths.max().item())
+        return self.layer(x) * (torch.arange(longest, device=x.device) < lengths[:, None])
+
+
+@pytest.mark.parametrize("record", ["capture", "trace"])
+def test_the_host_asserts_what_python_asks(record: str, tmp_path: Path) -> None:
+    model = OneWay().eval()
+    built = cgcompile.build(
+        model, lambda batch: (torch.randn(batch, WIDTH), torch.full((batch,), WIDTH)), sizes=list(SIZES), out=tmp_path / "x.cgb",
+        target="cuda", record=record,
+    )  # fmt: skip
+    model.cuda()
+    x, lengths = torch.randn(3, WIDTH, device="cuda"), torch.tensor([WIDTH, 2, 1], device="cuda")
+    with cgbundle.load(built.path) as program, torch.no_grad():
+        assert torch.allclose(program(x, lengths), model(x, lengths), rtol=2e-3, atol=2e-3)
+        for bad in ((x / 0 * 0, lengths), (x, lengths - 1)):
+            with pytest.raises(CgbundleError, match="the model fails where this is not"):
+                program(*bad)
+        assert torch.allclose(program(x, lengths), model(x, lengths), rtol=2e-3, atol=2e-3)

@@ -18,6 +18,8 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
+from cgcompile.model.devices.tracking import track_devices  # noqa: E402
+from cgcompile.model.side_effects import SideEffects  # noqa: E402
 from tests.corpus.judge import _on_device  # noqa: E402
 from tests.gpu.helpers import peak_memory  # noqa: E402
 
@@ -185,3 +187,15 @@ def test_what_objects_hold_is_placed_for_a_comparison() -> None:
     with _on_device(Cached(), lambda: (torch.zeros(2),), device) as (module, _):
         assert module.cache.keys.device == module.cache.device == device
         assert copy.deepcopy(module)(torch.zeros(2, device=device)).device == device
+
+
+@pytest.mark.parametrize("made", [torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN])
+def test_packed_sequences_go_through_a_layer_and_back(made: Any) -> None:
+    device = torch.device("cuda", 0)
+    layer, x, lengths = made(4, 3, batch_first=True).to(device), torch.rand(2, 5, 4, device=device), torch.tensor([5, 3])
+    packed = torch.nn.utils.rnn.pack_padded_sequence
+    want = torch.nn.utils.rnn.pad_packed_sequence(layer(packed(x, lengths, batch_first=True))[0], batch_first=True)
+    given = lengths.to(device)
+    with torch.no_grad(), track_devices((x, given), SideEffects(), real=device) as effects:
+        got = torch.nn.utils.rnn.pad_packed_sequence(layer(packed(x, given.cpu(), batch_first=True))[0], batch_first=True)
+    assert torch.equal(got[0], want[0]) and torch.equal(got[1].cpu(), want[1]) and effects.obstacles == []

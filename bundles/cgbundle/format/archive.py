@@ -96,7 +96,7 @@ class Archive:
     def check_size(self, file: File) -> None:
         """Raises file-damaged unless the file is there, a plain one, and has its length."""
         found = os.fstat(self.descriptor(file.path)).st_size
-        self._drop(file.path)
+        self.drop(file.path)
         if found != file.bytes:
             raise BundleError("file-damaged", f"{file.path}: {found} bytes, expected {file.bytes}")
 
@@ -108,7 +108,7 @@ class Archive:
             digest = hashlib.sha256()
             for piece in pieces(self.descriptor(file.path), file.path, file.bytes):
                 digest.update(piece)
-            self._drop(file.path)
+            self.drop(file.path)
             _check_digest(file, digest.hexdigest())
 
     def data(self, name: str) -> bytes:
@@ -123,7 +123,7 @@ class Archive:
         if file.bytes > limits.HELD_BYTES:
             raise BundleError("file-damaged", f"{file.path}: {file.bytes} bytes, more than the limit of {limits.HELD_BYTES}")
         found = b"".join(pieces(self.descriptor(file.path), file.path, file.bytes))
-        self._drop(file.path)
+        self.drop(file.path)
         _check_digest(file, hashlib.sha256(found).hexdigest())
         return found
 
@@ -150,6 +150,11 @@ class Archive:
                 found = copied(found)
             self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
         return found
+
+    def drop(self, name: str) -> None:
+        """Closes an open file that is not read again: a bundle may have more files than a process may open."""
+        if name not in (WEIGHTS, EXAM):
+            os.close(self._files.pop(name))
 
     def kept(self, name: str) -> KeptFile:
         """The open file, for use after this is closed."""
@@ -191,11 +196,6 @@ class Archive:
         if row is None:
             raise BundleError("file-damaged", f"{name}: the manifest does not list it")
         return row
-
-    def _drop(self, name: str) -> None:
-        """Closes what is not read again: a bundle may have more files than a process may open."""
-        if name not in (WEIGHTS, EXAM):
-            os.close(self._files.pop(name))
 
     def _folder(self, name: str) -> int:
         found = self._folders.get(name)

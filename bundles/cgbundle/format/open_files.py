@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import stat
+import struct
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 
 from ..errors import BundleError
 
@@ -26,19 +29,36 @@ FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Reasons that say nothing of the bundle."""
 
 
+LOCK = struct.Struct("hhqqi4x")
+"""struct flock of fcntl.h on a machine of 64 bits: type, whence, start, length (0: to the end), process."""
+
+
 class KeptFile:
-    """A descriptor of its own of an open file, closed when this is forgotten, or by the system when the interpreter ends."""
+    """A descriptor of its own of an open file, closed when this is forgotten, or by the system when the interpreter ends.
+
+    Until then the file has a lock for reading, which ends with the process at the latest and keeps nobody from reading: whoever
+    collects bundles that nobody needs asks `is_kept`.  A file system without locks is no reason not to load.
+    """
 
     __slots__ = ("descriptor",)
 
     def __init__(self, descriptor: int) -> None:
         self.descriptor = -1
         self.descriptor = os.dup(descriptor)
+        with suppress(OSError):
+            fcntl.fcntl(self.descriptor, fcntl.F_OFD_SETLK, LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
 
     # While the interpreter ends, modules' names are None.
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.descriptor >= 0 and not ending():
             os.close(self.descriptor)
+
+
+def is_kept(descriptor: int) -> bool:
+    """Whether a KeptFile of the open file is alive, in any process of this machine, and on NFS of others.  Takes no lock itself.
+    Raises OSError where the file system has no locks."""
+    asked = LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    return bool(LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
 
 
 def open_directory(path: str) -> int:

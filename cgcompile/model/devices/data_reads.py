@@ -7,10 +7,11 @@ from typing import Any
 
 import torch
 
-from ..side_effects import BRANCH, UNFINISHED, SideEffects
+from ..side_effects import ASSERTED, BRANCH, UNFINISHED, Asserted, SideEffects
+from ..user_code import here
 from .known_values import KnownValues, is_known
 from .operations import run_at
-from .tensor_places import DEVICE, TensorPlaces
+from .tensor_places import CPU, DEVICE, HOST, TensorPlaces
 from .tracing import called, has_no_data, tensors_in
 
 BRANCHES = frozenset({
@@ -18,6 +19,9 @@ BRANCHES = frozenset({
     torch.Tensor.allclose,
 })  # fmt: skip
 """What Python asks for a truth value."""
+
+ONE_TENSOR = frozenset({torch.Tensor.__bool__, torch.Tensor.is_nonzero, torch.is_nonzero})
+"""Those of BRANCHES that are asked of one element."""
 
 NUMBERS = frozenset({
     torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.__int__, torch.Tensor.__index__,
@@ -29,13 +33,16 @@ class DataReads:
     """The branches and reads of one call, noted in the effects of `places`.
 
     What `values` has is no data: Python gets it.  `earlier`: what a call with real tensors did.  A traced call, whose tensors hold
-    no data, branches as that one did, and gets the numbers from it that `known` names by position.
+    no data, branches as that one did, and gets the numbers from it that `known` names by position.  Of what `asserted` names, the
+    program asserts that a call goes the same way.
     """
 
-    def __init__(self, places: TensorPlaces, values: KnownValues, earlier: SideEffects, known: Set[int]) -> None:
+    def __init__(
+        self, places: TensorPlaces, values: KnownValues, earlier: SideEffects, known: Set[int], asserted: Asserted
+    ) -> None:
         self._places, self._values, self._effects = places, values, places.effects
         self._answers = iter(earlier.answers)
-        self._reads, self._known = earlier.reads, known
+        self._reads, self._known, self._asserted = earlier.reads, known, asserted
         self._guess = False
 
     def truth(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
@@ -46,9 +53,15 @@ class DataReads:
         elif is_known(value := self._values.result(func, args, kwargs)):
             answer = bool(value)
         else:
-            self._places.saw("data-dependent-branch", BRANCH)
+            position = len(self._effects.answers)
+            if func in ONE_TENSOR:
+                self._effects.guessed.add(position)
             self._guess = not self._guess  # beyond the answers: no loop may wait for one of the two for ever
             answer = self._guess if earlier is None else earlier
+            if position in self._asserted.answers:
+                self._assert(args[0], answer)
+            else:
+                self._places.saw("data-dependent-branch", BRANCH)
         self._effects.answers.append(answer)
         return answer
 
@@ -56,9 +69,25 @@ class DataReads:
         """One of NUMBERS."""
         position = len(self._effects.reads)
         self._effects.reads.append(UNFINISHED)
+        if func is not torch.Tensor.tolist and not (args[0].is_floating_point() or args[0].is_complex()):
+            self._effects.whole.add(position)
         replayed = position in self._known and position < len(self._reads)
         value = self._values.result(func, args, kwargs)
         if not is_known(value):
             value = self._reads[position] if replayed else called(func, args, kwargs)
+            if replayed and position in self._asserted.reads:
+                self._assert(args[0], value)
         self._effects.reads[position] = value
         return value
+
+    def _assert(self, tensor: torch.Tensor, value: bool | int) -> None:
+        """Puts an assertion into the graph that the one element of `tensor` is `value`.  The host asserts: on a GPU an assertion
+        that fails would end the process's use of it."""
+        places = self._places
+        places.saw("asserted-value", ASSERTED)
+        where, line = here()
+        same = (tensor != 0) if isinstance(value, bool) else tensor == value
+        same = same.reshape(()) if value is not False else same.reshape(()).logical_not()
+        if places.told != CPU:
+            same = places.moved(places.noted(same, places.place(tensor)), HOST)
+        called(torch.ops.aten._assert_async.msg, [same, f"{where}: the model fails where this is not {value}: {line}"], {})

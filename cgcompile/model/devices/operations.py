@@ -74,10 +74,28 @@ def run_at(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, A
     return pytree.tree_map_only(torch.Tensor, lambda tensor: own[id(tensor)] if id(tensor) in own else there(tensor), result)
 
 
+def recurrent(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """A recurrent layer: the sizes of a packed sequence's batches stay on the host, where PyTorch wants them."""
+    data, sizes, *more = args
+    if not isinstance(sizes, torch.Tensor) or sizes.dtype != torch.int64:  # no sizes: states
+        return operate(places, func, args, kwargs)
+    held = sizes if places.real == CPU or is_traced((args, kwargs)) else sizes.to(CPU)
+    return operate(places, lambda data, *more, **named: func(data, held, *more, **named), [data, *more], kwargs)
+
+
+def pad_sequence(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """The way back from a packed sequence: its lengths are on the host."""
+    made, lengths = recurrent(places, func, args, kwargs)
+    if places.real != CPU and not is_traced((args, kwargs)):
+        lengths = lengths.to(CPU)
+    places.note(lengths, HOST)
+    return made, lengths
+
+
 def lstm(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """`torch.lstm` with states of the initial states' shapes.  On a GPU torch before 2.13 traces them with an extra axis
     (pytorch issue 151200), and what follows would be traced wrongly."""
-    output, *states = operate(places, func, args, kwargs)
+    output, *states = recurrent(places, func, args, kwargs)
     first = args[1] if isinstance(args[1], tuple | list) else args[2]  # packed sequences come with their lengths
     return output, *[made if made.dim() == like.dim() else made.view(like.shape) for made, like in zip(states, first, strict=True)]
 

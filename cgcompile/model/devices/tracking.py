@@ -15,17 +15,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..side_effects import SideEffects
+from ..side_effects import NOTHING, Asserted, SideEffects
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
 from .known_values import KnownValues
-from .operations import histogram, lstm, operate, pack_sequence
+from .operations import histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
 from .tensor_places import CPU, CUDA, TensorPlaces
 
 _Handler = Callable[[TensorPlaces, Any, list[Any], dict[str, Any]], Any]
@@ -43,11 +45,27 @@ _SPECIAL: Mapping[Any, _Handler] = {
     torch.Tensor.get_device: lambda places, func, args, kwargs: 0 if places.device(args[0], CPU) == CUDA else -1,
     torch.get_device: lambda places, func, args, kwargs: 0 if places.device(args[0], CPU) == CUDA else -1,
     torch._VF._pack_padded_sequence: pack_sequence,
+    torch._VF._pad_packed_sequence: pad_sequence,
     torch._VF.lstm: lstm,
+    torch._VF.gru: recurrent,
+    torch._VF.rnn_tanh: recurrent,
+    torch._VF.rnn_relu: recurrent,
     torch.histc: histogram,
     torch.Tensor.histc: histogram,
 }
 """What is no operation like others: moves, questions about devices, packed sequences and LSTMs."""
+
+
+_ASKING = frozenset({F.gaussian_nll_loss})
+"""Functions of PyTorch's in Python that branch on data.  Others run as one operation, which no mode looks into."""
+
+
+def _opened(func: Any) -> Any:
+    """A function of `torch.nn.functional` that asks no mode for itself, so that one sees what it does."""
+    names = {**func.__globals__, "has_torch_function_variadic": lambda *values: False}
+    made = FunctionType(func.__code__, names, func.__name__, func.__defaults__, func.__closure__)
+    made.__kwdefaults__ = func.__kwdefaults__
+    return made
 
 
 class DeviceTracking(TorchFunctionMode):
@@ -65,6 +83,9 @@ class DeviceTracking(TorchFunctionMode):
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))  # branches of torch.cond: they are traced without the mode
         given, named = list(args), dict(kwargs or {})
+        if func in _ASKING:
+            with self:
+                return _opened(func)(*given, **named)
         if func in BRANCHES:
             return self._reads.truth(func, given, named)
         if func in NUMBERS:
@@ -93,16 +114,17 @@ def track_devices(
     real: torch.device = CPU,
     told: torch.device = CUDA,
     capability: tuple[int, int] = (8, 0),
+    asserted: Asserted = NOTHING,
 ) -> Iterator[SideEffects]:
     """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
 
-    `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier` and
-    `known` are those of `DataReads`.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own code
-    runs, the property asks this one; in what that code calls, the mode is off the stack.
+    `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier`,
+    `known` and `asserted` are those of `DataReads`.  Fake tensors answer `.device` by a property that asks no mode.  While the
+    user's own code runs, the property asks this one; in what that code calls, the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, told)
     values = KnownValues(real)
-    mode = DeviceTracking(places, DataReads(places, values, earlier, known), values)
+    mode = DeviceTracking(places, DataReads(places, values, earlier, known, asserted), values)
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
     asked = torch.cuda.get_device_capability
 

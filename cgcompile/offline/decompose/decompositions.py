@@ -260,6 +260,25 @@ def leaky(
     return NotImplemented if training else torch.nn.functional.leaky_relu(x, (lower + upper) / 2)
 
 
+def grid_sample(x: Tensor, grid: Tensor, interpolation: int, padding: int, align_corners: bool) -> Tensor:
+    """`torch.nn.functional.grid_sample` of planes (n, c, h, w): PyTorch asks cuDNN first, which is not here."""
+    if x.dim() != 4:
+        return NotImplemented
+    made: Tensor = _PLANES(x, grid, interpolation, padding, align_corners)
+    return made
+
+
+def frequencies(n: int, d: float = 1.0, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Tensor:
+    """`torch.fft.fftfreq`: (n,), the negative ones behind."""
+    place = torch.arange(n, dtype=dtype or torch.get_default_dtype(), device=device)
+    return torch.where(place < (n + 1) // 2, place, place - n) * (1.0 / (n * d))
+
+
+def positive_frequencies(n: int, d: float = 1.0, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Tensor:
+    """`torch.fft.rfftfreq`: (n // 2 + 1,)."""
+    return torch.arange(n // 2 + 1, dtype=dtype or torch.get_default_dtype(), device=device) * (1.0 / (n * d))
+
+
 # --- operations as a whole -------------------------------------------------------------------------------------
 
 
@@ -268,10 +287,15 @@ def associative_scan(combine: Callable[..., Any], xs: Sequence[Tensor], more: Se
     return generic_associative_scan(combine, xs, additional_inputs=tuple(more))
 
 
+_PLANES = get_decompositions([aten.grid_sampler_2d])[aten.grid_sampler_2d.default]
+
 REPLACED: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: attention,
     aten.batch_norm.default: normalized,
     aten.lstm_cell.default: lstm_cell,
+    aten.grid_sampler.default: grid_sample,
+    aten.fft_fftfreq.default: frequencies,
+    aten.fft_rfftfreq.default: positive_frequencies,
     aten.embedding_bag.default: embedding_bag,
     aten.embedding_bag.padding_idx: embedding_bag,
     associative_scan_op: associative_scan,

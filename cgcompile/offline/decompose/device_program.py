@@ -79,7 +79,8 @@ class Replacing(torch.fx.Interpreter):
             raise BuildError("lowering-broken", text, failure.hint("eager")) from error
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        return super().call_function(REPLACED.get(target, target), args, kwargs)
+        made = super().call_function(REPLACED[target], args, kwargs) if target in REPLACED else NotImplemented
+        return super().call_function(target, args, kwargs) if made is NotImplemented else made
 
 
 def _in_order_of(result: Any, like: Any) -> Any:

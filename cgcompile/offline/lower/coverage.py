@@ -132,7 +132,6 @@ def _missing(node: Node, arch: Arch, folded: bool) -> str:
         for source in node.all_input_nodes:
             values, _ = tree_flatten(source.meta.get("val"))
             places[source] = [_place(value, tensors) for value in values]
-    target = REPLACED.get(node.target, node.target)
 
     def run(*given: torch.Tensor) -> Any:
         def value(source: Node) -> Any:
@@ -142,7 +141,9 @@ def _missing(node: Node, arch: Arch, folded: bool) -> str:
 
         args = map_aggregate(map_arg(node.args, value), _on_device)
         kwargs = map_aggregate(map_arg(node.kwargs, value), _on_device)
-        return tuple([leaf for leaf in tree_leaves(target(*args, **kwargs)) if isinstance(leaf, torch.Tensor)])
+        made = REPLACED[node.target](*args, **kwargs) if node.target in REPLACED else NotImplemented
+        made = node.target(*args, **kwargs) if made is NotImplemented else made
+        return tuple([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)])
 
     try:
         with mode, torch.no_grad():

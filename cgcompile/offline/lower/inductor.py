@@ -25,7 +25,7 @@ from cgbundle.format.schema import IntKey
 from ...errors import BuildError, ModelError
 from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
-from ...targets.compiler_errors import explain, source_operator
+from ...targets.compiler_errors import UNPROPAGATED, compares_indices, explain, source_operator
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line
 from ..decompose.outputs import same_layout
@@ -176,8 +176,18 @@ def _wrapper(retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] 
     fixed = [index for index, strides in enumerate(layouts) if strides is not None]
     output.meta["user_visible_output_idxs"] = fixed  # Inductor may pad others, or make images channels-last
     inputs = list(retraced.tensors)
-    try:
+
+    def attempt() -> str:
         return compile_fx_inner(retraced.graph, inputs, static_input_idxs=range(len(inputs)), is_inference=True).source_code
+
+    try:
+        try:
+            return attempt()
+        except Exception as error:
+            if not compares_indices(error):
+                raise
+            with torch._inductor.config.patch(UNPROPAGATED):
+                return attempt()
     except Exception as error:  # a compiler may fail with any
         raise _explain(error, key, retraced) from error
 

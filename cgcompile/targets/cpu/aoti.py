@@ -25,7 +25,7 @@ from cgbundle.cpu.processor import processor_flags
 
 from ...errors import BuildError
 from ...util.imports import quick_imports
-from ..compiler_errors import explain
+from ..compiler_errors import UNPROPAGATED, compares_indices, explain
 from ..instruction_sets import Level, needed
 from ..requirements import check_compiler, compiler
 from ..weights import used_weights
@@ -145,11 +145,12 @@ def _compiled(
         try:
             made = _called(program, shared, options)
         except Exception as error:
-            if level is not None or not any(isinstance(each, CppCompileError) for each in _chain(error)):
+            refused = level is None and any(isinstance(each, CppCompileError) for each in _chain(error))
+            if not refused and not compares_indices(error):
                 raise _own(error) or BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
-            tell("the C++ compiler refuses the vectorized code: again without vectors")
+            tell("the C++ compiler refuses the vectorized code: again without vectors" if refused else "again by plain indices")
             try:
-                made = _called(program, shared, options | UNVECTORIZED)
+                made = _called(program, shared, options | (UNVECTORIZED if refused else UNPROPAGATED))
             except Exception as second:
                 raise BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
     if not isinstance(made, str) or not target.exists():

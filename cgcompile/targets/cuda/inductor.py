@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ...errors import BuildError, ModelError
-from ..compiler_errors import explain
+from ..compiler_errors import UNPROPAGATED, compares_indices, explain
 
 TESTED = "2.11 and 2.13"
 
@@ -52,9 +52,18 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
     fakes += [
         fake(f"input_{i}", leaves[i], _varying(node, leaves[i]) if dynamic else [False] * leaves[i].dim()) for i, node in taken
     ]
-    try:
+
+    def attempt(options: Mapping[str, Any]) -> Any:
         with tracing(TracingContext(mode)), torch.no_grad():
-            compiled = compile_fx(graph, fakes, config_patches=dict(options))
+            return compile_fx(graph, fakes, config_patches=dict(options))
+
+    try:
+        try:
+            compiled = attempt(options)
+        except Exception as error:
+            if not compares_indices(error):
+                raise
+            compiled = attempt({**options, **UNPROPAGATED})
     except Exception as error:
         failure = explain(error, module)
         raise ModelError("lowering-failed", str(failure), failure.hint("inductor")) from error

@@ -65,7 +65,7 @@ def build(
         Literal["interpret", "none"], typer.Option("--prove", help="How a traced bundle is proved where its GPU is not.")
     ] = "interpret",
     prove_budget: Annotated[
-        float, typer.Option("--prove-budget", metavar="SECONDS", help="How long that may take; one int_key is always proved.")
+        float, typer.Option("--prove-budget", metavar="SECONDS", help="How long --prove may take; one int_key is always proved.")
     ] = 120,
     train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,

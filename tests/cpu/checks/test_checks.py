@@ -162,6 +162,12 @@ def checkpointed(m: Model, x: torch.Tensor) -> torch.Tensor:
     return x + run_and_save_rng_state(aten.relu.default, x)[1]
 
 
+def refuse_negative(m: Model, x: torch.Tensor) -> torch.Tensor:
+    if (x < 0).all():
+        raise ValueError("all are negative")
+    return x + 1
+
+
 CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
     ("note mutated-buffer", "add_", write_buffer),
     ("refuse mutated-attribute", "", count),
@@ -174,6 +180,7 @@ CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
     ("refuse random-operation", "poisson", lambda m, x: torch.poisson(x)),
     ("refuse rng-state-operation", "run_and_save_rng_state", checkpointed),
     ("refuse data-dependent-branch", "", lambda m, x: x + 1 if x.sum() > 0 else x),
+    ("note asserted-value", "", refuse_negative),
     ("host host-scalar", "item", lambda m, x: x * x.max().item()),
     ("host host-scalar", "item", lambda m, x: x * x.max().tolist()),
     ("host host-scalar", "item", lambda m, x: torch.arange(x.sum().long().item()).sum() + x),

@@ -134,3 +134,22 @@ def test_a_compilers_failure_names_the_operator_its_line_and_what_to_do(kind: ty
 def test_the_level_eager_lowers_nothing() -> None:
     module = program(Failing(), torch.randn(4))
     assert lower(module, "eager", "size") is module
+
+
+def test_indices_that_inductor_cannot_compare_are_not_propagated(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torch._inductor import compile_fx as module
+
+    real, tried = module.compile_fx, []
+
+    def compile_fx(graph: torch.fx.GraphModule, inputs: Any, config_patches: Any = None, **options: Any) -> Any:
+        if config_patches is not None:
+            tried.append(config_patches.get("constant_and_index_propagation", True))
+        if tried[-1]:
+            raise ValueError("The argument '((0)) + 1' is not comparable.")
+        return real(graph, inputs, config_patches=config_patches, **options)
+
+    monkeypatch.setattr(module, "compile_fx", compile_fx)
+    model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
+    with torch.no_grad():
+        assert torch.allclose(lower(program(model, x), "inductor", "size")(x)[0], model(x))
+    assert tried == [True, False]

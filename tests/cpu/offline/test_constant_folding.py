@@ -70,6 +70,23 @@ def test_a_normalization_is_one_product_and_one_sum() -> None:
     torch.testing.assert_close(computed(made, constants, model, x), model(x), rtol=2e-3, atol=2e-3)
 
 
+def test_a_weight_that_is_normalized_by_its_own_statistics() -> None:
+    class Standardized(nn.Module):
+        """As the convolutions of a BiT."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(6, 8))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            rows = nn.functional.batch_norm(self.weight[None], None, None, training=True, momentum=0.0, eps=1e-6)
+            return x @ rows.reshape_as(self.weight).t()
+
+    model, x = Standardized(), torch.randn(4, 8)
+    made, constants, _ = folded(model, x)
+    torch.testing.assert_close(computed(made, constants, model, x), model(x))
+
+
 def test_a_weight_laid_out_anew_is_kept_and_a_view_is_not() -> None:
     class Turned(nn.Module):
         def __init__(self) -> None:

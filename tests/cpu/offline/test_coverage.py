@@ -44,6 +44,15 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     "a pool": ("", lambda x, w: F.adaptive_avg_pool3d(x.view(1, 1, -1, 4, 4), (1, 3, 2)).sum() + x),
     "a pool of maxima": ("", lambda x, w: F.adaptive_max_pool3d(x.view(1, 1, -1, 4, 4), (1, 3, 2)).sum() + x),
     "truth of all": ("", lambda x, w: x * torch.ops.aten._is_all_true(x > 0) * torch.ops.aten._is_any_true(w > 0)),
+    "samples of a grid": (
+        "",
+        lambda x, w: x + F.grid_sample(w[None, None], x[None, :, :4, None].expand(1, -1, 4, 2), align_corners=True).sum(),
+    ),
+    "frequencies": ("", lambda x, w: x * torch.fft.fftfreq(8) + torch.fft.rfftfreq(14, 0.5)),
+    "its own statistics": (
+        "",
+        lambda x, w: x @ F.batch_norm(w[None], None, None, training=True, momentum=0.0, eps=1e-6).reshape_as(w),
+    ),
     "rrelu": ("", lambda x, w: F.rrelu(x)),
     "batches": ("", lambda x, w: torch.addbmm(x, x[None], w[None], beta=0.5)),
     "fft": ("aten.fft_rfft", lambda x, w: torch.fft.irfft(torch.fft.rfft(x), n=8)),

@@ -97,7 +97,10 @@ MISFITS = [
     (lambda t: ((t, t), {"scal": 2.0}), "no parameter is called 'scal' (did you mean 'scale'?)"),
     (lambda t: ((), {"words": t, "mask": t}), "no parameter is called 'words', 'ids' is missing"),
     (lambda t: {"ids": t}, "'mask' is missing"),
-    (lambda t: ((t, t), {"mask": t}), "'mask' is given by position and by name"),
+    (
+        lambda t: ((t, t), {"mask": t, "scal": 2.0}),
+        "no parameter is called 'scal' (did you mean 'scale'?), 'mask' is given by position and by name",
+    ),
     (lambda t: (t, t, 1.0, t), "4 arguments by position, and it takes 3"),
 ]
 

@@ -148,6 +148,12 @@ def test_completion_comes_at_once(folder: Path, line: str) -> None:
     assert (answer.status, answer.err) == (0, "") and answer.out and len(answer.modules) < MOST
 
 
+def test_a_folder_that_cannot_be_written_is_told_at_once(folder: Path) -> None:
+    refusing = "import os\nos.access = lambda *asked: False\n"
+    answer = Answer(folder, "build", "model.py", *BOTH, "--target", "cpu", before=refusing)
+    assert answer.status == 2 and answer.err.startswith(f"error: model.cgb: the folder {folder} cannot be written\nhint: ")
+
+
 def test_there_is_a_compiler_or_it_is_told_at_once(folder: Path) -> None:
     answer = Answer(folder, "build", "model.py", *BOTH, "--target", "cpu", CXX="no-such-compiler")
     assert answer.status == 1 and answer.err.startswith("error: no C++ compiler: 'no-such-compiler' is not on the PATH\n")

@@ -36,7 +36,10 @@ COMMANDS = (
     "targets",
     "operators",
     "doctor",
+    "push",
+    "pull",
     "cache",
+    "store",
 )
 ON_A_BUNDLE = ("inspect", "verify", "run", "bench")
 

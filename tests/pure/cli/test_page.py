@@ -131,6 +131,10 @@ def test_the_page_lists_every_node_and_kernel() -> None:
     assert "writes arena+0" in words and "blocks.1.down.weight" in words
 
 
+RULE = re.compile(r"([^{}/]+)\{([^{}]*)\}")
+"""The selectors of a rule of the style, and what it says."""
+
+
 def test_a_narrow_screen_has_rows_whose_cells_say_what_they_are(tmp_path: Path) -> None:
     """At 390 pixels no table has columns: none is clipped.  Every table is in a box of its own, so that none widens the page."""
     for text in (made(GPT), made(shown_bundles.write(tmp_path / "t.cgb"))):
@@ -144,6 +148,12 @@ def test_a_narrow_screen_has_rows_whose_cells_say_what_they_are(tmp_path: Path) 
                     assert [found[1] if found else "" for found in told] == (heads or [""] * len(cells))
     narrow = Page(made(GPT)).raw["style"].partition("@media (max-width: 44rem)")[2].partition("@media print")[0]
     assert "overflow-x" not in narrow and "nowrap" not in narrow and "td[data-h]::before" in narrow
+    wide = Page(made(GPT)).raw["style"].partition("@media (max-width: 44rem)")[0]
+    held = {each.strip() for selectors, rule in RULE.findall(wide) if "nowrap" in rule for each in selectors.split(",")}
+    freed = {
+        each.strip() for selectors, rule in RULE.findall(narrow) if "white-space: normal" in rule for each in selectors.split(",")
+    }
+    assert len(held) > 5 and {each for each in held if not each.endswith("th")} <= freed, "no line of text is wider than the screen"
 
 
 def test_the_page_needs_nothing_else(tmp_path: Path) -> None:

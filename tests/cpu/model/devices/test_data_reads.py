@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from cgcompile.export.export import export, refuse_branches
+from cgcompile.export.exported import Exported
 from cgcompile.model.load import load_source
 from tests.cpu.model.devices.function_model import Model, obstacle, operations, rows, traced
 from tests.helpers.raising import raises
@@ -66,3 +68,55 @@ def test_nothing_is_built_from_one_branch_of_several(function: Callable[..., Any
 def test_what_no_input_decides_is_no_branch_on_data(condition: Callable[..., bool]) -> None:
     made = export(load_source(Model(lambda m, x: x + 1 if condition(m, x) else x - 1), rows), {"batch": (4, 8)})
     assert made.obstacles == ()
+
+
+def refusing(model: Model, x: torch.Tensor) -> torch.Tensor:
+    if x.isnan().any():
+        raise ValueError("not a number")
+    return x * 2
+
+
+def asserting(model: Model, x: torch.Tensor) -> torch.Tensor:
+    assert not torch.isinf(x).any()
+    return x * 2
+
+
+def longest(model: Model, x: torch.Tensor) -> torch.Tensor:
+    longest = int((x * 0 + 1).sum(1).long().max().item())
+    return x * (torch.arange(longest, device=x.device) < 3)
+
+
+def functional(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return nn.functional.gaussian_nll_loss(x, x * 2, x)
+
+
+def chosen(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return x * 2 if x.isnan().any() else x * 3
+
+
+def counted(model: Model, x: torch.Tensor) -> torch.Tensor:
+    return x * len(range(int((x * 0 + 1).sum(1).long().max().item())))
+
+
+def targets(made: Exported) -> list[Any]:
+    return [node.target for node in made.programs.first.graph.nodes]
+
+
+@pytest.mark.parametrize(("function", "bad"), [(refusing, torch.nan), (asserting, torch.inf), (longest, None), (functional, -1.0)])
+def test_the_one_way_to_go_on_is_asserted_on_the_host(function: Callable[..., Any], bad: float | None) -> None:
+    made = traced(function)
+    assert {obstacle.rule for obstacle in made.obstacles} == {"asserted-value"}
+    assert operations(made).count("to_host") == targets(made).count(torch.ops.aten._assert_async.msg) == 1
+    program = made.programs.first.module(check_guards=False)
+    x = rows(4)
+    program(x)
+    if bad is not None:
+        with pytest.raises(RuntimeError, match=r"test_data_reads.py:\d+: the model fails where this is not (True|False)"):
+            program(torch.full_like(x, bad))
+
+
+@pytest.mark.parametrize("function", [chosen, counted])
+def test_where_there_is_another_way_nothing_is_asserted(function: Callable[..., Any]) -> None:
+    made = traced(function)
+    assert {obstacle.rule for obstacle in made.obstacles} == {"data-dependent-branch"}
+    assert torch.ops.aten._assert_async.msg not in targets(made)

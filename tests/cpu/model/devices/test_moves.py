@@ -10,7 +10,9 @@ import torch
 from torch import nn
 
 from cgcompile.model.devices.markers import TO_DEVICE, TO_HOST
+from cgcompile.model.devices.tracking import track_devices
 from cgcompile.model.flat_module import run_eager
+from cgcompile.model.side_effects import SideEffects
 from cgcompile.model.source import sample
 from tests.cpu.model.devices.function_model import Model, ids, obstacle, operations, rows, traced
 
@@ -108,3 +110,13 @@ OBSTACLES: list[tuple[str, Callable[..., Any], str]] = [
 @pytest.mark.parametrize(("function", "rule"), [case[1:] for case in OBSTACLES], ids=[case[0] for case in OBSTACLES])
 def test_obstacles_have_a_place(function: Callable[..., Any], rule: str) -> None:
     assert obstacle(function, __file__) == rule
+
+
+@pytest.mark.parametrize("made", [nn.LSTM, nn.GRU, nn.RNN])
+def test_packed_sequences_go_through_a_layer_and_back(made: type[nn.Module]) -> None:
+    layer, x = made(4, 3, batch_first=True), torch.rand(2, 5, 4)
+    with torch.no_grad(), track_devices((x,), SideEffects()) as effects:
+        packed = nn.utils.rnn.pack_padded_sequence(x, torch.tensor([5, 3], device="cpu"), batch_first=True)
+        filled, lengths = nn.utils.rnn.pad_packed_sequence(layer(packed)[0], batch_first=True)
+        devices = [filled.device.type, packed.batch_sizes.device.type, lengths.device.type]
+    assert devices == ["cuda", "cpu", "cpu"] and effects.obstacles == []

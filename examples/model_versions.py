@@ -1,0 +1,321 @@
+"""A folder of models, each with versions of its bundle, of which the highest is served: loaded, examined, switched to, closed.
+
+    models/classifier/1/model.cgb       Triton's layout: <model>/<version>/, and in it a bundle called model.cgb
+    models/classifier/2/model.cgb       (a version's folder may be the bundle itself)
+
+A new version is loaded beside the one that serves, in a thread of its own, and replays the exam that its build stored, which warms
+it up.  Then it is switched to between two calls: requests that were taken are answered by the version that took them, which is
+closed after the last.  One that cannot be loaded, or whose exam fails, is refused, and the version before goes on.  To go back,
+remove the folder of the highest version.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from inference_protocol import DATATYPES, Given, Port
+from request_queue import Batch, RequestQueue
+
+import cgbundle
+from cgbundle.exam import replay_exam
+from cgbundle.format.entries import each_entry
+from cgbundle.tensors.tensor import from_bytes
+
+Identity = tuple[int, int, int]
+"""What tells a bundle from one that stands in its place later: device, number and time of its manifest."""
+
+
+class Refused(Exception):
+    """A version that is not served; the text says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How queues behave: milliseconds that a request waits for others, requests that may wait, and seconds that one may take."""
+
+    wait: float = 2.0
+    limit: int = 1024
+    seconds: float = 30.0
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a bundle is to this server: its ports, and the sizes of batches that it has, () where requests cannot go together."""
+
+    inputs: tuple[Port, ...]
+    outputs: tuple[Port, ...]
+    batches: tuple[int, ...]
+
+
+def describe(manifest: Any) -> Served:
+    """How the first entry of a bundle is served.  Raises Refused for one that this protocol has no words for."""
+    random = {manifest.random}
+    if set(manifest.changes) - random or manifest.written:
+        raise Refused("calls change its state or its inputs: whose they are, the protocol cannot say")
+    sides = []
+    for specs in (manifest.inputs, manifest.outputs):
+        unknown = [spec for spec in specs if spec.dtype not in DATATYPES]
+        if unknown:
+            raise Refused(f"{unknown[0].name} is {unknown[0].dtype}, which the protocol does not have")
+        sides.append(
+            tuple([Port(s.name, DATATYPES[s.dtype], tuple([n if type(n) is int else -1 for n in s.shape])) for s in specs])
+        )
+    return Served(*sides, _batches(manifest))
+
+
+def _batches(manifest: Any) -> tuple[int, ...]:
+    """The recorded sizes of the dimension along which requests may lie behind each other: the first axis of all tensors, and no
+    other, with rows that do not depend on each other."""
+    for dimension in manifest.dimensions:
+        shapes = [spec.shape for spec in (*manifest.inputs, *manifest.outputs)]
+        first = all(shape and shape[0] == dimension.name for shape in shapes)
+        if first and dimension.chunk and not any(dimension.name in str(shape[1:]) for shape in shapes):
+            return tuple(dimension.sizes)
+    return ()
+
+
+def recorded_rows(rows: int, batches: Sequence[int]) -> int:
+    """The rows that are computed for so many: those of the next recorded size, or of several calls of the largest."""
+    if not batches:
+        return rows
+    full, rest = divmod(rows, batches[-1])
+    return full * batches[-1] + (next(size for size in batches if size >= rest) if rest else 0)
+
+
+def caller(program: cgbundle.Program, served: Served) -> Callable[[Sequence[Sequence[Given]]], list[list[Given]]]:
+    """Requests, each its tensors, to the outputs of each, by one replay."""
+    names = [spec.dtype for spec in program.inputs]
+
+    def call(requests: Sequence[Sequence[Given]]) -> list[list[Given]]:
+        rows = [request[0].shape[0] for request in requests] if served.batches else [1]
+        columns = [[request[index] for request in requests] for index in range(len(names))]
+        tensors = [
+            from_bytes(b"".join([each.data for each in column]), dtype, _stacked(column))
+            for column, dtype in zip(columns, names, strict=True)
+        ]
+        answers: list[list[Given]] = [[] for _ in requests]
+        for made in program.replay(tensors):
+            data, shape, at = made.tobytes(), tuple(made.shape), 0
+            step = len(data) // max(1, sum(rows))
+            for answer, count in zip(answers, rows, strict=True):
+                whole = len(requests) == 1
+                answer.append(Given(shape if whole else (count, *shape[1:]), data if whole else data[at : at + count * step]))
+                at += count * step
+        return answers
+
+    return call
+
+
+def _stacked(column: Sequence[Given]) -> tuple[int, ...]:
+    first = column[0].shape
+    return first if len(column) == 1 else (sum(each.shape[0] for each in column), *first[1:])
+
+
+# --- versions ---------------------------------------------------------------------------------------------------------
+
+
+class Version:
+    """A version that serves, from `opened` until `close` has answered what it took.  Calls run in a thread of its own."""
+
+    def __init__(self, number: int, identity: Identity) -> None:
+        self.number, self.identity = number, identity
+        self.served = Served((), (), ())
+        self.memory: Mapping[str, int] = {}
+        self.seconds: dict[str, float] = {}
+        self._thread = ThreadPoolExecutor(1, f"version-{number}")
+        self._cleanup = AsyncExitStack()
+
+    async def open(self, path: Path, options: Options, watch: Callable[[Version, Batch], None]) -> None:
+        """Loads the bundle, replays its exam, and takes requests.  Raises Refused."""
+        self._options = options
+        try:
+            program = await asyncio.get_running_loop().run_in_executor(self._thread, self._load, path)
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+        self._program, self.memory = program, program.memory
+        self._queue = await self._cleanup.enter_async_context(
+            RequestQueue(
+                caller(program, self.served), self._thread, (self.served.batches or (1,))[-1], options.wait / 1000, options.limit,
+                lambda batch: watch(self, batch),
+            )
+        )  # fmt: skip
+
+    async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
+        """The outputs for one request's tensors, within `seconds` (0: the options').  Raises as RequestQueue, CallError."""
+        allowed = min(seconds or self._options.seconds, self._options.seconds)
+        rows = tensors[0].shape[0] if self.served.batches else 1
+        alone = not rows or not self.served.batches or len({tensor.shape[0] for tensor in tensors}) > 1  # the guards will say so
+        group = object() if alone else tuple([tensor.shape[1:] for tensor in tensors])
+        return list(await self._queue.answer(tensors, group, rows, allowed))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their call."""
+        return self._queue.waiting
+
+    async def close(self) -> None:
+        """Answers what was taken, then gives the memory back."""
+        await self._cleanup.aclose()
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._program.close)
+        self._thread.shutdown()
+
+    def _load(self, path: Path) -> cgbundle.Program:
+        began = time.perf_counter()
+        try:
+            program = cgbundle.load(path)
+        except cgbundle.CgbundleError as error:
+            raise Refused(" ".join(str(error).split())) from None
+        self.seconds["load"] = time.perf_counter() - began
+        try:
+            self.served = describe(program.manifest)
+            compare = {each.entry: each.exam.compare for each in each_entry(program.manifest)}
+            for result in replay_exam(program):
+                if not result.passed(compare[result.entry]):
+                    raise Refused(
+                        f"the exam fails at int_key {result.key}: error {result.error:.1e}, allowed {result.tolerance:.1e}"
+                    )
+        except cgbundle.CgbundleError as error:
+            program.close()
+            raise Refused(" ".join(str(error).split())) from None
+        except BaseException:
+            program.close()
+            raise
+        self.seconds["exam"] = time.perf_counter() - began - self.seconds["load"]
+        return program
+
+
+class Model:
+    """A model of the folder: the version that serves, None before the first, and why others do not."""
+
+    def __init__(self, name: str, options: Options, watch: Callable[[str, Version, Batch], None]) -> None:
+        self.name, self.current, self.refused = name, None, dict[int, tuple[Identity, str]]()
+        self.current: Version | None
+        self._options = options
+        self._watch = lambda version, batch: watch(name, version, batch)
+        self._closing: set[asyncio.Task[None]] = set()
+
+    async def refresh(self, found: Mapping[int, tuple[Path, Identity]], tell: Callable[[dict[str, Any]], None]) -> None:
+        """Serves the highest version of `found` that can be served.  `tell` is told of each load, switch and refusal."""
+        self.refused = {number: told for number, told in self.refused.items() if number in found and found[number][1] == told[0]}
+        for number in sorted(found, reverse=True):
+            path, identity = found[number]
+            if self.current is not None and (self.current.number, self.current.identity) == (number, identity):
+                return
+            if number in self.refused:
+                continue
+            version = Version(number, identity)
+            try:
+                await version.open(path, self._options, self._watch)
+            except Refused as error:
+                self.refused[number] = (identity, str(error))
+                tell({"event": "refused", "model": self.name, "version": number, "why": str(error), **_rounded(version.seconds)})
+                continue
+            before = self._switch(version)
+            tell({"event": "serving", "model": self.name, "version": number, "before": before, **_rounded(version.seconds)})
+            return
+        if self.current is not None and self.current.number not in found:
+            tell({"event": "gone", "model": self.name, "version": self._switch(None)})
+
+    async def close(self) -> None:
+        """Answers what was taken, and closes all versions."""
+        self._switch(None)
+        while self._closing:
+            await asyncio.gather(*self._closing)
+
+    def _switch(self, version: Version | None) -> int | None:
+        """From here on `version` takes the requests; the number of the one before, which is closed when its calls are done."""
+        before, self.current = self.current, version
+        if before is None:
+            return None
+        task = asyncio.create_task(before.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
+        return before.number
+
+
+def _rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    return {f"{phase}_seconds": round(value, 3) for phase, value in seconds.items()}
+
+
+def log(event: Mapping[str, Any]) -> None:
+    """A line of JSON on stderr."""
+    print(json.dumps(event), file=sys.stderr, flush=True)
+
+
+# --- the folder -------------------------------------------------------------------------------------------------------
+
+
+class Repository:
+    """`async with Repository(folder, ...) as repository:` serves the models of a folder, and looks for new versions every `poll`
+    seconds.  `models` are those that have, or had, a version."""
+
+    def __init__(
+        self, folder: str | os.PathLike[str], options: Options, poll: float,
+        watch: Callable[[str, Version, Batch], None], tell: Callable[[dict[str, Any]], None] = log,
+    ) -> None:  # fmt: skip
+        self.models: dict[str, Model] = {}
+        self._folder, self._options, self._poll, self._watch, self._tell = Path(folder), options, poll, watch, tell
+        self._turn = asyncio.Lock()
+
+    async def __aenter__(self) -> Repository:
+        await self.refresh()
+        self._task = asyncio.create_task(self._look())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._task.cancel()
+        with suppress(asyncio.CancelledError):
+            await self._task
+        await asyncio.gather(*[model.close() for model in self.models.values()])
+
+    @property
+    def ready(self) -> bool:
+        """Whether every model serves a version."""
+        return all(model.current is not None for model in self.models.values())
+
+    async def refresh(self) -> None:
+        """Looks at the folder now."""
+        async with self._turn:
+            found = await asyncio.to_thread(scan, self._folder)
+            for name in found.keys() - self.models.keys():
+                self.models[name] = Model(name, self._options, self._watch)
+            await asyncio.gather(*[model.refresh(found.get(name, {}), self._tell) for name, model in self.models.items()])
+            for name in [name for name, model in self.models.items() if name not in found and model.current is None]:
+                await self.models.pop(name).close()
+
+    async def _look(self) -> None:
+        while True:
+            await asyncio.sleep(self._poll)
+            try:
+                await self.refresh()
+            except OSError as error:  # a folder far away that does not answer
+                self._tell({"event": "unreadable", "why": str(error)})
+
+
+def scan(folder: Path) -> dict[str, dict[int, tuple[Path, Identity]]]:
+    """The bundles of a folder of models: {model: {version: (path, identity)}}.  Raises OSError where it cannot be read."""
+    found: dict[str, dict[int, tuple[Path, Identity]]] = {}
+    for model in sorted(folder.iterdir()):
+        if model.name.startswith(".") or not model.is_dir():
+            continue
+        versions = {}
+        for version in model.iterdir():
+            if version.name.isascii() and version.name.isdigit() and version.name[0] != "0":
+                path = version / "model.cgb" if (version / "model.cgb").is_dir() else version
+                with suppress(OSError):  # no bundle there, or not yet: a bundle is whole or absent
+                    told = os.stat(path / "manifest.json")
+                    versions[int(version.name)] = (path, (told.st_dev, told.st_ino, told.st_mtime_ns))
+        if versions:
+            found[model.name] = versions
+    return found

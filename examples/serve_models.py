@@ -1,0 +1,225 @@
+"""Bundles over HTTP by the Open Inference Protocol (KServe's v2, which Triton's clients speak), without torch.
+
+    pip install '.[serve]'
+    mkdir -p models/classifier/1 && cgcompile build classifier.py --sizes 1,8,32 -o models/classifier/1/model.cgb
+    python examples/serve_models.py models --port 8000
+    curl localhost:8000/v2/models/classifier
+
+GET /v2, /v2/health/live, /v2/health/ready, /v2/models/M[/versions/V][/ready], /metrics; POST /v2/models/M[/versions/V]/infer,
+/v2/repository/index, /v2/repository/models/M/load (look at the folder now).  Tensors travel as JSON or as binary data.  Errors are
+{"error": "..."}: 400 for what does not fit, 404 for what is not there, 413 too large, 429 with Retry-After where too many wait,
+503 with Retry-After where no version serves yet, 504 past the deadline.  Requests of one shape that come within 2 ms of each other
+go together.  A new version in the folder is loaded, examined and switched to (model_versions.py).  SIGTERM takes no more requests
+and answers those that wait.  For TLS and limits per client, put a proxy before it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from http_limits import BoundedBodies, BoundedConnection
+from inference_protocol import ProtocolError, metadata, read_request, write_response
+from model_versions import Model, Options, Repository, Version, log
+from request_queue import Busy, Late, Stopping
+from server_metrics import Metrics
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+import cgbundle
+
+HEADER = "Inference-Header-Content-Length"
+EXTENSIONS = ["binary_tensor_data", "model_repository"]
+
+REQUEST, IDLE, STOPPING = 30, 5, 60
+"""Seconds that a connection has for a whole request, or to take an answer; between two requests; and at the server's end."""
+
+
+class Refusal(Exception):
+    """A request that is answered with an error: its HTTP status, its text, and after how many seconds to try again (0: never)."""
+
+    def __init__(self, status: int, text: str, again: int = 0) -> None:
+        super().__init__(text)
+        self.status, self.again = status, again
+
+
+class Server:
+    """The application over a folder of models."""
+
+    def __init__(self, folder: str | Path, options: Options, poll: float, largest: int) -> None:
+        self.metrics = Metrics()
+        self.repository = Repository(folder, options, poll, self.metrics.watch, self._tell)
+        paths = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
+        routes = [
+            Route("/v2", self._about), Route("/v2/health/live", self._live), Route("/v2/health/ready", self._ready),
+            Route("/metrics", self._metrics), Route("/v2/repository/index", self._index, methods=["POST"]),
+            Route("/v2/repository/models/{model}/load", self._load, methods=["POST"]),
+            *[Route(path, self._model) for path in paths],
+            *[Route(f"{path}/ready", self._model_ready) for path in paths],
+            *[Route(f"{path}/infer", self._infer, methods=["POST"]) for path in paths],
+        ]  # fmt: skip
+        self.app = Starlette(
+            routes=routes,
+            middleware=[Middleware(BoundedBodies, largest=largest, field="error")],
+            exception_handlers={Refusal: _refused, HTTPException: _refused},
+            lifespan=self._lifespan,
+        )
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        async with self.repository:
+            yield
+
+    def _tell(self, event: dict[str, Any]) -> None:
+        log(event)
+        if event["event"] in ("serving", "refused"):
+            self.metrics.loads.labels(event["model"], event["event"]).inc()
+
+    # --- health and metadata ----------------------------------------------------------------------------------
+
+    async def _about(self, _: Request) -> Response:
+        return JSONResponse({"name": "cgbundle", "version": "2", "extensions": EXTENSIONS})
+
+    async def _live(self, _: Request) -> Response:
+        return JSONResponse({"live": True})
+
+    async def _ready(self, _: Request) -> Response:
+        if not self.repository.ready:
+            raise Refusal(503, "not every model serves a version yet", 1)
+        return JSONResponse({"ready": True})
+
+    async def _model_ready(self, request: Request) -> Response:
+        self._version(request)
+        return JSONResponse({"ready": True})
+
+    async def _model(self, request: Request) -> Response:
+        version = self._version(request)
+        name = request.path_params["model"]
+        return JSONResponse(metadata(name, [str(version.number)], version.served.inputs, version.served.outputs))
+
+    async def _index(self, _: Request) -> Response:
+        rows: list[dict[str, str]] = []
+        for name, model in self.repository.models.items():
+            if model.current is not None:
+                rows.append({"name": name, "version": str(model.current.number), "state": "READY", "reason": ""})
+            for number, (_, why) in model.refused.items():
+                rows.append({"name": name, "version": str(number), "state": "UNAVAILABLE", "reason": why})
+        return JSONResponse(rows)
+
+    async def _load(self, request: Request) -> Response:
+        await self.repository.refresh()
+        self._version(request)
+        return JSONResponse({})
+
+    async def _metrics(self, _: Request) -> Response:
+        serving = {name: model.current for name, model in self.repository.models.items() if model.current is not None}
+        return Response(self.metrics.text(serving), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    # --- inference --------------------------------------------------------------------------------------------
+
+    async def _infer(self, request: Request) -> Response:
+        body = await request.body()
+        version = self._version(request)  # no await between here and the queue: a switch comes before or after
+        name, number = request.path_params["model"], str(version.number)
+        code = 499  # who asked went away
+        try:
+            answer = await self._answer(name, version, request, body)
+            code = 200
+            return answer
+        except Refusal as refusal:
+            code = refusal.status
+            raise
+        finally:
+            self.metrics.requests.labels(name, number, str(code)).inc()
+
+    async def _answer(self, name: str, version: Version, request: Request, body: bytes) -> Response:
+        if request.headers.get("content-encoding", "identity") != "identity":
+            raise Refusal(415, "Content-Encoding: this server takes none")
+        served = version.served
+        try:
+            asked = read_request(body, request.headers.get(HEADER), served.inputs, served.outputs)
+            tensors = await version.answer(asked.tensors, asked.timeout / 1e6)
+            text, length = write_response(name, str(version.number), asked, served.outputs, tensors)
+        except ProtocolError as error:
+            raise Refusal(400, str(error)) from None
+        except cgbundle.CallError as error:
+            raise Refusal(400, " ".join(str(error).split())) from None
+        except Busy as error:
+            raise Refusal(429, str(error), error.seconds) from None
+        except Stopping as error:
+            raise Refusal(503, str(error), 1) from None
+        except Late as error:
+            raise Refusal(504, str(error)) from None
+        except cgbundle.CgbundleError as error:
+            log({"event": "failed", "model": name, "version": version.number, "why": " ".join(str(error).split())})
+            raise Refusal(500, "the model failed; the server's log says why") from None
+        if length is None:
+            return Response(text, media_type="application/json")
+        return Response(text, media_type="application/octet-stream", headers={HEADER: str(length)})
+
+    def _version(self, request: Request) -> Version:
+        """The version that serves what the path names.  Raises Refusal."""
+        name, wanted = request.path_params["model"], request.path_params.get("version")
+        model: Model | None = self.repository.models.get(name)
+        if model is None:
+            raise Refusal(404, f"no model {name!r}; there are {', '.join(sorted(self.repository.models)) or 'none'}")
+        if model.current is None:
+            raise Refusal(503, f"no version of {name!r} serves", 1)
+        if wanted is not None and wanted != str(model.current.number):
+            raise Refusal(404, f"version {wanted!r} of {name!r} does not serve; version {model.current.number} does")
+        return model.current
+
+
+async def _refused(_: Request, error: Exception) -> Response:
+    if isinstance(error, Refusal):
+        again = {"Retry-After": str(error.again)} if error.again else None
+        return JSONResponse({"error": str(error)}, error.status, again)
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"error": error.detail}, error.status_code, error.headers)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(description="Serve a folder of bundles by the Open Inference Protocol.")
+    parser.add_argument("models", help="the folder: <model>/<version>/model.cgb")
+    parser.add_argument("--host", default="127.0.0.1")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one, which a line of the log names")
+    parser.add_argument("--wait", type=float, default=2.0, metavar="MS", help="how long a request waits for others (default: 2)")
+    parser.add_argument("--limit", type=int, default=1024, help="requests of a model that may wait (default: 1024)")
+    parser.add_argument("--deadline", type=float, default=30.0, metavar="S", help="seconds that a request may take (default: 30)")
+    parser.add_argument("--poll", type=float, default=1.0, metavar="S", help="seconds between looks at the folder (default: 1)")
+    parser.add_argument("--largest", type=int, default=64, metavar="MIB", help="a longer body is refused (default: 64 MiB)")
+    given = parser.parse_args(arguments)
+    if not Path(given.models).is_dir():
+        raise SystemExit(f"serve_models: {given.models}: no such folder")
+    server = Server(given.models, Options(given.wait, given.limit, given.deadline), given.poll, given.largest << 20)
+    try:
+        listening = socket.create_server((given.host, given.port))
+    except OSError as error:
+        raise SystemExit(f"serve_models: {given.host}:{given.port}: {str(error.strerror).partition(' (')[0]}") from None
+    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it for sockets of its own only: 40 ms an answer
+    host, port = listening.getsockname()[:2]
+    log({"event": "listening", "url": f"http://{host}:{port}", "torch": "torch" in sys.modules})
+    config = uvicorn.Config(
+        server.app, http=partial(BoundedConnection, seconds=REQUEST), ws="none", timeout_keep_alive=IDLE,
+        timeout_graceful_shutdown=STOPPING, log_level="warning", access_log=False,
+    )  # fmt: skip
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # once it has stopped, uvicorn raises the signal again
+    with suppress(KeyboardInterrupt):
+        uvicorn.Server(config).run([listening])
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""The Dockerfile of the serving page, read as a container engine reads it: no engine is needed, and none runs it here."""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+import tomllib
+
+from tests.docs.pages import USERS, blocks
+from tests.helpers.places import ROOT
+
+PAGE, TUTORIAL = (USERS / name for name in ("serving.md", "tutorial.md"))
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+WHEEL = f"cgcompile-{PROJECT['version']}-py3-none-any.whl"
+
+
+def steps() -> list[tuple[str, str]]:
+    """(instruction, what stands behind it)."""
+    (found,) = [each.text for each in blocks(PAGE.read_text()) if each.language == "dockerfile"]
+    return [(line.partition(" ")[0], line.partition(" ")[2]) for line in found.splitlines()]
+
+
+def behind(name: str) -> list[str]:
+    return [rest for instruction, rest in steps() if instruction == name]
+
+
+def test_the_instructions_are_in_an_order_that_works() -> None:
+    names = [name for name, _ in steps()]
+    assert set(names) == {"FROM", "WORKDIR", "COPY", "RUN", "USER", "EXPOSE", "HEALTHCHECK", "CMD"}
+    assert names[:2] == ["FROM", "WORKDIR"] and names[-1] == "CMD" and names.index("USER") > names.index("RUN", names.index("COPY"))
+    assert f"useradd --system {behind('USER')[0]}" in behind("RUN")
+    (image,) = re.findall(r"^python:3\.(\d+)-slim$", behind("FROM")[0])
+    assert int(image) >= int(PROJECT["requires-python"].removeprefix(">=3."))
+
+
+def test_a_folder_keeps_its_name() -> None:
+    """COPY of several sources, or to a folder, would pour a bundle's files beside each other."""
+    copies = [rest.split() for rest in behind("COPY")]
+    assert ["classifier.cgb", "classifier.cgb"] in copies and all(len(words) == 2 for words in copies)
+    assert [f"dist/{WHEEL}", "/tmp/"] in copies and ["server.py", "."] in copies
+
+
+def test_what_is_installed_is_there() -> None:
+    wheel, extra = re.findall(r'"/tmp/(\S+)\[(\w+)\]"', " ".join(behind("RUN")))[0]
+    assert wheel == WHEEL
+    assert {"fastapi", "uvicorn", "numpy"} <= {re.split(r"\W", each)[0] for each in PROJECT["optional-dependencies"][extra]}
+    assert WHEEL in PAGE.read_text().partition("## On another machine")[2].partition("\n## ")[0]
+
+
+def test_the_command_serves_the_tutorials_server_where_its_health_is_asked() -> None:
+    command, check = json.loads(behind("CMD")[0]), json.loads(behind("HEALTHCHECK")[0].removeprefix("CMD "))
+    server = next(each.text for each in blocks(TUTORIAL.read_text()) if each.text.startswith("# server.py"))
+    assert command[:2] == ["uvicorn", "server:app"] and command[command.index("--port") + 1] == behind("EXPOSE")[0]
+    assert command[command.index("--host") + 1] == "0.0.0.0", "localhost is the container's own"
+    ast.parse(check[2])
+    (port, path) = re.findall(r"localhost:(\d+)(/\w+)", check[2])[0]
+    assert (check[:2], port) == (["python", "-c"], behind("EXPOSE")[0]) and f'@app.get("{path}")' in server
+    assert {alias.name for node in ast.walk(ast.parse(server)) if isinstance(node, ast.Import) for alias in node.names} == {
+        "cgbundle", "numpy",
+    }  # fmt: skip

@@ -1,0 +1,196 @@
+"""push and pull: whole or absent wherever they are interrupted, and nothing that arrives is other than what was sent."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgbundle.format import archive
+from cgbundle.format.archive import Archive
+from cgbundle.format.schema import Manifest
+from cgbundle.validate.bundle import check_bundle
+from cgcompile import pull, push
+from tests.helpers.raising import raises
+from tests.helpers.support import write_bundle
+
+fsspec: Any = pytest.importorskip("fsspec")
+
+URLS = ("memory://models/tiny.cgb", "{tmp}/far/tiny.cgb", "file://{tmp}/far/tiny.cgb")
+
+
+class Broken(ConnectionError):
+    """The network is gone."""
+
+
+def total(manifest: Manifest) -> int:
+    return sum(file.bytes for file in manifest.files)
+
+
+def same(a: Path, b: Path) -> bool:
+    names = archive.list_files(str(a))
+    return names == archive.list_files(str(b)) and all((a / name).read_bytes() == (b / name).read_bytes() for name in names)
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> Path:
+    made = write_bundle(tmp_path / "tiny.cgb")
+    (made / archive.SIGNATURE).write_bytes(bytes(96))
+    return made
+
+
+@pytest.fixture
+def other(tmp_path: Path) -> Path:
+    """The same model with another exported program."""
+
+    def change(made: Manifest) -> Manifest:
+        (tmp_path / "other.cgb" / archive.PROGRAM).write_bytes(b"another one")
+        return made
+
+    return write_bundle(tmp_path / "other.cgb", change)
+
+
+@pytest.fixture(params=URLS)
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    memory = fsspec.filesystem("memory")
+    memory.store.clear()
+    memory.pseudo_dirs[:] = [""]
+    return str(request.param).format(tmp=tmp_path)
+
+
+def breaking(monkeypatch: pytest.MonkeyPatch, url: str, method: str, fails: Callable[[int, str], bool]) -> None:
+    """The file system of `url` raises at each call where `fails(number of the call, path)`."""
+    kind, done = type(fsspec.core.url_to_fs(url)[0]), [0]
+    real = getattr(kind, method)
+
+    def call(self: Any, path: str, *arguments: Any, **named: Any) -> Any:
+        done[0] += 1
+        if fails(done[0], path):
+            raise Broken("the network is gone")
+        return real(self, path, *arguments, **named)
+
+    monkeypatch.setattr(kind, method, call)
+
+
+def test_what_is_pulled_is_what_was_pushed(bundle: Path, url: str, tmp_path: Path) -> None:
+    pushed = push(bundle, url)
+    assert pushed.place == url and pushed.moved == total(pushed.manifest)
+    pulled = pull(url, tmp_path / "back.cgb")
+    assert pulled.moved == pushed.moved and same(bundle, tmp_path / "back.cgb")
+    assert push(bundle, url).moved == 0
+    assert {path.name for path in tmp_path.iterdir()} <= {"tiny.cgb", "back.cgb", "far"}
+
+
+def test_the_folder_of_a_pushed_bundle_is_a_bundle(bundle: Path, tmp_path: Path) -> None:
+    push(bundle, str(tmp_path / "far"))
+    check_bundle(Archive(str(tmp_path / "far")), "full")
+
+
+def test_another_bundle_is_replaced_only_when_asked_to(bundle: Path, other: Path, url: str, tmp_path: Path) -> None:
+    push(bundle, url)
+    with raises("output-exists", "has another bundle"):
+        push(other, url)
+    assert push(other, url, replace=True).moved < 1000  # weights and exam are the same
+    with raises("output-exists", "tiny.cgb: exists"):
+        pull(url, bundle)
+    pull(url, bundle, replace=True)
+    assert same(bundle, other)  # the signature of the old one is gone
+
+
+@pytest.mark.parametrize("call", range(1, 5))
+def test_an_interrupted_push_leaves_no_bundle_and_goes_on(
+    bundle: Path, url: str, call: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cgcompile.tools.transfer.AT_ONCE", 1)
+    with monkeypatch.context() as patch:
+        breaking(patch, url, "put_file", lambda number, path: number >= call)
+        with raises("remote-failed", "the network is gone"):
+            push(bundle, url)
+    with raises("not-a-bundle", "no bundle, or one that was not pushed to its end"):
+        pull(url, tmp_path / "back.cgb")
+    left = push(bundle, url)
+    files = sorted((file.bytes for file in left.manifest.files), reverse=True)
+    assert left.moved == sum(files[call - 1 :])
+    pull(url, tmp_path / "back.cgb")
+    assert same(bundle, tmp_path / "back.cgb")
+
+
+def test_a_replacement_that_is_interrupted_leaves_no_mixture(
+    bundle: Path, other: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The manifest goes before the first file does, so that nobody takes some files of one bundle for those of the other."""
+    push(bundle, url)
+    with monkeypatch.context() as patch:
+        breaking(patch, url, "mv", lambda number, path: number == 1)
+        with raises("remote-failed", "the network is gone"):
+            push(other, url, replace=True)
+    with raises("not-a-bundle", "not pushed to its end"):
+        pull(url, tmp_path / "back.cgb")
+    push(other, url)
+    pull(url, tmp_path / "back.cgb")
+    assert same(other, tmp_path / "back.cgb")
+
+
+def test_an_interrupted_pull_leaves_no_bundle_and_goes_on(
+    bundle: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also within a file: the first half of one is there."""
+    pushed = push(bundle, url)
+    with monkeypatch.context() as patch:
+        breaking(patch, url, "open", lambda number, path: path.endswith(archive.EXAM))
+        with raises("remote-failed", "the network is gone"):
+            pull(url, tmp_path / "back.cgb")
+    assert not (tmp_path / "back.cgb").exists()
+    [exam] = [file for file in pushed.manifest.files if file.path == archive.EXAM]
+    [left] = tmp_path.glob(".back.cgb.*.pull")
+    (left / f"{exam.sha256}.part").write_bytes((bundle / archive.EXAM).read_bytes()[: exam.bytes // 2])
+    arrived = sum(path.stat().st_size for path in left.iterdir())
+    assert pull(url, tmp_path / "back.cgb").moved == total(pushed.manifest) - arrived
+    assert same(bundle, tmp_path / "back.cgb") and not left.exists()
+
+
+def test_what_arrives_otherwise_is_refused_and_fetched_again(bundle: Path, url: str, tmp_path: Path) -> None:
+    push(bundle, url)
+    system, root = fsspec.core.url_to_fs(url)
+    for damaged in (b"short", (bundle / archive.WEIGHTS).read_bytes()[:-1] + b"?"):
+        system.pipe_file(f"{root}/{archive.WEIGHTS}", damaged)
+        with raises("file-damaged", "weights.safetensors: .* not the manifest's"):
+            pull(url, tmp_path / "back.cgb")
+        assert not (tmp_path / "back.cgb").exists()
+    system.pipe_file(f"{root}/{archive.WEIGHTS}", (bundle / archive.WEIGHTS).read_bytes())
+    pull(url, tmp_path / "back.cgb")
+    assert same(bundle, tmp_path / "back.cgb")
+
+
+def test_a_hostile_manifest_names_no_path_outside(bundle: Path, url: str, tmp_path: Path) -> None:
+    def change(made: Manifest) -> Manifest:
+        first, *rest = made.files
+        return replace(made, files=(replace(first, path="../../../outside"), *rest))
+
+    push(bundle, url)
+    system, root = fsspec.core.url_to_fs(url)
+    hostile = write_bundle(tmp_path / "hostile.cgb", change)
+    system.pipe_file(f"{root}/{archive.MANIFEST}", (hostile / archive.MANIFEST).read_bytes())
+    with raises("manifest-invalid", "is no path inside the bundle"):
+        pull(url, tmp_path / "back.cgb")
+
+
+def test_a_damaged_bundle_is_not_pushed(bundle: Path, url: str) -> None:
+    (bundle / archive.PROGRAM).write_bytes(b"something else")
+    with raises("file-damaged", "program.pt2"):
+        push(bundle, url)
+    system, root = fsspec.core.url_to_fs(url)
+    assert not system.exists(root)
+
+
+def test_urls_of_no_known_kind_and_packages_that_are_missing(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with raises("remote-invalid", "nothing://x/y: Protocol not known"):
+        push(bundle, "nothing://x/y")
+    monkeypatch.setitem(sys.modules, "fsspec", None)
+    monkeypatch.setitem(sys.modules, "fsspec.core", None)
+    with raises("extra-missing", "push and pull need fsspec"):
+        pull("memory://x/y")
