@@ -23,7 +23,8 @@ STEP = 512 << 10
 """Bytes that the disk is told of at a time; the system drops what is more than a device takes at once."""
 
 SAMPLES = 64
-"""Places of a large file that are looked at, to see whether it is in the page cache."""
+"""Places of a large file that are looked at, to see whether it is in the page cache.  They are others every time: a look may bring
+its page there."""
 
 
 class WeightReader:
@@ -110,10 +111,11 @@ def is_cached(file: int) -> bool:
         return False
     try:
         os.posix_fadvise(other, 0, 0, os.POSIX_FADV_RANDOM)  # looking must not read what lies around
-        size, found = os.fstat(other).st_size, 0
-        for place in range(SAMPLES):
+        size, found, numbers = os.fstat(other).st_size, 0, os.urandom(8 * SAMPLES)
+        for start in range(0, len(numbers), 8):
             with suppress(BlockingIOError):
-                found += os.preadv(other, [bytearray(1)], place * size // SAMPLES, os.RWF_NOWAIT)
+                place = int.from_bytes(numbers[start : start + 8], "little") % size
+                found += os.preadv(other, [bytearray(1)], place, os.RWF_NOWAIT)
         return 2 * found > SAMPLES
     except OSError:  # no RWF_NOWAIT
         return False

@@ -6,6 +6,7 @@ import errno
 import mmap
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -172,6 +173,20 @@ def test_the_page_cache_is_looked_at(file: int, monkeypatch: pytest.MonkeyPatch)
         with pytest.MonkeyPatch.context() as patch:
             Calls(patch, {"near": number})
             assert is_cached(file) is wanted
+
+
+def test_a_look_does_not_make_the_next_one_find_a_cached_file(tmp_path: Path) -> None:
+    """Of a file that is read around the cache, which the next process reads so, too."""
+    (tmp_path / "large").write_bytes(bytes(16 << 20))
+    descriptor = os.open(tmp_path / "large", os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        if is_cached(descriptor):
+            pytest.skip("this file system keeps all of its files in memory")
+        assert not any([is_cached(descriptor) for _ in range(5)])
+    finally:
+        os.close(descriptor)
 
 
 def test_a_file_that_ends_too_early_is_named(file: int) -> None:
