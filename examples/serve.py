@@ -7,8 +7,8 @@
 
 POST /embed {"text": ...} -> {"embedding": [384 numbers], "tokens": 6}; GET /health says what is served.  A request that does not
 fit gets a 4xx answer with one line: {"detail": "..."}; 503 with Retry-After where too many wait.  Slow and idle connections are
-closed, and work for clients that left is dropped (http_limits.py).  SIGTERM stops taking requests and answers those that wait.  For
-TLS and limits per client, put a proxy before it.  Any bundle does whose inputs are token ids and their mask, int64 (batch,
+closed, and work for clients that left is dropped (server/http_limits.py).  SIGTERM takes no more and answers those that wait.
+For TLS and limits per client, put a proxy before it.  Any bundle does whose inputs are token ids and their mask, int64 (batch,
 seq), where padding was proved exact, and whose output has a row for each of theirs.
 """
 
@@ -26,12 +26,12 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from batching import Batcher, Busy, Call, TooLong
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from http_limits import BoundedBodies, BoundedConnection
 from pydantic import BaseModel, Field
+from server.batching import Batcher, Busy, Call, TooLong
+from server.http_limits import BoundedBodies, BoundedConnection
 
 import cgbundle
 from cgbundle.tensors.tensor import from_bytes

@@ -9,8 +9,8 @@ GET /v2, /v2/health/live, /v2/health/ready, /v2/models/M[/versions/V][/ready], /
 /v2/repository/index, /v2/repository/models/M/load (look at the folder now).  Tensors travel as JSON or as binary data.  Errors are
 {"error": "..."}: 400 for what does not fit, 404 for what is not there, 413 too large, 429 with Retry-After where too many wait,
 503 with Retry-After where no version serves yet, 504 past the deadline.  Requests of one shape that come within 2 ms of each other
-go together.  A new version in the folder is loaded, examined and switched to (model_versions.py).  SIGTERM takes no more requests
-and answers those that wait.  For TLS and limits per client, put a proxy before it.
+go together.  A new version in the folder is loaded, examined and switched to (server/model_versions.py).  SIGTERM takes no more
+requests and answers those that wait.  For TLS and limits per client, put a proxy before it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import uvicorn
-from http_limits import BoundedBodies, BoundedConnection
-from inference_protocol import ProtocolError, metadata, read_request, write_response
-from model_versions import Model, Options, Repository, Version, log
-from request_queue import Busy, Late, Stopping
-from server_metrics import Metrics
+from server.http_limits import BoundedBodies, BoundedConnection
+from server.inference_protocol import ProtocolError, metadata, read_request, write_response
+from server.metrics import Metrics
+from server.model_versions import Model, Options, Repository, Version, log
+from server.request_queue import Busy, Late, Stopping
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -73,7 +73,7 @@ class Server:
         self.app = Starlette(
             routes=routes,
             middleware=[Middleware(BoundedBodies, largest=largest, field="error")],
-            exception_handlers={Refusal: _refused, HTTPException: _refused},
+            exception_handlers={Refusal: refused, HTTPException: refused},
             lifespan=self._lifespan,
         )
 
@@ -135,7 +135,7 @@ class Server:
         name, number = request.path_params["model"], str(version.number)
         code = 499  # who asked went away
         try:
-            answer = await self._answer(name, version, request, body)
+            answer = await infer(name, version, request, body)
             code = 200
             return answer
         except Refusal as refusal:
@@ -143,31 +143,6 @@ class Server:
             raise
         finally:
             self.metrics.requests.labels(name, number, str(code)).inc()
-
-    async def _answer(self, name: str, version: Version, request: Request, body: bytes) -> Response:
-        if request.headers.get("content-encoding", "identity") != "identity":
-            raise Refusal(415, "Content-Encoding: this server takes none")
-        served = version.served
-        try:
-            asked = read_request(body, request.headers.get(HEADER), served.inputs, served.outputs)
-            tensors = await version.answer(asked.tensors, asked.timeout / 1e6)
-            text, length = write_response(name, str(version.number), asked, served.outputs, tensors)
-        except ProtocolError as error:
-            raise Refusal(400, str(error)) from None
-        except cgbundle.CallError as error:
-            raise Refusal(400, " ".join(str(error).split())) from None
-        except Busy as error:
-            raise Refusal(429, str(error), error.seconds) from None
-        except Stopping as error:
-            raise Refusal(503, str(error), 1) from None
-        except Late as error:
-            raise Refusal(504, str(error)) from None
-        except cgbundle.CgbundleError as error:
-            log({"event": "failed", "model": name, "version": version.number, "why": " ".join(str(error).split())})
-            raise Refusal(500, "the model failed; the server's log says why") from None
-        if length is None:
-            return Response(text, media_type="application/json")
-        return Response(text, media_type="application/octet-stream", headers={HEADER: str(length)})
 
     def _version(self, request: Request) -> Version:
         """The version that serves what the path names.  Raises Refusal."""
@@ -182,7 +157,35 @@ class Server:
         return model.current
 
 
-async def _refused(_: Request, error: Exception) -> Response:
+async def infer(name: str, version: Version, request: Request, body: bytes) -> Response:
+    """The answer to an inference request, whose body is `body`.  Raises Refusal."""
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise Refusal(415, "Content-Encoding: this server takes none")
+    served = version.served
+    try:
+        asked = read_request(body, request.headers.get(HEADER), served.inputs, served.outputs)
+        tensors = await version.answer(asked.tensors, asked.timeout / 1e6)
+        text, length = write_response(name, str(version.number), asked, served.outputs, tensors)
+    except ProtocolError as error:
+        raise Refusal(400, str(error)) from None
+    except cgbundle.CallError as error:
+        raise Refusal(400, " ".join(str(error).split())) from None
+    except Busy as error:
+        raise Refusal(429, str(error), error.seconds) from None
+    except Stopping as error:
+        raise Refusal(503, str(error), 1) from None
+    except Late as error:
+        raise Refusal(504, str(error)) from None
+    except cgbundle.CgbundleError as error:
+        log({"event": "failed", "model": name, "version": version.number, "why": " ".join(str(error).split())})
+        raise Refusal(500, "the model failed; the server's log says why") from None
+    if length is None:
+        return Response(text, media_type="application/json")
+    return Response(text, media_type="application/octet-stream", headers={HEADER: str(length)})
+
+
+async def refused(_: Request, error: Exception) -> Response:
+    """An error in the protocol's form."""
     if isinstance(error, Refusal):
         again = {"Retry-After": str(error.again)} if error.again else None
         return JSONResponse({"error": str(error)}, error.status, again)

@@ -99,7 +99,10 @@ def _cut(message: str) -> str:
 
 
 DAMAGED = "the bundle is damaged: copy or build it again"
-OTHER_TARGET = "`cgcompile inspect` shows what the bundle was built for; build it for this machine with --target"
+OTHER_TARGET = (
+    "`cgcompile inspect` shows what it was built for: copy it to such a machine (here `verify` without --run checks it), or build "
+    "for this one with --target"
+)
 GPU_LOG = "nvidia-smi and the system's log may say what is wrong with the GPU"
 
 CATALOGUE: Mapping[str, Cause] = {

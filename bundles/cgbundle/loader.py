@@ -56,7 +56,7 @@ def load(
     32 bytes.  Until the signature holds only the manifest is read; then every file is hashed, as by check="full".
     `threads`: how many a call uses on the CPU, for the cpu target and for operations on the host beside a GPU.  It holds for this
     program and its sessions alone: other programs, and torch, keep theirs.  Calls from several threads use as many each.  None:
-    OMP_NUM_THREADS, which holds for the process, else all processors that it may run on; a container's quota of time is not seen.
+    OMP_NUM_THREADS, which holds for the process, else all processors that it may run on, or as many as a container's quota has.
     `cast`: inputs of another dtype are cast where every value has an equal one in the expected dtype: int32 to int64, float16 or
     bfloat16 to float32, bool to any.  This is NumPy's "safe" rule, without int64 to float64.  An input that the model writes to is
     never cast.
@@ -100,7 +100,9 @@ def open_program(
             program = Program(bundle.manifest, CpuBackend(bundle, threads), on_miss, outputs, cast, bundle.kept(EXAM))
         else:
             from .cuda.backend import CudaBackend
+            from .cuda.driver import check_driver
 
+            check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
             backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads)
             program = Program(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(EXAM))
         try:

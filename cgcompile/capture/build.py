@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -20,18 +21,18 @@ from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
 from ..targets.cuda.chains import chained_outputs
 from ..targets.cuda.conditions import conditional_driver
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
-from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
+from ..targets.cuda.host_regions import HostRegions, SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
 from ..targets.memory_layout import lay_out
 from ..targets.rows import WHOLE
-from ..targets.weights import fixed_weights, shapes_of
+from ..targets.weights import add_tables, fixed_weights, shapes_of
 from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
-from ..util.progress import Stages
+from ..util.progress import Stages, Tell
 from .processes import RecorderProcesses, recorder_processes
-from .recorder import Recorded, priming, record
+from .recorder import Recordable, Recorded, prepare, priming, record_level
 from .request import PRIME, RECORD, Call
 
 STATES_FILE = "graphs/modules.bin"
@@ -52,55 +53,87 @@ def started(keys: int, level: str, specialize: str) -> Iterator[RecorderProcesse
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:
     """Records every int_key, and writes tables, images, weights and the exam into `stage`.  Raises the refusals of `record` and
     `split_program`, and proof-failed when a replay is further from eager PyTorch than the dtype allows."""
-    programs, state = spec.programs, spec.entries[0].prepared.state
+    cut = cut_stage(spec, processes.folder, stage, stages)
+    with stages("record") as tell:
+        recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
+        recorded = record_level(recordable, spec.lower, processes, tell=tell)
+        recorded = replace(recorded, stored=add_tables(stage / archive.WEIGHTS, recorded.stored, recorded.tables))
+        tell(counted(recorded))
+    with stages("emit") as tell:
+        parts = emit(spec, stage, recorded, cut)
+        tell(describe_size(stage))
+    return parts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CutProgram:
+    """A program's regions where parts of it stay on the host, else None and NO_HOST_REGIONS; `host_only`: as in `off_gpu`."""
+
+    split: SplitProgram | None
+    hosts: HostRegions
+    host_only: frozenset[str]
+
+
+def cut_stage(spec: BuildSpec, scratch: Path, stage: Path, stages: Stages) -> CutProgram:
+    """Cuts the program into regions, and compiles those of the host into `stage`, where something must be on the host."""
+    state, placements = spec.entries[0].prepared.state, spec.by_key({entry.name: entry.placements for entry in spec.entries})
+    split = split_stage(spec.programs, placements, {key: call[0] for key, call in example_calls(spec).items()}, stages)
+    unplaced = lay_out(shapes_of(spec.programs.weights()), state, split.host_only if split else ()).rows
+    hosts = host_stage(split, unplaced, scratch, stage, stages)
+    return CutProgram(split=split, hosts=hosts, host_only=off_gpu(split, hosts, unplaced))
+
+
+def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Path, tell: Tell) -> Recordable:
+    """Writes the weights into `stage`, and gives back the memory that they take on the GPU; the rest that is recorded from lies in
+    `folder`.  Raises what `prepare` does."""
+    programs, split = spec.programs, cut.split
     prepared = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared) for entry in spec.entries})
     placements = spec.by_key({entry.name: entry.placements for entry in spec.entries})
-    calls = _calls(spec, SEED)
-    tensors = programs.weights()
-    scratch = processes.folder
-    split = split_stage(programs, placements, {key: call[0] for key, call in calls.items()}, stages)
-    shapes = shapes_of(tensors)
-    unplaced = lay_out(shapes, state, split.host_only if split else ()).rows
-    hosts = host_stage(split, unplaced, scratch, stage, stages)
-    with stages("record") as tell:
-        recorded = record(
-            programs,
-            calls,
-            folder=scratch / "record",
-            level=spec.lower,
-            specialize=spec.specialize,
-            exam=_calls(spec, EXAM_SEED),
-            code=code_of(spec.entries[0].source, programs),
-            placements=placements if split else {},
-            uploads=split.uploads if split else {},
-            host_only=off_gpu(split, hosts, unplaced),
-            written={key: own.written for key, own in prepared.items()},
-            chained=chained_outputs(spec, split),
-            state=state,
-            exam_calls={key: own.exam_calls for key, own in prepared.items()},
-            stored=stage / archive.WEIGHTS,
-            release=True,
-            processes=processes,
-            # what the first process of max-autotune measured and chose, the second has to find in the cache
-            parallel=spec.lower != "max-autotune",
-            tell=tell,
-        )
-        nodes = sum(len(graph.recording.nodes) for graphs in recorded.graphs.values() for graph in graphs)
-        tell(f"{nodes} nodes, {len(recorded.images)} kernel images")
-    with stages("emit") as tell:
-        written = write_recorded(stage, _program(calls, recorded, split), recorded.stored, recorded.arch, split, hosts)
-        if recorded.states:
-            (stage / STATES_FILE).write_bytes(encode_states(recorded.states))
-        parts = [_entry_parts(spec, number, recorded, written, exact=split is None) for number in range(len(spec.entries))]
-        write_exam(stage / archive.EXAM, {entry.name: exam for entry, (_, exam) in zip(spec.entries, parts, strict=True)})
-        tell(describe_size(stage))
+    return prepare(
+        programs,
+        example_calls(spec),
+        folder=folder,
+        specialize=spec.specialize,
+        exam=_calls(spec, EXAM_SEED),
+        code=code_of(spec.entries[0].source, programs),
+        placements=placements if split else {},
+        uploads=split.uploads if split else {},
+        host_only=cut.host_only,
+        written={key: own.written for key, own in prepared.items()},
+        chained=chained_outputs(spec, split),
+        state=spec.entries[0].prepared.state,
+        exam_calls={key: own.exam_calls for key, own in prepared.items()},
+        stored=stage / archive.WEIGHTS,
+        release=True,
+        tell=tell,
+    )
+
+
+def counted(recorded: Recorded) -> str:
+    """How much was recorded, in words."""
+    nodes = sum(len(graph.recording.nodes) for graphs in recorded.graphs.values() for graph in graphs)
+    return f"{nodes} nodes, {len(recorded.images)} kernel images"
+
+
+def emit(
+    spec: BuildSpec,
+    stage: Path,
+    recorded: Recorded,
+    cut: CutProgram,
+) -> ManifestParts:
+    """Writes tables, images and the exam into `stage`, where the weights are.  Raises proof-failed."""
+    written = write_recorded(stage, _program(spec, recorded, cut.split), recorded.stored, recorded.arch, cut.split, cut.hosts)
+    if recorded.states:
+        (stage / STATES_FILE).write_bytes(encode_states(recorded.states))
+    parts = [_entry_parts(spec, number, recorded, written, exact=cut.split is None) for number in range(len(spec.entries))]
+    write_exam(stage / archive.EXAM, {entry.name: exam for entry, (_, exam) in zip(spec.entries, parts, strict=True)})
     driver = max(_lowest_driver(recorded), conditional_driver(written.recordings.values()))
     if written.fills:
         driver = max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
     return ManifestParts(
-        target=cuda_target(recorded.arch, driver, hosts, spec.torch_version),
+        target=cuda_target(recorded.arch, driver, cut.hosts, spec.torch_version),
         weights=written.weights,
-        fixed=fixed_weights(stage, written.weights, programs, hosts.unbound),
+        fixed=fixed_weights(stage, written.weights, spec.programs, cut.hosts.unbound),
         memories=written.memories,
         regions=written.regions,
         module_state=STATES_FILE if recorded.states else "",
@@ -115,12 +148,11 @@ def _entry_parts(
     """The rows of entry number `number`, and its exam.  `exact`: no host computes a part of it.  Raises proof-failed."""
     entry = spec.entries[number]
     prepared, replays = entry.prepared, spec.own(number, recorded.replays)
-    differences = {key: replays[key].differences for key in entry.keys}
-    kept = accepted(
-        entry.dimensions, error_bounds(prepared, recorded.weights), differences, spec.waive, "the graph differs", EAGER, entry.name
-    )
     own = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     rows = with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights)
+    differences = {key: replays[key].differences for key in entry.keys}
+    bounds = error_bounds(prepared, recorded.weights)
+    kept = accepted(entry.dimensions, bounds, differences, spec.waive, "the graph differs", EAGER, entry.name)
     exam = Exam(
         compare="bits" if exact and all(replay.deterministic for replay in replays.values()) else "tolerance",
         calls=prepared.exam_calls,
@@ -132,6 +164,11 @@ def _entry_parts(
     return EntryParts(programs=rows, exam=exam), replayed_exam(rows, contents, prepared, written.weights)
 
 
+def example_calls(spec: BuildSpec) -> dict[IntKey, Call]:
+    """The call of every build key that its graphs are captured on."""
+    return _calls(spec, SEED)
+
+
 def _calls(spec: BuildSpec, seed: int) -> dict[IntKey, Call]:
     """A call of every build key."""
 
@@ -141,23 +178,26 @@ def _calls(spec: BuildSpec, seed: int) -> dict[IntKey, Call]:
     return spec.by_key({entry.name: {key: drawn(entry, key) for key in entry.keys} for entry in spec.entries})
 
 
-def _program(calls: Mapping[IntKey, Call], recorded: Recorded, split: SplitProgram | None) -> RecordedProgram:
-    """What was recorded, by region and build key, these in the order of `calls`."""
-
-    def names(key: IntKey) -> list[str]:
-        return [region.name for region in split.partitions[key].regions if region.kind == "graph"] if split else [WHOLE]
-
+def _program(spec: BuildSpec, recorded: Recorded, split: SplitProgram | None) -> RecordedProgram:
+    """What was recorded, by region and build key, these in the bundle's order."""
     return RecordedProgram(
         graphs={
-            (name, key): graph for key, graphs in recorded.graphs.items() for name, graph in zip(names(key), graphs, strict=True)
+            (name, key): graph
+            for key, graphs in recorded.graphs.items()
+            for name, graph in zip(graph_names(split, key), graphs, strict=True)
         },
         images=recorded.images,
-        static={key: recorded.static[key] for key in calls},
+        static={key: recorded.static[key] for key in spec.programs.by_key},
         weights=recorded.weights,
         tables=recorded.tables,
         weights_bytes=recorded.weights_bytes,
         state_bytes=recorded.state_bytes,
     )
+
+
+def graph_names(split: SplitProgram | None, key: IntKey) -> list[str]:
+    """The names of the graph regions of a key, in order."""
+    return [region.name for region in split.partitions[key].regions if region.kind == "graph"] if split else [WHOLE]
 
 
 def _lowest_driver(recorded: Recorded) -> int:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -74,12 +74,54 @@ class Recorded:
     driver: int
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recordable:
+    """What all recordings of some programs share: their weights are in the bundle's file, everything else is ready to be asked for.
+
+    `request` is one for all keys, largest first; `stored` are the manifest's rows of the file of weights, without tables; `static`
+    are bytes of memory `inputs` by key, `inputs` the exam's; `need` are the bytes of the GPU's memory that a process takes.
+    """
+
+    request: Request
+    folder: Path
+    layout: WeightLayout
+    stored: tuple[Weight, ...]
+    static: Mapping[IntKey, int]
+    inputs: Mapping[IntKey, tuple[bytes, ...]] = field(repr=False)
+    chained: Mapping[IntKey, Sequence[ChainedOutput]]
+    need: int
+
+
 def record(
     programs: Programs,
     calls: Mapping[IntKey, Call],
     *,
     folder: Path,
     level: str = "inductor",
+    processes: RecorderProcesses | None = None,
+    cache: Path | None = None,
+    workers: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+    **given: Any,
+) -> Recorded:
+    """Record the programs at every build key of `calls` at one level: `prepare` (which takes what else is `given`), `record_level`,
+    and the tables behind the weights.
+
+    `processes`: started ones, which have a cache; else `folder` takes the processes' logs, too, and `cache` is the compile cache
+    (default: inside `folder`, so that nothing leaks between builds).  Raises what the two do.
+    """
+    recordable = prepare(programs, calls, folder=folder, tell=tell, **given)
+    with ExitStack() as stack:
+        running = processes or stack.enter_context(recorder_processes(folder, cache))
+        made = record_level(recordable, level, running, workers=workers, tell=tell)
+    return replace(made, stored=add_tables(recordable.request.stored, made.stored, made.tables))
+
+
+def prepare(
+    programs: Programs,
+    calls: Mapping[IntKey, Call],
+    *,
+    folder: Path,
     specialize: str = "size",
     exam: Mapping[IntKey, Call],
     code: str = "",
@@ -92,13 +134,11 @@ def record(
     chained: Mapping[IntKey, Sequence[ChainedOutput]] = MappingProxyType({}),
     stored: Path | None = None,
     release: bool = False,
-    processes: RecorderProcesses | None = None,
-    cache: Path | None = None,
-    workers: int | None = None,
-    parallel: bool = True,
     tell: Callable[[str], None] = lambda text: None,
-) -> Recorded:
-    """Record the programs at every build key of `calls` (example tensors on any device; other leaves are constants of the call).
+) -> Recordable:
+    """What recordings of the programs need, at every build key of `calls`.  Files go into `folder`.
+
+    `calls` are example tensors on any device; other leaves are constants of the call.
 
     `exam`: other inputs of the same shapes, which are replayed `exam_calls` times (once by default) from the first state on.
     `code`: as in `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph;
@@ -108,12 +148,8 @@ def record(
 
     `stored` is where the file of weights goes, from which the processes take them (default: inside `folder`).  With `release` the
     programs' own tensors, but for state, give their memory back once it is written: nothing can run the programs afterwards.
-    `processes`: started ones, which have a cache; else `folder` takes the processes' logs, too, and `cache` is the compile cache
-    (default: inside `folder`, so that nothing leaks between builds).  `workers` processes lower at a time
-    (default: `priming`).  Without `parallel` the two recorders run one after the other, as they do where the GPU's memory is short.
 
-    Raises sizes-differ, shared-storage, weight-mutated, recorder-failed, extra-missing and kernel-failed for branches and loops,
-    and what `assemble` and a recorder process raise.
+    Raises sizes-differ, shared-storage.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _check_calls(calls, exam)
@@ -130,51 +166,72 @@ def record(
     both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], exam[key])) for key in calls}
     torch.save(both, folder / "calls.pt")
     static = {key: static_bytes(tensors_of(calls[key]), uploads.get(key, ())) for key in calls}
-    keys = tuple(sorted(calls, key=lambda key: (static[key], tuple(key)), reverse=True))
+    largest = max(static.values(), default=0)
+    request = Request(
+        role=RECORD,
+        programs=files,
+        calls=folder / "calls.pt",
+        result=folder / "result",
+        keys=tuple(sorted(calls, key=lambda key: (static[key], tuple(key)), reverse=True)),
+        level="",
+        specialize=specialize,
+        code=code,
+        placements={key: dict(placed) for key, placed in placements.items()},
+        uploads=dict(uploads),
+        stored=file.absolute(),
+        weights=layout.rows,
+        weights_end=layout.weights_end,
+        state_end=layout.state_end,
+        inputs_end=largest,
+        settings=settings(),
+        shift=False,
+        written={key: written.get(key, ()) for key in calls},
+        exam_calls={key: exam_calls.get(key, 1) for key in calls},
+    )
+    return Recordable(
+        request=request, folder=folder, layout=layout, stored=rows, static=static,
+        inputs={key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()},
+        chained=chained, need=layout.weights_end + 2 * layout.state_end + largest + 2 * activations + MARGIN,
+    )  # fmt: skip
+
+
+def record_level(
+    recordable: Recordable,
+    level: str,
+    processes: RecorderProcesses,
+    *,
+    workers: int | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> Recorded:
+    """The programs recorded at one level of `lowering`.  Its tables are placed behind the weights, and not yet in the file.
+
+    `workers` processes lower at a time (default: `priming`).  The two recorders run one after the other where the GPU's memory is
+    short, and at max-autotune: what the first measured and chose, the second has to find in the cache.
+
+    Raises weight-mutated, recorder-failed, extra-missing and kernel-failed for branches and loops, and what `assemble` and a
+    recorder process raise.
+    """
+    keys, need = recordable.request.keys, recordable.need
 
     def request(role: str, number: int, some: tuple[IntKey, ...]) -> Request:
-        return Request(
-            role=role,
-            programs=files,
-            calls=folder / "calls.pt",
-            result=folder / f"{role}{number}.result",
-            keys=some,
-            level=level,
-            specialize=specialize,
-            code=code,
-            placements={key: dict(placed) for key, placed in placements.items()},
-            uploads=dict(uploads),
-            stored=file.absolute(),
-            weights=layout.rows,
-            weights_end=layout.weights_end,
-            state_end=layout.state_end,
-            inputs_end=max(static.values(), default=0),
-            settings=settings(),
-            shift=bool(number),
-            written={key: written.get(key, ()) for key in calls},
-            exam_calls={key: exam_calls.get(key, 1) for key in calls},
-        )
+        result = recordable.folder / f"{level}-{role}{number}.result"
+        return replace(recordable.request, role=role, level=level, keys=some, result=result, shift=bool(number))
 
-    need = layout.weights_end + 2 * layout.state_end + max(static.values(), default=0) + 2 * activations + MARGIN
-    with ExitStack() as stack:
-        running = processes or stack.enter_context(recorder_processes(folder, cache))
-        if number := priming(len(keys), level, specialize):
-            at_once = fitting(min(workers or number, len(keys)), need)
-            tell(f"lowering in {at_once} processes")
-            running.run([request(PRIME, i, keys[i::at_once]) for i in range(at_once)], tell, at_once)
-            running.end(PRIME)  # their memory is needed
-        at_once = fitting(2 if parallel else 1, need)
-        tell("recording" if at_once == 2 else "recording, one process after the other")
-        a, b = running.run([request(RECORD, i, keys) for i in range(2)], tell, at_once)
+    if number := priming(len(keys), level, recordable.request.specialize):
+        at_once = fitting(min(workers or number, len(keys)), need)
+        tell(f"lowering in {at_once} processes")
+        processes.run([request(PRIME, i, keys[i::at_once]) for i in range(at_once)], tell, at_once)
+        processes.end(PRIME)  # their memory is needed
+    at_once = fitting(1 if level == "max-autotune" else 2, need)
+    tell("recording" if at_once == 2 else "recording, one process after the other")
+    a, b = processes.run([request(RECORD, i, keys) for i in range(2)], tell, at_once)
     tell("comparing the recordings")
     if a.mutated:
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
-    inputs = {key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()}
     own = condition_image(a.arch) if has_conditions(a) else b""
     conditions = condition_function(own) if own else None
-    assembled = assemble(a, b, layout.weights_end, chained, conditions)
-    rows = add_tables(file, rows, assembled.tables)
-    return _recorded(a, b, assembled, layout, rows, static, inputs, [own] if own else [])
+    assembled = assemble(a, b, recordable.layout.weights_end, recordable.chained, conditions)
+    return _recorded(a, b, assembled, recordable, [own] if own else [])
 
 
 MARGIN = 1 << 30
@@ -208,17 +265,9 @@ def _release(tensors: Mapping[str, torch.Tensor], kept: Sequence[torch.Tensor]) 
     torch.cuda.empty_cache()
 
 
-def _recorded(
-    a: Take,
-    b: Take,
-    assembled: Assembled,
-    layout: WeightLayout,
-    stored: tuple[Weight, ...],
-    static: Mapping[IntKey, int],
-    inputs: Mapping[IntKey, tuple[bytes, ...]],
-    images: Sequence[bytes],
-) -> Recorded:
+def _recorded(a: Take, b: Take, assembled: Assembled, recordable: Recordable, images: Sequence[bytes]) -> Recorded:
     """`images` are ours, beside those that the recorders saw."""
+    layout, inputs = recordable.layout, recordable.inputs
     replays = {}
     for mine, theirs in zip(a.exams, b.exams, strict=True):
         replays[mine.key] = Replay(
@@ -230,10 +279,10 @@ def _recorded(
         )
     return Recorded(
         graphs=assembled.graphs,
-        static={key: end + PAD for key, end in static.items()},  # also of keys without a graph: all of it is on the host
+        static={key: end + PAD for key, end in recordable.static.items()},  # also of keys without a graph: all of it is on the host
         replays=replays,
         weights=layout.rows,
-        stored=stored,
+        stored=recordable.stored,
         tables=assembled.tables,
         weights_bytes=assembled.weights_end + PAD,
         state_bytes=layout.state_end + PAD if layout.state_end else 0,

@@ -98,7 +98,7 @@ def training_mode(context: RuleContext) -> Iterable[Finding]:
     What it looks for: `module.training` and modules of these kinds.
     Why it matters: both are built as they are (random-operation, mutated-buffer), which is rarely what inference means.
     Effect: information; the other rules say what follows.
-    Fix: `model.eval()`.
+    Fix: leave `--train` out (`train=True` in Python), which alone builds a model in training mode.
     Source: torch.nn.Module.eval.
     """
     modules = list(context.exported.flat.model.modules())
@@ -107,5 +107,5 @@ def training_mode(context: RuleContext) -> Iterable[Finding]:
     ):
         yield finding(
             "training-mode", NOTE, "the model is in training mode", None, "dropout and batch normalization act as in training",
-            "call model.eval()",
+            "leave --train out (train=True in Python): the model is then built as model.eval() makes it",
         )  # fmt: skip

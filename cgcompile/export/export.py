@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch.export import ExportedProgram
@@ -41,11 +42,12 @@ PROBES = 8
 """Sizes of a dimension, beside the declared ones, at which eager PyTorch is asked for the shapes of the outputs."""
 
 
-def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
+def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = True) -> Exported:
     """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
 
     Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
-    tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.
+    tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.  `alone`: the model has no other entry,
+    which might write to a buffer that this one asks for its values.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), branch-on-data, shape-depends-on-data and structure-unsupported.
@@ -56,10 +58,12 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]]) -> Exported:
     flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
     calls: list[SideEffects] = []
     flat.watch = calls.append
+    versions = {id(buffer): buffer._version for buffer in source.model.buffers() if not buffer.is_inference()}
     seen = _try_eager(source, flat, sizes)
     flat.earlier = calls[0]
     changes = _changed_attributes(source, flat, sizes)
     flat.assigned = tuple(changes)
+    flat.constants = _constants(flat, versions) if alone else []
     left = tuple(changes.values())
     try:
         made = _as_eager(source, flat, shapes, sizes, calls)
@@ -294,6 +298,22 @@ def _check_result(source: Source, one: Tree | None, other: Tree | None) -> None:
             f"{source.label}: the result's nesting or constants change with the sizes: {one} and {other}",
             "return tensors, and numbers that do not depend on a declared dimension",
         )
+
+
+FEW = 16
+"""Elements of a buffer that Python may ask for its values."""
+
+
+def _constants(flat: FlatModule, versions: Mapping[int, int]) -> list[tuple[Any, str, torch.Tensor]]:
+    """Buffers of a few integers that are no part of the state dict, and that no call writes to: strides and paddings that a model
+    keeps as tensors (transformers' EnCodec).  `versions`: of each buffer before the first call, by its id."""
+    found = []
+    for owner, leaf in flat.snapshot.owners():
+        buffer = owner._buffers[leaf]
+        small = buffer.numel() <= FEW and not buffer.is_floating_point() and not buffer.is_complex()
+        if small and leaf in owner._non_persistent_buffers_set and versions.get(id(buffer)) == buffer._version:
+            found.append((owner, leaf, buffer.detach().clone()))
+    return found
 
 
 def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Obstacle]:

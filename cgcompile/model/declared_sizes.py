@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
@@ -81,6 +82,12 @@ def _shown(part: Any) -> str:
     return repr(next(iter(part)))
 
 
+def _meant(name: str, dimensions: Sequence[str]) -> str:
+    """What a mistyped dimension was most likely to be."""
+    near = difflib.get_close_matches(name, dimensions, 1)
+    return f" (did you mean {near[0]}?)" if near else ""
+
+
 def declared_sizes(
     given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] = (), entry: str = ""
 ) -> dict[str, tuple[int, ...]]:
@@ -104,7 +111,7 @@ def declared_sizes(
             known = ", ".join(dimensions) or "none"
             raise BuildError(
                 "sizes-invalid",
-                f"sizes: {name!r} is no declared dimension (declared: {known})",
+                f"sizes: {name!r} is no declared dimension{_meant(name, dimensions)} (declared: {known})",
                 _standing(saved) or "dimensions are the parameters of inputs()",
             )
         if name in found:

@@ -40,7 +40,8 @@ class FlatModule(torch.nn.Module):
     `entry` is the method that a call runs.  After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects
     of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, takes the reads from it that
     `known` names by position, and asserts what `asserted` names; of what `as_eager` names the user's code is told that nothing is
-    traced.  `assigned` are attributes that are watched: whether a call reads them before it assigns them.
+    traced.  `constants` are buffers, (module, name in it, value), that Python may ask while they are traced.  `assigned` are
+    attributes that are watched: whether a call reads them before it assigns them.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
@@ -66,6 +67,7 @@ class FlatModule(torch.nn.Module):
         self.earlier = SideEffects()
         self.known: frozenset[int] = frozenset()
         self.asserted = NOTHING
+        self.constants: list[tuple[Any, str, torch.Tensor]] = []
         self.as_eager = ""
         self.assigned: tuple[str, ...] = ()
         self.watch: Callable[[SideEffects], None] = unwatched
@@ -87,7 +89,16 @@ class FlatModule(torch.nn.Module):
             told_eager(self.as_eager),
             needless_conversions_left_out(),
             current_buffers(self.shared, self.told),
-            track_devices(tensors, self.earlier, self.known, self.device, self.told, self.capability, self.asserted) as effects,
+            track_devices(
+                tensors,
+                self.earlier,
+                self.known,
+                self.device,
+                self.told,
+                self.capability,
+                self.asserted,
+                [(owner._buffers[leaf], value) for owner, leaf, value in self.constants],
+            ) as effects,  # fmt: skip
         ):
             self.watch(effects)
             with early_reads(self.model, self.assigned, effects.early):

@@ -28,7 +28,7 @@ def user_line(error: BaseException, label: str) -> str:
     """`model.py:12` of the innermost frame of the traceback that lies in the user's code, or "" """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_user_file(frame.filename):
-            return f"{os.path.relpath(frame.filename) if os.path.exists(frame.filename) else label}:{frame.lineno}"
+            return f"{shown(os.path.abspath(frame.filename)) if os.path.exists(frame.filename) else label}:{frame.lineno}"
     return ""
 
 
@@ -87,8 +87,23 @@ def user_place(error: BaseException) -> tuple[str, str]:
     return "", ""
 
 
+STRING = re.compile(r"""'[^']*'|"[^"]*"|#.*""")
+"""What brackets do not count in: a string, a comment."""
+
+PAIRS = {"(": ")", "[": "]", "{": "}"}
+"""What closes an opened bracket."""
+
+INSTALLED = re.compile(r".*[/\\](?:site|dist)-packages[/\\]")
+"""What stands before the path of an installed package's file: where the environment is, which no bundle holds."""
+
+
 def shown(file: str) -> str:
-    """The path of a user's file as messages show it: relative where it lies under the current folder."""
+    """The path of a user's file as messages show it, and bundles store it.
+
+    `transformers/models/x.py` of an installed package, in whichever environment; relative where it lies under the current folder.
+    """
+    if installed := INSTALLED.match(file):
+        return file[installed.end() :]
     near = os.path.relpath(file) if os.path.isabs(file) else file
     return file if near.startswith("..") else near
 
@@ -98,8 +113,19 @@ def place(node: Node | None) -> tuple[str, str]:
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
     for file, line, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)):
         if is_user_file(file):
-            return f"{shown(file)}:{line}", code.strip()
+            return f"{shown(file)}:{line}", whole(code.strip())
     return "", ""
+
+
+def whole(code: str) -> str:
+    """A line of a statement, with `...` for what follows on other lines: `x = f(` is `x = f(...)`."""
+    opened: list[str] = []
+    for each in STRING.sub("", code):
+        if each in PAIRS:
+            opened.append(PAIRS[each])
+        elif opened and each == opened[-1]:
+            opened.pop()
+    return f"{code}...{''.join(reversed(opened))}" if opened else code
 
 
 def definition(function: Callable[..., Any]) -> str:

@@ -7,7 +7,6 @@ Private interfaces (torch 2.11, 2.13): `free_unbacked_symbols` of `torch.fx.expe
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterable, Iterator
 from enum import Enum
 from typing import Any
@@ -23,7 +22,7 @@ from ..errors import ModelError
 from ..export.higher_order.conditionals import CONTROL_FLOW, obstacle
 from ..export.weights import WEIGHT_KINDS
 from ..model.devices.markers import marker
-from ..model.user_code import is_user_file
+from ..model.user_code import place
 
 aten = torch.ops.aten
 
@@ -100,9 +99,7 @@ def returned_nodes(program: ExportedProgram) -> tuple[Node, ...]:
 
 def _place(node: Node) -> str:
     """ "model.py:12", the user's line that a node comes from, or ""."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    mine = [f"{file}:{line}" for file, line in found if is_user_file(file)]
-    return mine[-1] if mine else ""
+    return place(node)[0]
 
 
 def _of_call(node: Node, made: NodeKinds) -> NodeKind:

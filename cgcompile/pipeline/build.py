@@ -12,11 +12,10 @@ from typing import Any
 import torch
 
 from cgbundle.format.entries import each_entry, with_entries
-from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
 from cgbundle.validate import host_code
 
 from ..bundle.emit import seal, write_programs
-from ..bundle.proof import mismatches, replay
+from ..bundle.proof import replay
 from ..bundle.provenance import provenance
 from ..checks import Checked, check, refuse
 from ..export.export import export, refuse_branches
@@ -25,7 +24,6 @@ from ..export.programs import Programs, with_shared_constants
 from ..export.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
-from ..model.flat_module import PREFIX
 from ..model.load import checked_chains, load_sources
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
@@ -34,13 +32,13 @@ from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.chains import chains_of, check_layouts
 from ..targets.choice import CONDITIONALS, Chosen, choose
 from ..transforms.error_bounds import error_bounds
-from ..transforms.output_aliases import manifest_aliases
 from ..transforms.padding_proof import prove_padding
 from ..transforms.prepared import prepare, together
 from ..util.imports import quick_imports
 from ..util.progress import Stages
 from .destination import destination_path, staged_bundle
 from .kernel_coverage import operators_without_kernel
+from .manifest import made_manifest, with_mismatches
 from .records import Built, Options
 from .training_mode import evaluated
 
@@ -124,11 +122,11 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             write_programs(folder, entry.prepared.programs, entry.name)
         origin = provenance(first.origin or first.label, _recorded_options(options, chosen.recorder))
         findings = [rules.findings for rules in checked]
-        manifest = _manifest(spec, parts, findings, options.waive, origin)
+        manifest = made_manifest(spec, parts, findings, origin)
         check_layouts(each_entry(manifest))
         with stages("verify") as tell:
             host_code.attach(folder, manifest)
-            sealed = seal(folder, _with_mismatches(manifest))  # hashes every file: of large weights that takes longest
+            sealed = seal(folder, with_mismatches(manifest))  # hashes every file: of large weights that takes longest
             if chosen.runs_here:
                 bounds = [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries]
                 exams = replay(folder, sealed, bounds, options.waive)
@@ -136,7 +134,7 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
                     replace(each, exam=exam, findings=found)
                     for each, exam, found in zip(each_entry(sealed), exams, findings, strict=True)
                 ]
-                sealed = seal(folder, _with_mismatches(with_entries(tuple(examined))))
+                sealed = seal(folder, with_mismatches(with_entries(tuple(examined))))
                 error = max(proof.error for exam in exams for proof in exam.proofs)
                 tell(f"{_counted(keys, 'int_key')} in a fresh process, largest error {error:.1e}")
             else:
@@ -164,9 +162,9 @@ def export_entries(sources: Sequence[Source], sizes: Mapping[str, dict[str, tupl
 
     What one entry writes to becomes a buffer with its export: entries that were exported before are exported again.
     """
-    made = [export(source, sizes[source.entry]) for source in sources]
+    made = [export(source, sizes[source.entry], alone=len(sources) == 1) for source in sources]
     while len(made[0].flat.snapshot.owners()) < len(made[-1].flat.snapshot.owners()):
-        made = [export(source, sizes[source.entry]) for source in sources]
+        made = [export(source, sizes[source.entry], alone=False) for source in sources]
     for each in made:
         refuse_branches(each)
     if len(made) == 1:
@@ -205,49 +203,3 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
     if options.host_ops:
         named["host_ops"] = ", ".join(options.host_ops)
     return named
-
-
-def _manifest(
-    spec: BuildSpec, parts: ManifestParts, findings: Sequence[tuple[Finding, ...]], waive: tuple[str, ...], origin: Provenance
-) -> Manifest:
-    names = [row.name for row in parts.weights]
-    generator = next((entry.prepared.generator for entry in spec.entries if entry.prepared.generator), "")
-    each = [
-        Manifest(
-            format=FORMAT_VERSION,
-            name=entry.source.name,
-            target=parts.target,
-            entry=entry.name,
-            dimensions=entry.dimensions,
-            inputs=entry.prepared.signature.inputs,
-            written=entry.prepared.written,
-            changes=tuple(sorted([names.index(name.removeprefix(PREFIX)) for name in entry.prepared.changes])),
-            outputs=entry.prepared.signature.outputs,
-            aliases=manifest_aliases(entry.prepared.aliases, parts.weights),
-            random=names.index(generator.removeprefix(PREFIX)) if generator else -1,
-            call=entry.prepared.signature.call,
-            parameters=entry.prepared.signature.parameters,
-            result=entry.prepared.signature.result,
-            weights=parts.weights,
-            fixed=parts.fixed,
-            memories=parts.memories,
-            regions=parts.regions,
-            programs=own.programs,
-            module_state=parts.module_state,
-            findings=found,
-            waivers=tuple(sorted(waive)),
-            exam=own.exam,
-            entries=(),
-            chains=spec.chains,
-            reserved=parts.reserved,
-            provenance=origin,
-            files=(),
-        )
-        for entry, own, found in zip(spec.entries, parts.entries, findings, strict=True)
-    ]
-    return with_entries(tuple(each))
-
-
-def _with_mismatches(manifest: Manifest) -> Manifest:
-    """The manifest with a finding for what was accepted though it differs."""
-    return with_entries(tuple([replace(each, findings=(*each.findings, *mismatches(each))) for each in each_entry(manifest)]))

@@ -89,7 +89,7 @@ def _report(
     unpartitioned = per_size = ""
     entry: EntrySpec | None = None
     try:
-        exported = export(source, wanted)
+        exported = export(source, wanted, alone=not several)
     except ModelError as error:
         if error.code not in ("export-failed", "branch-on-data", "shape-depends-on-data"):
             raise

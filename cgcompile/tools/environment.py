@@ -24,9 +24,6 @@ from ..targets.instruction_sets import LEVELS, Level, check_level
 from ..targets.requirements import BINDINGS, DRIVER, EXTRA, check_compiler, check_packages, compiler
 from ..util.version import VERSION
 
-LOWEST = "2.11"
-"""The oldest torch whose libraries a bundle for processors may ask for."""
-
 TELLING = {
     "x86-64-v2": "x86 processors with SSE4.2", "x86-64-v3": "x86 processors with AVX2 and FMA",
     "x86-64-v4": "x86 processors with AVX-512", "armv8-a": "64-bit Arm processors",
@@ -179,7 +176,7 @@ def _processors(name: str, about: str, level: Level | None) -> TargetHere:
             check_level(level, os.uname().machine, processor_flags())
 
     built = _refusal(lambda: check_packages("host"), check_compiler, fits)
-    run = _refusal(fits, lambda: libtorch.find(LOWEST))
+    run = _refusal(fits, lambda: libtorch.find(""))
     return TargetHere(
         name=name, about=about, not_built=built[0], not_run=run[0], recorder="" if built[0] else "host", fix=built[1] or run[1]
     )

@@ -155,7 +155,7 @@ def _remote(url: str) -> Remote:
     try:
         from fsspec.core import url_to_fs
     except ModuleNotFoundError:
-        hint = "pip install 'cgcompile[remote]'"
+        hint = "pip install 'fsspec>=2024.2'"
         raise BuildError("extra-missing", "push and pull need fsspec, which is not installed", hint) from None
     try:
         system, root = url_to_fs(url, use_listings_cache=False)

@@ -27,6 +27,9 @@ WAIVED = "tensors/exam_tensors.py"
 LABELS = {"What it looks for": "what", "Effect": "effect", "Fix": "fix", "Source": "source"}
 """How a paragraph of a rule's docstring begins, and the field it becomes; "Why ..." is `why`."""
 
+CLEARLY = 0.05
+"""How much less like what was typed a name is, of 1, that is not worth suggesting beside the nearest."""
+
 SEVERITIES = {"REFUSE": "refuse", "HOST": "host", "NOTE": "note"}
 """The constants of checks/context.py."""
 
@@ -61,8 +64,11 @@ def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple
 
 
 def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The names that are most like a mistyped one, the nearest first."""
-    return difflib.get_close_matches(spelled(name), sorted(set(known)), n=3)
+    """The names that are most like a mistyped one, the nearest first: that one alone where it is clearly nearest."""
+    wanted = spelled(name)
+    close = difflib.get_close_matches(wanted, sorted(set(known)), n=3)
+    likeness = [difflib.SequenceMatcher(None, each, wanted).ratio() for each in close]
+    return [each for each, like in zip(close, likeness, strict=True) if like > likeness[0] - CLEARLY]
 
 
 def spelled(name: str) -> str:

@@ -86,11 +86,12 @@ def calls(report: Benchmark, what: str) -> tuple[Sequence[str], Sequence[Sequenc
             if found is None:
                 continue
             seconds = found.seconds
-            low, high = precise(min(seconds), median(seconds)), precise(max(seconds), median(seconds))
-            spread = f"{low.split()[0]}-{high.split()[0]}" if len(seconds) > 1 else NONE
+            least = precise(min(seconds)) if len(seconds) > 1 else NONE
+            most = precise(max(seconds)) if len(seconds) > 1 else NONE
             shown = name if peer is report.bundle else ""
-            rows.append([shown, peer.name, _ratio(ratio(seconds, base.seconds if base else ())), precise(median(seconds)), spread])
-    return ("int_key", "", ">ratio", ">median", ">min-max"), rows
+            beside = _ratio(ratio(seconds, base.seconds if base else ()))
+            rows.append([shown, peer.name, beside, precise(median(seconds)), least, most])
+    return ("int_key", "", ">ratio", ">median", ">min", ">max"), rows
 
 
 def memory(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
@@ -139,9 +140,7 @@ def number(seconds: float) -> str:
     return f"{seconds:.3f}" if seconds < 1 else digits(seconds)
 
 
-def precise(seconds: float, like: float | None = None) -> str:
-    """Three digits and the unit, `31.2 us`, in that of `like`."""
-    scale, unit = next(
-        (pair for pair in ((1e6, "us"), (1e3, "ms")) if (seconds if like is None else like) * pair[0] < 1000), (1, "s")
-    )
+def precise(seconds: float) -> str:
+    """Three digits and the unit, `31.2 us`."""
+    scale, unit = next((pair for pair in ((1e6, "us"), (1e3, "ms")) if seconds * pair[0] < 1000), (1, "s"))
     return f"{digits(seconds * scale)} {unit}"

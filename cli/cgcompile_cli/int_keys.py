@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+
 from cgbundle.errors import CallError
 from cgbundle.format.entries import one_entry
 from cgbundle.format.schema import Manifest
@@ -21,6 +23,11 @@ def parse(manifest: Manifest, text: str) -> tuple[int, ...]:
     """The recorded int_key of the manifest's own entry that `text` names.  Raises key-missing with the recorded keys where there is
     none."""
     names = [dimension.name for dimension in manifest.dimensions]
+    for part in text.split(",") if "=" in text else ():
+        if (called := part.partition("=")[0].strip()) not in names:
+            near = difflib.get_close_matches(called, names, 1)
+            meant = f" (did you mean {near[0]}?)" if near else ""
+            raise CallError("key-missing", f"no dimension {called!r}{meant}: the bundle has {listed(names) or 'none'}")
     if "=" in text:
         given = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)
         words = [given.get(name, "") for name in names] if given.keys() == set(names) and text.count("=") == len(names) else []
@@ -33,7 +40,11 @@ def parse(manifest: Manifest, text: str) -> tuple[int, ...]:
     recorded = [program.key for program in manifest.programs]
     if key not in recorded:
         shape = f" ({' x '.join(names)})" if names else ""
-        raise CallError("key-missing", f"no int_key {text!r}: the bundle has {listed([spell(each) for each in recorded])}{shape}")
+        raise CallError(
+            "key-missing",
+            f"no int_key {text!r}: the bundle has {listed([spell(each) for each in recorded])}{shape}",
+            "name a recorded one; calls of other sizes are served by them where the dimension is padded or cut",
+        )
     return key
 
 

@@ -70,6 +70,11 @@ ModelName = Annotated[
     str, typer.Argument(metavar="MODEL", help="model.py, package.module:attribute, or a .pt2 file.", show_default=False)
 ]
 
+Threads = Annotated[
+    int | None,
+    typer.Option("--threads", min=1, metavar="N", help="Threads of a call on the CPU. Default: OpenMP's own number."),
+]
+
 HostOps = Annotated[
     list[str] | None,
     typer.Option("--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated."),

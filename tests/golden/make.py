@@ -3,8 +3,8 @@
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
 A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`,
-`cpu_entries`, `cpu_lanes`, `cpu_chains`, `cpu_fixed`, `traced_entries`, `traced_chains`, `traced_state`, `traced_branches` and
-`traced_fixed`.  All are tiny, because the tests of every later version read them.
+`cpu_entries`, `cpu_lanes`, `cpu_chains`, `cpu_fixed`, `traced_entries`, `traced_chains`, `traced_state`, `traced_branches`,
+`traced_switch` and `traced_fixed`.  All are tiny, because the tests of every later version read them.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ GOLDENS = {
     "traced_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=110_000, target="sm_90", chains=CHAINS),
     "traced_state": Golden(sizes=(1, 4), gpu=False, limit=110_000, target="sm_90"),
     "traced_branches": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
+    "traced_switch": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
     "cpu_fixed": Golden(sizes=(4,), gpu=False, limit=200_000),
     "traced_fixed": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
 }

@@ -183,6 +183,25 @@ def traced_branches() -> Made:
     return Turning().eval(), inputs
 
 
+class Routed(nn.Module):
+    """One of three ways, by a number that the call gives."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+
+    def forward(self, x: torch.Tensor, way: torch.Tensor) -> torch.Tensor:
+        def others(w: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            return torch.cond(w == 2, lambda w, y: y @ self.weight, lambda w, y: y.sin(), (w, y))
+
+        return torch.cond(way == 5, lambda w, y: y.exp(), others, (way, x))
+
+
+def traced_switch() -> Made:
+    """fp32, with a switch as a conditional node."""
+    return Routed().eval(), lambda batch: (torch.randn(batch, 8), torch.tensor(2))
+
+
 @dataclass
 class Batch:
     """A call's tensors, and a number that is none."""

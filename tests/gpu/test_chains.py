@@ -18,6 +18,7 @@ import cgcompile  # noqa: E402
 from cgbundle.cuda import backend, memory, shared  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from tests.gpu.helpers.exams import passed  # noqa: E402
+from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
 from tests.helpers.chain_models import (  # noqa: E402
     CHAINS,
     ENTRIES,
@@ -30,11 +31,13 @@ from tests.helpers.chain_models import (  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=["capture", "trace", "capture-eager"])
+@pytest.fixture(scope="module", params=["capture", "trace", "capture-eager", "without-gpu"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     record, _, lower = request.param.partition("-")
     prove = "none" if record == "trace" else "interpret"  # the tests replay it
     path = tmp_path_factory.mktemp("chains") / f"{request.param}.cgb"
+    if request.param == "without-gpu":
+        return built_without_gpu("chains", "", path)
     return cgcompile.build(
         chained(),
         ENTRIES,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from functools import partial
@@ -139,9 +138,6 @@ def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 
 # --- traced bundles -------------------------------------------------------------------------------------------
 
-CARRIED = Path(os.environ.get("CGCOMPILE_CONDITIONAL_BUNDLES", "/nowhere"))
-"""A folder with bundles of `conditional_models.MODELS`, by their names, that a machine without a GPU made; skipped without."""
-
 
 def traced(name: str, folder: Path, recorder: str) -> tuple[Path, Any, list[Any]]:
     """The bundle, the model on the GPU, and inputs."""
@@ -151,11 +147,13 @@ def traced(name: str, folder: Path, recorder: str) -> tuple[Path, Any, list[Any]
     make, inputs, kinds = MODELS[name]
     torch.manual_seed(1)
     model, given = make().eval(), inputs()
-    path = CARRIED / f"{name}.cgb"
-    if recorder == "carried" and not path.exists():
-        pytest.skip("CGCOMPILE_CONDITIONAL_BUNDLES has no such bundle")
+    path = folder / f"{name}.cgb"
     if recorder == "trace":
-        path = build(model, lambda: (given[0],), folder / f"{name}.cgb")
+        build(model, lambda: (given[0],), path)
+    else:
+        from tests.gpu.helpers.hidden import built_without_gpu
+
+        built_without_gpu("conditional", name, path)
     assert sorted(types(path)) == list(kinds)
     return path, model.cuda(), given
 
@@ -171,8 +169,11 @@ def types(path: Path) -> list[str]:
     return [node.type for node in nodes if isinstance(node, ConditionalNode)]
 
 
-@pytest.mark.parametrize("recorder", ["trace", "carried"])
-@pytest.mark.parametrize("name", ["nested", "carried", "overlapping", "middle", "chosen"])
+@pytest.mark.parametrize(
+    ("name", "recorder"),
+    [*[(name, "trace") for name in ("nested", "carried", "overlapping", "middle", "chosen")],
+     *[(name, "without-gpu") for name in ("nested", "carried", "chosen")]],
+)  # fmt: skip
 def test_every_way_is_eagers(tmp_path: Path, name: str, recorder: str) -> None:
     import torch
 

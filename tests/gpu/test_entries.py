@@ -16,13 +16,16 @@ import cgcompile  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from cgbundle.format.entries import all_programs, each_entry  # noqa: E402
 from tests.gpu.helpers.exams import passed  # noqa: E402
+from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
 from tests.helpers.entry_models import ENTRIES, SIZES, calls, check_calls, error, lanes  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=["capture", "trace"])
+@pytest.fixture(scope="module", params=["capture", "trace", "without-gpu"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     prove = "none" if request.param == "trace" else "interpret"  # the tests replay it
     path = tmp_path_factory.mktemp("entries") / f"{request.param}.cgb"
+    if request.param == "without-gpu":
+        return built_without_gpu("entries", "", path)
     return cgcompile.build(lanes(), ENTRIES, sizes=SIZES, out=path, target="cuda", record=request.param, prove=prove).path
 
 

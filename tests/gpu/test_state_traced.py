@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import runpy
 from pathlib import Path
 from typing import Any
@@ -17,27 +16,17 @@ import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle.tensors.tensor import from_bytes  # noqa: E402
 from tests.gpu.helpers.exams import passed  # noqa: E402
+from tests.gpu.helpers.hidden import STATEFUL, built_without_gpu  # noqa: E402
 from tests.helpers import state_checks as checks  # noqa: E402
 from tests.helpers import written_models  # noqa: E402
 from tests.helpers.places import ROOT  # noqa: E402
-from tests.helpers.state_models import SIZES, draws, looks, pairs, rows, running, singles  # noqa: E402
-
-CARRIED = Path(os.environ.get("CGCOMPILE_STATE_BUNDLES", "/nowhere"))
-"""A folder with bundles of `running`, `draws` and `looks`, by these names, that a machine without a GPU made; skipped without."""
-
-MODELS: dict[str, Any] = {
-    "running": (running, rows),
-    "draws": (draws, singles),
-    "looks": (looks, pairs),
-}
+from tests.helpers.state_models import SIZES  # noqa: E402
 
 
 def traced(name: str, folder: Path, recorder: str) -> Path:
-    if recorder == "carried":
-        if not (CARRIED / f"{name}.cgb").exists():
-            pytest.skip("CGCOMPILE_STATE_BUNDLES has no such bundle")
-        return CARRIED / f"{name}.cgb"
-    made, inputs = MODELS[name]
+    if recorder == "without-gpu":
+        return built_without_gpu("state", name, folder / f"{name}.cgb")
+    made, inputs = STATEFUL[name]
     return build(made(), inputs, list(SIZES), folder / f"{name}.cgb", recorder)
 
 
@@ -47,7 +36,7 @@ def build(model: Any, inputs: Any, sizes: Any, path: Path, recorder: str = "trac
     return cgcompile.build(model, inputs, sizes=sizes, out=path, target="cuda", record=recorder, prove=prove, train=True).path
 
 
-@pytest.fixture(scope="module", params=["trace", "carried"])
+@pytest.fixture(scope="module", params=["trace", "without-gpu"])
 def stateful(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return traced("running", tmp_path_factory.mktemp("running"), request.param)
 
@@ -67,14 +56,14 @@ def test_the_exam_of_state_passes_without_torch(stateful: Path) -> None:
     passed(stateful)
 
 
-@pytest.mark.parametrize("recorder", ["trace", "carried"])
+@pytest.mark.parametrize("recorder", ["trace", "without-gpu"])
 def test_random_numbers_are_fresh_and_repeatable(tmp_path: Path, recorder: str) -> None:
     path = traced("draws", tmp_path, recorder)
     checks.check_random(path, "cuda")
     passed(path)
 
 
-@pytest.mark.parametrize("recorder", ["trace", "carried"])
+@pytest.mark.parametrize("recorder", ["trace", "without-gpu"])
 def test_outputs_that_share_memory_share_it(tmp_path: Path, recorder: str) -> None:
     path = traced("looks", tmp_path, recorder)
     checks.check_looks(path, "cuda")

@@ -14,6 +14,7 @@ from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
 
 from ..errors import MachineError
 from ..session.forks import FORKS
+from .quota import threads_of_quota
 
 LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 VARIABLE = "CGBUNDLE_TORCH_LIB"
@@ -21,8 +22,10 @@ VARIABLE = "CGBUNDLE_TORCH_LIB"
 
 
 def find(needed: str) -> tuple[str, str]:
-    """(folder of the libraries, version or "" when unknown).  Raises library-missing; `needed` is the version for the message."""
-    hint = f"pip install 'torch>={needed}' (it is not imported), or set {VARIABLE} to the folder that holds {LIBRARIES[1]}"
+    """(folder of the libraries, version or "" when unknown).  Raises library-missing; `needed` is the version for the message, ""
+    where no bundle names one."""
+    package = f"'torch>={needed}'" if needed else "torch"
+    hint = f"pip install {package} (it is not imported), or set {VARIABLE} to the folder that holds {LIBRARIES[1]}"
     named = os.environ.get(VARIABLE)
     if named:
         if not _complete(named):
@@ -34,7 +37,8 @@ def find(needed: str) -> tuple[str, str]:
             return os.path.join(package, "lib"), _version(package)
     raise MachineError(
         "library-missing",
-        f"{LIBRARIES[1]} not found: code for the CPU runs on torch's shared libraries, version {needed} or newer",
+        f"{LIBRARIES[1]} not found: code for the CPU runs on torch's shared libraries, of the version that the bundle was built "
+        "with or newer" + (f": {needed}" if needed else ""),
         hint,
     )
 
@@ -61,7 +65,7 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def load(needed: str, threads: int | None = None) -> LibTorch:
-    """`threads`: how many each run uses, None for OpenMP's own number.
+    """`threads`: how many each run uses, None for OpenMP's own number, or fewer where the process has a quota.
 
     Raises library-missing, process-forked where the parent has run such code, or library-refused for a version older than
     `needed`, whose C interface code was built for."""
@@ -77,7 +81,7 @@ def load(needed: str, threads: int | None = None) -> LibTorch:
         handles = [ctypes.CDLL(os.path.join(folder, name), mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES]
     except OSError as error:
         raise MachineError("library-refused", f"cannot load torch's libraries from {folder}: {error}") from None
-    return LibTorch(handles[1], threads)
+    return LibTorch(handles[1], threads_of_quota() if threads is None else threads)
 
 
 class LibTorch:

@@ -183,7 +183,15 @@ def check_driver(target: Target) -> None:
     """Raises wrong-machine or driver-too-old unless there is a driver, and one new enough."""
     if target.kind != "cuda":
         raise MachineError("wrong-machine", f"the bundle is for the {target.kind} target, not for a GPU")
-    require()
+    try:
+        require()
+    except MachineError as error:
+        raise MachineError(
+            "wrong-machine",
+            f"the bundle is for {target.arch}: {error}",
+            "copy it to a machine with such a GPU; here `cgcompile verify` without --run checks it; or build for this machine "
+            "with --target cpu",
+        ) from None
     found = driver_version()
     if found < target.driver:
         raise MachineError(

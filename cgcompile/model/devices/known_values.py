@@ -1,4 +1,5 @@
-"""Tensors of a traced call whose values are known, since no input, parameter or buffer is among what they are made of.
+"""Tensors of a traced call whose values are known, since no input, parameter or buffer that may change is among what they are made
+of.
 
 A model makes positions, grids and masks of ones from sizes, and asks them: how long, how many, where.  In eager PyTorch these are
 tensors like others; a trace knows of no tensor what it holds, and stops.  So whatever is made of constants alone is computed beside
@@ -91,6 +92,11 @@ class KnownValues:
     def __init__(self, real: torch.device) -> None:
         self._real = real
         self._values: Any = WeakTensorKeyDictionary()
+
+    def hold(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
+        """A traced tensor stands for `value` in every call: a constant of the model's."""
+        if isinstance(tensor, FakeTensor):
+            self._values[tensor] = tensor._version, value
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operation gives, a number or a truth value too; `is_known` is False of it where an argument is not known."""

@@ -115,15 +115,19 @@ def track_devices(
     told: torch.device = CUDA,
     capability: tuple[int, int] = (8, 0),
     asserted: Asserted = NOTHING,
+    constants: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
 ) -> Iterator[SideEffects]:
     """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
 
     `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier`,
-    `known` and `asserted` are those of `DataReads`.  Fake tensors answer `.device` by a property that asks no mode.  While the
-    user's own code runs, the property asks this one; in what that code calls, the mode is off the stack.
+    `known` and `asserted` are those of `DataReads`, and `constants` traced tensors with their values.  Fake tensors answer
+    `.device` by a property that asks no mode.  While the user's own code runs, the property asks this one; in what that code calls,
+    the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, told)
     values = KnownValues(real)
+    for tensor, value in constants:
+        values.hold(tensor, value)
     mode = DeviceTracking(places, DataReads(places, values, earlier, known, asserted), values)
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
     asked = torch.cuda.get_device_capability

@@ -4,7 +4,6 @@ user's line.  Private interface (torch 2.11, 2.13): the exceptions of `FakeTenso
 from __future__ import annotations
 
 import copy
-import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -13,7 +12,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 from torch.fx.node import map_aggregate
 
 from ...errors import CATALOGUE, BuildError, ModelError
-from ...model.user_code import is_user_file
+from ...model.user_code import place
 from ...targets.compiler_errors import explain, source_operator
 from ...targets.cuda.lowering import repair
 from .arguments import DEVICE
@@ -94,9 +93,7 @@ def _in_order_of(result: Any, like: Any) -> Any:
 
 def source_line(node: torch.fx.Node) -> str:
     """ "model.py:12", the user's line that a node comes from, or ""."""
-    found = re.findall(r'File "([^"]+)", line (\d+)', node.meta.get("stack_trace") or "")
-    mine = [f"{file}:{line}" for file, line in found if is_user_file(file)]
-    return mine[-1] if mine else ""
+    return place(node)[0]
 
 
 def named_node(node: torch.fx.Node) -> str:

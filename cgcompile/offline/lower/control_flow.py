@@ -21,7 +21,6 @@ from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError
 from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, straight_module, taken
-from ...partition.straight_parts import mistakable
 from ..assemble.merge import LoweredRegion, MergedProgram, dense_bytes
 from ..decompose.arguments import DEVICE, changed_outputs, check_apart, fake_tensor, given_rows
 from ..decompose.device_program import on_device
@@ -98,15 +97,6 @@ def lower_blocks(
     return growing.lowered(_inputs(values), outputs)
 
 
-def _mistakable(block: Block, part: Straight, new: Sequence[tuple[str, Operand]]) -> list[int]:
-    """Which of the `new` values Inductor may not write: see `mistakable`."""
-    if len(new) < 2:
-        return []
-    module = straight_module(block, part, [value for _, value in new], [name for name, _ in new])
-    places = dict(zip(taken(module), module.graph.find_nodes(op="placeholder"), strict=True))
-    return mistakable([places[name] for name, _ in new], module.graph.output_node().args[0])
-
-
 def _inputs(values: Values) -> dict[str, torch.Tensor]:
     return {each.name: each.fake for each in values.values() if each.kind == INPUT and each.fake is not None}
 
@@ -163,8 +153,6 @@ class _Growing:
     ) -> list[_Value]:
         """Lowers a part, which gives `outputs` and writes `new` values to what is named; returns what the outputs are.  `targets`:
         where these go, asked when their layouts are known."""
-        if left := _mistakable(block, part, new):
-            return self._and_copies(block, part, values, outputs, layouts, new, left)
         module = straight_module(block, part, [*outputs, *[value for _, value in new]], [name for name, _ in new])
         given = [values[name] for name in taken(module)]
         tensors = [(name, value) for name, value in zip(taken(module), given, strict=True) if value.fake is not None]
@@ -192,36 +180,6 @@ class _Growing:
         return [
             _Value(number=numbers[number]) if number in numbers else self._value(next(results_of)) for number in range(len(outputs))
         ]
-
-    def _and_copies(
-        self,
-        block: Block,
-        part: Straight,
-        values: Values,
-        outputs: Sequence[Operand],
-        layouts: Sequence[Layout],
-        new: Sequence[tuple[str, Operand]],
-        left: Sequence[int],
-    ) -> list[_Value]:
-        """As `straight`, where the values of `new` at the positions `left` are made first and copied behind the part."""
-        later = [new[number] for number in left]
-        inside = [each for each in new if each not in later]
-        targets = [values[name] for name, _ in later]
-        strides = [None if each.fake is None else each.fake.stride() for each in targets]
-        results = self.straight(block, part, values, [*outputs, *[each for _, each in later]], [*layouts, *strides], inside)
-        written = {self._pointer(values[name]).buffer for name, _ in new}
-        views = [self.merged.made[each.name] for each in results[len(outputs) :]]
-        sources = [view.pointer for view in views]
-        for number, view in enumerate(views):
-            if view.pointer.buffer in written:
-                sources[number] = self.merged.temporary(dense_bytes(view))
-                self.merged.events.append(Copy(source=view.pointer, target=sources[number], nbytes=dense_bytes(view)))
-        for source, view, each in zip(sources, views, targets, strict=True):
-            target = self._pointer(each)
-            self.merged.events.append(Copy(source=source, target=target, nbytes=dense_bytes(view)))
-            if self.merged.buffers[target.buffer].kind != TEMPORARY:
-                self.merged.written[target.buffer] = None
-        return results[: len(outputs)]
 
     def _keep(self, name: str, held: Buffer) -> None:
         """Copies a value that lies in something which a later part may write to: an input of the part, such as what a loop carries,

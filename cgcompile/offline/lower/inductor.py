@@ -26,6 +26,7 @@ from ...errors import BuildError, ModelError
 from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import UNPROPAGATED, compares_indices, explain, source_operator
+from ...transforms.old_values import ReadOldValues
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line
 from ..decompose.outputs import same_layout
@@ -160,7 +161,7 @@ def lower_graph(
     """A retraced graph lowered inside `fake_device`, and what it calls that is no Triton kernel."""
     handler = _Choices(arch, choose, more)
     known = torch._inductor.config.get_config_copy()
-    options = {name: value for name, value in OPTIONS.items() if name in known}
+    options = {name: value for name, value in OPTIONS.items() if name in known} | {"post_grad_custom_pre_pass": ReadOldValues()}
     with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `exact_products` says how float32 is multiplied
         wrapper = _wrapper(retraced, key, layouts)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from cgbundle.cpu.processor import processor_flags
 
 from ...errors import BuildError
+from ...partition.straight_parts import written_tensors
 from ...util.imports import quick_imports
 from ..compiler_errors import UNPROPAGATED, compares_indices, explain
 from ..instruction_sets import Level, needed
@@ -108,6 +109,7 @@ def _compiled(
 ) -> Compiled:
     tell("loading Inductor")
     with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
+        from ...transforms.old_values import ReadOldValues
         from .compilations import prefetch_triton_key, side_by_side, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
@@ -134,6 +136,7 @@ def _compiled(
     options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
     wrapped = wrap(work / "compiler", level)
     options["cpp.cxx"] = (None, str(wrapped.path))
+    options["post_grad_custom_pre_pass"] = ReadOldValues()
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
     compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side(interface))
@@ -163,7 +166,16 @@ def _compiled(
 
 def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
     module = _apart(with_buffers(program.module()), shared)
-    return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
+    given = [None for _ in module.graph.find_nodes(op="placeholder")]
+    state = [each for each in written_tensors(module, given) if isinstance(each, torch.Tensor)]
+    before = [each.detach().clone() for each in state]
+    try:
+        return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
+    finally:
+        for each, value in zip(
+            state, before, strict=True
+        ):  # where one buffer is copied to another, Inductor does so (2.11 and 2.13)
+            each.detach().copy_(value)
 
 
 def _has_complex(program: ExportedProgram) -> bool:

@@ -32,7 +32,7 @@ class BundleModel:
             self._context = driver.Context(0)
             with self._context:
                 self._free = driver.free_bytes()
-        self._loaded = load(job["bundle"], outputs="view" if self._context else "copy")
+        self._loaded = load(job["bundle"], outputs="view" if self._context else "copy", threads=job.get("threads"))
         self._program = self._loaded[job["entry"]]
         laps.mark("load")
         self._keys = [tuple(key) for key in job["keys"]]

@@ -60,12 +60,14 @@ def measure(
     model: str = "",
     entry: str = "",
     progress: Watcher | None = None,
+    threads: int | None = None,
 ) -> Benchmark:
     """Measures the bundle at `path` beside its peers, and compares all outputs with the exam's.
 
     - `against`: names among `peers.PEERS`; default: all that this bundle's target has.
     - `keys`: int_keys of the bundle; default: all, or four of many.
     - `rounds`: fresh workers per peer, and turns of timed calls; torch.compile with an empty cache is measured once.
+    - `threads`: how many a call uses on the CPU, of the bundle and of its peers; default: what each takes by itself.
     - `entry`: the one of several that is measured; default: the first.
     - `model`: a model.py or package.module:attribute that PyTorch runs instead of the bundle's own program.
 
@@ -93,7 +95,7 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="cgcompile-bench-") as scratch:
         run = _Run(
             folder=Path(scratch),
-            job=write_job(folder, manifest, chosen, model, Path(scratch)),
+            job=write_job(folder, manifest, chosen, model, Path(scratch), threads),
             cache=compiler_cache(Path(scratch, "cache")),
             found=found,
             manifest=manifest,

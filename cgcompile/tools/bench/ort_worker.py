@@ -22,7 +22,9 @@ class OnnxModel:
         wanted = PROVIDERS[job["target"]]
         if wanted not in onnxruntime.get_available_providers():
             raise SystemExit(f"the onnxruntime that is installed has no {wanted}")
-        self._session = onnxruntime.InferenceSession(job["onnx"], providers=[wanted])
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = job.get("threads") or 0  # 0: its own choice
+        self._session = onnxruntime.InferenceSession(job["onnx"], options, providers=[wanted])
         laps.mark("load")
         from cgbundle.exam import inputs_of
         from cgbundle.format import archive

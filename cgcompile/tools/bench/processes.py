@@ -87,7 +87,9 @@ class WorkerProcess:
         return f"killed by signal {-status}{said}" if status < 0 else f"ended with exit status {status}{said}"
 
 
-def write_job(folder: str, manifest: Manifest, keys: Sequence[IntKey], model: str, scratch: Path) -> Path:
+def write_job(
+    folder: str, manifest: Manifest, keys: Sequence[IntKey], model: str, scratch: Path, threads: int | None = None
+) -> Path:
     """The file that tells workers what to serve; `protocol` says what its fields are."""
     job = {
         "bundle": folder,
@@ -103,6 +105,7 @@ def write_job(folder: str, manifest: Manifest, keys: Sequence[IntKey], model: st
         "compared": manifest.random < 0,
         "weights": os.path.join(folder, archive.WEIGHTS),
         "model": os.path.abspath(model) if os.path.exists(model) else model,
+        "threads": threads,
         "train": ("train", "true") in manifest.provenance.options,
         "program": os.fspath(scratch / "cgcompile_bench_program.py"),
         "onnx": os.fspath(scratch / "program.onnx"),

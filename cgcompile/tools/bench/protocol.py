@@ -8,6 +8,7 @@ A job (`processes.write_job`):
 - `written` positions of inputs that a call changes, `state` whether calls change buffers;
 - `calls` from the first state on until the exam's outputs are given, `compared` whether outputs can be;
 - `weights` a file, `model` the user's or "", `train` whether it stays in training mode;
+- `threads` of a call on the CPU, null for the number that each has by itself;
 - `program` and `onnx` files that are made first.
 
 The answer of a worker that is ready:

@@ -30,6 +30,8 @@ class TorchModel:
     def __init__(self, how: str, job: dict[str, Any], laps: Laps) -> None:
         torch.set_grad_enabled(False)
         laps.mark("import")
+        if job.get("threads"):
+            torch.set_num_threads(job["threads"])
         self._how, self._job = how, job
         self._device = job["target"]
         self._gpu = self._device == "cuda"

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import FINDINGS, INTERRUPTED
-from ..options import BundlePath, check_writable, peer_names, recorded_keys
+from ..options import BundlePath, Threads, check_writable, peer_names, recorded_keys
 from ..output import complain, count, write_json
 from ..progress import begin, watching
 
@@ -44,6 +44,7 @@ def bench(
     entry: Annotated[
         str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
     ] = "",
+    threads: Threads = None,
     plot: Annotated[str, typer.Option("--plot", metavar="FILE", help="Draw the medians as an SVG file.")] = "",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print all numbers as JSON.")] = False,
@@ -83,6 +84,7 @@ def bench(
             entry=manifest.entry,
             rounds=rounds,
             model=model,
+            threads=threads,
             progress=progress,
         )
     if plot and report.bundle.starts:

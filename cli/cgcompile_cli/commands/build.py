@@ -19,7 +19,7 @@ from ..progress import watching
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cgbundle.format.schema import Manifest
+    from cgbundle.format.schema import Finding, Manifest
     from cgcompile.pipeline.build import Built
 
     from ..output import Field
@@ -131,7 +131,7 @@ def _summary(built: Built, seconds: float) -> Table:
     manifest = built.manifest
     each = each_entry(manifest)
     found = dict.fromkeys([finding for one in each for finding in one.findings])
-    findings = [f"{finding.where or finding.rule}: {finding.message}" for finding in found]
+    findings = list(dict.fromkeys(map(_line, found)))
     fields: list[Field] = [
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
         ("target", summary.target(manifest.target)),
@@ -151,6 +151,11 @@ def _summary(built: Built, seconds: float) -> Table:
         *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
         ("load", summary.load_lines(str(built.path), manifest)),
     ])  # fmt: skip
+
+
+def _line(finding: Finding) -> str:
+    """`mutated-buffer: forward() writes to the buffer 'seen' (m.py:9)`."""
+    return f"{finding.rule}: {finding.message}" + (f" ({finding.where})" if finding.where else "")
 
 
 def _proof(manifest: Manifest, seconds: Mapping[str, float]) -> list[str]:

@@ -79,10 +79,11 @@ def check(
 
 
 def grouped(findings: Sequence[Finding]) -> list[list[Finding]]:
-    """Findings of one rule at one line of the user's are told once: a layer that is called twelve times."""
+    """Findings of one rule at one line of the user's are told once where they say the same: a layer called twelve times."""
     groups: dict[tuple[str, ...], list[Finding]] = {}
     for finding in findings:
-        key = (finding.rule, finding.severity, finding.where) if finding.where else (finding.rule, finding.node, finding.message)
+        place = (finding.severity, finding.where) if finding.where else (finding.node,)
+        key = (finding.rule, *place, finding.message)
         groups.setdefault(key, []).append(finding)
     return list(groups.values())
 

@@ -18,6 +18,26 @@ if TYPE_CHECKING:
 LEVELS = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
 """What a severity means, as `cgcompile check` says it."""
 
+MET = {
+    "of calls": ("CallError", "ProgramClosed", "SessionBusy", "EntryMissing", "StateMissing"),
+    "of loading a bundle": ("BundleError", "MachineError", "OutOfMemory"),
+    "of commands": ("UsageError",),
+    "of builds": ("ModelError", "BuildError"),
+}
+"""Where somebody meets errors, and their classes."""
+
+LAST = "of the recorders, which few people meet"
+RECORDERS = frozenset({
+    "cupti-unavailable", "driver-call-failed", "recorder-failed", "sizes-differ", "parameters-unreadable",
+    "image-unseen", "image-format", "loader-unknown", "recordings-differ", "address-disagrees",
+    "module-state-differs", "module-state-unreadable", "gpu-visible", "sizes-unlike", "lowering-broken",
+    "measurements-broken", "kernel-failed", "kernel-too-large", "kernel-unsupported", "worker-died",
+    "lifetime-broken", "arena-overlap", "place-invalid", "parameter-mismatch", "order-broken",
+    "function-not-interpretable", "access-outside", "kernel-unreadable", "node-refused", "copy-refused",
+    "attribute-refused", "memory-refused", "pointer-in-table",
+})  # fmt: skip
+"""What the recorders of CUDA graphs refuse or get wrong, and few people ever see."""
+
 LABEL = 9
 """Columns of a field's name and the space behind it."""
 
@@ -96,11 +116,20 @@ def _list(known: Sequence[Explanation]) -> None:
     findings = [each for each in known if each.kind == "finding"]
     blocks = [[f"{count(len(findings), 'finding')} of `cgcompile check`"]]
     blocks[0] += _columns([(each.name, "/".join(each.severities), each.headline) for each in findings])
-    for package in dict.fromkeys([each.package for each in known if each.package]):
-        own = [each for each in known if each.package == package]
+    errors = [each for each in known if each.kind == "error"]
+    for title, own in _met(errors).items():
         rows = [(each.name, str(each.exit_code), each.headline) for each in own]
-        blocks.append([f"{count(len(own), 'error')} of {package}, with the exit status", *_columns(rows)])
+        blocks.append([f"{count(len(own), 'error')} {title}, with the exit status", *_columns(rows)])
     _write("\n\n".join(map("\n".join, blocks)))
+
+
+def _met(errors: Sequence[Explanation]) -> dict[str, list[Explanation]]:
+    """The errors by where somebody meets them, in the order in which people do."""
+    found: dict[str, list[Explanation]] = {title: [] for title in (*MET, LAST)}
+    for each in errors:
+        title = next(title for title, classes in MET.items() if each.error in classes)
+        found[LAST if each.name in RECORDERS else title].append(each)
+    return {title: own for title, own in found.items() if own}
 
 
 def _columns(rows: Sequence[tuple[str, str, str]]) -> list[str]:

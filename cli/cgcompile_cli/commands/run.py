@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import UsageError
-from ..options import BundlePath, check_writable, recorded_keys
+from ..options import BundlePath, Threads, check_writable, recorded_keys
 from ..output import duration, listed, safe, say, show, table, write_json
 
 if TYPE_CHECKING:
@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 
 VALUES = 4
 """Elements of an output that are shown."""
+
+OTHER_SIZES = "inputs of another size: --inputs FILE; they are padded or cut where the build proved that this is exact"
+"""What to do where no inputs are stored for a size."""
 
 STDOUT = "-"
 """The name of a file that means standard output."""
@@ -44,7 +47,7 @@ def run(
         typer.Option(
             "--size",
             metavar="KEY",
-            help="Which exam inputs: 8, or batch=8,seq=128. Default: the smallest.",
+            help="Which of the stored inputs, by their int_key: 8, or batch=8,seq=128. Default: the smallest.",
             autocompletion=recorded_keys,
         ),
     ] = None,
@@ -52,8 +55,10 @@ def run(
         str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
     ] = "",
     repeat: Annotated[
-        int, typer.Option("--repeat", min=0, metavar="N", help="Replay N times more, warm, and show how long these took.")
-    ] = 0,
+        int | None,
+        typer.Option("--repeat", min=1, metavar="N", help="Replay N times more, warm, and show how long these took."),
+    ] = None,
+    threads: Threads = None,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say how long it took.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
@@ -86,14 +91,14 @@ def run(
     manifest = one_entry(checked_manifest(bundle), entry)
     given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
     begin = time.perf_counter()
-    with cgbundle.load(bundle) as program:
+    with cgbundle.load(bundle, threads=threads) as program:
         loaded = time.perf_counter()
         again = _inputs_again(manifest, given)
         called = program[manifest.entry]
         begun = time.perf_counter()
         made: list[Tensor] = called.replay(given)
         replayed = time.perf_counter()
-        warm = _repeated(program, manifest.entry, again, repeat)
+        warm = _repeated(program, manifest.entry, again, repeat or 0)
     found = _named(manifest, given, made)
     rows = [_row(name, value) | {"values": preview(value)} for name, value in found]
     if outputs is not None:
@@ -200,12 +205,19 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 
 def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
     from cgbundle import exam
+    from cgbundle.errors import CallError
     from cgbundle.format.archive import EXAM, Archive
     from cgbundle.validate.exam import check_exam
 
     from .. import int_keys
 
-    chosen = min(program.key for program in manifest.programs) if key is None else int_keys.parse(manifest, key)
+    if key is None:
+        chosen = min(program.key for program in manifest.programs)
+    else:
+        try:
+            chosen = int_keys.parse(manifest, key)
+        except CallError as error:
+            raise UsageError(f"--size picks among the stored inputs: {error}", OTHER_SIZES) from None
     bundle = Archive(path)
     check_exam(bundle)
     with closing(bundle.mapped(EXAM)) as stored:

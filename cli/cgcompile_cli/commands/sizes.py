@@ -40,14 +40,15 @@ def sizes(
 
     \b
     cgcompile sizes requests.txt --max 8
-    cgcompile sizes log.csv --column tokens --multiple 8
+    cgcompile sizes log.csv --column seq --multiple 8
     """
     from cgcompile.tools.capture_sizes import MARGIN, choose, propose, read_request_log
 
     counts = read_request_log(trace, column)
     proposals = propose(counts, most, multiple)
     chosen = choose(proposals)
-    line = f"cgcompile build MODEL --sizes {','.join(map(str, chosen.sizes))}"
+    dimension = f"{column}=" if column and column.isidentifier() else ""
+    line = f"cgcompile build MODEL --sizes {dimension}{','.join(map(str, chosen.sizes))}"
     why = _reason(proposals, chosen, most, MARGIN)
     if as_json:
         write_json({
@@ -65,9 +66,14 @@ def sizes(
         })  # fmt: skip
         return
     span = f"{count(len(counts), 'distinct size')} from {min(counts)} to {max(counts)}"
-    show(f"{count(sum(counts.values()), 'request')} of {count(chosen.served, 'row')}, {span}")
+    requests = count(sum(counts.values()), "request")
+    show(
+        f"{requests}, column {column!r} adds up to {chosen.served}, {span}"
+        if column
+        else f"{requests} of {count(chosen.served, 'row')}, {span}"
+    )
     show("")
-    heads = (">number", ">padded rows", ">wasted", "", "sizes")
+    heads = (">number", ">padded" if column else ">padded rows", ">wasted", "", "sizes")
     show(table(heads, [_row(proposal, proposals[0].wasted) for proposal in proposals]))
     show("")
     show(why)

@@ -23,6 +23,17 @@ NAMED = 6
 """Weights of a kind that are named before the rest is counted."""
 
 
+TABLE = "cgcompile.table."
+"""How the names of weights begin that are no weights of the model: cgcompile/targets/weights.py writes them."""
+
+TELLING = {
+    "folded": "folded, the code holds values that the build computed from it; for other ones build again",
+    "constant": "a constant of the model, which no state_dict holds",
+    "state": "state, which calls change; `program.state` writes it",
+}
+"""Why a weight cannot be updated, in words."""
+
+
 def overview(path: str, manifest: Manifest) -> list[Field]:
     """What `inspect` shows of a bundle: its manifest, field by field."""
     origin, each = manifest.provenance, each_entry(manifest)
@@ -72,10 +83,13 @@ def _update(manifest: Manifest) -> list[str]:
     if manifest.format < SINCE:
         return [f"refused: format {manifest.format} does not say what the code holds of the weights"]
     names, fixed = updatable(manifest)
-    reasons = {reason: [name for name, own in fixed.items() if own == reason] for reason in dict.fromkeys(fixed.values())}
+    tables = [name for name in fixed if name.startswith(TABLE)]
+    kept = {name: reason for name, reason in fixed.items() if name not in tables}
+    reasons = {reason: [name for name, own in kept.items() if own == reason] for reason in dict.fromkeys(kept.values())}
     return [
-        f"{len(names)} of {count(len(manifest.weights), 'weight')}",
-        *[f"not {listed(own, NAMED)} ({reason})" for reason, own in sorted(reasons.items())],
+        f"{len(names)} of {count(len(manifest.weights) - len(tables), 'weight')}",
+        *[f"not {listed(own, NAMED)}: {TELLING.get(reason, reason)}" for reason, own in sorted(reasons.items())],
+        *([f"{count(len(tables), 'table')} that the build computed: what was folded, or what kernels look up"] if tables else []),
     ]
 
 

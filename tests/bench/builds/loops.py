@@ -140,7 +140,7 @@ def main() -> int:
                     break
             return found
 
-        (one, all_at_once), (each, by_one) = timed(looped), timed(stepped)
+        (one, all_at_once), (each, by_one) = timed(looped, stepped)
     print(f"one launch: {given.tokens / one:.0f} tokens/s; a launch per token: {given.tokens / each:.0f}; ratio {each / one:.3f}")
     print("same tokens" if all_at_once == by_one else "OTHER tokens", flush=True)
     if given.compile:
@@ -174,7 +174,7 @@ def compiled(loop: nn.Module, step: nn.Module, first: Tensor, tokens: int, wante
             try:
                 call()
                 ready = time.perf_counter() - begun
-                seconds, found = timed(call)
+                ((seconds, found),) = timed(call)
             except RuntimeError as error:  # torch could not compile it; the other is still measured
                 print(f"torch.compile, {name}: {type(error).__name__}: {str(error).splitlines()[0][:100]}", flush=True)
                 continue
@@ -183,14 +183,17 @@ def compiled(loop: nn.Module, step: nn.Module, first: Tensor, tokens: int, wante
             print(f"torch.compile, {name}: {rate}; {same} of {len(wanted)} tokens are the bundle's", flush=True)
 
 
-def timed(call: Callable[[], list[int]]) -> tuple[float, list[int]]:
-    """(median seconds, what the call gives); the host has the tokens at the end."""
-    found, seconds = call(), []
+def timed(*calls: Callable[[], list[int]]) -> list[tuple[float, list[int]]]:
+    """Of each call (median seconds, what it gives); the host has the tokens at the end.  They take turns, because a GPU's clock
+    goes up and down."""
+    found = [call() for call in calls]
+    seconds: list[list[float]] = [[] for _ in calls]
     for _ in range(ROUNDS):
-        begun = time.perf_counter()
-        found = call()
-        seconds.append(time.perf_counter() - begun)
-    return statistics.median(seconds), found
+        for number, call in enumerate(calls):
+            begun = time.perf_counter()
+            found[number] = call()
+            seconds[number].append(time.perf_counter() - begun)
+    return [(statistics.median(each), tokens) for each, tokens in zip(seconds, found, strict=True)]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
 import minilm
 import serve
 import torch
-from batching import Batcher
+from server.batching import Batcher
 
 
 def main(largest: str, lengths: str) -> None:

@@ -335,7 +335,8 @@ def test_half_a_request_does_not_hold_up_the_end(serve: ModuleType) -> None:
 
 SLOW = """
 import sys, threading, time
-import batching, serve
+import serve
+from server import batching
 
 def model(rows, length):
     print("called", file=sys.stderr, flush=True)

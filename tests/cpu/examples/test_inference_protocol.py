@@ -1,4 +1,4 @@
-"""examples/inference_protocol.py: requests and answers of the Open Inference Protocol, between bytes and tensors."""
+"""examples/server/inference_protocol.py: requests and answers of the Open Inference Protocol, between bytes and tensors."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)
 def protocol() -> Iterator[ModuleType]:
     """The module as serve_models.py sees it."""
     sys.path.insert(0, str(ROOT / "examples"))
-    yield importlib.import_module("inference_protocol")
+    yield importlib.import_module("server.inference_protocol")
     sys.path.remove(str(ROOT / "examples"))
 
 

@@ -1,4 +1,4 @@
-"""examples/request_queue.py: what goes together, what waits, and what is refused."""
+"""examples/server/request_queue.py: what goes together, what waits, and what is refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.helpers.places import ROOT
 def requests() -> Iterator[ModuleType]:
     """The module as serve_models.py sees it."""
     sys.path.insert(0, str(ROOT / "examples"))
-    yield importlib.import_module("request_queue")
+    yield importlib.import_module("server.request_queue")
     sys.path.remove(str(ROOT / "examples"))
 
 

@@ -32,7 +32,7 @@ EXAMPLES = ROOT / "examples"
 def batching() -> Iterator[ModuleType]:
     """The module as serve.py sees it."""
     sys.path.insert(0, str(EXAMPLES))
-    yield importlib.import_module("batching")
+    yield importlib.import_module("server.batching")
     sys.path.remove(str(EXAMPLES))
 
 

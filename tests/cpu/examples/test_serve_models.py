@@ -521,7 +521,7 @@ def test_no_model_is_no_reason_not_to_live(tmp_path: Path) -> None:
 @pytest.fixture(scope="module")
 def versions() -> Iterator[ModuleType]:
     sys.path.insert(0, str(EXAMPLES))
-    yield importlib.import_module("model_versions")
+    yield importlib.import_module("server.model_versions")
     sys.path.remove(str(EXAMPLES))
 
 
@@ -529,7 +529,7 @@ def described(**changes: Any) -> Any:
     """What `describe` reads of a manifest: a model of x [batch, 3] -> y [batch]."""
     made = {
         "random": -1, "changes": (), "written": (),
-        "dimensions": (Dimension(name="batch", sizes=(1, 4), pad="rows", chunk=True, reason=""),),
+        "dimensions": (Dimension(name="batch", sizes=(1, 4), pad="rows", chunk=True, reason="", uncut=""),),
         "inputs": (TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1), range=()),),
         "outputs": (TensorSpec(name="y", dtype="int64", shape=("batch",), order=(0,), range=()),),
     }  # fmt: skip
@@ -539,7 +539,9 @@ def described(**changes: Any) -> Any:
 def test_what_goes_together(versions: ModuleType) -> None:
     whole = TensorSpec(name="y", dtype="int64", shape=(3,), order=(0,), range=())
     squared = TensorSpec(name="y", dtype="int64", shape=("batch", ("*", "batch", 2)), order=(0, 1), range=())
-    still = Dimension(name="batch", sizes=(1, 4), pad="no", chunk=False, reason="rows depend on each other")
+    still = Dimension(
+        name="batch", sizes=(1, 4), pad="no", chunk=False, reason="rows depend on each other", uncut="rows depend on each other"
+    )
     assert versions.describe(described()).batches == (1, 4)
     for changes in ({"outputs": (whole,)}, {"outputs": (squared,)}, {"dimensions": (still,)}, {"dimensions": ()}):
         assert versions.describe(described(**changes)).batches == ()

@@ -280,9 +280,21 @@ def test_a_model_that_does_otherwise_while_it_is_traced_is_told_that_it_is_not(
 
 def masked(m: Holding, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Looks at a mask that is an input, unless it is traced: then it fails."""
+    if not is_fake(mask):
+        return m.linear(x) if mask.all() else m.linear(x) * 2
+    return m.linear(x) + mask[:, :5]
+
+
+def required(m: Holding, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """The same, where eager PyTorch fails with any other mask, too."""
     if not is_fake(mask) and mask.all():
         return m.linear(x)
     return m.linear(x) + mask[:, :5]
+
+
+def test_what_eager_pytorch_asks_before_it_fails_is_asserted() -> None:
+    made = export(load_source(Holding(required).eval(), lambda batch: (*rows(batch), torch.ones(batch, 7))), {"batch": (1, 3)})
+    assert [obstacle.rule for obstacle in made.obstacles] == ["asserted-value"]
 
 
 def test_what_eager_pytorch_decides_by_data_is_named_as_that() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import cgcompile
+from cgcompile.model.user_code import place, shown, whole
 from cgcompile_cli.main import app
 
 LAYERS = """
@@ -50,3 +51,19 @@ def test_a_script_is_called_by_its_model_alone() -> None:
         (found[name],) = [finding.where for finding in report.findings if finding.rule == "random-operation"]
     line = Dropping.forward.__code__.co_firstlineno + 1
     assert found["own"].endswith(f"test_user_code.py:{line}") and found["library"] == ""
+
+
+@pytest.mark.parametrize(
+    "home", ["/usr/lib/python3.11/site-packages", "/tmp/v/lib64/python3.12/site-packages", "/usr/lib/python3/dist-packages"]
+)
+def test_a_file_of_an_installed_package_is_the_same_in_every_environment(home: str) -> None:
+    assert shown(f"{home}/transformers/models/bert/modeling_bert.py") == "transformers/models/bert/modeling_bert.py"
+    node = torch.fx.Graph().placeholder("x")
+    node.meta["stack_trace"] = f'  File "{home}/transformers/x.py", line 7, in forward\n    y = attention(query[0], [key,'
+    assert place(node) == ("transformers/x.py:7", "y = attention(query[0], [key,...])")
+
+
+def test_code_that_goes_on_is_cut_with_dots() -> None:
+    assert whole("y = f(") == "y = f(...)"
+    assert whole("y = f(x[1])  # see (1") == "y = f(x[1])  # see (1"
+    assert whole("y = f('(')") == "y = f('(')" and whole(").sum()") == ").sum()"

@@ -18,11 +18,11 @@ from torch.nn import functional
 from cgcompile.export.weights import weight_tensors
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.block_reader import FORMATS
-from cgcompile.offline.build import folded_tables
 from cgcompile.offline.compile.kernels import CompiledKernel
 from cgcompile.offline.interpret.interpret import Stage, Task, interpret
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lowered import KernelVariant
+from cgcompile.offline.trace import folded_tables
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.memory_layout import PAD, lay_out
 from cgcompile.targets.weights import add_tables, row_major, shapes_of, write_weights

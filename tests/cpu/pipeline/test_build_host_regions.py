@@ -31,7 +31,7 @@ from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
-from cgcompile.offline import build as build_trace
+from cgcompile.offline import trace as traced
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.merge import LoweredRegion, merge
 from cgcompile.offline.assemble.plan_check import check_plan
@@ -170,7 +170,7 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
         if name not in done:
             alone: dict[IntKey, list[int]] = {}
             with pytest.MonkeyPatch.context() as patch:
-                patch.setattr(build_trace, "merge", lambda key, regions, *rest: _noted(alone, key, regions, rest))
+                patch.setattr(traced, "merge", lambda key, regions, *rest: _noted(alone, key, regions, rest))
                 if not compiled:
                     patch.setattr(host_regions, "compile_host_regions", uncompiled)
                 out = tmp_path_factory.mktemp(name) / f"{name}.cgb"
@@ -282,7 +282,7 @@ def overlapping(traced: Lowered, *kept: Any) -> Any:
 
 def test_an_overlap_of_two_regions_is_not_built(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     make("softmax", sizes=[4])
-    monkeypatch.setattr(build_trace, "plan", overlapping)
+    monkeypatch.setattr(traced, "plan", overlapping)
     with raises("arena-overlap", match=r"int_key \(4,\), event \d+ .*\(graph-\d\.t\d"):
         again("softmax", tmp_path)
 
@@ -290,8 +290,8 @@ def test_an_overlap_of_two_regions_is_not_built(make: Make, monkeypatch: pytest.
 def test_what_an_overlap_spoils_does_not_pass_the_proof(make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Without the check of the plan: the sum lies over the values that the second region multiplies."""
     make("softmax", sizes=[4])
-    monkeypatch.setattr(build_trace, "plan", overlapping)
-    monkeypatch.setattr(build_trace, "check_plan", lambda traced, found: None)
+    monkeypatch.setattr(traced, "plan", overlapping)
+    monkeypatch.setattr(traced, "check_plan", lambda traced, found: None)
     with raises("proof-failed", match=r"int_key batch=4: the interpreted kernels differ from eager PyTorch"):
         again("softmax", tmp_path)
     assert list(tmp_path.iterdir()) == []

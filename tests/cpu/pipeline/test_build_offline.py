@@ -22,7 +22,7 @@ from cgbundle import exam
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as verify
-from cgcompile.offline import build as build_trace
+from cgcompile.offline.trace import KERNELS
 from cgcompile.targets.architectures import ARCHES
 from cgcompile.targets.cuda.elf import EM_CUDA, read_cubin
 from cgcompile_cli import main
@@ -193,7 +193,7 @@ def test_the_stage_that_verifies_takes_the_time_of_what_it_says(built: cgcompile
 
 def test_the_whole_model_is_one_graph_of_triton_kernels(bundle: tuple[Path, str]) -> None:
     path, _ = bundle
-    symbols = {row["symbol"] for row in json.loads((path / build_trace.KERNELS).read_text())}
+    symbols = {row["symbol"] for row in json.loads((path / KERNELS).read_text())}
     assert symbols and all(symbol.startswith("triton_") for symbol in symbols)
     assert any("triton_tem" in symbol for symbol in symbols), "products are Triton's, too"
     for program in read(path).programs:
@@ -294,7 +294,7 @@ def unproved(files: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pat
 
 def test_two_builds_in_different_folders_are_equal_byte_for_byte(ampere: Path, unproved: tuple[Path, Result]) -> None:
     first, second = contents(ampere), contents(unproved[0])
-    assert {name.partition("/")[0] for name in first} > {"kernels", "graphs", build_trace.KERNELS}
+    assert {name.partition("/")[0] for name in first} > {"kernels", "graphs", KERNELS}
     assert first.keys() == second.keys()
     manifests = [json.loads(each.pop(archive.MANIFEST)) for each in (first, second)]
     assert [name for name in first if first[name] != second[name]] == []

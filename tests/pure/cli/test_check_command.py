@@ -56,6 +56,12 @@ def test_a_report_says_that_sizes_are_exported_apart(call: Any) -> None:
     assert lines[3] == "exported  per size: m.py: one program holds from batch=2 to 8, not for 1"
 
 
+def test_buffers_that_one_line_writes_to_are_told_once_each() -> None:
+    several = [replace(BUFFER, message=f"forward() writes to the buffer '{each}.seen'") for each in range(3)]
+    assert [[each.message for each in group] for group in grouped(several)] == [[each.message] for each in several]
+    assert len(grouped([BUFFER, BUFFER])) == 1
+
+
 def test_a_report_in_full(call: Any) -> None:
     result = call(REPORT)
     assert (result.exit_code, result.stderr) == (0, "")

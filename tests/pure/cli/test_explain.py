@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 import cgbundle.errors
 import cgcompile.errors
 from cgcompile.util.explanations import explanations, nearest, spelled
-from cgcompile_cli.commands.explain import names
+from cgcompile_cli.commands.explain import RECORDERS, names
 from cgcompile_cli.main import app
 
 
@@ -67,6 +67,17 @@ def test_a_mistyped_name_suggests_the_nearest() -> None:
     assert CliRunner().invoke(app, ["explain", "zzz"]).stderr.endswith("hint: `cgcompile explain` lists all names\n")
     assert (spelled("InputDtype"), spelled("input_dtype")) == ("input-dtype", "input-dtype")
     assert nearest("input-dtyp", ["input-dtype", "input-kind", "usage"])[0] == "input-dtype"
+
+
+def test_a_name_that_is_clearly_nearest_is_the_only_one_suggested() -> None:
+    assert CliRunner().invoke(app, ["explain", "input-dtypo"]).stderr.endswith("hint: did you mean input-dtype?\n")
+
+
+def test_errors_are_listed_by_where_people_meet_them() -> None:
+    text = explain()
+    order = [text.index(f"\n{name} ") for name in ("input-dtype", "not-a-bundle", "source-invalid", "image-unseen")]
+    assert order == sorted(order)
+    assert {each.name for each in explanations()} >= RECORDERS, "names in the list of the recorders' that no error has"
 
 
 def test_names_are_completed() -> None:

@@ -31,8 +31,11 @@ def spelled() -> list[tuple[str, str]]:
 
 
 def known() -> set[str]:
-    commands = get_command(app).commands.values()  # type: ignore[attr-defined]
-    return {option for command in commands for each in command.params for option in (*each.opts, *each.secondary_opts)}
+    commands, found = [get_command(app)], set()
+    for command in commands:  # grows by the commands of groups
+        commands += getattr(command, "commands", {}).values()
+        found |= {option for each in command.params for option in (*each.opts, *each.secondary_opts)}
+    return found
 
 
 def test_options_that_messages_name_exist() -> None:

@@ -41,6 +41,23 @@ def bundle() -> Path:
     return STATE
 
 
+def test_size_picks_among_the_stored_inputs() -> None:
+    told = call(STATE, "--size", "9999")
+    assert told.exit_code == 2 and "--size picks among the stored inputs: no int_key '9999': the bundle has " in told.stderr
+    assert "hint: inputs of another size: --inputs FILE" in told.stderr and "more --sizes" not in told.stderr
+    named = call(STATE, "--size", "batch=2,bath=1")
+    assert "no dimension 'bath'" in named.stderr
+
+
+def test_no_replays_are_no_repetition() -> None:
+    assert call(STATE, "--repeat", 0).exit_code == 2
+
+
+def test_threads_are_passed_on(bundle: Path) -> None:
+    assert call(bundle, "--threads", 1).exit_code == 0
+    assert call(bundle, "--threads", 0).exit_code == 2
+
+
 def test_repeated_replays_are_all_of_the_same_inputs_and_state(bundle: Path, tmp_path: Path) -> None:
     once = json.loads(call(bundle, "--json").stdout)
     often = json.loads(call(bundle, "--json", "--repeat", 20).stdout)

@@ -70,3 +70,8 @@ def test_a_hint_names_the_entry() -> None:
 @pytest.mark.parametrize("given", [[1, 8], "1,8", ["batch=1,8"], {"batch": [1, 8]}, ["forward:batch=1,8"], {"forward": [8, 1]}])
 def test_one_entry_is_given_as_ever(given: Any) -> None:
     assert sizes(given, {"forward": ("batch",)}) == {"forward": {"batch": (1, 8)}}
+
+
+def test_a_mistyped_dimension_is_told_the_nearest() -> None:
+    with raises("sizes-invalid", match=r"'sq' is no declared dimension \(did you mean seq\?\) \(declared: batch, seq\)"):
+        declared_sizes(["batch=1", "sq=16"], ["batch", "seq"])

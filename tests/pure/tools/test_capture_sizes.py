@@ -232,7 +232,7 @@ def test_the_command_as_json(tmp_path: Path) -> None:
     told = json.loads(call("sizes", written(tmp_path, CSV), "--column", "tokens", "--multiple", "4", "--json").stdout)
     assert (told["requests"], told["distinct"], told["rows"], told["smallest"], told["largest"]) == (3, 2, 19, 3, 8)
     assert told["proposals"][1] == {"sizes": [4, 8], "padded": 1, "wasted_percent": 5.0}
-    assert told["proposed"] == 2 and told["command"] == "cgcompile build MODEL --sizes 4,8"
+    assert told["proposed"] == 2 and told["command"] == "cgcompile build MODEL --sizes tokens=4,8"
     assert told["reason"] == "2 sizes: more would save nothing"
 
 

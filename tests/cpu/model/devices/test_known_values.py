@@ -33,6 +33,22 @@ class Asking(nn.Module):
         return self.function(self, x)
 
 
+class Strided(nn.Module):
+    """Integers as buffers: of the state dict, of none, and one that counts the calls."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function = function
+        self.register_buffer("stride", torch.tensor(2), persistent=False)
+        self.register_buffer("calls", torch.tensor(2), persistent=False)
+        self.register_buffer("kept", torch.tensor(2))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        made = self.function(self, x)
+        self.calls += 1
+        return made
+
+
 def rows(batch: int) -> tuple[torch.Tensor]:
     return (torch.arange(8.0 * batch).view(batch, 8),)
 
@@ -145,3 +161,25 @@ def test_a_program_whose_numbers_are_known_can_be_loaded_again() -> None:
     x = rows(2)[0]
     (found,) = torch.export.load(file).module()(x)
     torch.testing.assert_close(found, chunked(Asking(chunked), x))
+
+
+def padded(m: Strided, x: torch.Tensor) -> torch.Tensor:
+    extra = torch.ceil((x.shape[1] - m.stride + 1) / (m.stride + 1)).to(torch.int64) * m.stride
+    return F.pad(x, (0, extra)) * (3 if m.stride > 1 else 1)
+
+
+def test_integers_that_are_buffers_and_never_change_have_values() -> None:
+    made = export(load_source(Strided(padded), rows), {"batch": (1, 3)})
+    assert made.programs.dynamic and not made.obstacles
+    tensors = sample(made.source, {"batch": 3}).tensors
+    torch.testing.assert_close(made.programs.first.module()(*tensors), run_eager(made.flat, tensors).outputs, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("function", "alone"),
+    [(lambda m, x: x * 2 if m.calls > 1 else x, True), (lambda m, x: x * 2 if m.kept > 1 else x, True), (padded, False)],
+    ids=["written", "in the state dict", "of another entry too"],
+)
+def test_integers_that_may_change_have_none(function: Callable[..., Any], alone: bool) -> None:
+    with raises("branch-on-data", match="test_known_values.py"):
+        refuse_branches(export(load_source(Strided(function), rows), {"batch": (1, 3)}, alone=alone))

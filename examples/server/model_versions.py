@@ -23,13 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from inference_protocol import DATATYPES, Given, Port
-from request_queue import Batch, RequestQueue
-
 import cgbundle
 from cgbundle.exam import replay_exam
 from cgbundle.format.entries import each_entry
 from cgbundle.tensors.tensor import from_bytes
+
+from .inference_protocol import DATATYPES, Given, Port
+from .request_queue import Batch, RequestQueue
 
 Identity = tuple[int, int, int]
 """What tells a bundle from one that stands in its place later: device, number and time of its manifest."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from model_versions import Version, recorded_rows
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from request_queue import Batch
+
+from .model_versions import Version, recorded_rows
+from .request_queue import Batch
 
 SECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 ROWS = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512)

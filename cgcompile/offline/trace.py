@@ -1,0 +1,232 @@
+"""An exported program -> its launches for a GPU that need not be here: lowered to Triton, compiled, its memory planned.  The three
+steps of every traced recording, whoever asks for it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from cgbundle.format.schema import MEMORIES, IntKey, Weight
+from cgbundle.format.spans import HOST_ONLY
+from cgbundle.tables.recording import Address, Function
+
+from ..export.programs import Programs
+from ..targets.architectures import Arch
+from ..targets.build_spec import BuildSpec
+from ..targets.cuda.chains import chained_outputs
+from ..targets.cuda.conditions import condition_function, condition_image
+from ..targets.cuda.host_regions import SplitProgram
+from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
+from ..targets.cuda.tensors import input_offsets, static_bytes
+from ..targets.memory_layout import PAD, Table, WeightLayout, align
+from ..util.content_cache import cache_folder
+from ..util.progress import Tell
+from .assemble.arena import plan
+from .assemble.kept import Kept, keep_outputs
+from .assemble.merge import LoweredRegion, merge, whole
+from .assemble.plan_check import check_plan
+from .assemble.rows import assemble
+from .compile.kernels import CompiledKernel, compile_variants
+from .lower.jobs import LoweringJob, lower_all
+from .lowered import KernelVariant, LoweredProgram, SetCondition
+from .lowered import Lowered as LoweredGraph
+from .lowering_jobs import live_weights, region_jobs, whole_jobs
+from .tuning.measurements import table_file
+
+KERNELS = "kernels.json"
+"""The file of a bundle that says which configuration each kernel has, and why; for people, the runtime never reads it."""
+
+BLOCKS = re.compile(r"\b(BLOCK_[MNK]|GROUP_M)\b[^=\n]*= (\d+)$", re.MULTILINE)
+"""Configuration in the text of a kernel that Inductor made of a template."""
+
+
+Calls = Mapping[IntKey, Sequence[torch.Tensor]]
+"""Example inputs by build key."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class LoweredPrograms:
+    """The programs by build key; `sources`: names of the weights that something was computed from when they were lowered."""
+
+    by_key: Mapping[IntKey, LoweredProgram] = field(repr=False)
+    sources: frozenset[str]
+
+    @property
+    def traced(self) -> dict[IntKey, LoweredGraph]:
+        """Of every program its events, over all regions."""
+        return {key: each.lowered for key, each in self.by_key.items()}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledPrograms:
+    """The kernels of all programs, all images by sha256, and the kernel that sets conditions where there are any."""
+
+    kernels: Mapping[KernelVariant, CompiledKernel] = field(repr=False)
+    images: Mapping[str, bytes] = field(repr=False)
+    conditions: Function | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PlacedPrograms:
+    """What a recorder gives, and the most bytes that the lifetimes of a key's temporaries need at least."""
+
+    recorded: RecordedProgram = field(repr=False)
+    kept: Kept
+    bound: int
+
+
+def live_weights_of(spec: BuildSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
+    """See `live_weights`; `tensors` are those of the spec's programs."""
+    aliases = [alias for entry in spec.entries for alias in entry.prepared.aliases]
+    return live_weights(tensors, aliases, spec.entries[0].prepared.state)
+
+
+def jobs_of(
+    spec: BuildSpec, programs: Programs, split: SplitProgram | None, calls: Calls, live: tuple[str, ...]
+) -> dict[RegionKey, LoweringJob]:
+    """What has to be lowered.  `programs`: the spec's, on the CPU, and `calls` and `split` too; `live` as `live_weights` says."""
+    if split:
+        return region_jobs(split, live)
+    prepared = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared) for entry in spec.entries})
+    return whole_jobs(programs, calls, {key: bool(own.changes or own.written) for key, own in prepared.items()}, live)
+
+
+def lower_programs(
+    jobs: Mapping[RegionKey, LoweringJob],
+    split: SplitProgram | None,
+    target: Arch,
+    scratch: Path,
+    tell: Tell,
+) -> LoweredPrograms:
+    """All jobs lowered, the regions of a key as one program.  Raises the refusals of lowering."""
+    lowered = lower_all(jobs, target.name, scratch, cache=cache_folder(), table=table_file(target.name), tell=tell)
+    sources = {name for each in lowered.values() for constant in each.constants for name in constant.sources}
+    return LoweredPrograms(by_key=_programs(lowered, split), sources=frozenset(sources))
+
+
+def compile_programs(lowered: LoweredPrograms, target: Arch, tell: Tell) -> CompiledPrograms:
+    """All kernels compiled for the target.  Raises kernel-failed, kernel-too-large, kernel-unsupported."""
+    variants = list(dict.fromkeys(variant for each in lowered.traced.values() for variant in each.variants))
+    made = compile_variants(variants, target.name, shared_limit=target.shared_optin, cache=cache_folder(), tell=tell)
+    images, conditions = {kernel.sha256: kernel.image for kernel in made}, None
+    if any(isinstance(event, SetCondition) for each in lowered.traced.values() for event in each.events):
+        image = condition_image(target.name)
+        conditions = condition_function(image)
+        images[conditions.image] = image
+    return CompiledPrograms(kernels=dict(zip(variants, made, strict=True)), images=images, conditions=conditions)
+
+
+def place_programs(
+    spec: BuildSpec,
+    lowered: LoweredPrograms,
+    compiled: CompiledPrograms,
+    layout: WeightLayout,
+    calls: Calls,
+    split: SplitProgram | None,
+) -> PlacedPrograms:
+    """Plans every key's arena and makes the rows.  Raises chain-refused, parameter-mismatch, place-invalid and the errors of the
+    plan's check."""
+    folded, end = folded_tables(lowered.traced, layout.weights_end)
+    kept = keep_outputs(lowered.by_key, chained_outputs(spec, split))
+    written = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared.written) for entry in spec.entries})
+    places = _places(layout.rows, folded)
+    graphs, bound = _assemble(lowered.by_key, kept, compiled.kernels, places, calls, split, written, compiled.conditions)
+    uploads = split.uploads if split else {}
+    recorded = RecordedProgram(
+        graphs=graphs,
+        images=compiled.images,
+        static={key: static_bytes(given, uploads.get(key, ())) + PAD for key, given in calls.items()},
+        weights=layout.rows,
+        tables=tuple(folded.values()),
+        weights_bytes=end + PAD,
+        state_bytes=layout.state_end + PAD if layout.state_end else 0,
+    )
+    return PlacedPrograms(recorded=recorded, kept=kept, bound=bound)
+
+
+def summary(lowered: LoweredPrograms) -> str:
+    """How many kernels there are, and how their configurations were found."""
+    chosen = [variant.selected_by for each in lowered.traced.values() for variant in each.variants]
+    counts = {how: chosen.count(how) for how in ("table", "nearest", "heuristic") if how in chosen}
+    told = [f"{count} by {how}" for how, count in counts.items()]
+    if counts and (single := len(chosen) - sum(counts.values())):
+        told.append(f"{single} with one to choose from")
+    found = ", ".join(told)
+    return f"{len(chosen)} kernels" + (f"; configurations: {found}" if found else "")
+
+
+def configurations(compiled: Mapping[KernelVariant, CompiledKernel]) -> str:
+    """The configuration of every kernel and what chose it, as JSON."""
+    rows = {}
+    for variant, kernel in compiled.items():
+        sizes = {name: value for name, value in variant.constants if isinstance(value, int) and not isinstance(value, bool)}
+        sizes |= {name: int(value) for name, value in BLOCKS.findall(variant.source)}
+        words = [f"{name}={value}" for name, value in sorted(sizes.items()) if name.isupper() or "BLOCK" in name]
+        words += [f"warps={variant.warps}", f"stages={variant.stages}"]
+        rows[kernel.sha256, kernel.symbol] = " ".join(words), variant.selected_by
+    listed = [
+        {"image": image, "symbol": symbol, "configuration": words, "chosen": how} for (image, symbol), (words, how) in rows.items()
+    ]
+    return json.dumps(sorted(listed, key=lambda row: (row["symbol"], row["image"])), indent=0) + "\n"
+
+
+def _programs(lowered: Mapping[RegionKey, LoweredGraph], split: SplitProgram | None) -> dict[IntKey, LoweredProgram]:
+    """What was lowered, as one program per key."""
+    if split is None:
+        return {key: whole(traced) for (_, key), traced in lowered.items()}
+    programs = {}
+    for key, uploads in split.uploads.items():
+        planned = split.partitions[key]
+        regions = [
+            LoweredRegion(name=each.name, inputs=each.inputs, outputs=each.outputs, lowered=lowered.get((each.name, key)))
+            for each in planned.regions
+        ]
+        given = [*planned.inputs, *[value.name for value in uploads]]
+        programs[key] = merge(key, regions, given, planned.outputs)
+    return programs
+
+
+def folded_tables(traced: Mapping[IntKey, LoweredGraph], end: int) -> tuple[dict[str, Table], int]:
+    """What was computed when lowering, behind the program's own tensors, each once; and the new end of memory `weights`."""
+    found: dict[str, Table] = {}
+    for constant in [constant for each in traced.values() for constant in each.constants]:
+        if constant.name not in found:
+            found[constant.name] = Table(offset=end, contents=constant.contents)
+            end = align(end + len(constant.contents))
+    return found, end
+
+
+def _places(rows: Sequence[Weight], folded: Mapping[str, Table]) -> dict[str, Address]:
+    """Where weights and state lie on the GPU, by name."""
+    memories = {name: MEMORIES.index(name) for name in ("weights", "state")}
+    own = {row.name: Address(memory=memories[row.memory], offset=row.offset) for row in rows if row.offset != HOST_ONLY}
+    return own | {name: Address(memory=memories["weights"], offset=table.offset) for name, table in folded.items()}
+
+
+def _assemble(
+    programs: Mapping[IntKey, LoweredProgram],
+    kept: Kept,
+    compiled: Mapping[KernelVariant, CompiledKernel],
+    places: Mapping[str, Address],
+    calls: Mapping[IntKey, Sequence[torch.Tensor]],
+    split: SplitProgram | None,
+    written: Mapping[IntKey, Collection[int]],
+    conditions: Function | None,
+) -> tuple[dict[RegionKey, RecordedGraph], int]:
+    """The rows of every region and key, and the largest lower bound of their arenas.  `places`: of weights and state by name;
+    `written`: positions of the inputs that a call changes; `conditions` as `assemble` takes it."""
+    graphs, bound = {}, 0
+    for key, program in programs.items():
+        planned = plan(program.lowered, kept.offsets.get(key, {}), kept.start)
+        check_plan(program.lowered, planned)
+        starts = [*input_offsets(calls[key])[:-1], *[value.offset for value in (split.uploads[key] if split else ())]]
+        kernels = [compiled[variant] for variant in program.lowered.variants]
+        made = assemble(program, kernels, planned, places, starts, written[key], conditions)
+        graphs.update({(region.name, key): graph for region, graph in zip(program.regions, made, strict=True)})
+        bound = max(bound, planned.bound)
+    return graphs, bound

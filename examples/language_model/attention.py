@@ -1,0 +1,162 @@
+"""Attention over pages: the cache of keys and values of a language model, cut into pages that requests take and give back.
+
+A page holds PAGE tokens of one request, for every layer.  A *block table* lists the pages of a lane in the order of its tokens.
+Page 0 is nobody's: what lanes that are off and tokens that do not count would write goes there, as zeros.
+
+transformers hands queries, keys and values of every layer to the function that is registered as `paged` (its AttentionInterface;
+transformers 5.17 and 5.23), with what the model's family adds: sliding windows, soft caps, sinks.  Weights, rotary embeddings and
+norms stay transformers' own, and attention and the cache are this file's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import AttentionInterface
+
+from .decode_kernel import paged_decode, partials, together
+
+PAGE = 16
+"""Tokens in a page."""
+
+
+class Lanes(NamedTuple):
+    """Which tokens a call brings.  Every lane has `seq` of them, of which the first `count` count.
+
+    `start` (batch,): how many tokens the lane's pages hold already; `count` (batch,): 0 is a lane that is off;
+    `pages` (batch, blocks): the block table.  All int64.
+    """
+
+    start: Tensor
+    count: Tensor
+    pages: Tensor
+
+    def positions(self, seq: int) -> Tensor:
+        """Where in its text every token is, int64 (batch, seq); what does not count is at the place of the last one that does."""
+        step = torch.arange(seq, device=self.start.device)
+        return self.start[:, None] + torch.minimum(step, (self.count - 1).clamp(min=0)[:, None])
+
+
+class Pages:
+    """A call's tokens go into the pages, and attend to all that these hold.
+
+    `keys`, `values`: of each layer (pages, key heads, PAGE, dim); they are written in place.
+    """
+
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], lanes: Lanes, seq: int) -> None:
+        self.keys, self.values, self.lanes, self.seq = keys, values, lanes, seq
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """query (batch, seq, heads, dim), key and value (batch, seq, key heads, dim) -> (batch, seq, heads, dim)."""
+        keys, values, lanes = self.keys[layer], self.values[layer], self.lanes
+        write(keys, key, lanes)
+        write(values, value, lanes)
+        if self.seq == 1:
+            mixed, _ = paged_decode(
+                query[:, 0], keys, values, lanes.pages, lanes.start, lanes.start + lanes.count, scores.sinks, *scores.numbers()
+            )
+            return mixed[:, None].to(query.dtype)
+        return gathered(query, keys, values, lanes, scores)
+
+
+class Loop:
+    """A loop's tokens stay beside the pages until it ends: a loop may read what a call was given, and writes to what it carries.
+
+    `tail_keys`, `tail_values`: of each layer (batch, key heads, turns, dim), replaced by what `attend` makes; `turn` (): which of
+    them this turn's token is.  `start` (batch,): how many tokens the pages hold.
+    """
+
+    def __init__(
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], tail: Sequence[Tensor], pages: Tensor, start: Tensor, turn: Tensor
+    ) -> None:
+        self.keys, self.values, self.pages, self.start, self.turn = keys, values, pages, start, turn
+        self.tail = list(tail)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
+        """query (batch, 1, heads, dim), key and value (batch, 1, key heads, dim) -> (batch, 1, heads, dim)."""
+        turns = torch.arange(self.tail[0].shape[2], device=query.device)
+        tail_keys, tail_values = [
+            old.index_copy(2, self.turn.view(1), new.transpose(1, 2))
+            for old, new in zip(self.tail[2 * layer : 2 * layer + 2], (key, value), strict=True)
+        ]
+        self.tail[2 * layer], self.tail[2 * layer + 1] = tail_keys, tail_values
+        old, weight = paged_decode(
+            query[:, 0], self.keys[layer], self.values[layer], self.pages, self.start + self.turn, self.start, scores.sinks,
+            *scores.numbers(),
+        )  # fmt: skip
+        seen = turns <= self.turn
+        if scores.window:
+            seen = seen & (turns > self.turn - scores.window)
+        new, more = partials(
+            query[:, 0], tail_keys, tail_values, seen.expand(query.shape[0], -1), None, scores.scale, scores.softcap
+        )
+        share = torch.sigmoid(weight - more)[..., None]  # exp(weight) / (exp(weight) + exp(more))
+        return (old * share + new * (1 - share))[:, None].to(query.dtype)
+
+
+class Scores(NamedTuple):
+    """How a layer makes probabilities of products: times `scale`, then within `softcap` (0.0: as they are), of the last `window`
+    tokens (0: of all), beside `sinks` (heads,), which take a share of the probability for nothing."""
+
+    scale: float
+    window: int
+    softcap: float
+    sinks: Tensor | None
+
+    def numbers(self) -> tuple[float, int, float]:
+        return self.scale, self.window, self.softcap
+
+
+def attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
+    scaling: float, cache: Pages | Loop, sliding_window: int | None = None, softcap: float | None = None,
+    s_aux: Tensor | None = None, dropout: float = 0.0, **_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What transformers calls: query (1, heads, tokens, dim), key and value (1, key heads, tokens, dim), lane behind lane in
+    `tokens` -> (1, tokens, heads, dim)."""
+    batch = cache.lanes.start.shape[0] if isinstance(cache, Pages) else cache.start.shape[0]
+    by_lane = [each[0].transpose(0, 1).unflatten(0, (batch, -1)) for each in (query, key, value)]
+    scores = Scores(scaling, sliding_window or 0, softcap or 0.0, s_aux)
+    return cache.attend(module.layer_idx, *by_lane, scores).flatten(0, 1)[None], None
+
+
+AttentionInterface.register("paged", attention)
+
+
+def write(cache: Tensor, rows: Tensor, lanes: Lanes) -> None:
+    """Puts rows (batch, seq, key heads, dim) into a layer's pages.  What does not count is zeros on page 0, which never changes."""
+    step = torch.arange(rows.shape[1], device=rows.device)
+    counts = step < lanes.count[:, None]
+    places = lanes.positions(rows.shape[1])
+    page = torch.where(counts, lanes.pages.gather(1, places // PAGE), 0)
+    cache[page, :, places % PAGE] = torch.where(counts[..., None, None], rows, 0)
+
+
+def gathered(query: Tensor, keys: Tensor, values: Tensor, lanes: Lanes, scores: Scores) -> Tensor:
+    """Attention of several tokens of each lane, (batch, seq, heads, dim), to its pages, which are copied into one piece."""
+    batch, seq, heads, _ = query.shape
+    groups = heads // keys.shape[1]
+    key, value = [together(each, lanes.pages) for each in (keys, values)]  # (batch, key heads, tokens, dim)
+    place = lanes.positions(seq)[:, :, None]
+    token = torch.arange(key.shape[2], device=query.device)
+    seen = token <= place
+    if scores.window:
+        seen = seen & (token > place - scores.window)
+    rows = query.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (batch, key heads, groups * seq, dim)
+    mask = seen[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    if scores.softcap or scores.sinks is not None:
+        products = rows.float() @ key.float().transpose(-2, -1) * scores.scale
+        if scores.softcap:
+            products = scores.softcap * torch.tanh(products / scores.softcap)
+        products = products.masked_fill(~mask, float("-inf"))
+        if scores.sinks is not None:
+            sinks = scores.sinks.float().view(1, -1, groups, 1, 1).expand(batch, -1, -1, seq, -1).flatten(2, 3)
+            products = torch.cat([products, sinks], -1)
+        mixed = torch.softmax(products, -1)[..., : key.shape[2]].to(value.dtype) @ value
+    else:
+        mixed = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scores.scale)
+    return mixed.unflatten(2, (groups, seq)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -1,0 +1,187 @@
+"""Attention of one token of each lane to the pages of its cache: Triton kernels for GPUs, PyTorch's operations elsewhere.
+
+Flash decoding: the live tokens of a lane are cut into as many parts as keep the GPU busy, each program reads one part of one key
+head, once, for all query heads that share it, and a second kernel adds the parts up.  What is read is what is live, whatever the
+width of the block table.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+BLOCK, WARPS, STAGES = 64, 4, 3
+"""Tokens that a program reads at a time, and how Triton compiles it."""
+
+PROGRAMS = 528
+"""As many programs as two processors' worth of an H100 or H200 (132 multiprocessors, 4 programs each) are asked for at least."""
+
+PARTS = 64
+"""And as many parts a lane is cut into at most."""
+
+
+def paged_decode(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """query (batch, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> what the tokens
+    before `length` (batch,) and up to `place` (batch,), the query's own, give: float32 (batch, heads, dim), and the logarithm of
+    the sum that it was divided by, float32 (batch, heads); zeros and -inf where there is none.
+
+    `window`: how many tokens up to `place` are seen, 0 for all; `softcap`: 0.0 for none; `sinks`: (heads,).
+    """
+    way = plain if query.device.type == "cpu" else launch
+    return way(query, keys, values, pages, place, length, sinks, scale, window, softcap)
+
+
+def plain(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """The same with PyTorch's operations, over the whole width of the block table."""
+    key, value = [together(each, pages) for each in (keys, values)]
+    token = torch.arange(key.shape[2], device=query.device)
+    seen = (token < length[:, None]) & (token <= place[:, None])
+    if window:
+        seen = seen & (token > place[:, None] - window)
+    return partials(query, key, value, seen, sinks, scale, softcap)
+
+
+def together(cache: Tensor, pages: Tensor) -> Tensor:
+    """(pages, key heads, PAGE, dim) -> the pages of each lane in one piece, (batch, key heads, blocks * PAGE, dim)."""
+    return cache[pages].transpose(1, 2).flatten(2, 3)
+
+
+def partials(
+    query: Tensor, key: Tensor, value: Tensor, seen: Tensor, sinks: Tensor | None, scale: float, softcap: float
+) -> tuple[Tensor, Tensor]:
+    """Attention of a token (batch, heads, dim) to key and value (batch, key heads, tokens, dim), of which it sees `seen`, bool
+    (batch, tokens); and the logarithm of the sum.  As `paged_decode` gives them."""
+    rows = query.unflatten(1, (key.shape[1], -1)).float()  # (batch, key heads, groups, dim)
+    products = rows @ key.float().transpose(-2, -1) * scale
+    if softcap:
+        products = softcap * torch.tanh(products / softcap)
+    products = products.masked_fill(~seen[:, None, None], float("-inf")).flatten(1, 2)  # (batch, heads, tokens)
+    top = products.amax(-1)
+    if sinks is not None:
+        top = torch.maximum(top, sinks.float())
+    top = top.clamp(min=torch.finfo(torch.float32).min)  # -inf where nothing is seen
+    weights = (products - top[..., None]).exp()
+    total = weights.sum(-1)
+    if sinks is not None:
+        total = total + (sinks.float() - top).exp()
+    mixed = (weights.unflatten(1, (key.shape[1], -1)) @ value.float()).flatten(1, 2)
+    return mixed / torch.where(total > 0, total, 1.0)[..., None], total.log() + top
+
+
+@triton_op("language_model::paged_decode", mutates_args=())
+def launch(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`paged_decode` by two kernels."""
+    query = query.contiguous()
+    batch, heads, dim = query.shape
+    key_heads, page = keys.shape[1:3]
+    parts = max(1, min(PARTS, triton.next_power_of_2(triton.cdiv(PROGRAMS, batch * key_heads))))
+    sums = query.new_empty((batch, heads, parts, dim), dtype=torch.float32)
+    tops = query.new_empty((batch, heads, parts, 2), dtype=torch.float32)
+    mixed = query.new_empty((batch, heads, dim), dtype=torch.float32)
+    total = query.new_empty((batch, heads), dtype=torch.float32)
+    width = triton.next_power_of_2(dim)
+    groups = heads // key_heads
+    wrap_triton(read_part)[(batch, key_heads, parts)](
+        query, keys, values, pages, place, length, sums, tops, scale, softcap, pages.shape[1],
+        WINDOW=window, SOFTCAP=bool(softcap), GROUPS=groups, ROWS=max(16, triton.next_power_of_2(groups)), DIM=dim, WIDTH=width,
+        PAGE=page, KEY_HEADS=key_heads, PARTS=parts, BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    wrap_triton(add_parts)[(batch, heads)](
+        sums, tops, query if sinks is None else sinks, mixed, total,
+        SINKS=sinks is not None, DIM=dim, WIDTH=width, HEADS=heads, PARTS=parts, num_warps=4,
+    )  # fmt: skip
+    return mixed, total
+
+
+@launch.register_fake
+def _(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
+    scale: float, window: int, softcap: float,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    return query.new_empty(query.shape, dtype=torch.float32), query.new_empty(query.shape[:2], dtype=torch.float32)
+
+
+@triton.jit
+def read_part(
+    query, keys, values, pages, place, length, sums, tops, scale, softcap, blocks,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One part of the live tokens of one lane, for the GROUPS query heads of one key head."""
+    lane, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    here = tl.load(place + lane)
+    end = tl.minimum(tl.load(length + lane), here + 1)
+    begin = tl.maximum(here + 1 - WINDOW, 0) if WINDOW else end * 0
+    begin = begin // PAGE * PAGE  # whole pages; the rest is masked
+    each = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), PARTS), BLOCK) * BLOCK
+    first = begin + part * each
+    last = tl.minimum(first + each, end)
+
+    row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    inside = column < DIM
+    heads = head * GROUPS + row
+    asked = (lane * KEY_HEADS * GROUPS + heads)[:, None] * DIM + column[None]
+    q = tl.load(query + asked, mask=(row < GROUPS)[:, None] & inside[None], other=0.0)
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    for at in range(first, last, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        live = token < last
+        page = tl.load(pages + lane * blocks + token // PAGE, mask=live, other=0)
+        rows = ((page * KEY_HEADS + head) * PAGE + token % PAGE) * DIM
+        k = tl.load(keys + rows[None] + column[:, None], mask=live[None] & inside[:, None], other=0.0)
+        products = tl.dot(q, k, input_precision="ieee") * scale
+        if SOFTCAP:
+            products = softcap * (1 - 2 / (1 + tl.exp(2 * products / softcap)))  # tanh
+        seen = live & (token > here - WINDOW) if WINDOW else live
+        products = tl.where(seen[None], products, float("-inf"))
+        higher = tl.maximum(tl.maximum(top, tl.max(products, 1)), -3.0e38)  # -inf where nothing is seen
+        weights = tl.exp(products - higher[:, None])
+        shrink = tl.exp(top - higher)
+        v = tl.load(values + rows[:, None] + column[None], mask=live[:, None] & inside[None], other=0.0)
+        mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        top = higher
+    out = (lane * KEY_HEADS * GROUPS + heads) * PARTS + part
+    tl.store(sums + out[:, None] * DIM + column[None], mixed, mask=(row < GROUPS)[:, None] & inside[None])
+    tl.store(tops + out * 2, top, mask=row < GROUPS)
+    tl.store(tops + out * 2 + 1, total, mask=row < GROUPS)
+
+
+@triton.jit
+def add_parts(
+    sums, tops, sinks, mixed, total,
+    SINKS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """All parts of one lane and one head."""
+    lane, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    part, column = tl.arange(0, PARTS), tl.arange(0, WIDTH)
+    base = (lane * HEADS + head) * PARTS + part
+    top = tl.load(tops + base * 2)
+    weight = tl.load(tops + base * 2 + 1)
+    highest = tl.max(top, 0)
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    highest = tl.maximum(highest, -3.0e38)
+    share = tl.where(weight > 0, tl.exp(top - highest), 0.0)
+    all_of_it = tl.sum(share * weight, 0)
+    if SINKS:
+        all_of_it += tl.exp(sink - highest)
+    rows = tl.load(sums + base[:, None] * DIM + column[None], mask=(column < DIM)[None], other=0.0)
+    made = tl.sum(rows * share[:, None], 0) / tl.where(all_of_it > 0, all_of_it, 1.0)
+    tl.store(mixed + (lane * HEADS + head) * DIM + column, made, mask=column < DIM)
+    tl.store(total + lane * HEADS + head, tl.log(all_of_it) + highest)

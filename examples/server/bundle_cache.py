@@ -1,0 +1,93 @@
+"""Models of a folder that are loaded when they are asked for, and closed when their memory is wanted for others.
+
+ray_serve.py uses it, one in each replica.  The folder is that of model_versions.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from cgbundle.validate.bundle import checked_manifest
+
+from .model_versions import Identity, Model, Options, Refused, Version, log, scan
+
+
+class BundleCache:
+    """At most `limit` bytes of loaded bundles, as their manifests count their memories; the one that was asked for longest ago goes
+    first.  The folder is looked at every `poll` seconds, while requests come."""
+
+    def __init__(
+        self, folder: str | Path, limit: int, options: Options, poll: float, tell: Callable[[dict[str, Any]], None] = log
+    ) -> None:
+        self._folder, self._limit, self._options, self._poll, self._tell = Path(folder), limit, options, poll, tell
+        self._models: OrderedDict[str, Model] = OrderedDict()  # by when they were asked for
+        self._turn = asyncio.Lock()
+        self._looked = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def loaded(self) -> dict[str, int]:
+        """The models that are loaded, the one that was asked for longest ago first, and the version of each."""
+        return {name: model.current.number for name, model in self._models.items() if model.current is not None}
+
+    async def version(self, name: str) -> Version:
+        """The version of a model that serves, loaded if need be.  What follows without an `await` in between finds it open.
+        Raises KeyError where the folder has no such model, Refused where none of its versions can be served."""
+        if name not in self._models:
+            async with self._turn:
+                if name not in self._models:  # nobody was quicker
+                    await self._open(name)
+        elif time.monotonic() - self._looked > self._poll:
+            self._looked = time.monotonic()
+            self._later(self._refresh())
+        model = self._models.get(name)
+        if model is None or model.current is None:  # it has gone meanwhile
+            return await self.version(name)
+        self._models.move_to_end(name)
+        return model.current
+
+    async def close(self) -> None:
+        """Answers what was taken, and closes all."""
+        async with self._turn:
+            models = [self._models.popitem()[1] for _ in range(len(self._models))]
+        await asyncio.gather(*[model.close() for model in models], *self._tasks)
+
+    async def _open(self, name: str) -> None:
+        found = (await asyncio.to_thread(scan, self._folder))[name]
+        await self._make_place(name, found)
+        model = Model(name, self._options, lambda model, version, batch: None)
+        await model.refresh(found, self._tell)
+        if model.current is None:
+            _, why = model.refused[max(model.refused)]
+            raise Refused(f"no version of {name!r} can be served: {why}")
+        self._models[name] = model
+
+    async def _make_place(self, name: str, found: dict[int, tuple[Path, Identity]]) -> None:
+        path, _ = found[max(found)]
+        wanted = sum(dict((await asyncio.to_thread(checked_manifest, str(path))).memories).values())
+        while self._models and wanted + self._bytes() > self._limit:
+            oldest, model = self._models.popitem(last=False)
+            self._tell({"event": "evicted", "model": oldest, "for": name})
+            await model.close()
+
+    def _bytes(self) -> int:
+        return sum(sum(model.current.memory.values()) for model in self._models.values() if model.current is not None)
+
+    async def _refresh(self) -> None:
+        async with self._turn:
+            found = await asyncio.to_thread(scan, self._folder)
+            for name, model in list(self._models.items()):
+                await model.refresh(found.get(name, {}), self._tell)
+                if model.current is None:
+                    del self._models[name]
+                    await model.close()
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,98 @@
+"""A bundle in Triton's Python backend: copy this file as `model.py` beside `model.cgb`.
+
+    models/classifier/1/model.cgb      the bundle
+    models/classifier/1/model.py       this file
+    models/classifier/config.pbtxt     backend: "python"
+
+Inputs, outputs and batching are told to Triton from the bundle's signature, so that config.pbtxt needs no more than that line.
+Where rows do not depend on each other Triton gathers requests up to the largest recorded size.  serve_models.py serves the same
+folder.  The Python of the backend needs cgbundle and NumPy; torch is not imported.  Interface: triton-inference-server's
+python_backend, src/resources/triton_python_backend_utils.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy
+import triton_python_backend_utils as backend
+
+import cgbundle
+from cgbundle.validate.bundle import checked_manifest
+
+BUNDLE = Path(__file__).parent / "model.cgb"
+
+TYPES = {
+    "bool": "BOOL", "float16": "FP16", "float32": "FP32", "float64": "FP64",
+    **{f"{sign}int{bits}": f"{sign.upper()}INT{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)},
+}  # fmt: skip
+"""Triton's names of dtypes.  Its NumPy tensors have no bfloat16."""
+
+
+def batches(manifest: Any) -> tuple[int, ...]:
+    """The recorded sizes of the first axis of all tensors, where its rows do not depend on each other; () otherwise."""
+    shapes = [spec.shape for spec in (*manifest.inputs, *manifest.outputs)]
+    for dimension in manifest.dimensions:
+        first = all(shape and shape[0] == dimension.name for shape in shapes)
+        if first and dimension.chunk and not any(dimension.name in str(shape[1:]) for shape in shapes):
+            return tuple(dimension.sizes)
+    return ()
+
+
+class TritonPythonModel:
+    """What Triton calls."""
+
+    @staticmethod
+    def auto_complete_config(config: Any) -> Any:
+        """The model's configuration, from the bundle.  Raises KeyError for a dtype that the backend does not have."""
+        manifest = checked_manifest(str(BUNDLE))
+        sizes = batches(manifest)
+        config.set_max_batch_size(sizes[-1] if sizes else 0)
+        if sizes:
+            config.set_dynamic_batching()
+        for specs, add in ((manifest.inputs, config.add_input), (manifest.outputs, config.add_output)):
+            for spec in specs:
+                dims = [size if type(size) is int else -1 for size in spec.shape[1 if sizes else 0 :]]
+                add({"name": spec.name, "data_type": f"TYPE_{TYPES[spec.dtype]}", "dims": dims})
+        return config
+
+    def initialize(self, args: dict[str, str]) -> None:
+        """Loads the bundle, on the instance's GPU if it is for one.  Raises CgbundleError, which Triton tells."""
+        device = int(args["model_instance_device_id"]) if args.get("model_instance_kind") == "GPU" else 0
+        self.program = cgbundle.load(BUNDLE, device=device)
+        self.program.warmup()
+        self.together = bool(batches(self.program.manifest))
+
+    def execute(self, requests: list[Any]) -> list[Any]:
+        """A response for each request: requests of one shape by one replay."""
+        groups: dict[Any, list[tuple[int, list[Any]]]] = {}
+        for place, request in enumerate(requests):
+            given = [backend.get_input_tensor_by_name(request, spec.name).as_numpy() for spec in self.program.inputs]
+            rows = len({array.shape[0] for array in given}) == 1 if self.together else False
+            groups.setdefault(tuple([array.shape[1:] for array in given]) if rows else place, []).append((place, given))
+        responses: list[Any] = [None] * len(requests)
+        for group in groups.values():
+            for (place, _), answer in zip(group, self._answers([given for _, given in group]), strict=True):
+                responses[place] = answer
+        return responses
+
+    def finalize(self) -> None:
+        """Gives the memory back."""
+        self.program.close()
+
+    def _answers(self, requests: list[list[Any]]) -> list[Any]:
+        columns = zip(*requests, strict=True)
+        try:
+            made = self.program.replay([numpy.concatenate(column) if len(column) > 1 else column[0] for column in columns])
+        except cgbundle.CallError as error:
+            if len(requests) > 1:  # nobody pays for another's request
+                return [answer for request in requests for answer in self._answers([request])]
+            return [backend.InferenceResponse([], backend.TritonError(" ".join(str(error).split())))]
+        ends = numpy.cumsum([request[0].shape[0] for request in requests])[:-1] if len(requests) > 1 else []
+        parts = [numpy.split(output, ends) if len(requests) > 1 else [output] for output in made]
+        names = [spec.name for spec in self.program.outputs]
+        return [
+            backend.InferenceResponse([backend.Tensor(name, part) for name, part in zip(names, row, strict=True)])
+            for row in zip(*parts, strict=True)
+        ]

@@ -1,0 +1,387 @@
+"""examples/causal_lm.py: the tokens of transformers, family by family, from pages that requests share; sampling; the kernel."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import random
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from tests.helpers.places import ROOT
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from tests.helpers.shared_builds import shared_build  # noqa: E402
+
+EXAMPLES = ROOT / "examples"
+FAMILIES = (
+    "llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "phi", "opt", "mixtral", "qwen3-moe",
+    "gpt-oss",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[ModuleType]:
+    """The model file, as `python causal_lm.py` would import it."""
+    sys.path.insert(0, str(EXAMPLES))
+    yield importlib.import_module("causal_lm")
+    sys.path.remove(str(EXAMPLES))
+
+
+@pytest.fixture(scope="module")
+def llama(lm: ModuleType) -> Any:
+    return made(lm, "llama")
+
+
+def made(lm: ModuleType, name: str) -> Any:
+    """The model of a named configuration."""
+    return lm.CausalLM(lm.network(name, torch.float32))
+
+
+def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
+    """What transformers' own `generate` puts behind a prompt, with its own attention and cache."""
+    network = model.network
+    network.set_attn_implementation("eager")
+    try:
+        ids = torch.tensor([prompt])
+        found = network.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            **options,
+        )
+    finally:
+        network.set_attn_implementation("paged")
+    return found[0, len(prompt) :].tolist()
+
+
+class Engine:
+    """Requests over the entries of a model or a bundle, in `lanes` lanes: gives pages and slots out and takes them back."""
+
+    def __init__(self, lm: ModuleType, entries: Any, lanes: int = 4, blocks: int = 12, chunk: int = 16) -> None:
+        self.lm, self.entries, self.lanes, self.blocks, self.chunk = lm, entries, lanes, blocks, chunk
+        self.free = list(range(1, lm.PAGES))
+        self.slots = list(range(1, lm.SLOTS))
+        self.texts: dict[Any, dict[str, Any]] = {}
+
+    def add(self, name: Any, prompt: list[int], room: int, **sampling: float) -> None:
+        pages = [self.free.pop(random.randrange(len(self.free))) for _ in range(-(-(len(prompt) + room) // self.lm.PAGE))]
+        self.texts[name] = {"read": 0, "tokens": list(prompt), "pages": pages, "slot": self.slots.pop(), "sampling": sampling}
+
+    def remove(self, name: Any) -> list[int]:
+        text = self.texts.pop(name)
+        self.free += text["pages"]
+        self.slots.append(text["slot"])
+        return text["tokens"]
+
+    def _lanes(self, names: list[Any]) -> tuple[Any, ...]:
+        """(start, pages, slot, sampling) with the lanes that are left over off."""
+        texts = [self.texts[name] for name in names]
+        off = self.lanes - len(texts)
+        pages = [text["pages"] + [0] * (self.blocks - len(text["pages"])) for text in texts] + [[0] * self.blocks] * off
+        plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "penalty": 1.0, "seed": 0, "alternatives": 0}
+        sampling = [{**plain, **text["sampling"]} for text in texts] + [plain] * off
+        sampling = self.lm.Sampling(*[torch.tensor([each[field] for each in sampling]) for field in self.lm.Sampling._fields])
+        start, slot = [[text[field] for text in texts] + [0] * off for field in ("read", "slot")]
+        return torch.tensor(start), torch.tensor(pages), torch.tensor(slot), sampling
+
+    def prefill(self, names: list[Any]) -> dict[str, Any]:
+        """A chunk of each text, which is at its end where the next token is appended."""
+        chunks = [self.texts[name]["tokens"][self.texts[name]["read"] :][: self.chunk] for name in names]
+        ids = [each + [9] * (self.chunk - len(each)) for each in chunks] + [[9] * self.chunk] * (self.lanes - len(names))
+        count = torch.tensor([len(each) for each in chunks] + [0] * (self.lanes - len(names)))
+        with torch.no_grad():
+            given = self.entries.prefill(torch.tensor(ids), count, *self._lanes(names))
+        for name, chunk, token in zip(names, chunks, given["token"].tolist(), strict=False):
+            self.texts[name]["read"] += len(chunk)
+            if self.texts[name]["read"] == len(self.texts[name]["tokens"]):
+                self.texts[name]["tokens"].append(token)
+        return given
+
+    def decode(self, names: list[Any]) -> dict[str, Any]:
+        ids = [self.texts[name]["tokens"][-1:] for name in names] + [[9]] * (self.lanes - len(names))
+        count = torch.tensor([1] * len(names) + [0] * (self.lanes - len(names)))
+        with torch.no_grad():
+            given = self.entries.decode(torch.tensor(ids), count, *self._lanes(names))
+        for name, token in zip(names, given["token"].tolist(), strict=False):
+            self.texts[name]["read"] += 1
+            self.texts[name]["tokens"].append(token)
+        return given
+
+    def generate(self, names: list[Any], limit: list[int], stop: tuple[int, ...] = ()) -> dict[str, Any]:
+        ids = [self.texts[name]["tokens"][-1:] for name in names] + [[9]] * (self.lanes - len(names))
+        stops = torch.tensor([[*stop, *[-1] * (self.lm.STOPS - len(stop))]] * self.lanes)
+        limits = torch.tensor(limit + [0] * (self.lanes - len(names)))
+        with torch.no_grad():
+            given = self.entries.generate(torch.tensor(ids), *self._lanes(names), stops, limits)
+        for name, count, row in zip(names, given["count"].tolist(), given["tokens"].tolist(), strict=False):
+            self.texts[name]["read"] += count
+            self.texts[name]["tokens"] += row[:count]
+        return given
+
+    def run(self, name: Any, count: int) -> None:
+        """The prompt and `count` tokens behind it, beside no other text."""
+        begun = len(self.texts[name]["tokens"])
+        while len(self.texts[name]["tokens"]) == begun:
+            self.prefill([name])
+        while len(self.texts[name]["tokens"]) < begun + count:
+            self.decode([name])
+
+
+def prompt(length: int, seed: int = 0) -> list[int]:
+    return random.Random(f"{length} {seed}").choices(range(3, 128), k=length)
+
+
+def nobodys_page_is_zero(model: Any) -> bool:
+    return not any(buffer[0].any() for name, buffer in model.named_buffers() if name.startswith(("keys", "values", "seen")))
+
+
+# --- the tokens of transformers -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_are_transformers(lm: ModuleType, family: str) -> None:
+    model = made(lm, family)
+    prompts = {length: prompt(length) for length in (5, 21, 37)}
+    engine = Engine(lm, model)
+    for name, each in prompts.items():
+        engine.add(name, each, 60)
+    while waiting := [name for name, text in engine.texts.items() if text["read"] < len(prompts[name])]:
+        engine.prefill(waiting)
+    for _ in range(30):
+        engine.decode(list(prompts))
+    engine.generate(list(prompts), [17, 9, 17])
+    for name, each in prompts.items():
+        tokens = engine.remove(name)[name:]
+        assert len(tokens) == (40 if name == 21 else 48)
+        assert tokens == reference(model, each, len(tokens)), f"{family}, prompt of {name} tokens"
+    assert nobodys_page_is_zero(model)
+
+
+def test_pages_are_used_again_by_requests_that_come_and_go(lm: ModuleType, llama: Any) -> None:
+    order = random.Random(0)
+    engine, waiting, expected, seen = Engine(lm, llama), list(range(50)), {}, 0
+    prompts = {name: prompt(order.randrange(1, 60), name) for name in waiting}
+    counts = {name: order.randrange(1, 24) for name in waiting}
+    while waiting or engine.texts:
+        while waiting and len(engine.texts) < 4:
+            name = waiting.pop()
+            engine.add(name, prompts[name], counts[name])
+        reading = [name for name, text in engine.texts.items() if text["read"] < len(prompts[name])]
+        going = [name for name in engine.texts if name not in reading]
+        if reading and (not going or order.random() < 0.5):
+            engine.prefill(order.sample(reading, order.randrange(1, len(reading) + 1)))
+        elif going:
+            engine.decode(order.sample(going, order.randrange(1, len(going) + 1)))
+        for name in list(engine.texts):
+            if len(engine.texts[name]["tokens"]) == len(prompts[name]) + counts[name]:
+                expected[name] = engine.remove(name)[len(prompts[name]) :]
+                seen += 1
+    assert seen == 50 and sorted(engine.free) == list(range(1, lm.PAGES)) and nobodys_page_is_zero(llama)
+    for name in order.sample(sorted(expected), 12):
+        assert expected[name] == reference(llama, prompts[name], counts[name])
+
+
+@pytest.mark.parametrize("entry", ["prefill", "decode", "generate"])
+def test_a_lane_that_is_off_changes_nothing(lm: ModuleType, llama: Any, entry: str) -> None:
+    before = {name: buffer.clone() for name, buffer in llama.named_buffers() if name.startswith(("keys", "values", "seen"))}
+    getattr(Engine(lm, llama), entry)(*[[]] * (2 if entry == "generate" else 1))
+    assert all(torch.equal(buffer, before[name]) for name, buffer in llama.named_buffers() if name in before)
+
+
+def test_generate_stops_at_stop_tokens_and_limits(lm: ModuleType, llama: Any) -> None:
+    engine = Engine(lm, llama)
+    engine.add("a", prompt(9), 60)
+    engine.run("a", 1)
+    wanted = reference(llama, prompt(9), 41)
+    given = engine.generate(["a"], [3])
+    assert given["tokens"][0].tolist() == wanted[1:4] + [-1] * (lm.TURNS - 3) and given["count"].tolist() == [3, 0, 0, 0]
+    place = next(place for place in range(6, 40) if wanted[place] not in wanted[4:place])
+    given = engine.generate(["a"], [lm.TURNS], (127, wanted[place]))
+    assert engine.texts["a"]["tokens"][9:] == wanted[: place + 1], "the stop token is the last"
+    engine.decode(["a"])
+    assert engine.remove("a")[-1] == wanted[place + 1], "and what the loop read is in the pages"
+
+
+# --- sampling -------------------------------------------------------------------------------------------------------
+
+
+def test_a_lanes_token_hangs_on_no_neighbour(lm: ModuleType, llama: Any) -> None:
+    sampling = {"temperature": 0.9, "top_p": 0.95, "top_k": 50, "penalty": 1.2}
+    alone = []
+    for seed in (1, 2, 1):
+        engine = Engine(lm, llama)
+        engine.add("a", prompt(11), 40, seed=seed, **sampling)
+        engine.run("a", 20)
+        alone.append(engine.remove("a")[11:])
+    assert alone[0] == alone[2] != alone[1]
+    engine = Engine(lm, llama)
+    engine.add("b", prompt(30), 40, temperature=1.5, seed=7)
+    engine.run("b", 3)
+    engine.add("a", prompt(11), 40, seed=1, **sampling)
+    engine.prefill(["a"])
+    for _ in range(9):
+        engine.decode(["b", "a"])
+    engine.generate(["b", "a"], [10, 10])
+    assert engine.remove("a")[11:] == alone[0]
+
+
+def test_temperature_draws_from_the_softmax(lm: ModuleType) -> None:
+    rows, logits = 20_000, torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5])
+    sampling = lm.Sampling(*[torch.full((rows,), value) for value in (0.7, 0, 1.0, 1.0, 11, 0)])
+    drawn = lm.sample(logits.expand(rows, -1), torch.zeros(rows, 5, dtype=torch.bool), torch.arange(rows), sampling)
+    share = torch.bincount(drawn, minlength=5) / rows
+    torch.testing.assert_close(share, torch.softmax(logits / 0.7, 0), rtol=0, atol=0.015)
+
+
+@pytest.mark.parametrize(("k", "p"), [(0, 0.9), (1, 0.5), (20, 1.0), (700, 0.3), (30, 0.8)])
+def test_top_k_and_top_p_leave_what_transformers_leave(lm: ModuleType, k: int, p: float) -> None:
+    from language_model.sampling import filtered
+
+    torch.manual_seed(k)
+    logits = torch.randn(1, 500) * 3
+    wanted = transformers.TopKLogitsWarper(k)(None, logits) if k else logits
+    wanted = transformers.TopPLogitsWarper(p)(None, wanted) if p < 1 else wanted
+    assert torch.equal(filtered(logits, torch.tensor([k]), torch.tensor([p])), wanted)
+
+
+def test_the_penalty_is_transformers(lm: ModuleType, llama: Any) -> None:
+    engine = Engine(lm, llama)
+    engine.add("a", prompt(20), 40, penalty=1.3)
+    engine.run("a", 30)
+    assert engine.remove("a")[20:] == reference(llama, prompt(20), 30, repetition_penalty=1.3)
+
+
+def test_log_probabilities(lm: ModuleType, llama: Any) -> None:
+    engine = Engine(lm, llama)
+    engine.add("a", prompt(10), 40, alternatives=5)
+    given = engine.prefill(["a"])
+    llama.network.set_attn_implementation("eager")
+    with torch.no_grad():
+        wanted = llama.network(torch.tensor([prompt(10)])).logits[0, -1].log_softmax(-1)
+    llama.network.set_attn_implementation("paged")
+    best = wanted.topk(20)
+    assert given["top_token"][0].tolist() == best.indices.tolist() and given["token"][0] == best.indices[0]
+    torch.testing.assert_close(given["top_logprob"][0], best.values)
+    torch.testing.assert_close(given["logprob"][0], best.values[0])
+
+
+def test_random_words_are_philox(lm: ModuleType) -> None:
+    """Random123's known answer of philox2x32-10 for zeros is ff1dae59."""
+    from language_model.sampling import exponential
+
+    word = torch.tensor(0xFF1DAE59, dtype=torch.float64)
+    wanted = -torch.log1p(-(word + 0.5) / 2**32).float()
+    torch.testing.assert_close(exponential(torch.tensor([0]), torch.tensor([0]), 1)[0, 0], wanted, rtol=1e-4, atol=0)
+    assert 0.99 < exponential(torch.tensor([5]), torch.tensor([9]), 200_000).mean() < 1.01
+
+
+# --- a bundle ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder() -> Path:
+    """A Llama of one layer as the Hub has it, and its bundle without `generate`, which takes two minutes to build."""
+
+    def build(folder: Path) -> None:
+        sys.path.insert(0, str(EXAMPLES))
+        from language_model.configurations import CONFIGURATIONS
+
+        sys.path.remove(str(EXAMPLES))
+        options = {**CONFIGURATIONS["llama"], "num_hidden_layers": 1, "initializer_range": 0.2}
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            config = transformers.AutoConfig.for_model(**options)
+            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
+        sizes = {"prefill": {"batch": [2], "seq": [16]}, "decode": {"batch": [2]}}
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("CAUSAL_LM", str(folder / "llama"))
+            patch.setenv("CAUSAL_LM_TURNS", "0")
+            every = {entry: {**each, "blocks": [4]} for entry, each in sizes.items()}
+            cgcompile.build(str(EXAMPLES / "causal_lm.py"), sizes=every, out=folder / "llama.cgb", target="cpu")
+
+    return shared_build("causal_lm", build)
+
+
+def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path) -> None:
+    model = made(lm, str(folder / "llama"))
+    sampling = {"temperature": 0.8, "top_k": 40, "top_p": 0.9, "penalty": 1.1, "seed": 3, "alternatives": 2}
+    found = []
+    with cgbundle.load(folder / "llama.cgb") as program:
+        for entries in (program, model):
+            random.seed(0)
+            engine, texts = Engine(lm, entries, lanes=2, blocks=4), []
+            engine.add("greedy", prompt(21), 40)
+            engine.add("drawn", prompt(3), 40, **sampling)
+            first = engine.prefill(["greedy", "drawn"])
+            engine.prefill(["greedy"])
+            for _ in range(11):
+                given = engine.decode(["drawn", "greedy"])
+            texts.append(engine.remove("greedy"))
+            engine.add("later", prompt(30), 20)
+            engine.run("later", 4)
+            engine.decode(["drawn"])
+            texts += [engine.remove("drawn"), engine.remove("later")]
+            found.append((texts, first["logprob"], given["top_logprob"]))
+        assert not any(torch.from_dlpack(program.state[name])[0].any() for name in ("keys_0", "values_0", "seen"))
+    assert found[0][0] == found[1][0]
+    assert found[0][0][0][21:] == reference(model, prompt(21), 12) and found[0][0][2][30:] == reference(model, prompt(30), 4)
+    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-4, atol=1e-5)
+
+
+# --- the model file and the kernel -------------------------------------------------------------------------------------
+
+
+def test_weights_of_a_folder(lm: ModuleType, llama: Any, tmp_path: Any) -> None:
+    llama.network.save_pretrained(tmp_path, max_shard_size="60KB")
+    assert len(list(tmp_path.glob("*.safetensors"))) > 1
+    loaded = made(lm, str(tmp_path)).state_dict()
+    assert all(torch.equal(value, loaded[name]) for name, value in llama.state_dict().items())
+    with pytest.raises(ValueError, match=r"CAUSAL_LM: expected a folder with config.json or one of llama, .*, got 'nowhere'"):
+        made(lm, "nowhere")
+
+
+@pytest.mark.parametrize("batch", [1, 4, 70])
+def test_inputs_share_no_page(lm: ModuleType, batch: int) -> None:
+    ids, count, start, pages, slot, _ = lm.prompts(batch, 24, 8)
+    assert ids.shape == (batch, 24) and pages.shape == (batch, 8)
+    live = pages[pages > 0].tolist()
+    assert len(set(live)) == len(live) and len(set(slot[slot > 0].tolist())) == int((slot > 0).sum())
+    assert ((start + count) <= (pages > 0).sum(1) * lm.PAGE).all() and (count[slot == 0] == 0).all()
+
+
+KERNEL = """
+import torch
+from language_model import decode_kernel
+from tests.helpers.decode_cases import CASES, case
+decode_kernel.PROGRAMS = 20  # two parts for each lane and key head: the interpreter is slow
+for name, options in CASES.items():
+    given = case(**options)
+    for made, wanted in zip(decode_kernel.launch(*given), decode_kernel.plain(*given), strict=True):
+        torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5, msg=name)
+"""
+
+
+def test_the_kernel_under_tritons_interpreter() -> None:
+    pytest.importorskip("triton")
+    path = os.pathsep.join([str(EXAMPLES), str(ROOT)])
+    done = subprocess.run(
+        [sys.executable, "-c", KERNEL],
+        env={**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]

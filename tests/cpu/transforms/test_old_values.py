@@ -1,0 +1,91 @@
+"""Buffers that take each other's values: Inductor reads what they held before."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from torch.fx import symbolic_trace  # noqa: E402
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from cgcompile.transforms.old_values import ReadOldValues, read_old_values  # noqa: E402
+
+aten, rev = torch.ops.aten, torch.ops.prims.rev.default
+
+
+class Swapping(torch.nn.Module):
+    """Two pairs of buffers that swap their values, one of them by an addition of nothing."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, name in enumerate("abcd"):
+            self.register_buffer(name, torch.full((4,), float(number)))
+
+    def forward(self, x: Any) -> Any:
+        a, b, c, d = [each.clone() for each in (self.a, self.b, self.c, self.d)]
+        for place, value in zip((self.a, self.b, self.c, self.d), (b, a, d + 0, c), strict=True):
+            place.copy_(value)
+        return torch.stack([self.a, self.b, self.c, self.d]) + x
+
+
+@pytest.mark.parametrize("target", ["cpu", "sm_90"])
+def test_a_bundle_swaps_them_as_eager_pytorch_does(tmp_path: Path, target: str) -> None:
+    """The proof of a trace replays its rows, interpreted, and compares the buffers."""
+    path = cgcompile.build(Swapping(), lambda: (torch.zeros(4),), out=tmp_path / "swapping.cgb", target=target).path
+    if target == "cpu":
+        eager = Swapping()
+        with cgbundle.load(path) as program:
+            for _ in range(3):
+                assert torch.equal(program(torch.zeros(4)), eager(torch.zeros(4)))
+
+
+class Emptied(torch.nn.Module):
+    """A counter that a call sets back to what another buffer holds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("first", torch.full((4,), 7.0))
+        self.register_buffer("held", torch.zeros(4))
+
+    def forward(self, x: Any) -> Any:
+        made = self.held + x
+        self.held.copy_(self.first)
+        return made
+
+
+def test_a_bundle_begins_with_the_buffers_of_the_model(tmp_path: Path) -> None:
+    """Inductor copies one buffer to another while it compiles."""
+    path = cgcompile.build(Emptied(), lambda: (torch.zeros(4),), out=tmp_path / "emptied.cgb", target="cpu").path
+    with cgbundle.load(path) as program:
+        assert [float(program(torch.zeros(4))[0]) for _ in range(2)] == [0, 7]
+
+
+def test_only_values_of_what_is_written_before_are_made_first() -> None:
+    def shifted(a: Any, b: Any, c: Any) -> Any:
+        aten.copy_.default(a, b)
+        aten.copy_.default(b, c)
+        return aten.add.Tensor(c, 1)
+
+    def swapped(a: Any, b: Any) -> Any:
+        old = aten.clone.default(a)
+        aten.copy_.default(a, b)
+        aten.copy_.default(b, old)
+        return aten.add.Tensor(b, 1)
+
+    kept, changed = symbolic_trace(shifted).graph, symbolic_trace(swapped).graph
+    for graph in (kept, changed):
+        read_old_values(graph)
+        graph.lint()
+    assert not kept.find_nodes(op="call_function", target=rev)
+    (made,) = changed.find_nodes(op="call_function", target=rev)
+    (user,) = made.users
+    assert user.args[0].name == "b" and user.args[1] is made
+
+
+def test_caches_know_the_pass_by_its_text() -> None:
+    assert ReadOldValues().uuid() == ReadOldValues().uuid()

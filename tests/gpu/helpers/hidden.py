@@ -1,0 +1,49 @@
+"""Bundles that a process which sees no GPU builds for this one's architecture: built without a GPU, replayed on one."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cgcompile
+from tests.helpers import chain_models, conditional_models, entry_models
+from tests.helpers.places import ROOT
+from tests.helpers.state_models import SIZES, draws, looks, pairs, rows, running, singles
+
+STATEFUL = {"running": (running, rows), "draws": (draws, singles), "looks": (looks, pairs)}
+"""The models of test_state_traced.py, and what makes their inputs."""
+
+
+def built_without_gpu(kind: str, name: str, path: Path) -> Path:
+    """The bundle of a model in `arguments`, at `path`."""
+    arch = "sm_{}{}".format(*torch.cuda.get_device_capability())
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+    subprocess.run([sys.executable, "-m", __name__, kind, name, str(path), arch], env=environment, cwd=ROOT, check=True)
+    return path
+
+
+def arguments(kind: str, name: str) -> tuple[Any, Any, dict[str, Any]]:
+    """The model, its inputs, and options of the build."""
+    if kind == "entries":
+        return entry_models.lanes(), entry_models.ENTRIES, {"sizes": entry_models.SIZES}
+    if kind == "chains":
+        return chain_models.chained(), chain_models.ENTRIES, {"sizes": chain_models.SIZES, "chains": chain_models.CHAINS}
+    if kind == "state":
+        make, inputs = STATEFUL[name]
+        return make(), inputs, {"sizes": list(SIZES), "train": True}
+    make, inputs, _ = conditional_models.MODELS[name]
+    torch.manual_seed(1)
+    model, given = make().eval(), inputs()
+    return model, lambda: (given[0],), {}
+
+
+if __name__ == "__main__":
+    kind, name, path, arch = sys.argv[1:]
+    assert not torch.cuda.is_available()
+    model, inputs, options = arguments(kind, name)
+    cgcompile.build(model, inputs, out=path, target=arch, prove="none", **options)

@@ -1,0 +1,31 @@
+"""Cases of attention to pages, for the kernel on a GPU and under Triton's interpreter, beside PyTorch's operations."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+CASES: dict[str, dict[str, Any]] = {
+    "grouped heads": {"heads": 6, "key_heads": 2},
+    "a head each, and a dim that is no power of two": {"dim": 24},
+    "sinks, window and soft cap": {"heads": 4, "sinks": True, "window": 33, "softcap": 3.0},
+}
+
+
+def case(
+    *, heads: int = 2, key_heads: int = 2, dim: int = 16, window: int = 0, softcap: float = 0.0, sinks: bool = False,
+    lengths: tuple[int, ...] = (1, 0, 65, 130), device: str = "cpu", dtype: torch.dtype = torch.float32, page: int = 16,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Arguments of `paged_decode`: lanes of these lengths, with pages in any order.  The third query lies behind its pages."""
+    generator = torch.Generator().manual_seed(0)
+    batch, blocks = len(lengths), -(-max(lengths) // page)
+    pages = (torch.randperm(batch * blocks, generator=generator) + 1).view(batch, blocks)
+    cache = [torch.randn(batch * blocks + 1, key_heads, page, dim, generator=generator) for _ in range(2)]
+    query = torch.randn(batch, heads, dim, generator=generator)
+    length = torch.tensor(lengths)
+    place = (length - 1).clamp(min=0)
+    place[2] += 5
+    sunk = torch.randn(heads, generator=generator).to(device, dtype) if sinks else None
+    tensors = [each.to(device, dtype) for each in (query, *cache)]
+    return (*tensors, pages.to(device), place.to(device), length.to(device), sunk, dim**-0.5, window, softcap)
