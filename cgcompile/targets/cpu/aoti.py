@@ -113,8 +113,7 @@ def _compiled(
         from .compilations import prefetch_triton_key, side_by_side, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
-        from .loop_failures import failures_leave_loops
-        from .parallel_loops import any_number_of_threads
+        from .parallel_loops import any_number_of_threads, failures_leave_loops
         from .reshapes import stored_before_reshapes
 
     prefetch_triton_key()
