@@ -19,10 +19,10 @@ from ..bundle.proof import accepted, measured
 from ..model.source import SEED, sample
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
 from ..targets.cuda.chains import chained_outputs
-from ..targets.cuda.conditions import conditional_driver
+from ..targets.kernels.conditions import conditional_driver
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import HostRegions, SplitProgram, host_stage, off_gpu, split_stage
-from ..targets.cuda.ptxas import lowest_driver
+from ..targets.kernels.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
 from ..targets.memory_layout import lay_out
 from ..targets.rows import WHOLE

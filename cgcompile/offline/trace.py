@@ -19,7 +19,7 @@ from ..export.programs import Programs
 from ..targets.architectures import Arch
 from ..targets.build_spec import BuildSpec
 from ..targets.cuda.chains import chained_outputs
-from ..targets.cuda.conditions import condition_function, condition_image
+from ..targets.kernels.conditions import condition_function, condition_image
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes

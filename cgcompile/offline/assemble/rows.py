@@ -11,7 +11,7 @@ from cgbundle.tables.recording import Address, Function, KernelNode, MemcpyNode,
 
 from ...errors import BuildError
 from ...targets.cuda.bodies import Bodies
-from ...targets.cuda.conditions import set_condition
+from ...targets.kernels.conditions import set_condition
 from ...targets.cuda.recorded import RecordedGraph
 from ..compile.kernels import CompiledKernel
 from ..lowered import (

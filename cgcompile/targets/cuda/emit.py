@@ -14,7 +14,7 @@ from cgbundle.tables.recording import Recording
 from ..build_spec import key_label, own_key
 from ..memory_layout import PAD
 from ..rows import WHOLE, whole_program, whole_region
-from .fills import fill_image, has_memsets, without_memsets
+from ..kernels.fills import fill_image, has_memsets, without_memsets
 from .host_regions import HostRegions, SplitProgram, split_rows
 from .recorded import RecordedProgram, RegionKey
 
