@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .errors import BundleError, CallError
 from .format.open_files import open_directory, open_file
-from .session.context_future import ContextFuture
+from .session.background import ContextFuture
 
 if TYPE_CHECKING:
     from .cuda.driver import Context
@@ -58,7 +58,7 @@ def load(
     outputs: str = "copy",
     check: str = "load",
     weights: str = "map",
-    lazy: bool = False,
+    lazy: bool | None = None,
     key: Keys | None = None,
     threads: int | None = None,
     cast: bool = False,
@@ -73,7 +73,8 @@ def load(
     `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded views that the next call makes stale.  `check`: "load"
     checks every file but the data of the weights, "full" those too.
     `weights`: "map" shares the file's pages with other processes, "copy" reads it into memory of this process, where no write into
-    the file is seen.  `lazy`: build a key's graph at its first call and not at load, for bundles with many keys (cuda).
+    the file is seen.  `lazy` (cuda): build a key's graph at its first call (True) or at load (False).  None builds those of eight
+    keys at load, and of a bundle with more the others in the background, or at a call that comes before.
     `key`: a public ed25519 key, or several of which one must have signed the bundle: path of a PEM file, 64 hexadecimal digits, or
     32 bytes.  Until the signature holds only the manifest is read; then every file is hashed, as by check="full".
     `threads`: how many a call uses on the CPU, for the cpu target and for operations on the host beside a GPU.  It holds for this
@@ -101,7 +102,7 @@ def load(
 
 def open_program(
     path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
-    check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool = False, key: Keys | None = None,
+    check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool | None = None, key: Keys | None = None,
     threads: int | None = None, cast: bool = False,
 ) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,

@@ -19,10 +19,10 @@ from ..export.programs import Programs
 from ..targets.architectures import Arch
 from ..targets.build_spec import BuildSpec
 from ..targets.cuda.chains import chained_outputs
-from ..targets.kernels.conditions import condition_function, condition_image
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
+from ..targets.kernels.conditions import condition_function, condition_image
 from ..targets.memory_layout import PAD, Table, WeightLayout, align
 from ..util.content_cache import cache_folder
 from ..util.progress import Tell
@@ -102,9 +102,12 @@ def lower_programs(
     target: Arch,
     scratch: Path,
     tell: Tell,
+    seconds: float | None = None,
 ) -> LoweredPrograms:
-    """All jobs lowered, the regions of a key as one program.  Raises the refusals of lowering."""
-    lowered = lower_all(jobs, target.name, scratch, cache=cache_folder(), table=table_file(target.name), tell=tell)
+    """All jobs lowered, the regions of a key as one program.  Raises the refusals of lowering, and TimeoutError when it takes more
+    than so many `seconds`."""
+    table = table_file(target.name)
+    lowered = lower_all(jobs, target.name, scratch, cache=cache_folder(), table=table, tell=tell, seconds=seconds)
     sources = {name for each in lowered.values() for constant in each.constants for name in constant.sources}
     return LoweredPrograms(by_key=_programs(lowered, split), sources=frozenset(sources))
 

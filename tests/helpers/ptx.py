@@ -197,7 +197,9 @@ def _instruction(text: str, labels: dict[str, int]) -> Run:
         assert parts == ["acq_rel", "sys"]
         return lambda thread: thread.block.send(thread.memory)
     if kind == "ld":
-        return partial(_param, *operands) if "param" in parts else partial(_load, _width(parts), *_registers(operands[0]), operands[1])
+        return (
+            partial(_param, *operands) if "param" in parts else partial(_load, _width(parts), *_registers(operands[0]), operands[1])
+        )
     if kind == "st":
         return partial(_store, _width(parts), operands[0], _registers(operands[1])[0])
     if kind == "mov" and operands[0].startswith("{"):

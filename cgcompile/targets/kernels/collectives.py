@@ -84,7 +84,12 @@ def _begin(world: int) -> Iterator[str]:
     yield "  ld.param.u64 %stride, [stride];"
     for name in ("count", "rank", "senders"):
         yield f"  ld.param.u32 %{name}, [{name}];"
-    yield from ("  mov.u32 %block, %ctaid.x;", "  mov.u32 %thread, %tid.x;", "  mov.u32 %threads, %ntid.x;", "  mov.u32 %blocks, %nctaid.x;")
+    yield from (
+        "  mov.u32 %block, %ctaid.x;",
+        "  mov.u32 %thread, %tid.x;",
+        "  mov.u32 %threads, %ntid.x;",
+        "  mov.u32 %blocks, %nctaid.x;",
+    )
     yield "  mov.b64 %mine, %m0;"
     for rank in range(1, world):
         yield f"  setp.eq.u32 %p, %rank, {rank};"
@@ -123,7 +128,11 @@ def _slot(way: str, memory: ExchangeMemory, base: str, source: str, to: str) -> 
         "packets": (memory.packets_at, memory.packets_half, 2 * memory.packets),
         "buffers": (memory.buffers_at, memory.buffers_half, memory.buffers),
     }[way]
-    yield f"  mul.wide.u32 {to}, %half, {half};" if half < 1 << 32 else f"  cvt.u64.u32 {to}, %half;\n  mul.lo.s64 {to}, {to}, {half};"
+    yield (
+        f"  mul.wide.u32 {to}, %half, {half};"
+        if half < 1 << 32
+        else f"  cvt.u64.u32 {to}, %half;\n  mul.lo.s64 {to}, {to}, {half};"
+    )
     yield f"  add.s64 {to}, {to}, {base};"
     if source.startswith("%"):
         yield f"  mul.wide.u32 %bytes, {source}, {size};"
@@ -165,7 +174,12 @@ def _packets(memory: ExchangeMemory, combine: Combine) -> Iterator[str]:
     for target in range(memory.world):
         yield from (f"  setp.eq.u32 %p, %rank, {target};", f"  @%p bra SENT_{target};")
         yield from _slot("packets", memory, f"%m{target}", "%rank", "%to")
-        yield from (f"  mul.lo.s64 %from, %stride, {target};", "  add.s64 %from, %from, %in;", "  mov.u32 %i, %j;", f"SEND_{target}:")
+        yield from (
+            f"  mul.lo.s64 %from, %stride, {target};",
+            "  add.s64 %from, %from, %in;",
+            "  mov.u32 %i, %j;",
+            f"SEND_{target}:",
+        )
         yield from ("  setp.ge.u32 %p, %i, %count;", f"  @%p bra SENT_{target};")
         yield from ("  mul.wide.u32 %at, %i, 8;", "  add.s64 %a0, %from, %at;", "  ld.global.v2.u32 {%w0, %w1}, [%a0];")
         yield from ("  shl.b64 %at, %at, 1;", "  add.s64 %a0, %to, %at;")
@@ -199,7 +213,12 @@ def _packets(memory: ExchangeMemory, combine: Combine) -> Iterator[str]:
 def _buffers(memory: ExchangeMemory, combine: Combine) -> Iterator[str]:
     """Every block sends its part to all, waits for the same part of all, and combines it."""
     world = memory.world
-    yield from ("  add.u32 %t, %count, %blocks;", "  sub.u32 %t, %t, 1;", "  div.u32 %t, %t, %blocks;", "  mul.lo.u32 %j, %t, %block;")
+    yield from (
+        "  add.u32 %t, %count, %blocks;",
+        "  sub.u32 %t, %t, 1;",
+        "  div.u32 %t, %t, %blocks;",
+        "  mul.lo.u32 %j, %t, %block;",
+    )
     yield from ("  add.u32 %last, %j, %t;", "  min.u32 %last, %last, %count;", "  add.u32 %j, %j, %thread;")
     yield from ("  shr.u32 %t, %senders, %rank;", "  and.b32 %t, %t, 1;", "  setp.eq.u32 %p, %t, 0;", "  @%p bra SENT;")
     for target in range(world):
@@ -214,7 +233,11 @@ def _buffers(memory: ExchangeMemory, combine: Combine) -> Iterator[str]:
         yield from (f"  setp.eq.u32 %p, %thread, {rank};", f"  selp.b64 %to, %m{rank}, %to, %p;")
     for base, source in (("%to", "%rank"), ("%mine", "%thread")):
         register = "%a0" if base == "%to" else "%a1"
-        yield from (f"  mad.lo.u32 %t, {source}, {BLOCKS}, %block;", f"  mul.wide.u32 %at, %t, {LINE};", f"  add.s64 {register}, {base}, %at;")
+        yield from (
+            f"  mad.lo.u32 %t, {source}, {BLOCKS}, %block;",
+            f"  mul.wide.u32 %at, %t, {LINE};",
+            f"  add.s64 {register}, {base}, %at;",
+        )
     yield from ("  fence.acq_rel.sys;", f"  st.relaxed.sys.global.u32 [%a0+{FLAGS}], %epoch;")
     look = [f"  ld.acquire.sys.global.u32 %f, [%a1+{FLAGS}];", "  sub.u32 %g, %f, %epoch;", "  setp.ge.s32 %p, %g, 0;"]
     yield from _wait("WAIT", look, "%thread")
@@ -226,7 +249,12 @@ def _buffers(memory: ExchangeMemory, combine: Combine) -> Iterator[str]:
     if combine == "side by side":
         yield "  mul.wide.u32 %bytes, %count, 16;"
         for source in range(world):
-            yield from (f"  shr.u32 %t, %senders, {source};", "  and.b32 %t, %t, 1;", "  setp.eq.u32 %p, %t, 0;", f"  @%p bra PLACED_{source};")
+            yield from (
+                f"  shr.u32 %t, %senders, {source};",
+                "  and.b32 %t, %t, 1;",
+                "  setp.eq.u32 %p, %t, 0;",
+                f"  @%p bra PLACED_{source};",
+            )
             yield from _copied(f"PLACE_{source}", f"%m{source}", "%out")
             yield from ("  add.s64 %out, %out, %bytes;", f"PLACED_{source}:")
     else:
@@ -250,7 +278,11 @@ def _copied(label: str, source: str, target: str) -> Iterator[str]:
     yield from ("  mov.u32 %i, %j;", f"{label}:", "  setp.ge.u32 %p, %i, %last;", f"  @%p bra {label}_DONE;", "  mov.u32 %t, %i;")
     for place in range(_AT_ONCE):
         words = ", ".join([f"%w{4 * place + each}" for each in range(4)])
-        yield from (f"  setp.lt.u32 %k{place}, %t, %last;", f"  mul.wide.u32 %a{place}, %t, 16;", f"  add.s64 %at, %a{place}, {source};")
+        yield from (
+            f"  setp.lt.u32 %k{place}, %t, %last;",
+            f"  mul.wide.u32 %a{place}, %t, 16;",
+            f"  add.s64 %at, %a{place}, {source};",
+        )
         yield from (f"  @%k{place} ld.global.cg.v4.u32 {{{words}}}, [%at];", "  add.u32 %t, %t, %threads;")
     for place in range(_AT_ONCE):
         words = ", ".join([f"%w{4 * place + each}" for each in range(4)])

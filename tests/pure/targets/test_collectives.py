@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Sequence
 from dataclasses import dataclass
-from random import Random
 
-import pytest
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgcompile.targets.kernels.collectives import PIECE, Combine, Way, params, source, symbol
-from cgcompile.targets.kernels.exchange_memory import BLOCKS, FLAGS, LIMIT, STATUS, WORLDS, ExchangeMemory
-from tests.helpers.ptx import Launch, Memory, bfloat16, bits_of, float_of, parse, run
+from cgcompile.targets.kernels.collectives import Combine, Way
+from cgcompile.targets.kernels.exchange_memory import ExchangeMemory
 
 SUMS: tuple[Combine, ...] = ("bfloat16", "float16", "float32")
 WORLD = 3
