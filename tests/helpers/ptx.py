@@ -21,7 +21,7 @@ Run = Callable[["Thread"], "int | None"]
 """One instruction: the place of the next one, or None for the one behind it."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Memory:
     """Bytes from an address on, which all GPUs share."""
 
@@ -44,7 +44,7 @@ class Memory:
         region[offset : offset + len(data)] = data
 
 
-@dataclass
+@dataclass(eq=False)
 class Block:
     """Threads, what they have stored that others do not see yet, and how many wait at the barrier."""
 
@@ -64,7 +64,7 @@ class Block:
         memory.write(*self.stored.pop(same[0]))
 
 
-@dataclass
+@dataclass(eq=False)
 class Thread:
     """`registers` hold bits, of numbers of any type."""
 
@@ -184,7 +184,7 @@ def _guarded(predicate: str, instruction: Run, thread: Thread) -> int | None:
 
 def _instruction(text: str, labels: dict[str, int]) -> Run:
     name, _, rest = text.partition(" ")
-    operands = [each.strip() for each in re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,]+", rest) if each.strip()]
+    operands = re.findall(r"\{[^}]*\}|\[[^\]]*\]|[^,\s]+", rest)
     kind, *parts = name.split(".")
     if kind == "bra":
         there = labels[operands[0]]
@@ -205,7 +205,7 @@ def _instruction(text: str, labels: dict[str, int]) -> Run:
     if kind == "mov" and operands[0].startswith("{"):
         return partial(_split, *_registers(operands[0]), operands[1])
     if kind == "setp":
-        return partial(_compare, parts, *operands)
+        return partial(_compare, parts, *operands, *[""] * (4 - len(operands)))
     return partial(_assign, _ARITHMETIC[name], operands[0], operands[1:])
 
 
@@ -268,9 +268,7 @@ def _split(registers: list[str], source: str, thread: Thread) -> None:
     thread.registers[registers[0]], thread.registers[registers[1]] = value & 0xFFFF, value >> 16
 
 
-def _compare(parts: list[str], target: str, first: str, second: str, third: str = "", thread: Any = None) -> None:
-    if thread is None:
-        raise AssertionError
+def _compare(parts: list[str], target: str, first: str, second: str, third: str, thread: Thread) -> None:
     a, b = _value(thread, first), _value(thread, second)
     if parts[-1] == "s32":
         a, b = [value - (1 << 32) if value >> 31 else value for value in (a, b)]
