@@ -1,8 +1,8 @@
-"""PTX run on the CPU, as far as the kernels of `cgcompile.targets.kernels.collectives` use it: several GPUs, with a weak memory.
+"""PTX run on the CPU, as far as the kernels of collectives use it: several GPUs, with a weak memory.
 
-Every thread is run an instruction at a time, in an order that a generator of random numbers chooses.  What a block stores is seen by its
-own threads at once, and by all others some time later, in any order but that of stores to the same bytes; a vector of 16 bytes arrives in
-two halves.  A fence, and the end of a block, send all that its threads have stored before.  Loads are never early.
+Every thread is run an instruction at a time, in an order that a generator of random numbers chooses.  What a block stores is seen
+by its own threads at once, and by all others some time later, in any order but that of stores to the same bytes; a vector of 16
+bytes arrives in two halves.  A fence, and the end of a block, send all that its threads have stored before.  Loads are never early.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ Program = tuple[tuple[str, ...], tuple[Run, ...]]
 
 
 def run(memory: Memory, gpus: Sequence[Sequence[Launch]], random: Random, clock: Callable[[], int] = lambda: 0) -> None:
-    """Runs the launches of each GPU in their order, those of different GPUs side by side.  Raises AssertionError where nothing can go
-    on, or goes on for ever."""
+    """Runs the launches of each GPU in their order, those of different GPUs side by side.  Raises AssertionError where nothing can
+    go on, or all goes on for ever."""
     left = [list(launches) for launches in gpus]
     running: list[list[Block]] = [[] for _ in gpus]
     for _ in range(200_000):

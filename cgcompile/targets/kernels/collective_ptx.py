@@ -1,8 +1,8 @@
 """The text of the kernels of `collectives`.  Pure.
 
-Registers that a whole kernel keeps: %in and %out; %m0 and on, the exchange memories of the ranks, and %mine; %epoch, and %half of it;
-%dead, whether this thread waits no longer; %count, %stride, %senders and %rank as in `collectives.params`.  %j is where a thread
-begins.  All others are of the few lines that use them.
+Registers that a whole kernel keeps: %in and %out; %m0 and on, the exchange memories of the ranks, and %mine; %epoch, and the
+%half that it uses; %dead, whether this thread waits no longer; %count, %stride, %senders and %rank as in `collectives.params`.
+%j is where a thread begins.  All others are of the few lines that use them.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ _AT_ONCE = 4
 
 def entry(world: int, name: str, body: str) -> str:
     """A kernel: what all begin and end with, around `body`."""
-    memories = "".join([f", .param .u64 memory_{rank}" for rank in range(world)])
+    long = ["input", "output", *[f"memory_{rank}" for rank in range(world)], "stride"]
+    params = [f".param .u64 {each}" for each in long] + [f".param .u32 {each}" for each in ("count", "rank", "senders")]
     return f"""
-.visible .entry {name}(.param .u64 input, .param .u64 output{memories}, .param .u64 stride, .param .u32 count, .param .u32 rank, .param .u32 senders)
+.visible .entry {name}({", ".join(params)})
 {{
   .reg .pred %p, %dead, %k<{_AT_ONCE}>;
   .reg .b16 %h<2>;
@@ -45,7 +46,7 @@ def packets(memory: ExchangeMemory, combine: str) -> str:
     slots = (memory.packets_at, memory.packets_half, size)
     sent = "".join([_send_packets(target, _slot(f"%m{target}", "%rank", "%to", slots)) for target in range(world)])
     taken = "".join([_take_packet(source, source * size, combine) for source in range(world)])
-    stored = "" if combine == "side by side" else f"{_round(combine, 2)}  add.s64 %to, %out, %at;\n  st.global.v2.u32 [%to], {{%w0, %w1}};\n"
+    stored = "" if combine == "side by side" else f"{_round(combine, 2)}{_STORE_SUM}"
     return f"""
   mad.lo.u32 %j, %block, %threads, %thread;
   mul.lo.u32 %step, %threads, %blocks;
@@ -185,6 +186,12 @@ def _wait(label: str, look: str, source: str) -> str:
   setp.eq.u32 %dead, 0, 0;
 {label}_THERE:
 """
+
+
+_STORE_SUM = """  add.s64 %to, %out, %at;
+  st.global.v2.u32 [%to], {%w0, %w1};
+"""
+"""Of a sum of packets."""
 
 
 # --- packets ----------------------------------------------------------------------------------------------------
@@ -381,10 +388,12 @@ def _add(combine: str, words: int, *, first: bool, word: int = 0) -> str:
         low, high = sums if first else ("%v0", "%v1")
         lines += _NUMBERS[combine].format(word=f"%w{word + place}", low=low, high=high)
         if not first:
-            lines += "".join([f"  add.rn.f32 {each}, {each}, %v{half};\n" for half, each in enumerate(sums) if not half or combine != "float32"])
+            pairs = zip(sums[:1] if combine == "float32" else sums, ("%v0", "%v1"), strict=False)
+            lines += "".join([f"  add.rn.f32 {total}, {total}, {value};\n" for total, value in pairs])
     return lines
 
 
 def _round(combine: str, words: int) -> str:
     """The sums as words of the dtype, in %w0 and on."""
-    return "".join([_ROUNDED[combine].format(word=f"%w{place}", low=f"%s{2 * place}", high=f"%s{2 * place + 1}") for place in range(words)])
+    line = _ROUNDED[combine]
+    return "".join([line.format(word=f"%w{place}", low=f"%s{2 * place}", high=f"%s{2 * place + 1}") for place in range(words)])

@@ -40,7 +40,7 @@ def symbol(way: Way, combine: Combine) -> str:
 def params(world: int) -> tuple[tuple[int, int], ...]:
     """(offset, size) of a kernel's parameters: the input, the output, the exchange memories of all ranks in their order, the own
     one among them; the bytes from what is sent to one rank to what is sent to the next, 0 where all get the same; how many pieces
-    each rank gets; the own rank; and as bits the ranks that send: of buffers side by side the others only say that they are there."""
+    each rank gets; the own rank; and as bits the ranks that send: of buffers side by side the others only say they are there."""
     return tuple([(8 * place, 8) for place in range(world + 3)] + [(8 * (world + 3) + 4 * place, 4) for place in range(3)])
 
 

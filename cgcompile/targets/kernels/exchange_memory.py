@@ -2,8 +2,9 @@
 
 It holds, in this order:
 
-    epochs   a number per block: the collectives that the block has seen.  It grows by one with every collective, on all ranks alike
-    status   0, or 1 + the rank that a kernel of this rank has waited for in vain; behind it the nanoseconds that it waits, 0: for ever
+    epochs   a number per block: how many collectives this rank has run.  It grows by one with each, on all ranks alike
+    status   0, or 1 + the rank that a kernel of this rank has waited for in vain
+    limit    the nanoseconds that a kernel waits, 0: for ever
     flags    per source and block: the epoch up to which the source has written what it sends to this rank
     packets  two halves, per half and source: data in pieces of 8 bytes, each beside its epoch twice (16 bytes)
     buffers  two halves, per half and source: data as it is

@@ -1,7 +1,7 @@
-"""`python -m tests.bench.gpu.all_reduce`: all_reduce between two GPUs by kernels of ours, in replayed graphs, beside NCCL's captured.
+"""`python -m tests.bench.gpu.all_reduce`: all_reduce between two GPUs by kernels of ours in graphs, beside NCCL captured in one.
 
-bf16, 8 KB to 64 MB, microseconds each of 100 in a graph, best of 8 replays.  Then a million in random sizes, every number looked at.
-`--count N`: as many instead.  `--only nccl` is what the program starts itself, under torch.distributed.run.
+bf16, 8 KB to 64 MB, microseconds each of 100 in a graph, best of 8 replays.  Then a million in random sizes, every number of them
+compared.  `--count N`: as many instead.  `--only nccl` is what the program starts itself, under torch.distributed.run.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 SIZES = [1 << power for power in range(13, 27)]
 TIMES, REPLAYS = 100, 8
 
-RANDOM, LARGEST = 400, 512 << 10
-"""All_reduces in a graph of random sizes, and the largest of them in bytes; one in eight is up to four times as large."""
+RANDOM, LARGEST, ROOM = 400, 2 << 20, 32 << 20
+"""The most all_reduces in a graph of random sizes, and in bytes the largest of them and all together."""
 
 
 def nccl() -> None:
@@ -53,19 +53,9 @@ def nccl() -> None:
 
 
 def measured_nccl() -> dict[int, float]:
-    """Microseconds by bytes."""
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "2",
-        "-m",
-        "tests.bench.gpu.all_reduce",
-        "--only",
-        "nccl",
-    ]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
+    """Microseconds by bytes; empty where NCCL did not run."""
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tests.bench.gpu.all_reduce"]
+    done = subprocess.run([*start, "--only", "nccl"], capture_output=True, text=True, check=False, timeout=120)
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     if not rows:
         print(done.stderr[-2000:])
@@ -73,7 +63,7 @@ def measured_nccl() -> dict[int, float]:
 
 
 def ours(theirs: dict[int, float]) -> None:
-    """The table."""
+    """The table; `theirs`: NCCL's microseconds by bytes."""
     from cgcompile.targets.kernels.collective_launches import collective_launch
     from cgcompile.targets.kernels.exchange_memory import ExchangeMemory
     from tests.gpu.helpers.ranks import Collective, Ranks
@@ -92,73 +82,52 @@ def ours(theirs: dict[int, float]) -> None:
         best = min(ranks.replay(graphs) for _ in range(REPLAYS)) * 1000 / TIMES
         equal = all(torch.equal(output[: size // 2].cpu(), right[: size // 2]) for output in outputs)
         other = theirs.get(size, float("nan"))
-        how = f"{launch.way} {launch.blocks} x {launch.threads}"
-        print(
-            f"{size >> 10:6} KB  ours {best:7.2f} us  NCCL {other:7.2f}  {other / best:5.2f} times  {how:20} {'right' if equal else 'WRONG'}",
-            flush=True,
-        )
+        how = f"{launch.way} {launch.blocks} x {launch.threads}, {'right' if equal else 'WRONG'}"
+        print(f"{size >> 10:6} KB  ours {best:7.2f} us  NCCL {other:7.2f}  {other / best:5.2f} times  {how}", flush=True)
 
 
 def many(count: int) -> None:
-    """Random sizes at random places, other numbers and another graph at every replay."""
+    """Random sizes one behind the other, other numbers and one of six graphs at every replay."""
     from cgcompile.targets.kernels.collective_launches import collective_launch
     from cgcompile.targets.kernels.exchange_memory import ExchangeMemory
     from tests.gpu.helpers.ranks import Collective, Ranks
 
-    random, largest = Random(1), 4 * LARGEST
-    ranks = Ranks(ExchangeMemory(world=2, packets=1 << 20, buffers=largest))
-    elements = 16 << 20
-    inputs = [torch.empty(elements, dtype=torch.bfloat16, device=f"cuda:{rank}") for rank in range(2)]
+    random = Random(1)
+    ranks = Ranks(ExchangeMemory(world=2, packets=1 << 20, buffers=LARGEST))
+    inputs = [torch.empty(ROOM // 2, dtype=torch.bfloat16, device=f"cuda:{rank}") for rank in range(2)]
     outputs = [torch.empty_like(values) for values in inputs]
     graphs, spans = [], []
     for _ in range(6):
-        listed, at = [], 0
-        while len(listed) < RANDOM:
-            size = 16 * random.randrange(
-                1, (largest if random.random() < 1 / 8 else random.choice((1 << 10, 16 << 10, LARGEST // 4))) // 16
-            )
-            if at + size > 2 * elements:
-                at = 0
-            if at + size > 2 * elements:
-                continue
-            launch = collective_launch(size)
-            listed.append(
-                (
-                    Collective(launch, "bfloat16", [v.data_ptr() + at for v in inputs], [v.data_ptr() + at for v in outputs]),
-                    at,
-                    size,
-                )
-            )
+        listed: list[Collective] = []
+        at = 0
+        while at <= ROOM - LARGEST and len(listed) < RANDOM:
+            size = 16 * random.randrange(1, random.choice((1 << 10, 16 << 10, 128 << 10, 128 << 10, LARGEST)) // 16)
+            places = [[values.data_ptr() + at for values in each] for each in (inputs, outputs)]
+            listed.append(Collective(collective_launch(size), "bfloat16", *places))
             at += size
-            if at > 2 * elements - largest:
-                break
-        graphs.append(ranks.graph([each for each, *_ in listed]))
+        graphs.append(ranks.graph(listed))
         spans.append((len(listed), at // 2))
     done, wrong, begin = 0, 0, time.perf_counter()
     while done < count:
         number = random.randrange(len(graphs))
-        length, end = spans[number]
-        seed, rights = random.getrandbits(40), []
-        for rank in range(2):  # both GPUs draw the numbers of both: the same seeds give the same
+        (length, end), seed, right = spans[number], random.getrandbits(40), []
+        for rank in range(2):  # each GPU draws the numbers of both: equal seeds give equal ones
             torch.cuda.set_device(rank)
             generator = torch.Generator(f"cuda:{rank}")
-            both = [
-                torch.empty(end, dtype=torch.bfloat16, device=f"cuda:{rank}").normal_(generator=generator.manual_seed(seed + each))
-                for each in range(2)
-            ]
+            both = [torch.empty(end, dtype=torch.bfloat16, device=f"cuda:{rank}") for _ in range(2)]
+            for other, values in enumerate(both):
+                values.normal_(generator=generator.manual_seed(seed + other))
             inputs[rank][:end].copy_(both[rank])
             outputs[rank].fill_(float("nan"))
-            rights.append((both[0].float() + both[1].float()).bfloat16())
+            right.append((both[0].float() + both[1].float()).bfloat16())
             torch.cuda.synchronize(rank)
         ranks.replay(graphs[number])
         for rank in range(2):
             torch.cuda.set_device(rank)
-            wrong += not torch.equal(outputs[rank][:end], rights[rank])
+            wrong += not torch.equal(outputs[rank][:end], right[rank])
         done += length
-    print(
-        f"{done} all_reduces in random sizes, {wrong} graphs wrong, {time.perf_counter() - begin:.1f} s, status {ranks.status()}",
-        flush=True,
-    )
+    took = time.perf_counter() - begin
+    print(f"{done} all_reduces in random sizes, {wrong} graphs wrong, {took:.1f} s, status {ranks.status()}", flush=True)
 
 
 def main() -> None:
@@ -167,10 +136,10 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=1_000_000)
     options = parser.parse_args()
     if options.only:
-        return nccl()
-    ours(measured_nccl())
-    many(options.count)
-    return None
+        nccl()
+    else:
+        ours(measured_nccl())
+        many(options.count)
 
 
 if __name__ == "__main__":

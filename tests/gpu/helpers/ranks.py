@@ -19,7 +19,7 @@ ENABLED_BEFORE = 704
 
 
 class Collective(NamedTuple):
-    """A launch on every rank.  `inputs`, `outputs`: an address for each; `stride`: see `collectives.params`; `sender`: -1 for all."""
+    """A launch on every rank.  `inputs`, `outputs`: an address for each; `stride` as in `collectives.params`.  `sender` -1: all."""
 
     launch: CollectiveLaunch
     combine: Combine

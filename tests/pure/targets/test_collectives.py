@@ -100,8 +100,8 @@ def packed(words: Words) -> bytes:
 def exchanged(
     world: int, listed: Sequence[Collective], seed: int, text: str = "", absent: int = -1
 ) -> tuple[list[list[bytes]], list[list[bytes]], Memory, list[int]]:
-    """(what came, what should have come) by collective and rank, after all ranks have run all collectives; the memory, and where the
-    exchange memories of the ranks begin.  Without `absent`, of which the others take notice after a while."""
+    """What came and what should have come, by collective and rank, after all ranks but `absent` have run all collectives; the
+    memory, and where the exchange memories of the ranks begin."""
     layout, memory, random = MEMORIES[world], Memory(), Random(seed)
     programs = parse(text or source(layout))
     bases = [memory.allocate(layout.bytes) for _ in range(world)]
