@@ -74,6 +74,8 @@ class Ranks:
     def replay(self, graphs: Sequence[Any], ranks: Sequence[int] = ()) -> float:
         """Launches the graphs of some ranks, of all by default; milliseconds on the rank where it took less, when all are done."""
         chosen = ranks or range(self.world)
+        for rank in range(self.world):  # what fills the inputs is on other streams
+            torch.cuda.synchronize(rank)
         for rank in chosen:
             self._current(rank)
             begin, end = self.events[rank]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,8 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgcompile.targets.kernels.collectives import PIECE, Combine, Way, source, symbol
-from cgcompile.targets.kernels.exchange_memory import BLOCKS, LIMIT, STATUS, ExchangeMemory
+from cgcompile.targets.kernels.collective_launches import collective_launch
+from cgcompile.targets.kernels.collectives import PIECE, Combine, Way, params, source, symbol
+from cgcompile.targets.kernels.exchange_memory import BLOCKS, LIMIT, STATUS, WORLDS, ExchangeMemory
 from tests.helpers.ptx import Launch, Memory, bfloat16, bits_of, float_of, parse, run
 
 SUMS: tuple[Combine, ...] = ("bfloat16", "float16", "float32")
@@ -144,6 +146,31 @@ def test_any_collectives_in_any_order(data: st.DataObject, world: int, seed: int
     for base in bases:
         assert struct.unpack(f"<{BLOCKS}I", memory.read(base, 4 * BLOCKS)) == (len(listed),) * BLOCKS
         assert memory.read(base + STATUS, 4) == bytes(4)
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_every_kernel_has_the_parameters_that_are_said(world: int) -> None:
+    text = source(ExchangeMemory(world=world, packets=64, buffers=64))
+    heads = re.findall(r"\.visible \.entry (\w+)\((.*?)\)", text)
+    assert sorted(name for name, _ in heads) == sorted(symbol(way, each) for way in PIECE for each in (*SUMS, "side by side"))
+    for _, head in heads:
+        sizes = [int(bits) // 8 for bits in re.findall(r"\.param \.u(\d+)", head)]
+        assert [size for _, size in params(world)] == sizes
+        assert [at for at, _ in params(world)] == [sum(sizes[:place]) for place in range(len(sizes))]
+
+
+@given(st.integers(1, 1 << 23))
+def test_launches_have_room_for_every_piece(pieces: int) -> None:
+    found = collective_launch(16 * pieces)
+    assert found.count * PIECE[found.way] == 16 * pieces
+    assert 1 <= found.blocks <= BLOCKS and max(WORLDS) <= found.threads <= 1024
+    assert found.way == "buffers" or found.blocks * found.threads >= found.count  # a piece a thread: all wait for one way
+
+
+def test_sizes_that_are_no_multiple_are_refused() -> None:
+    for size in (0, 8, 24):
+        with pytest.raises(ValueError, match="expected a multiple of 16"):
+            collective_launch(size)
 
 
 ALL_REDUCES = [
