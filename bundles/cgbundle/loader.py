@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
 
 from .errors import BundleError, CallError
 from .format.open_files import open_directory, open_file
 from .session.background import ContextFuture
 
+TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
-    from .cuda.driver import Context
     from .format.archive import Archive
     from .format.schema import Manifest
     from .program import Program
@@ -117,7 +116,7 @@ def open_program(
             bundle.close()
 
 
-def _begin_context(path: str, device: int) -> ContextFuture[Context]:
+def _begin_context(path: str, device: int) -> ContextFuture:
     """The context of GPU number `device`, begun at once when the manifest looks like that of a bundle for a GPU."""
     try:
         folder = open_directory(path)

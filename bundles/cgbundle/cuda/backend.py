@@ -95,6 +95,7 @@ class CudaBackend:
         self._lock: AnyLock = lock if alone else lock.inner
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
         self.device: int | None = shared.context.index
+        self._context_handle = shared.context.handle
         self._programs: dict[int, BoundProgram] = {}
         self._unwatched: dict[int, BoundProgram] = {}
         self._elsewhere: dict[tuple[int, Elsewhere], BoundProgram] = {}  # programs over inputs that lie where a call left them
@@ -158,20 +159,29 @@ class CudaBackend:
         try:
             if self._closed:
                 raise closed(self._manifest.name)
-            error = cu.cuCtxPushCurrent(self._context.handle)
+            error = cu.cuCtxPushCurrent(self._context_handle)
             if error:
                 driver.check("cuCtxPushCurrent", error)
         except BaseException:
             self._lock.release()
             raise
+        order = self._order
+        if stream == order.last:
+            return order.handle
         try:
-            return self._order.begin(stream)
+            return order.begin(stream)
         except BaseException:
             self._leave()
             raise
 
     def end(self, stream: Any) -> None:
         """What leaving `locked` does."""
+        if self._order.lasting:
+            error = cu.cuCtxPopCurrent(None)
+            self._lock.release()
+            if error:
+                driver.check("cuCtxPopCurrent", error)
+            return
         try:
             self._order.end(stream)
         finally:

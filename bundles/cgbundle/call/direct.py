@@ -1,0 +1,143 @@
+"""Calls like one before: inputs of the GPU as they were recorded, and outputs in memory that stays.
+
+Such a call is one question to the library, whether the inputs are like those, and a straight line of what is left to do.  Every
+microsecond of it is measured (tests/bench/gpu/dispatch.py): names are bound ahead, and nothing is asked that cannot have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..format.schema import DTYPES, TensorSpec
+from ..tensors.library import Descriptor, Library, Likeness
+from .views import Epoch, View
+
+if TYPE_CHECKING:
+    from ..session.backend import Backend
+
+KEPT = 4096
+"""Kinds of calls that are remembered; beyond that all are forgotten and made again as needed."""
+
+LIKE = 8
+"""Kinds of calls that are remembered of one shape: what the first input's shape does not tell apart is asked one by one."""
+
+Replay = Callable[[list[int], Iterable[View]], list[Any]]
+"""(addresses of the inputs, views among the inputs) -> outputs."""
+
+
+class Direct(NamedTuple):
+    """`like` tells calls that `replay` serves from others, and gives the addresses of their inputs."""
+
+    like: Likeness
+    replay: Replay
+
+
+class Output(NamedTuple):
+    """An output that stays in place: what the signature says of it, the caller's tensor over the runtime's memory, and what counts
+    the calls that overwrite it."""
+
+    spec: TensorSpec
+    value: Any
+    epoch: Epoch
+
+
+class DirectCalls:
+    """The direct calls of an entry.  `last` is the one that was met last, which the next call is asked about first."""
+
+    __slots__ = ("_by_shape", "_count", "last")
+
+    def __init__(self) -> None:
+        self._by_shape: dict[Sequence[int], list[Direct]] = {}  # of the first input
+        self._count = 0
+        self.last: Direct | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def find(self, tensors: Sequence[Any]) -> tuple[Direct, tuple[list[int], Any]] | None:
+        """The one for a call like these inputs, and what it says of them."""
+        shape = getattr(tensors[0], "shape", None) if tensors else None
+        for each in self._by_shape.get(shape, ()):  # type: ignore[arg-type]
+            found = each.like(tensors)
+            if found is not None:
+                self.last = each
+                return each, found
+        return None
+
+    def add(self, tensors: Sequence[Any], direct: Direct) -> None:
+        """For calls like one of these inputs, which it knows again or not at all."""
+        if direct.like(tensors) is None:
+            return
+        if self._count >= KEPT:
+            self.clear()
+        kept = self._by_shape.setdefault(tuple(getattr(tensors[0], "shape", ())), [])
+        if len(kept) == LIKE:
+            del kept[0]
+            self._count -= 1
+        kept.append(direct)
+        self._count += 1
+        self.last = direct
+
+    def clear(self) -> None:
+        self._by_shape.clear()
+        self._count, self.last = 0, None
+
+
+def viewing(
+    backend: Backend, library: Library, program: int, device: int, outputs: Sequence[Output], counts: Sequence[Epoch]
+) -> Replay:
+    """Replays a program, by its number among those of all entries, and gives views.  `counts`: what counts its calls."""
+    begin, run, end, current_stream = backend.begin, backend.run, backend.end, library.stream
+
+    def replay(addresses: list[int], given: Iterable[View]) -> list[Any]:
+        stream = begin(current_stream(device))
+        try:
+            for view in given:
+                view.tensor  # noqa: B018  raises stale-view where another thread's call came between
+            for count in counts:
+                count.number += 1  # from here on the outputs of the last replay may be overwritten
+            run(program, addresses, device, stream)
+            return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in outputs]
+        finally:
+            end(stream)
+
+    return replay
+
+
+def copying(
+    backend: Backend, library: Library, program: int, device: int, outputs: Sequence[Output], counts: Sequence[Epoch]
+) -> Replay:
+    """Replays a program as `viewing` does, and gives copies."""
+    begin, run, end, current_stream = backend.begin, backend.run, backend.end, library.stream
+    copied, empty_like, copy = backend.copy, library.empty_like, library.copy
+    rows = [(value, *_place(library.describe(value))) for _, value, _ in outputs]
+
+    def replay(addresses: list[int], given: Iterable[View]) -> list[Any]:
+        stream = begin(current_stream(device))
+        try:
+            for view in given:
+                view.tensor  # noqa: B018
+            for count in counts:
+                count.number += 1
+            run(program, addresses, device, stream)
+            made = []
+            for value, address, size in rows:
+                fresh = empty_like(value) if size else None
+                if fresh is None:
+                    made.append(copy(value))
+                else:
+                    copied(fresh[1], address, size, stream)
+                    made.append(fresh[0])
+            return made
+        finally:
+            end(stream)
+
+    return replay
+
+
+def _place(found: Descriptor) -> tuple[int, int]:
+    """The address and bytes of a tensor that is row-major; 0 where the library is to copy it."""
+    address, shape, dtype, strides, _ = found
+    return (address, prod(shape) * DTYPES[dtype]) if strides is None else (0, 0)
