@@ -9,7 +9,7 @@ the stream.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -279,6 +279,11 @@ class CudaBackend:
             self._background.stop()
             for _ in self._rest():
                 pass
+
+    def steps(self, program: int) -> Sequence[Callable[[Any], None]]:
+        """What a replay of the program runs between its inputs and its outputs, functions of a stream: for measurements, inside of
+        `locked`."""
+        return (self._programs.get(program) or self._bound(program, self._order.default)).steps
 
     def watch(self, profile: Profile | None) -> None:
         self._check_fork()
