@@ -85,56 +85,58 @@ class DirectCalls:
         self._count, self.last = 0, None
 
 
-def viewing(
-    backend: Backend, library: Library, program: int, device: int, outputs: Sequence[Output], counts: Sequence[Epoch]
+def replay(
+    backend: Backend, library: Library, program: int, outputs: Sequence[Output], counts: Sequence[Epoch], *, views: bool
 ) -> Replay:
-    """Replays a program, by its number among those of all entries, and gives views.  `counts`: what counts its calls."""
-    begin, run, end, current_stream = backend.begin, backend.run, backend.end, library.stream
+    """Replays a program, by its number among those of all entries, and gives views or copies.  `counts`: what counts its calls."""
+    device = backend.device
+    assert device is not None  # where the inputs of a direct call lie
+    finish = _viewing(library, outputs) if views else _copying(backend, library, outputs)
+    line = backend.direct(program, library.stream, counts, finish)
+    return line or _by_steps(backend, library, program, device, counts, finish)
 
-    def replay(addresses: list[int], given: Iterable[View]) -> list[Any]:
-        stream = begin(current_stream(device))
+
+def _by_steps(
+    backend: Backend, library: Library, program: int, device: int, counts: Sequence[Epoch], finish: Callable[[Any], list[Any]]
+) -> Replay:
+    def line(addresses: list[int], given: Iterable[View]) -> list[Any]:
+        stream = backend.begin(library.stream(device))
         try:
             for view in given:
                 view.tensor  # noqa: B018  raises stale-view where another thread's call came between
             for count in counts:
                 count.number += 1  # from here on the outputs of the last replay may be overwritten
-            run(program, addresses, device, stream)
-            return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in outputs]
+            backend.run(program, addresses, device, stream)
+            return finish(stream)
         finally:
-            end(stream)
+            backend.end(stream)
 
-    return replay
+    return line
 
 
-def copying(
-    backend: Backend, library: Library, program: int, device: int, outputs: Sequence[Output], counts: Sequence[Epoch]
-) -> Replay:
-    """Replays a program as `viewing` does, and gives copies."""
-    begin, run, end, current_stream = backend.begin, backend.run, backend.end, library.stream
+def _viewing(library: Library, outputs: Sequence[Output]) -> Callable[[Any], list[Any]]:
+    if len(outputs) == 1:
+        ((spec, value, epoch),) = outputs
+        return lambda stream: [View(spec, value, library, epoch, epoch.number)]
+    return lambda stream: [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in outputs]
+
+
+def _copying(backend: Backend, library: Library, outputs: Sequence[Output]) -> Callable[[Any], list[Any]]:
     copied, empty_like, copy = backend.copy, library.empty_like, library.copy
     rows = [(value, *_place(library.describe(value))) for _, value, _ in outputs]
 
-    def replay(addresses: list[int], given: Iterable[View]) -> list[Any]:
-        stream = begin(current_stream(device))
-        try:
-            for view in given:
-                view.tensor  # noqa: B018
-            for count in counts:
-                count.number += 1
-            run(program, addresses, device, stream)
-            made = []
-            for value, address, size in rows:
-                fresh = empty_like(value) if size else None
-                if fresh is None:
-                    made.append(copy(value))
-                else:
-                    copied(fresh[1], address, size, stream)
-                    made.append(fresh[0])
-            return made
-        finally:
-            end(stream)
+    def finish(stream: Any) -> list[Any]:
+        made = []
+        for value, address, size in rows:
+            fresh = empty_like(value) if size else None
+            if fresh is None:
+                made.append(copy(value))
+            else:
+                copied(fresh[1], address, size, stream)
+                made.append(fresh[0])
+        return made
 
-    return replay
+    return finish
 
 
 def _place(found: Descriptor) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from ..format.schema import Manifest
 from ..tensors.detection import library_of
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor
-from .direct import Direct, DirectCalls, Output, copying, viewing
+from .direct import Direct, DirectCalls, Output, replay
 from .guards import common_device, unreadable, wrong_dtype
 from .inputs import cut, lay_out
 from .outputs import Call, Outputs, Session
@@ -175,6 +175,7 @@ class Entry:
 
     def watch(self, profile: Profile | None) -> None:
         """From now on calls are told to a profile; None ends it."""
+        self._direct.clear()  # they go round the steps that a profile times
         self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
         if profile is not None:
             self._flatten, self._build = profile.begin(self._flatten), profile.end(self._build)
@@ -211,9 +212,8 @@ class Entry:
             return
         rows = [Output(*row) for row in zip(self.outputs, outputs, self._outputs.epochs, strict=True)]
         counts = [each for each in (self._outputs.epoch, self._outputs.own) if each is not None]
-        line = viewing if self._views else copying
-        replay = line(self._backend, library, self._first + program, found[0][4], rows, counts)
-        self._direct.add(tensors, Direct(library.like(tensors), replay))
+        line = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
+        self._direct.add(tensors, Direct(library.like(tensors), line))
 
     def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
         """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""

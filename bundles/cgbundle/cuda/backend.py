@@ -165,23 +165,14 @@ class CudaBackend:
         except BaseException:
             self._lock.release()
             raise
-        order = self._order
-        if stream == order.last:
-            return order.handle
         try:
-            return order.begin(stream)
+            return self._order.begin(stream)
         except BaseException:
             self._leave()
             raise
 
     def end(self, stream: Any) -> None:
         """What leaving `locked` does."""
-        if self._order.lasting:
-            error = cu.cuCtxPopCurrent(None)
-            self._lock.release()
-            if error:
-                driver.check("cuCtxPopCurrent", error)
-            return
         try:
             self._order.end(stream)
         finally:
@@ -214,6 +205,56 @@ class CudaBackend:
             if addresses[index] != source:
                 memory.copy(addresses[index], source, size, stream)
         return self._results[program]
+
+    def direct(
+        self, program: int, stream: Callable[[int], int | None], counts: Sequence[Any], finish: Callable[[Any], Any]
+    ) -> Callable[..., Any] | None:
+        """`begin`, `run` and `end` in one piece, for a program of one recording and callers on the stream of the call before."""
+        bound = self._programs.get(program)
+        if bound is None or bound.chained or bound.written or len(bound.steps) != 1 or self._clock is not None:
+            return None
+        (launch,), inputs, order, context, device = bound.steps, bound.inputs, self._order, self._context_handle, self.device
+        assert device is not None
+        acquire, release, push, pop = self._lock.acquire, self._lock.release, cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
+
+        def call(addresses: list[int], given: Iterable[Any]) -> Any:
+            if self._forks != FORKS.number:
+                self._check_fork()
+            acquire()
+            try:
+                if self._closed:
+                    raise closed(self._manifest.name)
+                error = push(context)
+                if error:
+                    driver.check("cuCtxPushCurrent", error)
+                try:
+                    handle = stream(device)
+                    if handle != order.last:
+                        handle = order.begin(handle)
+                    try:
+                        for view in given:
+                            view.tensor  # noqa: B018
+                        for count in counts:
+                            count.number += 1
+                        if order.captured:
+                            self._join(bound, addresses, handle)
+                        else:
+                            for address, place in zip(addresses, inputs):  # noqa: B905
+                                if address != place.at:
+                                    place.take(address, handle)
+                            launch(handle)
+                        return finish(handle)
+                    finally:
+                        if not order.lasting:
+                            order.end(handle)
+                finally:
+                    error = pop(None)
+                    if error:
+                        driver.check("cuCtxPopCurrent", error)
+            finally:
+                release()
+
+        return call
 
     def _join(self, bound: BoundProgram, addresses: Sequence[int], stream: Any) -> None:
         """What a call adds to a caller's capture, which outlasts the caller's tensors: the inputs are copied."""
