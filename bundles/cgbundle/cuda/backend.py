@@ -379,7 +379,13 @@ class CudaBackend:
         if device is None:
             driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
 
-    def update(self, contents: Mapping[int, Contents], sessions: Sequence[CudaBackend], files: Sequence[OpenFile]) -> None:
+    def update(
+        self,
+        contents: Mapping[int, Contents],
+        sessions: Sequence[CudaBackend],
+        files: Sequence[OpenFile],
+        ready: Callable[[], None],
+    ) -> None:
         """The new weights are brought to the GPU first.  Then the sessions stop for a moment: their calls are waited for, and the
         weights copied to their places, since graphs know no others."""
         self._check_fork()
@@ -396,6 +402,7 @@ class CudaBackend:
                 for each in sessions:
                     each._gate.acquire()
                     cleanup.callback(each._gate.release)
+                ready()
                 self._replace([each for each in sessions if not each._closed], copies, weights)
 
     @property
