@@ -16,7 +16,7 @@ from .guards import common_device, unreadable, wrong_dtype
 from .inputs import cut, lay_out
 from .outputs import Call, Outputs, Session
 from .plan import Plan, number_of_key, plan
-from .structure import builder, flattener
+from .structure import builder, flat_arguments, flattener
 from .views import Epoch, View
 
 if TYPE_CHECKING:
@@ -44,7 +44,9 @@ class Entry:
         self._backend, self._on_miss, self._views = session.backend, on_miss, outputs == "view"
         self._cast = cast
         self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call, manifest.parameters)
-        self._build = builder(manifest.result)
+        self._build: Callable[..., Any] = builder(manifest.result)
+        self._flat = flat_arguments(manifest.call, manifest.parameters)  # of a call that is taken as it comes
+        self._ends = (self._flatten, self._build, self._flat)
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._direct = DirectCalls()
@@ -70,7 +72,8 @@ class Entry:
         record of its fields (call/records.py), and is given as one, as a dict, or as whatever has these attributes.  Raises a
         CallError that names the input, the axis, what was expected and what came.
         """
-        return self._build(self.replay(self._flatten(args, kwargs)))
+        flat = args if len(args) == self._flat and not kwargs else self._flatten(args, kwargs)
+        return self._build(self.replay(flat))
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
@@ -176,9 +179,9 @@ class Entry:
     def watch(self, profile: Profile | None) -> None:
         """From now on calls are told to a profile; None ends it."""
         self._direct.clear()  # they go round the steps that a profile times
-        self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
+        self._flatten, self._build, self._flat = self._ends
         if profile is not None:
-            self._flatten, self._build = profile.begin(self._flatten), profile.end(self._build)
+            self._flatten, self._build, self._flat = profile.begin(self._flatten), profile.end(self._build), -1
 
     @property
     def epoch(self) -> Epoch:
