@@ -6,7 +6,7 @@ microsecond of it is measured (tests/bench/gpu/dispatch.py): names are bound ahe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,7 +23,7 @@ KEPT = 4096
 LIKE = 8
 """Kinds of calls that are remembered of one shape: what the first input's shape does not tell apart is asked one by one."""
 
-Replay = Callable[[list[int], Iterable[View]], list[Any]]
+Replay = Callable[[list[int], Sequence[View]], list[Any]]
 """(addresses of the inputs, views among the inputs) -> outputs."""
 
 
@@ -99,7 +99,7 @@ def replay(
 def _by_steps(
     backend: Backend, library: Library, program: int, device: int, counts: Sequence[Epoch], finish: Callable[[Any], list[Any]]
 ) -> Replay:
-    def line(addresses: list[int], given: Iterable[View]) -> list[Any]:
+    def line(addresses: list[int], given: Sequence[View]) -> list[Any]:
         stream = backend.begin(library.stream(device))
         try:
             for view in given:

@@ -214,11 +214,12 @@ class CudaBackend:
         if bound is None or bound.chained or bound.written or len(bound.steps) != 1 or self._clock is not None:
             return None
         (launch,), inputs, order, context, device = bound.steps, bound.inputs, self._order, self._context_handle, self.device
-        assert device is not None
         acquire, release, push, pop = self._lock.acquire, self._lock.release, cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
+        forks, only = self._forks, inputs[0] if len(inputs) == 1 else None
+        assert device is not None
 
-        def call(addresses: list[int], given: Iterable[Any]) -> Any:
-            if self._forks != FORKS.number:
+        def call(addresses: list[int], given: Sequence[Any]) -> Any:
+            if forks != FORKS.number:
                 self._check_fork()
             acquire()
             try:
@@ -229,30 +230,43 @@ class CudaBackend:
                     driver.check("cuCtxPushCurrent", error)
                 try:
                     handle = stream(device)
-                    if handle != order.last:
-                        handle = order.begin(handle)
-                    try:
-                        for view in given:
-                            view.tensor  # noqa: B018
-                        for count in counts:
-                            count.number += 1
-                        if order.captured:
-                            self._join(bound, addresses, handle)
-                        else:
-                            for address, place in zip(addresses, inputs):  # noqa: B905
-                                if address != place.at:
-                                    place.take(address, handle)
-                            launch(handle)
-                        return finish(handle)
-                    finally:
-                        if not order.lasting:
-                            order.end(handle)
+                    if given or handle != order.last:
+                        return elsewhere(addresses, handle, given)
+                    for count in counts:
+                        count.number += 1
+                    if only is None:
+                        place_all(addresses, handle)
+                    elif addresses[0] != only.at:
+                        only.take(addresses[0], handle)
+                    launch(handle)
+                    return finish(handle)
                 finally:
                     error = pop(None)
                     if error:
                         driver.check("cuCtxPopCurrent", error)
             finally:
                 release()
+
+        def place_all(addresses: list[int], handle: Any) -> None:
+            for address, place in zip(addresses, inputs):  # noqa: B905
+                if address != place.at:
+                    place.take(address, handle)
+
+        def elsewhere(addresses: list[int], current: int | None, given: Sequence[Any]) -> Any:
+            handle = order.begin(current)
+            try:
+                for view in given:
+                    view.tensor  # noqa: B018
+                for count in counts:
+                    count.number += 1
+                if order.captured:
+                    self._join(bound, addresses, handle)
+                else:
+                    place_all(addresses, handle)
+                    launch(handle)
+                return finish(handle)
+            finally:
+                order.end(handle)
 
         return call
 

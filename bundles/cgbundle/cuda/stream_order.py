@@ -36,44 +36,45 @@ class StreamOrder:
 
     The end of the work is marked when another stream comes, if the last one is sure to exist then; else at every `end`.  Sure are
     ours and the legacy default stream, which is torch's.
+    `last` is the stream of the call before, where that lasts: whoever comes on it again needs neither `begin` nor `end`.
     `captured`: the call that was begun last is part of a caller's capture.  `default` is the stream of callers who name none.
     `refusal` says why no call can be captured, "" where it can.  The context must be current; `cleanup` gives the event back.
     """
 
-    __slots__ = ("_default_key", "_done", "_passing", "_refusal", "captured", "default", "handle", "last", "lasting")
+    __slots__ = ("_default_key", "_done", "_handle", "_lasting", "_passing", "_refusal", "captured", "default", "last")
 
     def __init__(self, stream: Any, cleanup: ExitStack, refusal: str = "") -> None:
         self._done = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
         cleanup.callback(_destroy, self._done)
         self.default, self._refusal = stream, refusal
         self._default_key = int(stream)
-        self.last, self._passing, self.lasting = self._default_key, NONE, True  # a stream that lasts, or may go; one of them
-        self.handle = stream
+        self.last, self._passing, self._lasting = self._default_key, NONE, True  # a stream that lasts, or may go; one of them
+        self._handle = stream
         self.captured = False
 
     def begin(self, stream: int | None) -> Any:
         """The stream's handle; what is enqueued on it now runs after the work before the last `end`.  Raises capture-refused."""
         key = self._default_key if stream is None else stream
         if key == self.last:
-            return self.handle
+            return self._handle
         if key == self._passing:
-            answer = cu.cuStreamIsCapturing(self.handle)
+            answer = cu.cuStreamIsCapturing(self._handle)
             if not answer[0] and not answer[1]:
                 self.captured = False
-                return self.handle
+                return self._handle
         return self._changed(key, self.default if stream is None else stream)
 
     def end(self, handle: Any) -> None:
         """Marks the end of the work.  A caller's stream is marked now, because it may be gone by the next call."""
-        if not self.lasting and not self.captured:
+        if not self._lasting and not self.captured:
             error = cu.cuEventRecord(self._done, handle)
             if error:
                 check("cuEventRecord", error)
 
     def wait(self) -> None:
         """Waits for the work before the last `end`, as far as the driver still can: what went wrong was reported or shows later."""
-        if self.lasting:
-            cu.cuEventRecord(self._done, self.handle)
+        if self._lasting:
+            cu.cuEventRecord(self._done, self._handle)
         cu.cuEventSynchronize(self._done)
 
     def capturing(self, handle: Any) -> bool:
@@ -90,11 +91,11 @@ class StreamOrder:
             self.last = self._passing = NONE  # whoever comes next is asked
             return handle
         self.captured = False
-        if self.lasting:
-            check("cuEventRecord", cu.cuEventRecord(self._done, self.handle))
+        if self._lasting:
+            check("cuEventRecord", cu.cuEventRecord(self._done, self._handle))
         check("cuStreamWaitEvent", cu.cuStreamWaitEvent(handle, self._done, 0))
         self.last, self._passing = (key, NONE) if lasting else (NONE, NONE if key == PER_THREAD else key)
-        self.handle, self.lasting = handle, lasting
+        self._handle, self._lasting = handle, lasting
         return handle
 
 
