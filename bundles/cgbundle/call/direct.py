@@ -122,6 +122,8 @@ def _viewing(library: Library, outputs: Sequence[Output]) -> Callable[[Any], lis
 
 
 def _copying(backend: Backend, library: Library, outputs: Sequence[Output]) -> Callable[[Any], list[Any]]:
+    """Copies by the driver.  Launches are not given the copies' addresses instead, as they are those of inputs: a kernel may write
+    behind an output's last byte (a padded product of which a part is the output), and no bundle says how far."""
     copied, empty_like, copy = backend.copy, library.empty_like, library.copy
     rows = [(value, *_place(library.describe(value))) for _, value, _ in outputs]
 
