@@ -10,7 +10,7 @@ GET /v2, /v2/health/live, /v2/health/ready, /v2/models/M[/versions/V][/ready], /
 {"error": "..."}: 400 for what does not fit, 404 for what is not there, 413 too large, 429 with Retry-After where too many wait,
 503 with Retry-After where no version serves yet, 504 past the deadline.  Requests of one shape that come within 2 ms of each other
 go together.  A new version in the folder is loaded, examined and switched to (server/model_versions.py).  SIGTERM takes no more
-requests and answers those that wait.  For TLS and limits per client, put a proxy before it.
+requests and answers those that wait; so does a GPU that fails, after which the process ends with status 1.  For TLS and limits per client, put a proxy before it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import argparse
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -56,10 +56,12 @@ class Refusal(Exception):
 
 
 class Server:
-    """The application over a folder of models."""
+    """The application over a folder of models.  `failure`: how the GPU failed, where it did, and `stop` is called then."""
 
     def __init__(self, folder: str | Path, options: Options, poll: float, largest: int) -> None:
         self.metrics = Metrics()
+        self.failure: cgbundle.CgbundleError | None = None
+        self.stop: Callable[[], None] = lambda: None
         self.repository = Repository(folder, options, poll, self.metrics.watch, self._tell)
         paths = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         routes = [
@@ -93,6 +95,8 @@ class Server:
         return JSONResponse({"name": "cgbundle", "version": "2", "extensions": EXTENSIONS})
 
     async def _live(self, _: Request) -> Response:
+        if self.failure is not None:
+            raise Refusal(503, _one_line(self.failure))
         return JSONResponse({"live": True})
 
     async def _ready(self, _: Request) -> Response:
@@ -143,6 +147,10 @@ class Server:
             raise
         finally:
             self.metrics.requests.labels(name, number, str(code)).inc()
+            if version.failure is not None and self.failure is None:
+                self.failure = version.failure
+                log({"event": "gpu-failed", "model": name, "version": version.number, "why": _one_line(version.failure)})
+                self.stop()
 
     def _version(self, request: Request) -> Version:
         """The version that serves what the path names.  Raises Refusal."""
@@ -169,7 +177,7 @@ async def infer(name: str, version: Version, request: Request, body: bytes) -> R
     except ProtocolError as error:
         raise Refusal(400, str(error)) from None
     except cgbundle.CallError as error:
-        raise Refusal(400, " ".join(str(error).split())) from None
+        raise Refusal(400, _one_line(error)) from None
     except Busy as error:
         raise Refusal(429, str(error), error.seconds) from None
     except Stopping as error:
@@ -177,11 +185,17 @@ async def infer(name: str, version: Version, request: Request, body: bytes) -> R
     except Late as error:
         raise Refusal(504, str(error)) from None
     except cgbundle.CgbundleError as error:
-        log({"event": "failed", "model": name, "version": version.number, "why": " ".join(str(error).split())})
+        if version.failure is not None:
+            raise Refusal(503, "the GPU failed, and this server ends", 1) from None
+        log({"event": "failed", "model": name, "version": version.number, "why": _one_line(error)})
         raise Refusal(500, "the model failed; the server's log says why") from None
     if length is None:
         return Response(text, media_type="application/json")
     return Response(text, media_type="application/octet-stream", headers={HEADER: str(length)})
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 async def refused(_: Request, error: Exception) -> Response:
@@ -220,8 +234,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         timeout_graceful_shutdown=STOPPING, log_level="warning", access_log=False,
     )  # fmt: skip
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # once it has stopped, uvicorn raises the signal again
+    running = uvicorn.Server(config)
+    server.stop = lambda: setattr(running, "should_exit", True)
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run([listening])
+        running.run([listening])
+    if server.failure is not None:
+        raise SystemExit(f"serve_models: the GPU failed: {_one_line(server.failure)}")
 
 
 if __name__ == "__main__":
