@@ -10,7 +10,8 @@ GET /v2, /v2/health/live, /v2/health/ready, /v2/models/M[/versions/V][/ready], /
 {"error": "..."}: 400 for what does not fit, 404 for what is not there, 413 too large, 429 with Retry-After where too many wait,
 503 with Retry-After where no version serves yet, 504 past the deadline.  Requests of one shape that come within 2 ms of each other
 go together.  A new version in the folder is loaded, examined and switched to (server/model_versions.py).  SIGTERM takes no more
-requests and answers those that wait; so does a GPU that fails, after which the process ends with status 1.  For TLS and limits per client, put a proxy before it.
+requests and answers those that wait; so does a GPU that fails, and then the status is 1.  For TLS and limits per client, put a
+proxy before it.
 """
 
 from __future__ import annotations

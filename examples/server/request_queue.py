@@ -1,7 +1,7 @@
 """A bounded queue of requests that are answered together: deadlines, batches, and nobody pays for another's request.
 
 Plain asyncio.  A recorded size costs the same however many of its rows are real.  So requests of one group (whose rows may lie in
-one call) wait a moment for each other.  serve_models.py uses it; batching.py is the like for sequences of tokens.
+one call) wait a moment for each other.  serve_models.py uses it, and batching.py, for sequences of tokens.
 """
 
 from __future__ import annotations
