@@ -30,8 +30,9 @@ import uvicorn
 from server.http_limits import BoundedBodies, BoundedConnection
 from server.inference_protocol import ProtocolError, metadata, read_request, write_response
 from server.metrics import Metrics
-from server.model_versions import Model, Options, Repository, Version, log
-from server.request_queue import Busy, Late, Stopping
+from server.model_versions import Model, Options, Repository, Version, log, recorded_rows
+from server.request_queue import Batch, Busy, Late, Stopping
+from server.tracing import batch_spans, request_span
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -63,7 +64,7 @@ class Server:
         self.metrics = Metrics()
         self.failure: cgbundle.CgbundleError | None = None
         self.stop: Callable[[], None] = lambda: None
-        self.repository = Repository(folder, options, poll, self.metrics.watch, self._tell)
+        self.repository = Repository(folder, options, poll, self._watch, self._tell)
         paths = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         routes = [
             Route("/v2", self._about), Route("/v2/health/live", self._live), Route("/v2/health/ready", self._ready),
@@ -84,6 +85,10 @@ class Server:
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
         async with self.repository:
             yield
+
+    def _watch(self, model: str, version: Version, batch: Batch) -> None:
+        self.metrics.watch(model, version, batch)
+        batch_spans(batch, recorded_rows(sum(batch.rows), version.served.batches))
 
     def _tell(self, event: dict[str, Any]) -> None:
         log(event)
@@ -140,7 +145,8 @@ class Server:
         name, number = request.path_params["model"], str(version.number)
         code = 499  # who asked went away
         try:
-            answer = await infer(name, version, request, body)
+            with request_span(name, version.number, request.headers):
+                answer = await infer(name, version, request, body)
             code = 200
             return answer
         except Refusal as refusal:
