@@ -31,8 +31,8 @@ CARD, VARIANTS = "README.md", "build"
 def model_repository(
     bundles: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *, base_model: str = "", license: str = ""
 ) -> Path:
-    """Writes bundles of one model as a repository at `out`, whole or not at all; returns its path.  Files are hard links where
-    that can be.
+    """Writes `bundles`, paths of bundles of one model, as a repository at `out`, whole or not at all; returns its path.  Files are
+    hard links where that can be.
 
     `base_model` is the name on the Hub of what they were built from, `license` one of the Hub's identifiers; both are in the card.
     Upload it with `huggingface_hub.upload_folder(repo_id=..., folder_path=out)`.
