@@ -225,10 +225,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--deadline", type=float, default=30.0, metavar="S", help="seconds that a request may take (default: 30)")
     parser.add_argument("--poll", type=float, default=1.0, metavar="S", help="seconds between looks at the folder (default: 1)")
     parser.add_argument("--largest", type=int, default=64, metavar="MIB", help="a longer body is refused (default: 64 MiB)")
+    parser.add_argument("--devices", metavar="0,1", default="", help="GPUs that have a copy of every model each (default: one GPU)")
     given = parser.parse_args(arguments)
     if not Path(given.models).is_dir():
         raise SystemExit(f"serve_models: {given.models}: no such folder")
-    server = Server(given.models, Options(given.wait, given.limit, given.deadline), given.poll, given.largest << 20)
+    if not all(each.isdigit() for each in given.devices.split(",") if given.devices):
+        raise SystemExit(f"serve_models: --devices {given.devices}: expected numbers of GPUs, as in 0,1")
+    devices = tuple([int(each) for each in given.devices.split(",") if each])
+    server = Server(given.models, Options(given.wait, given.limit, given.deadline, devices), given.poll, given.largest << 20)
     try:
         listening = socket.create_server((given.host, given.port))
     except OSError as error:

@@ -19,12 +19,12 @@ class Command(TyperCommand):
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         if not ctx.resilient_parsing:  # a shell asks for words
-            _, _, given = self.make_parser(ctx).parse_args(args=list(args))
+            parser: Any = self.make_parser(ctx)
+            _, _, given = parser.parse_args(args=list(args))
             for each in given:
-                if given.count(each) > 1 and each.param_type_name == "option" and not (each.multiple or each.is_flag or each.count):
-                    raise errors.UsageError(
-                        f"{each.opts[0]} takes one value, got {given.count(each)}", f"{ctx.command_path} --help"
-                    )
+                takes_one = each.param_type_name == "option" and not (each.multiple or each.is_flag or each.count)
+                if takes_one and (number := given.count(each)) > 1:
+                    raise errors.UsageError(f"{each.opts[0]} takes one value, got {number}", f"{ctx.command_path} --help")
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:

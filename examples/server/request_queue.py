@@ -64,14 +64,16 @@ class RequestQueue:
     """`async with RequestQueue(...) as queue:` ... `await queue.answer(item, group, rows, seconds)`.
 
     A call is made when `largest` rows of one group wait, or the oldest of them has waited for `wait` seconds; a request with more
-    rows goes alone.  Calls run one after the other in `thread`; what comes meanwhile waits for the next.  At most `limit` requests
-    wait.  `watch` is told of every batch.  Leaving the block answers what waits and takes nothing more.
+    rows goes alone.  Calls run in `thread`, at most `calls` at once; what comes meanwhile waits for the next.  At most `limit`
+    requests wait.  `watch` is told of every batch.  Leaving the block answers what waits and takes nothing more.
     """
 
     def __init__(
-        self, call: Call, thread: ThreadPoolExecutor, largest: int, wait: float, limit: int, watch: Callable[[Batch], None]
-    ) -> None:
+        self, call: Call, thread: ThreadPoolExecutor, largest: int, wait: float, limit: int, watch: Callable[[Batch], None],
+        calls: int = 1,
+    ) -> None:  # fmt: skip
         self._call, self._thread, self._largest, self._wait, self._limit, self._watch = call, thread, largest, wait, limit, watch
+        self._calls = calls
         self._queues: dict[Hashable, deque[Waiting]] = {}
         self._arrived = asyncio.Event()
         self._open = False
@@ -98,7 +100,7 @@ class RequestQueue:
             raise Stopping("the model is being closed")
         if self.waiting >= self._limit:
             calls = sum(math.ceil(sum(each.rows for each in queue) / self._largest) for queue in self._queues.values())
-            raise Busy(f"{self._limit} requests wait already", max(1, math.ceil(calls * self._pace)))
+            raise Busy(f"{self._limit} requests wait already", max(1, math.ceil(calls * self._pace / self._calls)))
         loop = asyncio.get_running_loop()
         now = loop.time()
         waiting = Waiting(item, rows, now, now + seconds, loop.create_future(), copy_context())
@@ -123,15 +125,21 @@ class RequestQueue:
             self._queues.pop(group, None)
 
     async def _run(self) -> None:
-        while (group := await self._next_group()) is not None:
-            batch = self._take(group)
-            for waiting, answer in zip(batch, await self._answers(batch), strict=True):
-                if waiting.answer.done():  # late, or gone
-                    continue
-                if isinstance(answer, BaseException):
-                    waiting.answer.set_exception(answer)
-                else:
-                    waiting.answer.set_result(answer)
+        free = asyncio.Semaphore(self._calls)
+        async with asyncio.TaskGroup() as calls:
+            while await free.acquire() and (group := await self._next_group()) is not None:
+                calls.create_task(self._serve(self._take(group), free))
+
+    async def _serve(self, batch: Sequence[Waiting], free: asyncio.Semaphore) -> None:
+        """One call, and then room for another one."""
+        for waiting, answer in zip(batch, await self._answers(batch), strict=True):
+            if waiting.answer.done():  # late, or gone
+                continue
+            if isinstance(answer, BaseException):
+                waiting.answer.set_exception(answer)
+            else:
+                waiting.answer.set_result(answer)
+        free.release()
 
     def _take(self, group: Hashable) -> list[Waiting]:
         """The next requests of a group whose rows go into one call: at least one."""

@@ -559,6 +559,15 @@ def test_what_the_protocol_has_no_words_for(versions: ModuleType) -> None:
     assert versions.describe(described(changes=(2,), random=2)).batches == (1, 4)
 
 
+def test_devices_are_numbers(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "serve_models.py"), str(tmp_path), "--devices", "0,one"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == ["serve_models: --devices 0,one: expected numbers of GPUs, as in 0,1"]
+
+
 # --- a GPU that fails ---------------------------------------------------------------------------------------------------
 
 
