@@ -38,6 +38,10 @@ Identity = tuple[int, int, int]
 """What tells a bundle from one that stands in its place later: device, number and time of its manifest."""
 
 
+GPU_FAILED = "driver-failed"
+"""The code of the error after which no call of this process reaches the GPU: its context is lost."""
+
+
 class Refused(Exception):
     """A version that is not served; the text says why."""
 
@@ -132,14 +136,15 @@ def _stacked(column: Sequence[Given]) -> tuple[int, ...]:
 
 
 class Version:
-    """A version that serves, from `opened` until `close` has answered what it took.  Calls run in threads of its own,
-    one for each copy."""
+    """A version that serves, from `opened` until `close` has answered what it took.  Calls run in threads of its own, one for each
+    copy.  `failure`: how its GPU failed, where it did; then the process is of no use any more."""
 
     def __init__(self, number: int, identity: Identity) -> None:
         self.number, self.identity = number, identity
         self.served = Served((), (), ())
         self.memory: Mapping[str, int] = {}
         self.seconds: dict[str, float] = {}
+        self.failure: cgbundle.CgbundleError | None = None
         self._cleanup = AsyncExitStack()
 
     async def open(self, path: Path, options: Options, watch: Callable[[Version, Batch], None]) -> None:
@@ -166,7 +171,12 @@ class Version:
         rows = tensors[0].shape[0] if self.served.batches else 1
         alone = not rows or not self.served.batches or len({tensor.shape[0] for tensor in tensors}) > 1  # the guards will say so
         group = object() if alone else tuple([tensor.shape[1:] for tensor in tensors])
-        return list(await self._queue.answer(tensors, group, rows, allowed))
+        try:
+            return list(await self._queue.answer(tensors, group, rows, allowed))
+        except cgbundle.MachineError as error:
+            if error.code == GPU_FAILED:
+                self.failure = self.failure or error
+            raise
 
     @property
     def waiting(self) -> int:
@@ -176,7 +186,11 @@ class Version:
     async def close(self) -> None:
         """Answers what was taken, then gives the memory back."""
         await self._cleanup.aclose()
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._program.close)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._program.close)
+        except cgbundle.MachineError as error:
+            if error.code != GPU_FAILED:  # then there is nothing that could be given back
+                raise
         self._thread.shutdown()
 
     def _load(self, path: Path) -> Loaded:

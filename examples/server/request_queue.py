@@ -1,7 +1,7 @@
 """A bounded queue of requests that are answered together: deadlines, batches, and nobody pays for another's request.
 
 Plain asyncio.  A recorded size costs the same however many of its rows are real.  So requests of one group (whose rows may lie in
-one call) wait a moment for each other.  serve_models.py uses it; batching.py is the like for sequences of tokens.
+one call) wait a moment for each other.  serve_models.py uses it, and batching.py, for sequences of tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,23 +38,26 @@ class Late(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
-    """A request that waits: its item and the rows in it, since when and until when (the event loop's clock, in seconds), and where
-    its answer goes."""
+    """A request that waits: its item and the rows in it, since when and until when (the event loop's clock, in seconds), where its
+    answer goes, and the context variables of whoever asked."""
 
     item: Any
     rows: int
     since: float
     until: float
     answer: asyncio.Future[Any]
+    context: Context
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What was answered together: the rows of each request, the seconds that each waited, and those that the call took."""
+    """What was answered together: the rows of each request, the seconds that each waited, those that the call took, and the context
+    of each."""
 
     rows: tuple[int, ...]
     waited: tuple[float, ...]
     seconds: float
+    contexts: tuple[Context, ...]
 
 
 class RequestQueue:
@@ -99,7 +103,7 @@ class RequestQueue:
             raise Busy(f"{self._limit} requests wait already", max(1, math.ceil(calls * self._pace / self._calls)))
         loop = asyncio.get_running_loop()
         now = loop.time()
-        waiting = Waiting(item, rows, now, now + seconds, loop.create_future())
+        waiting = Waiting(item, rows, now, now + seconds, loop.create_future(), copy_context())
         queue = self._queues.setdefault(group, deque())
         queue.append(waiting)
         self._arrived.set()
@@ -155,7 +159,8 @@ class RequestQueue:
         await asyncio.wait([done])
         seconds = loop.time() - began
         self._pace = seconds if not self._pace else 0.8 * self._pace + 0.2 * seconds
-        self._watch(Batch(tuple([each.rows for each in batch]), tuple([began - each.since for each in batch]), seconds))
+        rows, contexts = tuple([each.rows for each in batch]), tuple([each.context for each in batch])
+        self._watch(Batch(rows, tuple([began - each.since for each in batch]), seconds, contexts))
         error = done.exception()
         if error is None:
             return list(done.result())
