@@ -107,6 +107,16 @@ def test_what_is_on_the_host_needs_no_kernel() -> None:
     assert not operators_without_kernel(program, (node,), H200)
 
 
+def test_an_assertion_has_no_kernel_and_the_host_can_check_it() -> None:
+    def asserting(x: Tensor, w: Tensor) -> Tensor:
+        torch._assert_async((x < 9).all())
+        return x @ w
+
+    (found,) = cgcompile.check(Of(asserting).eval(), inputs, sizes=[4], target="sm_90").findings
+    assert (found.rule, found.severity) == ("operator-without-kernel", "refuse")
+    assert not cgcompile.check(Of(asserting).eval(), inputs, sizes=[4], target="sm_90", host_ops=hinted(found.fix)).refused
+
+
 def model_of(name: str) -> Callable[..., Any]:
     return lambda **options: cgcompile.check(Of(CASES[name][1]).eval(), inputs, sizes=[4, 8], **options)
 
