@@ -133,3 +133,4 @@ class ManifestParts:
     module_state: str
     entries: tuple[EntryParts, ...]
     reserved: tuple[Reserved, ...] = ()
+    tables: tuple[int, ...] = ()
