@@ -93,4 +93,4 @@ class Spectrum(torch.nn.Module):
         self.model = model
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return torch.fft.rfft(self.model(x), n=96).abs()
+        return torch.fft.rfft(self.model(x), n=1024).abs()
