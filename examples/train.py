@@ -4,8 +4,9 @@
     python examples/train.py train.cgb --steps 200 --save trained.safetensors
 
 What a bundle changes from call to call is buffers, so the network's parameters are made buffers; `torch.func` says how a loss
-follows from them, and `make_fx` writes its gradient down as operations, which export takes like any others.  The task: every token
-is the sum of the two before it.
+follows from them, and `make_fx` writes its gradient down as operations, which export takes like any others.  None of these depends
+on the order in which a GPU's threads come to add, so a run that was saved goes on bit for bit.  The task: every token is the sum of
+the two before it.
 """
 
 import argparse
@@ -42,16 +43,21 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Token ids (batch, LENGTH) -> logits of the next token at every place (batch, LENGTH, VOCABULARY)."""
+    """Token ids (batch, LENGTH) -> logits of the next token at every place (batch, LENGTH, VOCABULARY).
+
+    Tokens are looked up by a product with one-hot rows, whose gradient is a product too.  That of `nn.Embedding` is added up by a
+    GPU's atomics, in another order every time."""
 
     def __init__(self) -> None:
         super().__init__()
         self.tokens, self.places = nn.Embedding(VOCABULARY, WIDTH), nn.Embedding(LENGTH, WIDTH)
         self.blocks = nn.Sequential(*[Block() for _ in range(LAYERS)])
         self.norm, self.head = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY)
+        self.register_buffer("vocabulary", torch.arange(VOCABULARY), persistent=False)
 
     def forward(self, ids: Tensor) -> Tensor:
-        return self.head(self.norm(self.blocks(self.tokens(ids) + self.places.weight)))
+        one_hot = (ids.unsqueeze(-1) == self.vocabulary).to(self.tokens.weight.dtype)
+        return self.head(self.norm(self.blocks(one_hot @ self.tokens.weight + self.places.weight)))
 
 
 class Trainer(nn.Module):

@@ -26,6 +26,7 @@ from ..targets.cuda.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
 from ..targets.weights import fixed_weights, shapes_of, table_rows, write_tables, write_weights
 from ..transforms.error_bounds import error_bounds
+from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
 from ..util.content_cache import cache_folder
 from ..util.progress import Stages, Tell
@@ -56,7 +57,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         split = split_stage(exported, spec.by_key({entry.name: entry.placements for entry in spec.entries}), calls, stages)
         with stages("lower") as tell:
             jobs = jobs_of(spec, exported, split, calls, live_weights_of(spec, tensors))
-            lowered = lower_programs(jobs, split, target, scratch, tell)
+            code = code_of(spec.entries[0].source, exported)
+            lowered = lower_programs(jobs, split, target, scratch, tell, code=code)
             tell(summary(lowered))
         with stages("compile") as tell:
             compiled = compile_programs(lowered, target, tell)
@@ -74,7 +76,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         with stages("emit") as tell:
             rows = write_weights(stage / archive.WEIGHTS, tensors, layout.rows)
             rows += write_tables(stage / archive.TABLES, recorded.tables)
-            tables = table_rows(rows, recorded.tables)
+            tables = table_rows(rows)
             written = write_recorded(stage, recorded, rows, target.name, split, hosts)
             (stage / KERNELS).write_text(configurations(compiled.kernels))
             exams = {each.name: eager_exam(each.source, each.prepared, each.sizes, written.weights) for each in spec.entries}

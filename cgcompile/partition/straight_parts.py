@@ -13,13 +13,11 @@ from torch.fx import GraphModule, Node
 from .node_kinds import is_view, writes_to
 
 
-def end_with_copies(module: GraphModule, targets: Sequence[int]) -> list[int]:
+def end_with_copies(module: GraphModule, targets: Sequence[int]) -> None:
     """Makes the last results of a module copies to the inputs at the positions `targets`.  Where a result lies in one of these, it
-    is copied elsewhere first: all results are those of the values before.
-
-    Returns which of the copies remain to be done, whose values stay results: the `mistakable` ones."""
+    is copied elsewhere first: all results are those of the values before."""
     if not targets:
-        return []
+        return
     (output,) = module.graph.find_nodes(op="output")
     places = [module.graph.find_nodes(op="placeholder")[place] for place in targets]
     results = list(output.args[0])
@@ -28,39 +26,10 @@ def end_with_copies(module: GraphModule, targets: Sequence[int]) -> list[int]:
             if isinstance(result, Node) and _origin(result) in places:
                 results[number] = module.graph.call_function(torch.ops.aten.clone.default, (result,))
         kept, new = results[: -len(places)], results[-len(places) :]
-        left = mistakable(places, new)
-        for number, (place, result) in enumerate(zip(places, new, strict=True)):
-            if number not in left:
-                module.graph.call_function(torch.ops.aten.copy_.default, (place, result))
-    output.args = ((*kept, *[new[number] for number in left]),)
+        for place, result in zip(places, new, strict=True):
+            module.graph.call_function(torch.ops.aten.copy_.default, (place, result))
+    output.args = (tuple(kept),)
     module.recompile()
-    return left
-
-
-def mistakable(places: Sequence[Node], values: Sequence[Any]) -> list[int]:
-    """Which of the values, that are to be written to inputs, a compiler may take for another of these inputs.  Inductor takes
-    operations out that change nothing, copies too, and then writes an input before it reads it for another one (torch 2.11 and
-    2.13, `remove_noop_ops` in torch/_inductor/fx_passes/post_grad.py)."""
-    pairs = enumerate(zip(places, values, strict=True))
-    return [number for number, (place, value) in pairs if _simple_sources(value) & ({*places} - {place})]
-
-
-SIMPLE = frozenset({"clone", "contiguous", "to", "_to_copy", "add", "sub", "mul", "div", "pow", "copy", "cat", "repeat", "where"})
-"""Operations beside views that may change nothing, depending on what they are given."""
-
-
-def _simple_sources(node: Any) -> set[Node]:
-    """The inputs that a value may be, for all that a compiler can find out about its operations."""
-    found: set[Node] = set()
-    waiting = [node] if isinstance(node, Node) else []
-    while waiting:
-        each = waiting.pop()
-        packet = getattr(each.target, "overloadpacket", None)
-        if each.op == "placeholder":
-            found.add(each)
-        elif is_view(each) or each.target is operator.getitem or getattr(packet, "__name__", "") in SIMPLE:
-            waiting += each.all_input_nodes
-    return found
 
 
 def keep_outputs(module: GraphModule, places: Sequence[int]) -> None:

@@ -26,6 +26,9 @@ from ..model.flat_module import PREFIX
 from ..util.raw_bytes import raw
 from .memory_layout import Shape, Table, dense_strides
 
+TABLE = "cgcompile.table."
+"""How the names of tables begin: of rows of the manifest that are no weights of the model."""
+
 
 def stored_dtype(tensor: torch.Tensor) -> str:
     """The name of a tensor's dtype in schema.DTYPES.  Raises dtype-unsupported."""
@@ -81,14 +84,14 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], placed: Itera
 
 
 def write_tables(path: Path, tables: Sequence[Table]) -> tuple[Weight, ...]:
-    """tables.safetensors, which holds them as `cgcompile.table.N`; returns the manifest's rows.  Without tables there is no file.
+    """tables.safetensors, which holds them as TABLE and a number; returns the manifest's rows.  Without tables there is no file.
 
     Weights of one model are the same file whatever the sizes, tables are not."""
     if not tables:
         return ()
     rows = [
         Weight(
-            name=f"cgcompile.table.{index}", tensor=f"cgcompile.table.{index}", dtype="uint8", shape=(len(table.contents),),
+            name=f"{TABLE}{index}", tensor=f"{TABLE}{index}", dtype="uint8", shape=(len(table.contents),),
             strides=(1,), memory="weights", offset=table.offset,
         )
         for index, table in enumerate(tables)
@@ -101,9 +104,9 @@ def write_tables(path: Path, tables: Sequence[Table]) -> tuple[Weight, ...]:
     return tuple(rows)
 
 
-def table_rows(weights: Sequence[Weight], tables: Sequence[Table]) -> tuple[int, ...]:
-    """The positions of the tables among the manifest's rows, whose last they are."""
-    return tuple(range(len(weights) - len(tables), len(weights)))
+def table_rows(weights: Sequence[Weight]) -> tuple[int, ...]:
+    """The positions of the tables among the manifest's rows."""
+    return tuple([index for index, row in enumerate(weights) if row.name.startswith(TABLE)])
 
 
 def fixed_weights(

@@ -106,11 +106,10 @@ class _Growing:
         names = [name for name, _ in last.copies]
         module = straight_module(block, part, [*outputs, *[value for _, value in last.copies]], names)
         given = [values[name] for name in taken(module)]
-        left = end_with_copies(repair(module), [taken(module).index(name) for name in names])
-        targets = [values[names[number]] for number in left]
-        written = [*written_tensors(module, given), *targets]
+        end_with_copies(repair(module), [taken(module).index(name) for name in names])
+        written = written_tensors(module, given)
         before = _clones(written)
-        made = [_clone(result) for result in _copied(module(*given), targets)]
+        made = [_clone(result) for result in module(*given)]
         after = _clones(written)
 
         def restore() -> None:
@@ -120,8 +119,8 @@ class _Growing:
         places = [place for place, result in enumerate(made) if isinstance(result, Tensor)]
         self.parts += 1
         if places or written:
-            keep_outputs(module, [*places, *range(len(made), len(made) + len(left))])
-            call = self._call(module, given, targets, last)
+            keep_outputs(module, places)
+            call = self._call(module, given, last)
             where = f"{self.where}, straight part {self.parts}"
             self.warm(call, where, restore)
             graph, results = self.keep(call, where)
@@ -134,16 +133,14 @@ class _Growing:
         _fill(written, after)
         return made
 
-    def _call(
-        self, module: GraphModule, given: Sequence[Any], targets: Sequence[Tensor], last: _Last
-    ) -> Callable[[], list[Tensor]]:
+    def _call(self, module: GraphModule, given: Sequence[Any], last: _Last) -> Callable[[], list[Tensor]]:
         lowered = self.lower(module)
         held = {_storage(each) for each in [*given, *held_tensors(module).values()] if isinstance(each, Tensor)}
 
         def call() -> list[Tensor]:
             foreign = set(held) if last.own else set(last.changing)
             made = []
-            for result in _copied(tree_leaves(lowered(*given)), targets):
+            for result in tree_leaves(lowered(*given)):
                 one = _own(result) if _storage(result) in foreign or _overlaps(result) else result
                 foreign |= {_storage(one)} if last.own else set()
                 made.append(one)
@@ -229,15 +226,6 @@ class _Growing:
             each.zero_()
         yield
         _fill(saved, before)
-
-
-def _copied(results: Sequence[Any], targets: Sequence[Tensor]) -> list[Any]:
-    """The results but for the last ones, which are copied to `targets`."""
-    count = len(results) - len(targets)
-    written = {_storage(target) for target in targets}
-    new = [_own(value) if _storage(value) in written else value for value in results[count:]]
-    _fill(targets, new)
-    return list(results[:count])
 
 
 def _turns(part: Loop, carried: Sequence[Tensor], given: Sequence[Any]) -> list[Tensor]:

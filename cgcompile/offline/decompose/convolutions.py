@@ -9,6 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ...transforms.vector_products import PRODUCTS
+
 aten = torch.ops.aten
 
 FEW = 8
@@ -16,9 +18,6 @@ FEW = 8
 
 BLOCKS, DEEP = 32, 2048
 """A convolution with fewer blocks of 64 by 64 and an inner axis of at least so many elements has too little to run side by side."""
-
-PRODUCTS = (torch.float16, torch.bfloat16, torch.float32)
-"""Types of the factors that Inductor's templates of products and convolutions take."""
 
 
 def convolution(

@@ -16,9 +16,11 @@ from torch._higher_order_ops.associative_scan import associative_scan_op, generi
 from torch._inductor.decomposition import select_decomp_table
 
 from ...errors import ModelError
+from ...transforms.vector_products import added_product, product
 from .attention import SHORTEST, WIDEST, attend, fits
-from .convolutions import PRODUCTS, convolution
+from .convolutions import convolution
 from .sort import sort, topk
+from .triton_operators import launching
 
 aten = torch.ops.aten
 
@@ -91,24 +93,6 @@ def histogram(x: Tensor, bins: int = 100, min: float = 0, max: float = 0) -> Ten
 
 
 # --- products -------------------------------------------------------------------------------------------------
-
-
-def product(a: Tensor, b: Tensor) -> Tensor:
-    """(..., m, k) by (..., k, n), both with the same leading axes, as a sum: of vectors, and of types without a template.  A
-    product with a vector reads its matrix once, so a sum does as well as a tensor core."""
-    if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
-        return NotImplemented
-    wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
-    return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide).to(a.dtype)
-
-
-def added_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """beta * added + alpha * (a by b), with the sum of `product` where that takes a sum."""
-    if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
-        return NotImplemented
-    wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
-    scaled = alpha * (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide)
-    return (scaled if beta == 0 else beta * added.to(wide) + scaled).to(a.dtype)
 
 
 def integer_product(a: Tensor, b: Tensor) -> Tensor:
@@ -302,3 +286,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **get_decompositions([aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]),
 }
 """Operations of exported programs that are replaced as a whole."""
+
+
+def replacement(target: Any) -> Callable[..., Any] | None:
+    """What replaces an operation of an exported program as a whole; None where nothing does."""
+    return REPLACED.get(target) or launching(target)

@@ -17,6 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ...errors import BuildError, ModelError
+from ...transforms.vector_products import PRODUCTS, added_product, product, read_in_order
 from ..compiler_errors import UNPROPAGATED, compares_indices, explain
 
 TESTED = "2.11 and 2.13"
@@ -38,6 +39,8 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         from torch._inductor.compile_fx import compile_fx
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+        from ...transforms.old_values import ReadOldValues
     except ImportError as error:
         text = f"torch {torch.__version__} has no {error.name}: {error}; cgcompile was tested with {TESTED}"
         raise BuildError("torch-unsupported", text) from error
@@ -55,7 +58,9 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
 
     def attempt(options: Mapping[str, Any]) -> Any:
         with tracing(TracingContext(mode)), torch.no_grad():
-            return compile_fx(graph, fakes, config_patches=dict(options))
+            table = None if dynamic else _decompositions()
+            own = {**options, "post_grad_custom_pre_pass": ReadOldValues()}
+            return compile_fx(graph, fakes, config_patches=own, decompositions=table)
 
     try:
         try:
@@ -75,6 +80,25 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         return made
 
     return run
+
+
+def _decompositions() -> dict[Any, Callable[..., Any]]:
+    """Inductor's table, with products with a vector as sums where that is faster than a library."""
+    from torch._inductor.decomposition import select_decomp_table
+
+    aten, table = torch.ops.aten, dict(select_decomp_table())
+    ours: dict[Any, Callable[..., Any]] = {aten.mm.default: product, aten.bmm.default: product, aten.addmm.default: added_product}
+
+    def either(one: Callable[..., Any], other: Callable[..., Any] | None) -> Callable[..., Any]:
+        def decompose(*args: Any, **kwargs: Any) -> Any:
+            a, b = args[-2:]
+            vector = a.dtype in PRODUCTS and 1 in (a.shape[-2], b.shape[-1]) and read_in_order(a, b)
+            made = one(*args, **kwargs) if vector else NotImplemented
+            return other(*args, **kwargs) if made is NotImplemented and other is not None else made
+
+        return decompose
+
+    return table | {operation: either(one, table.get(operation)) for operation, one in ours.items()}
 
 
 def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, list[torch.Tensor], list[tuple[int, Node]]]:
