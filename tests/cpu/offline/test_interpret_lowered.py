@@ -73,6 +73,17 @@ class Convolutions(nn.Module):
         return self.head(x.mean((2, 3))).softmax(-1)
 
 
+class Narrow(nn.Module):
+    """Attention with fewer columns than a product's tile: the product behind it reads through a transposition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.attention(x, x + 1, x)
+
+
 class Orders(nn.Module):
     """Sorting, scans, reductions with indices, and functions of libdevice."""
 
@@ -86,6 +97,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "gpt": (Gpt, lambda: torch.randint(100, (3, 24))),
     "gpt bf16": (lambda: Gpt().bfloat16(), lambda: torch.randint(100, (3, 24))),
     "convolutions": (Convolutions, lambda: torch.randn(2, 3, 16, 16)),
+    "narrow attention": (Narrow, lambda: torch.randn(1, 5, 8)),
     "orders": (Orders, lambda: torch.randn(6, 50)),
 }
 """A model, and inputs for it."""
