@@ -25,7 +25,7 @@ from cgcompile.offline.lowered import KernelVariant
 from cgcompile.offline.trace import folded_tables
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.memory_layout import PAD, lay_out
-from cgcompile.targets.weights import add_tables, row_major, shapes_of, write_weights
+from cgcompile.targets.weights import row_major, shapes_of, write_tables, write_weights
 from tests.cpu.offline.written_rows import tensor_of
 from tests.helpers.lowered_programs import assembled
 
@@ -131,7 +131,8 @@ def task_of(program: torch.export.ExportedProgram, example: torch.Tensor, calls:
     offsets = {row.name: row.offset for row in layout.rows} | {name: table.offset for name, table in folded.items()}
     graph = assembled(traced, compiled, plan(traced), offsets, [0])
     path = folder / "weights.safetensors"
-    rows = add_tables(path, write_weights(path, tensors, layout.rows), tuple(folded.values()))
+    rows = write_weights(path, tensors, layout.rows)
+    tables = write_tables(folder / "tables.safetensors", tuple(folded.values()))
     return Task(
         key=(1,),
         stages=tuple(
@@ -139,8 +140,7 @@ def task_of(program: torch.export.ExportedProgram, example: torch.Tensor, calls:
         ),
         variants=tuple(((image.sha256, image.symbol), variant) for image, variant in zip(compiled, traced.variants, strict=True)),
         sizes=(("weights", end), ("inputs", example.numel() * example.element_size() + PAD), ("arena", graph.arena)),
-        weights=path,
-        placed=rows,
+        weights=((path, rows), *([(folder / "tables.safetensors", tables)] if tables else [])),
     )
 
 
