@@ -83,11 +83,34 @@ def _weights(retraced: Retraced, live: Collection[str]) -> dict[Node, str]:
 def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[Node]:
     """Nodes that compute one tensor from weights, from other such nodes, or from nothing (a range, a constant)."""
     derived: set[Node] = set()
+    written = _written(graph)
     for node in graph.nodes:
         computes = node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and _is_pure(node)
-        if computes and all(each in known or each in derived for each in node.all_input_nodes):
+        if computes and node not in written and all(each in known or each in derived for each in node.all_input_nodes):
             derived.add(node)
     return derived
+
+
+def _written(graph: torch.fx.Graph) -> set[Node]:
+    """Nodes whose memory a later operation writes to: torch's decompositions do (a circular padding fills an empty tensor)."""
+    written: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        arguments = zip(node.target._schema.arguments, node.args, strict=False)
+        changed = [value for about, value in arguments if about.alias_info is not None and about.alias_info.is_write]
+        for value in [each for each in changed if isinstance(each, Node)]:
+            below = value
+            written.add(below)
+            while below.op == "call_function" and _is_view(below):
+                below = below.all_input_nodes[0]
+                written.add(below)
+    return written
+
+
+def _is_view(node: Node) -> bool:
+    returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return bool(node.all_input_nodes) and any(each.alias_info is not None for each in returned)
 
 
 def _is_pure(node: Node) -> bool:
