@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from statistics import median
 
-from cgcompile.tools.bench.generation.measure import GenerationBenchmark
 from cgcompile.tools.bench.report import FIRST, Benchmark, ratio
+from cgcompile.tools.generation.measure import GenerationBenchmark
 
 from .output import count, record, safe, shortened, show, size, table
 

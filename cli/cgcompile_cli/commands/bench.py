@@ -116,7 +116,7 @@ def bench(
 
 def _generation(bundle: str, against: list[str], model: str, rounds: int, threads: int | None, quiet: bool, as_json: bool) -> None:
     """`--generate`."""
-    from cgcompile.tools.bench.generation.measure import measure_generation
+    from cgcompile.tools.generation.measure import measure_generation
 
     from ..benchmark import show_generation
 

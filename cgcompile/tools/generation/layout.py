@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from cgbundle.format.entries import one_entry
 from cgbundle.format.schema import Manifest
 
-from ....errors import BuildError
+from ...errors import BuildError
 
 INPUTS = ("ids", "count", "start", "pages", "slot")
 ENTRIES = ("prefill", "decode")

@@ -1,4 +1,4 @@
-"""`generate` of transformers in a process of its own: `python -m cgcompile.tools.bench.generation.torch_worker HOW JOB`.
+"""`generate` of transformers in a process of its own: `python -m cgcompile.tools.generation.torch_worker HOW JOB`.
 
 HOW is eager, or compile: with a static cache transformers compiles the step of one token.
 
@@ -12,7 +12,7 @@ import sys
 from time import perf_counter
 from typing import Any
 
-from ..protocol import Laps, fail, say
+from ..bench.protocol import Laps, fail, say
 from .job import prompt_of
 
 

@@ -13,11 +13,11 @@ from typing import Any
 from cgbundle.format.archive import Archive
 from cgbundle.validate import bundle as verify
 
-from ....errors import BuildError
-from ....util.progress import Stages, Watcher, silent
-from ..peers import choose
-from ..processes import WorkerProcess, compiler_cache
-from ..report import BUNDLE, Machine, this_machine
+from ...errors import BuildError
+from ...util.progress import Stages, Watcher, silent
+from ..bench.peers import choose
+from ..bench.processes import WorkerProcess, compiler_cache
+from ..bench.report import BUNDLE, Machine, this_machine
 from .layout import Layout, read_layout
 
 BATCHES, PROMPT, TOKENS = (1, 8, 32), 128, 64
@@ -136,7 +136,7 @@ def lengths(layout: Layout) -> tuple[int, int, tuple[int, ...]]:
 
 
 def _answer(name: str, job: Path, scratch: Path) -> dict[str, Any]:
-    worker = f"cgcompile.tools.bench.generation.{'bundle' if name == BUNDLE else 'torch'}_worker"
+    worker = f"cgcompile.tools.generation.{'bundle' if name == BUNDLE else 'torch'}_worker"
     arguments = [job] if name == BUNDLE else [name, job]
     environment = {} if name == BUNDLE else compiler_cache(scratch / "cache")
     with WorkerProcess(worker, *arguments, log=scratch / f"{name}.log", environment=environment) as process:

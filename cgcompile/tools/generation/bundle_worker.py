@@ -1,4 +1,4 @@
-"""The bundle in a process of its own: `python -m cgcompile.tools.bench.generation.bundle_worker JOB`.  cgbundle and the standard
+"""The bundle in a process of its own: `python -m cgcompile.tools.generation.bundle_worker JOB`.  cgbundle and the standard
 library alone."""
 
 from __future__ import annotations
@@ -7,7 +7,7 @@ import sys
 from array import array
 from typing import Any
 
-from ..protocol import Laps, fail, say
+from ..bench.protocol import Laps, fail, say
 from .job import prompt_of
 
 
