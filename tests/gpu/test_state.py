@@ -91,7 +91,7 @@ def test_dead_memory_may_hold_anything(stateful: Path) -> None:
 
 
 class Swapping(torch.nn.Module):
-    """Buffers that take each other's values, one by an addition of nothing; and the largest of a long row, which is cut in parts."""
+    """Buffers that take each other's values, one by an addition of nothing; and the largest of a row that is cut into parts."""
 
     def __init__(self) -> None:
         super().__init__()
