@@ -84,7 +84,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "one positive whole number per line, or --column NAME of a CSV file"),
     "request-log-column-unknown": Cause(BuildError, 2, "A log has no column of that name, or several.",
         "give --column a name from the first line of the file"),
-    "limit-invalid": Cause(BuildError, 2, "A number of capture sizes, their common factor, or the seconds of a proof are too few.",
+    "limit-invalid": Cause(BuildError, 2,
+        "A number of capture sizes, their common factor, or the seconds of a proof or a search are too few.",
         "give --max and --multiple a number of 1 or more"),
     # --- the environment ---
     "extra-missing": Cause(BuildError, 2, "A package that building, signing, push or pull needs is not installed.",
@@ -209,7 +210,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "take a configuration with smaller blocks or fewer stages"),
     "kernel-unsupported": Cause(BuildError, 1, "A kernel needs what a bundle does not give: scratch memory, tensor descriptors.",
         "take another configuration of this kernel"),
-    "worker-died": Cause(BuildError, 1, "A process that compiles or interprets kernels ended without an answer.", DEFECT),
+    "worker-died": Cause(BuildError, 1, "A process that compiles, interprets or times kernels ended without an answer.", DEFECT),
     # --- offline: the arena and the rows ---
     "lifetime-broken": Cause(BuildError, 1, "A buffer is used outside its lifetime, or allocated twice.", DEFECT),
     "arena-overlap": Cause(BuildError, 1, "Two buffers share bytes of the arena while both are needed: the plan is wrong.", DEFECT),

@@ -6,7 +6,7 @@ Of state the exam holds the elements that changed, as runs: a cache of a few hun
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -67,6 +67,13 @@ def eager_exam(
         state = _changed(weights, before, after)
         exams.append(KeyExam(key=key, inputs=inputs, outputs=ran.outputs, written=written, state=state))
     return exams
+
+
+def on_cpu(exam: KeyExam) -> KeyExam:
+    """The exam with all tensors on the CPU, wherever the model ran."""
+    written = tuple([(index, value.cpu()) for index, value in exam.written])
+    inputs, outputs = (tuple([value.cpu() for value in side]) for side in (exam.inputs, exam.outputs))
+    return replace(exam, inputs=inputs, outputs=outputs, written=written)
 
 
 def replayed_exam(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -15,7 +16,7 @@ from cgbundle.tables.module_state import encode_states
 
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, replayed_exam, write_exam
-from ..bundle.proof import accepted, measured
+from ..bundle.proof import accepted, measured, unproved
 from ..model.source import SEED, sample
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
 from ..targets.cuda.chains import chained_outputs
@@ -45,9 +46,14 @@ EXAM_SEED = 1
 def started(keys: int, level: str, specialize: str) -> Iterator[RecorderProcesses]:
     """The processes that `build_parts` needs for so many int_keys, started before it: they are ready when the model is exported."""
     with recorder_processes() as processes:
-        processes.start(RECORD, 2)
-        processes.start(PRIME, priming(keys, level, specialize))
+        start(processes, keys, level, specialize)
         yield processes
+
+
+def start(processes: RecorderProcesses, keys: int, level: str, specialize: str) -> None:
+    """Starts what records so many int_keys at a level."""
+    processes.start(RECORD, 2)
+    processes.start(PRIME, priming(keys, level, specialize))
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:
@@ -120,20 +126,30 @@ def emit(
     stage: Path,
     recorded: Recorded,
     cut: CutProgram,
+    *,
+    folded: Collection[str] = (),
+    expected: Mapping[str, Sequence[KeyExam]] = MappingProxyType({}),
 ) -> ManifestParts:
-    """Writes tables, images and the exam into `stage`, where the weights are.  Raises proof-failed."""
+    """Writes tables, images and the exam into `stage`, where the weights are.
+
+    `folded`: weights that something was computed from which the recordings hold.  `expected`: by entry, what eager PyTorch gives,
+    which is the exam of an entry with an int_key that was not captured.  Raises proof-failed.
+    """
     written = write_recorded(stage, _program(spec, recorded, cut.split), recorded.stored, recorded.arch, cut.split, cut.hosts)
     if recorded.states:
         (stage / STATES_FILE).write_bytes(encode_states(recorded.states))
-    parts = [_entry_parts(spec, number, recorded, written, exact=cut.split is None) for number in range(len(spec.entries))]
+    parts = [
+        _entry_parts(spec, number, recorded, written, expected.get(entry.name, ()), exact=cut.split is None)
+        for number, entry in enumerate(spec.entries)
+    ]
     write_exam(stage / archive.EXAM, {entry.name: exam for entry, (_, exam) in zip(spec.entries, parts, strict=True)})
     driver = max(_lowest_driver(recorded), conditional_driver(written.recordings.values()))
-    if written.fills:
+    if written.fills or recorded.graphs.keys() - recorded.replays.keys():  # our own ptxas made images
         driver = max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
     return ManifestParts(
         target=cuda_target(recorded.arch, driver, cut.hosts, spec.torch_version),
         weights=written.weights,
-        fixed=fixed_weights(stage, written.weights, spec.programs, cut.hosts.unbound),
+        fixed=fixed_weights(stage, written.weights, spec.programs, {*folded, *cut.hosts.unbound}),
         memories=written.memories,
         regions=written.regions,
         module_state=STATES_FILE if recorded.states else "",
@@ -143,13 +159,20 @@ def emit(
 
 
 def _entry_parts(
-    spec: BuildSpec, number: int, recorded: Recorded, written: Written, *, exact: bool
+    spec: BuildSpec, number: int, recorded: Recorded, written: Written, expected: Sequence[KeyExam], *, exact: bool
 ) -> tuple[EntryParts, list[KeyExam]]:
     """The rows of entry number `number`, and its exam.  `exact`: no host computes a part of it.  Raises proof-failed."""
     entry = spec.entries[number]
     prepared, replays = entry.prepared, spec.own(number, recorded.replays)
     own = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
     rows = with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights)
+    if len(replays) < len(own):
+        bounds = error_bounds(prepared, written.weights)
+        exam = Exam(
+            compare="tolerance", calls=prepared.exam_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
+            proofs=tuple([unproved(key, bounds) for key in own]),
+        )  # fmt: skip
+        return EntryParts(programs=rows, exam=exam), list(expected)
     differences = {key: replays[key].differences for key in entry.keys}
     bounds = error_bounds(prepared, recorded.weights)
     kept = accepted(entry.dimensions, bounds, differences, spec.waive, "the graph differs", EAGER, entry.name)

@@ -9,6 +9,7 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -38,19 +39,33 @@ class Process:
 
 
 class RecorderProcesses:
-    """Processes by role.  `folder` holds requests, results, logs and, by default, the caches that all compilers share."""
+    """Processes by role.  `folder` holds requests, results, logs and, by default, the `cache` that all compilers share."""
 
     def __init__(self, folder: Path, cache: Path | None = None) -> None:
-        self.folder = folder
-        self._environment = cache_environment(cache or folder / "cache")
+        self.folder, self.cache = folder, cache or folder / "cache"
+        self._environment = cache_environment(self.cache)
         self._started: dict[str, list[Process]] = {PRIME: [], RECORD: []}
+        self._starting = threading.Lock()
+        self._stopped = False
 
     def start(self, role: str, number: int) -> None:
-        """Starts processes until there are `number` of a role.  Call it in the thread that lives longest: they end with it."""
+        """Starts processes until there are `number` of a role.  Call it in the thread that lives longest: they end with it.  Raises
+        recorder-failed after `stop`."""
         share = max(1, min(processors() // max(1, number), COMPILERS))
         threads = share if role == PRIME else 1  # recorders take everything from the cache
-        while len(self._started[role]) < number:
-            self._started[role].append(self._new(role, len(self._started[role]), threads))
+        with self._starting:
+            if self._stopped:
+                raise BuildError("recorder-failed", "the recorder processes were stopped")
+            while len(self._started[role]) < number:
+                self._started[role].append(self._new(role, len(self._started[role]), threads))
+
+    def stop(self) -> None:
+        """Ends all processes for good, whatever another thread waits for: that raises recorder-failed."""
+        with self._starting:
+            self._stopped = True
+            started = [process for some in self._started.values() for process in some]
+        for process in started:
+            end_group(process.running)
 
     def run(self, requests: Sequence[Request], tell: Tell, at_once: int) -> list[Any]:
         """The results of requests of one role, each by a process of its own, in order.  Raises what a process refused, or

@@ -54,6 +54,7 @@ def build(
     record: str = "auto",
     prove: str = "interpret",
     prove_budget: float = PROVE_BUDGET,
+    budget: float | None = None,
     train: bool = False,
     host_ops: Sequence[str] = (),
     force: bool = False,
@@ -71,7 +72,9 @@ def build(
     them (what is refused now cannot be waived).  One is "mismatched-integers": it accepts integers that rounding turns over, an
     argmax of near-ties, as far as the build sees it.
 
-    `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.  `specialize`: "size" lowers every int_key for
+    `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.  "best", on the GPU that the bundle is for, builds
+    all of these and one in Triton alone, proves and times each, and keeps the fastest at every int_key.  `budget`: seconds after
+    which this search ends, with what it has by then.  `specialize`: "size" lowers every int_key for
     itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `record`: capture (a GPU that is here),
     trace (without), or auto.  `prove`: interpret or none, for a bundle whose GPU is not here; all others are replayed.
     `prove_budget`: seconds after which interpreting ends; what is not done then is listed as not proved, but the smallest int_key
@@ -91,8 +94,8 @@ def build(
     with watcher(progress) as tell:
         options = Options(
             sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
-            record=record, prove=prove, prove_budget=prove_budget, train=train, host_ops=tuple(host_ops), force=force,
-            max_keys=max_keys, chains=chains, progress=tell,
+            record=record, prove=prove, prove_budget=prove_budget, budget=budget, train=train, host_ops=tuple(host_ops),
+            force=force, max_keys=max_keys, chains=chains, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
         with with_torch(tell, f"{__package__}.build"):

@@ -30,7 +30,7 @@ from ..model.tracing.held_tensors import own_buffers
 from ..targets.architectures import capability_of
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.chains import chains_of, check_layouts
-from ..targets.choice import CONDITIONALS, Chosen, choose
+from ..targets.choice import ALL_LOWERINGS, CONDITIONALS, FIRST_LOWERING, Chosen, choose
 from ..transforms.error_bounds import error_bounds
 from ..transforms.padding_proof import prove_padding
 from ..transforms.prepared import prepare, together
@@ -44,6 +44,9 @@ from .training_mode import evaluated
 
 BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "trace": "cgcompile.offline.build"}
 """By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
+
+BEST = "cgcompile.pipeline.best.build"
+"""The same where several lowerings are recorded."""
 
 
 def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
@@ -63,15 +66,17 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             told = CPU if chosen.recorder == "host" else CUDA
             capability = capability_of(chosen.target)
             sources = [replace(source, device=first.device, told=told, capability=capability) for source in loaded]
+            builder = BEST if options.lower == ALL_LOWERINGS else BUILDERS[chosen.recorder]
             with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
-                build_parts: Callable[..., ManifestParts] = import_module(BUILDERS[chosen.recorder]).build_parts
+                build_parts: Callable[..., ManifestParts] = import_module(builder).build_parts
             several = f", {len(sources)} entries" if len(sources) > 1 else ""
             chose = f" for {_default(chosen)}" if options.target == "auto" else ""
             tell(f"{first.name}{several}, {_counted(keys, 'int_key')}{chose}{f'; {mode}' if mode else ''}")
         if chosen.recorder == "capture":
             from ..capture.build import started
 
-            build_parts = partial(build_parts, processes=stack.enter_context(started(keys, options.lower, options.specialize)))
+            level = FIRST_LOWERING if options.lower == ALL_LOWERINGS else options.lower
+            build_parts = partial(build_parts, processes=stack.enter_context(started(keys, level, options.specialize)))
         if chosen.recorder == "host":
             from ..targets.cpu.interface import begun_interface
 
@@ -115,7 +120,8 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
         spec = BuildSpec(
             entries=entries, chains=chains_of(checked_chains(options.chains, first.label) or first.chains, entries),
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
-            prove_budget=options.prove_budget, waive=options.waive, torch_version=torch.__version__.partition("+")[0],
+            prove_budget=options.prove_budget, budget=options.budget, waive=options.waive,
+            torch_version=torch.__version__.partition("+")[0],
         )  # fmt: skip
         parts = build_parts(spec, folder, stages)
         for entry in spec.entries:
@@ -198,6 +204,8 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
         named |= {"record": recorder, "prove": options.prove}
         if options.prove != "none":
             named["prove_budget"] = f"{options.prove_budget:g}"
+    if options.budget is not None:
+        named["budget"] = f"{options.budget:g}"
     if options.train:
         named["train"] = "true"
     if options.host_ops:

@@ -30,6 +30,7 @@ class Options:
     record: str
     prove: str
     prove_budget: float
+    budget: float | None
     train: bool
     host_ops: tuple[str, ...]
     force: bool

@@ -17,7 +17,7 @@ from cgbundle.format.entries import FORWARD
 
 from ..errors import BuildError, ModelError
 from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
-from ..targets.choice import asks_torch, choose, recorder_for
+from ..targets.choice import ALL_LOWERINGS, asks_torch, choose, recorder_for
 from ..targets.requirements import check_compiler, check_packages
 from ..util.explanations import explanations, nearest
 from ..util.model_file import (
@@ -43,6 +43,8 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     check_packages("host")
     _check_waived(options.waive)
     name = _check_model(model, options.sizes, options.max_keys)
+    if options.budget is not None:
+        check_budget(options.budget, options.lower)
     # where torch has to be asked, `build` chooses when it is there: that it is being imported has been told
     known = not asks_torch(options.target)
     chosen = (options.target, options.lower, options.specialize, options.record, options.prove)
@@ -55,6 +57,15 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
         check_packages(recorder)
     if recorder == "host":
         check_compiler()
+
+
+def check_budget(budget: float, lower: str) -> None:
+    """Raises limit-invalid for seconds of a search that is none, or that has no time."""
+    if lower != ALL_LOWERINGS:
+        text = f"budget is {budget:g} seconds, which a search among lowerings may take, and lower is {lower!r}"
+        raise BuildError("limit-invalid", text, "give --lower best, or leave --budget out")
+    if not budget > 0:
+        raise BuildError("limit-invalid", f"budget is {budget:g}, expected more than 0 seconds", "leave --budget out for no limit")
 
 
 def _check_waived(waive: Sequence[str]) -> None:

@@ -52,6 +52,7 @@ class BuildSpec:
     specialize: str
     prove: str
     prove_budget: float
+    budget: float | None
     waive: tuple[str, ...]
     torch_version: str
 

@@ -18,7 +18,10 @@ from .requirements import has_driver
 if TYPE_CHECKING:
     import torch
 
-LOWERINGS = ("eager", "inductor", "max-autotune")
+ALL_LOWERINGS, FIRST_LOWERING = "best", "inductor"
+"""What keeps the fastest of all lowerings, and the one that is made first then."""
+
+LOWERINGS = ("eager", "inductor", "max-autotune", ALL_LOWERINGS)
 SPECIALIZE = ("size", "shared")
 RECORDERS = ("auto", "capture", "trace")
 CONDITIONALS = ("capture", "trace")
@@ -76,6 +79,8 @@ def choose(target: str, lower: str, specialize: str = "size", record: str = "aut
             "name the GPU that the bundle is for: --target sm_90 (H100, H200), sm_80 (A100), ...",
         )
     if wanted == here and record != "trace":
+        if lower == ALL_LOWERINGS:
+            _expect("specialize", specialize, "size", "--lower best lowers every size for itself", "leave --specialize out")
         return Chosen(target=wanted, recorder="capture", runs_here=True)
     if record == "capture":
         raise BuildError(
@@ -136,6 +141,8 @@ def _trace(wanted: str, lower: str, specialize: str, runs_here: bool) -> Chosen:
     arch(wanted)  # raises for a GPU that is here, but whose properties nobody wrote down
     without = f"a build for {wanted} without that GPU"
     reason = f"{without} has one lowering, inductor with everything in Triton"
+    if lower == ALL_LOWERINGS:
+        reason = f"{without} can time no kernel"
     _expect("lower", lower, "inductor", reason, f"leave --lower out, or build on a machine with a GPU of {wanted}")
     _expect("specialize", specialize, "size", f"{without} lowers every size for itself", "leave --specialize out")
     return Chosen(target=wanted, recorder="trace", runs_here=runs_here)

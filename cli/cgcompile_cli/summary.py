@@ -24,6 +24,8 @@ from .output import count, first_lines, first_rows, listed, shortened, size, tab
 if TYPE_CHECKING:
     from rich.table import Table
 
+    from .output import Field
+
 FEATURES = 4
 """Processor features that are named before the rest is counted."""
 
@@ -260,6 +262,26 @@ def programs(manifest: Manifest) -> Table:
         heads, rows = _without_memory(heads), [_without_memory(row) for row in rows]
     shown, hidden = shortened(rows[:-1])
     return table(heads, [*shown, *([(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []), *rows[-1:]])
+
+
+def lowering_fields(manifest: Manifest, of: str = "") -> list[Field]:
+    """The lowerings that were tried for the int_keys of an entry, in microseconds, and why others are left out; [] where there was
+    nothing to choose.  `of` follows the field's name."""
+    tried = [(program.key, program.lowerings) for program in manifest.programs if program.lowerings]
+    if not tried:
+        return []
+    names = list(dict.fromkeys([each.name for _, own in tried for each in own if each.microseconds]))
+    heads = (" x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key", *[f">{name}" for name in names], "")
+    rows = []
+    for key, own in tried:
+        times = {each.name: f"{sum(each.microseconds):.1f} us" for each in own if each.microseconds}
+        chosen = next(each.name for each in own if each.chosen)
+        rows.append((spell(key) or "()", *[times.get(name, "") for name in names], chosen))
+    shown, hidden = shortened(rows[:-1])
+    more = [(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []
+    fields: list[Field] = [(f"lowerings{of}", table(heads, [*shown, *more, *rows[-1:]]))]
+    reasons = dict.fromkeys([f"{each.name}: {each.reason}" for _, own in tried for each in own if each.reason])
+    return fields + ([(f"left out{of}", first_lines(list(reasons)))] if reasons else [])
 
 
 def _without_memory(cells: tuple[str, ...]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from cgcompile.util.workers import Kind, Request
 def lower_here(patch: pytest.MonkeyPatch) -> None:
     """As long as `patch` holds.  Builds with workers: tests/cpu/pipeline/test_build_offline.py."""
 
-    def answers(kind: Kind, requests: Mapping[Hashable, Request]) -> Iterator[tuple[Hashable, Any]]:
+    def answers(kind: Kind, requests: Mapping[Hashable, Request], seconds: float | None = None) -> Iterator[tuple[Hashable, Any]]:
         for name, request in requests.items():
             yield name, work(request.content)  # type: ignore[arg-type]
 

@@ -9,7 +9,7 @@ the stream.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -245,6 +245,11 @@ class CudaBackend:
         if self._lazy and self._shared.chained:
             with self.locked(None), Relaxed():
                 self._bind_chained()
+
+    def steps(self, program: int) -> Sequence[Callable[[Any], None]]:
+        """What a replay of the program runs between its inputs and its outputs, functions of a stream: for measurements, inside of
+        `locked`."""
+        return (self._programs.get(program) or self._bound(program, self._order.default)).steps
 
     def watch(self, profile: Profile | None) -> None:
         self._check_fork()

@@ -36,10 +36,11 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "reserved"): (5, ()),
     ("Manifest", "fixed"): (6, ()),
     ("Dimension", "uncut"): (6, ""),
+    ("Program", "lowerings"): (6, ()),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
-SPARSE = {("Manifest", "chains"), ("Manifest", "reserved"), ("Dimension", "uncut")}
+SPARSE = {("Manifest", "chains"), ("Manifest", "reserved"), ("Dimension", "uncut"), ("Program", "lowerings")}
 """(record, field) of those in ADDED that are left out where they have the value of before: few bundles have any."""
 
 DTYPES = {
@@ -187,9 +188,26 @@ class Step:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Lowering:
+    """A way in which the graph regions of one int_key were lowered, when a build tried several: "eager", "inductor",
+    "max-autotune" or "traced".
+
+    `microseconds` are what its graphs took on the GPU that built the bundle, one for each graph step, in order: the median of
+    repeated launches.  () where it was left out; `reason` then says why, and is "" for all others.  `chosen`: the program is this
+    one.
+    """
+
+    name: Name
+    chosen: bool
+    microseconds: tuple[float, ...]
+    reason: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
     """What replay does for one int_key.  `inputs` and `outputs` are the values of the call, in the signature's order;
-    `arena` and `static` are the bytes that this key needs of memory `arena` and `inputs`."""
+    `arena` and `static` are the bytes that this key needs of memory `arena` and `inputs`.  `lowerings` are those that the build
+    tried, () where it was told which one to take."""
 
     key: IntKey
     values: tuple[Value, ...]
@@ -198,6 +216,7 @@ class Program:
     steps: tuple[Step, ...]
     arena: int
     static: int
+    lowerings: tuple[Lowering, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

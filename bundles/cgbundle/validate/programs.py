@@ -64,6 +64,24 @@ def _check_program(manifest: Manifest, program: Program, where: str) -> None:
             require(inside, f"{where}.values[{place}].offset", f"ends behind the program's {size} bytes of memory {memory}")
     _check_inputs(manifest.target.kind, program, where)
     check_steps(manifest, program, where)
+    if program.lowerings:
+        _check_lowerings(program, where)
+
+
+def _check_lowerings(program: Program, where: str) -> None:
+    """One of those that were timed is the program; of each there is a time for every graph, or a reason."""
+    names = [lowering.name for lowering in program.lowerings]
+    require(len(set(names)) == len(names), f"{where}.lowerings", "a name stands twice")
+    chosen = sum(lowering.chosen for lowering in program.lowerings)
+    require(chosen == 1, f"{where}.lowerings", f"{chosen} are chosen, expected one")
+    graphs = sum(step.kind == "graph" for step in program.steps)
+    for place, lowering in enumerate(program.lowerings):
+        at, times = f"{where}.lowerings[{place}]", lowering.microseconds
+        if lowering.reason:
+            require(not (times or lowering.chosen), at, "it has a reason why it was left out, and was not")
+            continue
+        require(len(times) == graphs, f"{at}.microseconds", f"{len(times)} times, the program has {graphs} graph steps")
+        require(min(times, default=0.0) >= 0, f"{at}.microseconds", "a negative time")
 
 
 def _check_inputs(target: str, program: Program, where: str) -> None:

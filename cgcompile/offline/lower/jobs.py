@@ -62,10 +62,11 @@ def lower_all(
     cache: Path,
     table: Path | None,
     tell: Tell,
+    seconds: float | None = None,
 ) -> dict[RegionKey, Lowered]:
     """Every job lowered for `arch`, in the order of `jobs`, in as many processes as there are processors.  `folder` takes working
-    files and logs, `cache` what was lowered.  Raises what `inductor.lower_key` raises, and lowering-broken when a process ends
-    without an answer."""
+    files and logs, `cache` what was lowered.  Raises what `inductor.lower_key` raises, lowering-broken when a process ends without
+    an answer, and TimeoutError when not all is done after so many `seconds`."""
     rest = arch, table.read_bytes() if table else b"", settings()
     about = program_contents([job.program for job in jobs.values()])
     asked = {name: ([tensor_layout(each) for each in job.tensors], job.layouts, job.writes, job.live) for name, job in jobs.items()}
@@ -85,10 +86,13 @@ def lower_all(
             key=own_key(name[1]), arch=arch, settings=settings(), table=table,
         )  # fmt: skip
         requests[name] = Request(content=content, what=f"lowering {name[0]} for int_key {name[1]}")
-    for name, lowered in ask(Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken"), requests):
+    kind = Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken")
+    for name, lowered in ask(kind, requests, seconds=seconds):
         remember(kept[name], lowered)
         known[name] = lowered
         tell(f"lowered {name[0]} for int_key {name[1]}: {len(lowered.variants)} kernels")
+    if len(known) < len(jobs):
+        raise TimeoutError
     return {name: known[name] for name in jobs}
 
 

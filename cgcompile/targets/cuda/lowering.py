@@ -36,7 +36,7 @@ def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable
     def call(*args: Any, **kwargs: Any) -> tuple[Any, ...]:
         leaves = tree_leaves((args, kwargs))
         if not compiled:
-            compiled.append(compile_graph(module, leaves, {**options, **OPTIONS}, specialize == "shared"))
+            compiled.append(compile_graph(keep_long_recurrences(module), leaves, {**options, **OPTIONS}, specialize == "shared"))
         return compiled[0](*leaves)
 
     return call
@@ -62,6 +62,56 @@ def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
             with module.graph.inserting_after(state):
                 viewed = module.graph.call_function(torch.ops.aten.view_as.default, (state, node.args[1][state.args[1] - 1]))
             state.replace_all_uses_with(viewed, delete_user_cb=lambda user, viewed=viewed: user is not viewed)
+    module.recompile()
+    return module
+
+
+SHORT = 32
+"""Steps of a recurrent layer that Inductor may write out, one after the other, in all its layers and directions together."""
+
+RECURRENT = {
+    getattr(torch.ops.aten, name).input: name for name in ("lstm", "gru", "rnn_tanh", "rnn_relu")
+}  # fmt: skip
+"""Recurrent layers over a whole sequence, with the arguments of `cgcompile::recurrent`."""
+
+_LIBRARY = torch.library.Library("cgcompile", "FRAGMENT")
+_LIBRARY.define(
+    "recurrent(str kind, Tensor x, Tensor[] states, Tensor[] weights, bool has_biases, int layers, float dropout, bool train, "
+    "bool bidirectional, bool batch_first) -> Tensor[]"
+)
+
+
+def _recurrent(kind: str, x: torch.Tensor, states: list[torch.Tensor], *more: Any) -> list[torch.Tensor]:
+    made = getattr(torch, kind)(x, states if kind == "lstm" else states[0], *more)
+    return [each.clone(memory_format=torch.contiguous_format) for each in made]
+
+
+def _recurrent_shapes(
+    kind: str, x: torch.Tensor, states: list[torch.Tensor], weights: Any, has_biases: bool, layers: int, dropout: float,
+    train: bool, bidirectional: bool, batch_first: bool,
+) -> list[torch.Tensor]:  # fmt: skip
+    width = states[0].shape[-1] * (2 if bidirectional else 1)
+    return [x.new_empty(*x.shape[:-1], width), *[each.new_empty(each.shape) for each in states]]
+
+
+_LIBRARY.impl("recurrent", _recurrent, "CompositeExplicitAutograd")
+torch.library.register_fake("cgcompile::recurrent", _recurrent_shapes, lib=_LIBRARY)
+
+
+def keep_long_recurrences(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """`module`, changed in place so that PyTorch's own kernels (cuDNN's) run recurrent layers of more than `SHORT` steps.
+
+    AOTAutograd writes them out step by step (torch/_decomp/decompositions.py, 2.11 and 2.13): kernels, and minutes of compiling,
+    grow with the sequence.
+    """
+    for node in [node for node in module.graph.nodes if node.target in RECURRENT]:
+        x, states, _, _, layers, _, _, bidirectional, batch_first = node.args
+        steps = x.meta["val"].shape[1 if batch_first else 0]
+        if isinstance(steps, int) and steps * layers * (2 if bidirectional else 1) <= SHORT:
+            continue
+        kind = RECURRENT[node.target]
+        node.target = torch.ops.cgcompile.recurrent.default
+        node.args = (kind, x, states if kind == "lstm" else [states], *node.args[2:])
     module.recompile()
     return module
 

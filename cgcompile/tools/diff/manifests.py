@@ -209,6 +209,7 @@ def _steps(a: Manifest, b: Manifest) -> Iterator[Difference]:
         if chains[0] != chains[1]:
             yield Difference(part="steps", name=key, a=chains[0], b=chains[1])
             continue
+        yield from compare_fields("steps", key, *[{"lowering": _chosen(each)} for each in (mine, theirs)])
         pairs = list(zip_longest(_values(a, mine), _values(b, theirs), fillvalue=("nothing", "nothing")))
         other = [(one, two) for one, two in pairs if one != two]
         if other:
@@ -217,6 +218,11 @@ def _steps(a: Manifest, b: Manifest) -> Iterator[Difference]:
             note = f"{where} {before} -> {after if same else f'{other_where} {after}'}"
             note += f"; {len(other) - 1} more of {len(pairs)} values differ" if len(other) > 1 else ""
             yield Difference(part="steps", name=key, note=note, facts={"values": len(pairs), "differ": len(other)})
+
+
+def _chosen(program: Program) -> str:
+    """The lowering that was chosen among several, "" where there was one.  What they took differs from build to build."""
+    return next((each.name for each in program.lowerings if each.chosen), "")
 
 
 def _values(manifest: Manifest, program: Program) -> list[tuple[str, str]]:

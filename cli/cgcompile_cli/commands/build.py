@@ -52,8 +52,12 @@ def build(
         ),
     ] = "auto",
     lower: Annotated[
-        Literal["eager", "inductor", "max-autotune"], typer.Option("--lower", help="How hard to optimize.")
+        Literal["eager", "inductor", "max-autotune", "best"],
+        typer.Option("--lower", help="How hard to optimize; best keeps the fastest for every size (on the GPU that it is for)."),
     ] = "inductor",
+    budget: Annotated[
+        float | None, typer.Option("--budget", metavar="SECONDS", help="How long --lower best may search. Default: no limit.")
+    ] = None,
     specialize: Annotated[
         Literal["size", "shared"], typer.Option("--specialize", help="Kernels for every size, or for all sizes at once.")
     ] = "size",
@@ -110,7 +114,7 @@ def build(
     with watching(quiet, verbose) as progress:
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
-            specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, train=train,
+            specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, budget=budget, train=train,
             host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys, progress=progress or "silent",
         )  # fmt: skip
     if not quiet:
@@ -144,7 +148,8 @@ def _summary(built: Built, seconds: float) -> Table:
     fields += [("memory", summary.memory(manifest)), ("files", summary.files(manifest))]
     for one in each:
         of = f" {one.entry}" if len(each) > 1 else ""
-        fields += [(f"programs{of}", summary.programs(one)), (f"proof{of}", _proof(one, dict(built.seconds)))]
+        fields += [(f"programs{of}", summary.programs(one)), *summary.lowering_fields(one, of)]
+        fields.append((f"proof{of}", _proof(one, dict(built.seconds))))
     return record([
         *fields,
         *([("findings", first_lines(findings))] if findings else []),

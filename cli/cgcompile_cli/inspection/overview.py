@@ -61,6 +61,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
     for one in each:
         of = f" {one.entry}" if several else ""
         fields.append((f"programs{of}", summary.programs(one)))
+        fields += summary.lowering_fields(one, of)
         if rows := summary.exam_rows(one):
             fields.append((f"exam{of}", table(("", ">error", ">bound"), rows)))
     findings = list(dict.fromkeys([finding for one in each for finding in one.findings]))

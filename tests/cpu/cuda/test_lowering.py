@@ -136,6 +136,34 @@ def test_the_level_eager_lowers_nothing() -> None:
     assert lower(module, "eager", "size") is module
 
 
+class Recurrences(nn.Module):
+    """Layers of many steps, and one of a few."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 6, 2, bidirectional=True, batch_first=True, proj_size=3)
+        self.gru, self.short = nn.GRU(6, 5), nn.LSTM(5, 4)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        y, states = self.lstm(x)
+        z, state = self.gru(y.transpose(0, 1))
+        return self.short(z[:3])[0], *states, state
+
+
+def test_layers_of_many_steps_are_not_written_out() -> None:
+    model = Recurrences().eval()
+    x = torch.randn(2, 40, 4)
+    module = program(model, x)
+    nodes = len(module.graph.nodes)
+    with torch.no_grad():
+        made = lower(module, "inductor", "size")(x)
+        want = model(x)
+    assert [str(node.target) for node in module.graph.nodes].count("cgcompile.recurrent.default") == 2
+    assert len(module.graph.nodes) == nodes and torch.ops.aten.lstm.input in [node.target for node in module.graph.nodes]
+    assert [each.shape for each in made] == [each.shape for each in want]
+    assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(made, want, strict=True))
+
+
 def test_indices_that_inductor_cannot_compare_are_not_propagated(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import compile_fx as module
 

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import os
 import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,8 +22,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import cgbundle  # noqa: E402
-import cgcompile  # noqa: E402
-from tests.helpers.shared_builds import shared_build  # noqa: E402
+from tests.helpers.llama_bundle import llama_bundle  # noqa: E402
 
 EXAMPLES = ROOT / "examples"
 FAMILIES = (
@@ -296,24 +297,7 @@ def test_random_words_are_philox(lm: ModuleType) -> None:
 def folder() -> Path:
     """A Llama of one layer as the Hub has it, and its bundle without `generate`, which takes two minutes to build."""
 
-    def build(folder: Path) -> None:
-        sys.path.insert(0, str(EXAMPLES))
-        from language_model.configurations import CONFIGURATIONS
-
-        sys.path.remove(str(EXAMPLES))
-        options = {**CONFIGURATIONS["llama"], "num_hidden_layers": 1, "initializer_range": 0.2}
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            config = transformers.AutoConfig.for_model(**options)
-            transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
-        sizes = {"prefill": {"batch": [2], "seq": [16]}, "decode": {"batch": [2]}}
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv("CAUSAL_LM", str(folder / "llama"))
-            patch.setenv("CAUSAL_LM_TURNS", "0")
-            every = {entry: {**each, "blocks": [4]} for entry, each in sizes.items()}
-            cgcompile.build(str(EXAMPLES / "causal_lm.py"), sizes=every, out=folder / "llama.cgb", target="cpu")
-
-    return shared_build("causal_lm", build)
+    return llama_bundle()
 
 
 def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path) -> None:
@@ -340,6 +324,64 @@ def test_a_bundle_gives_the_same_tokens(lm: ModuleType, folder: Path) -> None:
     assert found[0][0] == found[1][0]
     assert found[0][0][0][21:] == reference(model, prompt(21), 12) and found[0][0][2][30:] == reference(model, prompt(30), 4)
     torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-4, atol=1e-5)
+
+
+# --- the scheduler of serve_llm.py ----------------------------------------------------------------------------------
+
+
+def as_program(lm: ModuleType, model: Any) -> Any:
+    """The model, run by PyTorch, as `language_server.bundle_model` sees a loaded bundle: prefill 2 lanes of 8 or 16 tokens, decode
+    1 or 4 lanes, generate 4, tables of 4 or 12 pages."""
+
+    def tensors(value: Any) -> Any:
+        return lm.Sampling(*map(torch.from_dlpack, value)) if isinstance(value, tuple) else torch.from_dlpack(value)
+
+    def entry(name: str, **sizes: list[int]) -> Any:
+        def call(*given: Any) -> Any:
+            shape = {"ids": given[0].shape, "pages": given[2 if name == "generate" else 3].shape}
+            key = (shape["ids"][0], *([shape["ids"][1]] if name == "prefill" else []), shape["pages"][1])
+            assert key in call.int_keys, "a size that was recorded"
+            with torch.no_grad():
+                return getattr(model, name)(*map(tensors, given))
+
+        call.int_keys = tuple(itertools.product(*sizes.values()))
+        call.manifest = SimpleNamespace(dimensions=[SimpleNamespace(name=each) for each in sizes])
+        call.outputs = [SimpleNamespace(name="count", shape=("batch",)), SimpleNamespace(name="tokens", shape=("batch", lm.TURNS))]
+        return call
+
+    entries = [
+        entry("prefill", batch=[2], seq=[8, 16], blocks=[4, 12]), entry("decode", batch=[1, 4], blocks=[4, 12]),
+        entry("generate", batch=[4], blocks=[12]),
+    ]  # fmt: skip
+    weights = [SimpleNamespace(name=name, shape=tuple(value.shape)) for name, value in model.named_buffers()]
+    names = ("prefill", "decode", "generate")
+    return SimpleNamespace(entries=dict(zip(names, entries, strict=True)), manifest=SimpleNamespace(weights=weights))
+
+
+@pytest.mark.parametrize(("turns", "pages"), [(1, 65), (8, 65), (8, 10)])
+def test_scheduled_tokens_are_transformers(lm: ModuleType, monkeypatch: pytest.MonkeyPatch, turns: int, pages: int) -> None:
+    from language_server.bundle_model import BundleModel
+    from language_server.scheduler import Request, Sampling, Scheduler
+
+    monkeypatch.setattr(lm, "TURNS", 8)
+    llama = made(lm, "llama")
+    model = BundleModel(as_program(lm, llama), turns)
+    limits = model.limits
+    assert (limits.readers, limits.chunk, limits.lanes, limits.loop_lanes, limits.turns) == (2, 16, 4, 4, turns)
+    scheduler = Scheduler(replace(limits, pages=pages))
+    wanted, texts, entries = {}, {}, set()
+    for length in (5, 70, 23, 1, 40):
+        wanted[length] = reference(llama, prompt(length), 20)
+        stop = wanted[length][12] if length == 23 else -1
+        wanted[length] = wanted[length][: wanted[length].index(stop) + 1] if stop >= 0 else wanted[length]
+        request = Request(prompt=tuple(prompt(length)), most=20, stop=(stop,) * (stop >= 0), sampling=Sampling(temperature=0.0))
+        scheduler.add(length, request)
+    while (step := scheduler.next()) is not None:
+        entries.add(step.entry)
+        for progress in scheduler.finish(step, model.run(step)):
+            texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
+    assert texts == wanted and scheduler.pages.taken == 0 and nobodys_page_is_zero(llama)
+    assert ("generate" in entries) == (turns > 1) and (scheduler.preempted > 0) == (pages == 10)
 
 
 # --- the model file and the kernel -------------------------------------------------------------------------------------

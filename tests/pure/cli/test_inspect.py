@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, Alias, Manifest, Weight
+from cgbundle.format.schema import MEMORIES, Alias, Lowering, Manifest, Weight
 from cgbundle.format.spans import span
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Edge, KernelNode, Recording
@@ -55,6 +55,28 @@ def read(path: Path, which: int = 0) -> tuple[Manifest, list[list[nodes.NodeRow]
 
 def node(number: int, *after: int, what: str = "k", early: tuple[int, ...] = ()) -> nodes.NodeRow:
     return nodes.NodeRow(0, number, "kernel", what, "", (1, 1, 1), (32, 1, 1), (), 0, tuple(sorted(after)), early, ())
+
+
+# --- lowerings ----------------------------------------------------------------------------------------------------
+
+
+def test_what_was_tried_is_shown_with_its_times_and_why_others_are_left_out(tmp_path: Path) -> None:
+    def tried(chosen: str, *times: float) -> tuple[Lowering, ...]:
+        timed = zip(("eager", "inductor"), times, strict=True)
+        rows = [Lowering(name=name, chosen=name == chosen, microseconds=(time,), reason="") for name, time in timed]
+        return (*rows, Lowering(name="max-autotune", chosen=False, microseconds=(), reason="no kernel fits"))
+
+    def change(manifest: Manifest) -> Manifest:
+        kinds = [tried("inductor", 12.34, 11.0), *[tried("eager", 7.0, 8.25)] * (len(manifest.programs) - 1)]
+        programs = [replace(each, lowerings=own) for each, own in zip(manifest.programs, kinds, strict=True)]
+        return replace(manifest, programs=tuple(programs))
+
+    path = shown_bundles.write(tmp_path / "tried.cgb", change=change)
+    shown = call("inspect", path, columns=120).stdout
+    assert re.search(r"lowerings +batch x seq +eager +inductor\n +4x2 +12.3 us +11.0 us +inductor\n", shown), shown
+    assert re.search(r" +7.0 us +8.2 us +eager\n", shown) and "left out   max-autotune: no kernel fits" in shown
+    told = json.loads(call("inspect", path, "--json").stdout)["manifest"]["programs"][0]["lowerings"]
+    assert told[1] == {"name": "inductor", "chosen": True, "microseconds": [11.0], "reason": ""}
 
 
 # --- nodes --------------------------------------------------------------------------------------------------------

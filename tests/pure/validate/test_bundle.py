@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, File, Finding, Manifest, Parameter, Region, Step, TensorSpec, Value
+from cgbundle.format.schema import MEMORIES, File, Finding, Lowering, Manifest, Parameter, Region, Step, TensorSpec, Value
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
@@ -378,7 +378,27 @@ def test_a_weight_for_the_host_may_be_one_tensor_with_one_on_the_gpu() -> None:
     check_manifest(replace(made, weights=(*made.weights, tied), regions=(made.regions[0], host, made.regions[2])))
 
 
+def tried(**changes: Any) -> Change:
+    """The second program with three lowerings, the first of which is changed."""
+    rows = [
+        Lowering(name="eager", chosen=True, microseconds=(4.0, 1.5), reason=""),
+        Lowering(name="inductor", chosen=False, microseconds=(5.0, 1.5), reason=""),
+        Lowering(name="traced", chosen=False, microseconds=(), reason="no kernel"),
+    ]
+    return put_row("programs", 1, lowerings=(replace(rows[0], **changes), *rows[1:]))
+
+
+def test_what_was_tried_is_sound() -> None:
+    check_manifest(tried()(cuda()))
+
+
 BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
+    ("a lowering twice", tried(name="traced"), "programs[1].lowerings", "a name stands twice"),
+    ("no lowering chosen", tried(chosen=False), "programs[1].lowerings", "0 are chosen"),
+    ("a time too many", tried(microseconds=(1.0, 2.0, 3.0)), "programs[1].lowerings[0].microseconds", "has 2 graph steps"),
+    ("no time and no reason", tried(microseconds=()), "programs[1].lowerings[0].microseconds", "0 times"),
+    ("a negative time", tried(microseconds=(1.0, -2.0)), "programs[1].lowerings[0].microseconds", "a negative time"),
+    ("a reason of the chosen", tried(microseconds=(), reason="no"), "programs[1].lowerings[0]", "and was not"),
     ("a weight off its alignment", put_row("weights", 1, offset=128), "weights[1].offset", "is not aligned"),
     ("a weight outside its memory", put_row("weights", 1, offset=512), "weights[1].offset", "outside memory weights"),
     ("a weight before its memory", put_row("weights", 1, offset=-256), "weights[1].offset", "outside memory weights"),

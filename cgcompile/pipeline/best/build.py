@@ -1,0 +1,213 @@
+"""The cuda target's half of a build that keeps, at every int_key, the fastest of several lowerings.
+
+The weights are written once.  Every lowering is recorded (search.py), becomes a bundle that is replayed in a fresh process over
+poisoned memory (trial.py), and its graphs are timed beside the others' (timing.py).  What was chosen (choice.py) becomes one
+recording (merge.py), which goes the way of every other.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from cgbundle.errors import CgbundleError
+from cgbundle.format import archive
+from cgbundle.format.schema import IntKey, Lowering, Manifest
+
+from ...bundle.emit import describe_size
+from ...bundle.exam import KeyExam, eager_exam, on_cpu
+from ...capture.build import CutProgram, cut_stage, emit, prepare_recording
+from ...capture.processes import RecorderProcesses
+from ...capture.recorder import Recordable
+from ...model.flat_module import PREFIX
+from ...offline.trace import KERNELS
+from ...targets.build_spec import BuildSpec, ManifestParts, build_key
+from ...targets.memory_layout import lay_out
+from ...targets.weights import add_tables, shapes_of
+from ...util.progress import Stages, Tell
+from .candidates import Searched, reason
+from .choice import LOWERINGS, choose
+from .deadline import Deadline
+from .kept import keep_lowerings, kept_path, recall_lowerings
+from .merge import beside_each_other, conflicts, merged
+from .search import TRACED, search
+from .timing import time_graphs
+from .traced import Traceable, traceable
+from .trial import prove
+
+TRIALS = "trials"
+"""The folder of candidates' bundles in the stage, where they can share the file of weights; gone before the bundle is sealed."""
+
+Lowerings = Mapping[IntKey, tuple[Lowering, ...]]
+"""By build key, what was tried."""
+
+
+def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:
+    """Writes tables, images, weights and the exam of the fastest lowerings into `stage`.  Raises the refusals of the first lowering
+    where none can be recorded or proved."""
+    deadline = Deadline(spec.budget)
+    cut = cut_stage(spec, processes.folder, stage, stages)
+    with stages("prepare") as tell:
+        kept = kept_path(spec)
+        known = recall_lowerings(kept, spec)
+        names = _wanted(known)
+        traced, expected = _traceable(spec, cut, tell) if TRACED in names else (None, {})
+        recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
+        tell("chosen before: " + ", ".join(names) if known else f"{len(names)} lowerings to try")
+    with stages("search") as tell:
+        found = search(spec, names, recordable, traced, processes, deadline, processes.folder, tell)
+        tell(_summary(found))
+    trials = stage / TRIALS
+    with stages("trial") as tell:
+        placed, file = _placed(found, recordable, trials)
+        proved, manifests = _proved(spec, placed, cut, expected, stage, file, tell)
+        tell(_summary(proved))
+    if known is None:
+        with stages("time") as tell:
+            known = _timed(spec, proved, manifests, trials, processes.folder)
+            tell(_chosen(known))
+        if found.complete:
+            keep_lowerings(kept, known, spec)
+    shutil.rmtree(trials)
+    with stages("emit") as tell:
+        parts = _emitted(spec, stage, cut, found, expected, recordable, known)
+        tell(describe_size(stage))
+    return parts
+
+
+def _wanted(known: Lowerings | None) -> list[str]:
+    """The lowerings to record: all, or those that were chosen when the same program was built before."""
+    if known is None:
+        return list(LOWERINGS)
+    chosen = {row.name for rows in known.values() for row in rows if row.chosen}
+    return [name for name in LOWERINGS if name in chosen]
+
+
+def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable | CgbundleError, dict[str, Sequence[KeyExam]]]:
+    """What tracing needs, or why it cannot be had; and what eager PyTorch gives, by entry.  Needs the model's weights."""
+    tell("the program in eager PyTorch, and on the CPU")
+    layout = lay_out(shapes_of(spec.programs.weights()), spec.entries[0].prepared.state, cut.host_only)
+    rows = [replace(row, name=row.name.removeprefix(PREFIX)) for row in layout.rows]
+    try:
+        found = traceable(spec, cut)
+    except CgbundleError as refusal:
+        return refusal, {}
+    exams = {each.name: eager_exam(each.source, each.prepared, each.sizes, rows) for each in spec.entries}
+    return found, {name: [on_cpu(exam) for exam in own] for name, own in exams.items()}
+
+
+def _placed(found: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
+    """The candidates with tables beside each other's, and one file of weights that has them all."""
+    recorded = beside_each_other({name: each.recorded for name, each in found.made.items()}, recordable.layout.weights_end)
+    tables = {table.offset: table for each in recorded.values() for table in each.tables}
+    trials.mkdir()
+    file = trials / archive.WEIGHTS
+    os.link(recordable.request.stored, file)  # adding tables writes another one, where there are any
+    stored = add_tables(file, recordable.stored, [tables[offset] for offset in sorted(tables)])
+    made = {name: replace(each, recorded=replace(recorded[name], stored=stored)) for name, each in found.made.items()}
+    return replace(found, made=made), file
+
+
+def _proved(
+    spec: BuildSpec,
+    placed: Searched,
+    cut: CutProgram,
+    expected: Mapping[str, Sequence[KeyExam]],
+    stage: Path,
+    file: Path,
+    tell: Tell,
+) -> tuple[Searched, dict[str, Manifest]]:
+    """The candidates that pass their proof, and the manifests of their bundles.  Raises the first refusal where none does."""
+    manifests: dict[str, Manifest] = {}
+    refusals: dict[str, CgbundleError] = {}
+    for name, candidate in placed.made.items():
+        tell(f"replaying {name}")
+        try:
+            manifests[name] = prove(spec, candidate, cut, expected, stage, file, file.parent / name)
+        except CgbundleError as refusal:
+            refusals[name] = refusal
+    if not manifests:
+        raise next(iter(refusals.values()))
+    return _without(placed, refusals), manifests
+
+
+def _timed(
+    spec: BuildSpec, proved: Searched, manifests: Mapping[str, Manifest], trials: Path, folder: Path
+) -> dict[IntKey, tuple[Lowering, ...]]:
+    """What every key's lowerings took, and which is chosen.  Raises the first refusal where none can be timed."""
+    needs = {name: sum(size for _, size in manifest.memories) for name, manifest in manifests.items()}
+    timed = time_graphs({name: trials / name for name in manifests}, needs, torch.cuda.mem_get_info()[0], folder)
+    if not timed.times:
+        raise next(iter(timed.failed.values()))
+    left = _without(proved, timed.failed)
+    times = {
+        build_key(spec, number, key): {name: own[entry.name, key] for name, own in timed.times.items()}
+        for number, entry in enumerate(spec.entries)
+        for key in entry.keys
+    }
+    chosen = choose(times, conflicts({name: each.recorded for name, each in left.made.items()}))
+    return {
+        key: tuple(
+            [
+                Lowering(
+                    name=name, chosen=name == chosen[key], microseconds=tuple([round(each, 3) for each in own.get(name, ())]),
+                    reason=left.left_out.get(name, ""),
+                )
+                for name in LOWERINGS
+            ]
+        )
+        for key, own in times.items()
+        if any(own.values())  # a key that is the host's alone has nothing to choose
+    }  # fmt: skip
+
+
+def _emitted(
+    spec: BuildSpec,
+    stage: Path,
+    cut: CutProgram,
+    found: Searched,
+    expected: Mapping[str, Sequence[KeyExam]],
+    recordable: Recordable,
+    lowerings: Lowerings,
+) -> ManifestParts:
+    """The bundle's files and rows, of what was chosen."""
+    chosen = {key: next(row.name for row in rows if row.chosen) for key, rows in lowerings.items()}
+    used = {name: each for name, each in found.made.items() if name in chosen.values()} or dict([next(iter(found.made.items()))])
+    recorded = merged(
+        beside_each_other({name: each.recorded for name, each in used.items()}, recordable.layout.weights_end), chosen
+    )
+    stored = add_tables(stage / archive.WEIGHTS, recordable.stored, recorded.tables)
+    folded = {name for each in used.values() for name in each.folded}
+    parts = emit(spec, stage, replace(recorded, stored=stored), cut, folded=folded, expected=expected)
+    if TRACED in used:
+        rows = [row for row in json.loads(used[TRACED].configurations) if row["image"] in recorded.images]
+        (stage / KERNELS).write_text(json.dumps(rows, indent=0) + "\n")
+    entries = [
+        replace(
+            part, programs=tuple([replace(row, lowerings=lowerings.get(build_key(spec, n, row.key), ())) for row in part.programs])
+        )
+        for n, part in enumerate(parts.entries)
+    ]
+    return replace(parts, entries=tuple(entries))
+
+
+def _without(searched: Searched, refusals: Mapping[str, CgbundleError]) -> Searched:
+    made = {name: each for name, each in searched.made.items() if name not in refusals}
+    reasons = {name: reason(refusal) for name, refusal in refusals.items()}
+    return replace(searched, made=made, left_out={**searched.left_out, **reasons})
+
+
+def _summary(found: Searched) -> str:
+    return ", ".join([*found.made, *[f"not {name}" for name in found.left_out]])
+
+
+def _chosen(lowerings: Lowerings) -> str:
+    """How many int_keys each lowering is the fastest of."""
+    names = [row.name for rows in lowerings.values() for row in rows if row.chosen]
+    return ", ".join([f"{name} for {names.count(name)} of {len(names)}" for name in LOWERINGS if name in names])

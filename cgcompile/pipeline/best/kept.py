@@ -1,0 +1,57 @@
+"""What was tried for a program, kept by content: the same one on the same kind of GPU gets the same lowerings without a search."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cgbundle.format.schema import IntKey, Lowering
+
+from ...capture.build import example_calls
+from ...targets.build_spec import BuildSpec
+from ...targets.cuda.tensors import settings
+from ...targets.program_contents import program_contents, tensor_layout
+from ...util.content_cache import cache_folder, cache_optional, cache_path, recall, remember
+
+STAGE = "best"
+"""The folder of the cache."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TriedLowerings:
+    """Of every build key, in order, what was tried."""
+
+    keys: tuple[tuple[Lowering, ...], ...]
+
+
+def kept_path(spec: BuildSpec) -> Path | None:
+    """The file for what is tried for these programs at these sizes on this kind of GPU; None where there can be no cache."""
+    with cache_optional():
+        folder = cache_folder()
+        by_key, calls = spec.programs.by_key, example_calls(spec)
+        about = program_contents(by_key.values())
+        keys = [(str(key), about[id(by_key[key])], [tensor_layout(each) for each in calls[key][0]]) for key in by_key]
+        gpu = torch.cuda.get_device_properties(0)
+        machine = spec.target, gpu.name, gpu.multi_processor_count, gpu.total_memory, torch.version.cuda
+        placements = [sorted(own) for entry in spec.entries for own in entry.placements.values()]
+        calls_of = [entry.prepared.exam_calls for entry in spec.entries]
+        return cache_path(folder, STAGE, keys, machine, placements, calls_of, spec.chains, spec.waive, settings())
+    return None
+
+
+def recall_lowerings(path: Path | None, spec: BuildSpec) -> dict[IntKey, tuple[Lowering, ...]] | None:
+    """By build key, what was tried when these programs were built before."""
+    found = recall(path, TriedLowerings) if path is not None else None
+    if found is None or len(found.keys) != len(spec.programs.by_key):
+        return None
+    return {key: rows for key, rows in zip(spec.programs.by_key, found.keys, strict=True) if rows}
+
+
+def keep_lowerings(path: Path | None, tried: Mapping[IntKey, tuple[Lowering, ...]], spec: BuildSpec) -> None:
+    """Keeps what was tried, where there is a cache."""
+    if path is not None:
+        with cache_optional():
+            remember(path, TriedLowerings(keys=tuple([tried.get(key, ()) for key in spec.programs.by_key])))

@@ -1,0 +1,143 @@
+"""Recordings of a program that was lowered in several ways -> one in which every int_key is of the lowering chosen for it.  Pure.
+
+All of them have the same weights, state and inputs at the same places.  What each adds lies behind: its tables in memory `weights`,
+the outputs that a later call takes in memory `arena`.  There they are moved beside each other, and every address with them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from cgbundle.format.schema import MEMORIES, IntKey, Reserved, Value
+from cgbundle.tables.recording import Address, KernelNode, MemcpyNode, MemsetNode, ModuleState, Node, Relocation
+
+from ...capture.placement import SEGMENT_ALIGN
+from ...capture.recorder import Recorded
+from ...targets.cuda.chains import reserved_end, reserved_parts
+from ...targets.cuda.recorded import RecordedGraph
+from ...targets.memory_layout import PAD, align
+
+WEIGHTS, ARENA = MEMORIES.index("weights"), MEMORIES.index("arena")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Move:
+    """What lies in a memory from byte `begin` on, up to where the next move begins, is moved by so many bytes."""
+
+    memory: int
+    begin: int
+    by: int
+
+
+def beside_each_other(each: Mapping[str, Recorded], weights_end: int) -> dict[str, Recorded]:
+    """The recordings with tables that do not overlap, equal ones in one place, and the same parts of the arena reserved.
+
+    `weights_end`: where the program's own tensors end in memory `weights`, and the tables of each begin.
+    """
+    needs: dict[str, int] = {}
+    for recorded in each.values():
+        for row in recorded.reserved:
+            needs[row.entry] = max(needs.get(row.entry, 0), row.bytes - PAD)
+    reserved = reserved_parts(needs, SEGMENT_ALIGN)
+    places: dict[tuple[tuple[int, bytes], ...], int] = {}
+    end, moves = weights_end, {}
+    for name, recorded in each.items():
+        tables = tuple([(table.offset, table.contents) for table in recorded.tables])
+        if tables and tables not in places:
+            places[tables] = end - weights_end
+            end = align(end + recorded.weights_bytes - PAD - weights_end)
+        by = [Move(memory=WEIGHTS, begin=weights_end, by=places[tables])] if tables else []
+        moves[name] = (*by, *_arena_moves(recorded.reserved, reserved))
+    return {
+        name: replace(_moved(recorded, moves[name]), reserved=reserved, weights_bytes=end + PAD) for name, recorded in each.items()
+    }
+
+
+def conflicts(each: Mapping[str, Recorded]) -> set[frozenset[str]]:
+    """Pairs of recordings, as `beside_each_other` gives them, that need other contents of one module variable."""
+    found, names = set(), list(each)
+    for place, one in enumerate(names):
+        held = {(state.image, state.symbol): state for state in each[one].states}
+        for other in names[place + 1 :]:
+            if any(held.get((state.image, state.symbol), state) != state for state in each[other].states):
+                found.add(frozenset((one, other)))
+    return found
+
+
+def merged(each: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> Recorded:
+    """Every key of the recording that is chosen for it, of those that `beside_each_other` gives; all of these are used."""
+    first = next(iter(each.values()))
+    graphs = {key: each[chosen[key]].graphs[key] for key in first.graphs}
+    used = {function.image for some in graphs.values() for graph in some for function in graph.recording.functions}
+    tables = {table.offset: table for recorded in each.values() for table in recorded.tables}
+    states: dict[tuple[str, str], ModuleState] = {}
+    for recorded in each.values():
+        states |= {(state.image, state.symbol): state for state in recorded.states if state.image in used}
+    replays = {
+        key: each[name].replays[key]
+        for key, name in {**dict.fromkeys(first.static, next(iter(each))), **chosen}.items()
+        if key in each[name].replays
+    }
+    images = {name: image for recorded in each.values() for name, image in recorded.images.items() if name in used}
+    return replace(
+        first, graphs=graphs, replays=replays, tables=tuple([tables[offset] for offset in sorted(tables)]),
+        states=tuple(states.values()), images=images, driver=max(recorded.driver for recorded in each.values()),
+    )  # fmt: skip
+
+
+def _arena_moves(own: Sequence[Reserved], shared: Sequence[Reserved]) -> tuple[Move, ...]:
+    """What was reserved for an entry goes to its part of what all share; the rest goes behind, where it keeps its alignment."""
+    if not own:
+        return ()
+    new = {row.entry: row.offset for row in shared}
+    begin = reserved_end(own)
+    by = align(reserved_end(shared) - begin, SEGMENT_ALIGN)
+    parts = [Move(memory=ARENA, begin=row.offset, by=new[row.entry] - row.offset) for row in own]
+    return (*parts, Move(memory=ARENA, begin=begin, by=by))
+
+
+def _moved(recorded: Recorded, moves: Sequence[Move]) -> Recorded:
+    if not moves:
+        return recorded
+    end = max([move for move in moves if move.memory == ARENA], key=lambda move: move.begin, default=None)
+    grown = end.by if end else 0
+
+    def graph(each: RecordedGraph) -> RecordedGraph:
+        recording = replace(each.recording, nodes=tuple([_node(node, moves) for node in each.recording.nodes]))
+        inputs, outputs = (tuple([_value(value, moves) for value in side]) for side in (each.inputs, each.outputs))
+        return replace(each, recording=recording, inputs=inputs, outputs=outputs, arena=each.arena + grown)
+
+    return replace(
+        recorded,
+        graphs={key: tuple([graph(each) for each in some]) for key, some in recorded.graphs.items()},
+        tables=tuple([replace(table, offset=_offset(WEIGHTS, table.offset, moves)) for table in recorded.tables]),
+        states=tuple([replace(state, relocations=_relocations(state.relocations, moves)) for state in recorded.states]),
+    )
+
+
+def _node(node: Node, moves: Sequence[Move]) -> Node:
+    if isinstance(node, KernelNode):
+        return replace(node, relocations=_relocations(node.relocations, moves))
+    if isinstance(node, MemsetNode):
+        return replace(node, target=_address(node.target, moves))
+    if isinstance(node, MemcpyNode):
+        return replace(node, source=_address(node.source, moves), target=_address(node.target, moves))
+    return node
+
+
+def _relocations(rows: Sequence[Relocation], moves: Sequence[Move]) -> tuple[Relocation, ...]:
+    return tuple([replace(row, target=_address(row.target, moves)) for row in rows])
+
+
+def _address(address: Address, moves: Sequence[Move]) -> Address:
+    return replace(address, offset=_offset(address.memory, address.offset, moves))
+
+
+def _value(value: Value, moves: Sequence[Move]) -> Value:
+    return replace(value, offset=_offset(MEMORIES.index(value.memory), value.offset, moves))
+
+
+def _offset(memory: int, offset: int, moves: Sequence[Move]) -> int:
+    begun = [move for move in moves if move.memory == memory and move.begin <= offset]
+    return offset + (max(begun, key=lambda move: move.begin).by if begun else 0)

@@ -1,0 +1,66 @@
+"""How long the graphs of several bundles take on the GPU: asked of a process that has the runtime alone."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from cgbundle.format.entries import FORWARD
+from cgbundle.format.schema import IntKey
+
+from ...errors import BuildError
+from ...util.workers import Kind, Request, ask
+
+GraphTimes = dict[tuple[str, IntKey], tuple[float, ...]]
+"""By entry and int_key, the microseconds of each graph."""
+
+MARGIN = 1 << 30
+"""Bytes of the GPU's memory that a loaded bundle needs at most beside its memories: context, graphs."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TimingJob:
+    """Bundles of one program, whose graphs are timed in turns, so that the GPU's clock is the same for all."""
+
+    bundles: tuple[Path, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Timed:
+    """What came of it: times, or why there are none, both by the bundle's name."""
+
+    times: Mapping[str, GraphTimes]
+    failed: Mapping[str, BuildError]
+
+
+def time_graphs(bundles: Mapping[str, Path], needs: Mapping[str, int], free: int, folder: Path) -> Timed:
+    """The times of all int_keys of every bundle.  `needs` are the bytes of their memories, `free` those that the GPU has.
+
+    All are loaded at a time, where they fit, else one after the other.  A bundle that cannot be timed alone has failed.
+    """
+    if sum(needs[name] + MARGIN for name in bundles) <= free:
+        try:
+            return Timed(times=_asked(list(bundles), bundles, folder), failed={})
+        except BuildError:
+            pass  # one of them ended the process: alone each answers for itself
+    times: dict[str, GraphTimes] = {}
+    failed: dict[str, BuildError] = {}
+    for name in bundles:
+        try:
+            times |= _asked([name], bundles, folder)
+        except BuildError as error:
+            failed[name] = error
+    return Timed(times=times, failed=failed)
+
+
+def _asked(names: Sequence[str], bundles: Mapping[str, Path], folder: Path) -> dict[str, GraphTimes]:
+    kind = Kind(
+        module="cgcompile.pipeline.best.worker", folder=folder, died="worker-died", title="the process that times graphs",
+        environment={"CUDA_VISIBLE_DEVICES": os.environ.get("CUDA_VISIBLE_DEVICES", "0")},  # other workers see none
+    )  # fmt: skip
+    job = TimingJob(bundles=tuple([bundles[name] for name in names]))
+    requests = {FORWARD: Request(content=job, what=f"timing {', '.join(names)}")}
+    [(_, answer)] = list(ask(kind, requests))
+    return dict(zip(names, answer, strict=True))

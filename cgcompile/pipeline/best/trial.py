@@ -1,0 +1,49 @@
+"""A candidate as a bundle of its own, replayed in a fresh process: the proof that every bundle has to pass, before it is timed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from cgbundle.format import archive
+from cgbundle.format.schema import Manifest
+from cgbundle.validate import host_code
+
+from ...bundle.emit import seal, write_programs
+from ...bundle.exam import KeyExam
+from ...bundle.proof import replay
+from ...bundle.provenance import provenance
+from ...capture.build import CutProgram, emit
+from ...targets.build_spec import BuildSpec
+from ...transforms.error_bounds import error_bounds
+from ..manifest import made_manifest
+from .candidates import Candidate
+
+
+def prove(
+    spec: BuildSpec,
+    candidate: Candidate,
+    cut: CutProgram,
+    expected: Mapping[str, Sequence[KeyExam]],
+    stage: Path,
+    weights: Path,
+    trial: Path,
+) -> Manifest:
+    """Writes the candidate as a bundle at `trial`, with a copy of the host regions of `stage` and a link to the file of `weights`.
+    Then replays it.  `expected`: by entry, what eager PyTorch gives.  Raises proof-failed, bundle-refused."""
+    trial.mkdir(parents=True)
+    os.link(weights, trial / archive.WEIGHTS)
+    if (stage / archive.HOST).is_dir():
+        (trial / archive.HOST).mkdir()
+        for file in (stage / archive.HOST).iterdir():
+            shutil.copyfile(file, trial / archive.HOST / file.name)  # each bundle writes its own rows behind it
+    parts = emit(spec, trial, candidate.recorded, cut, folded=candidate.folded, expected=expected)
+    for entry in spec.entries:
+        write_programs(trial, entry.prepared.programs, entry.name)
+    manifest = made_manifest(spec, parts, [()] * len(spec.entries), provenance(spec.entries[0].source.label, {}))
+    host_code.attach(trial, manifest)
+    sealed = seal(trial, manifest)
+    replay(trial, sealed, [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries], spec.waive)
+    return sealed

@@ -1,0 +1,1 @@
+"""What serve_llm.py is made of: scheduler, engine, text, OpenAI's protocol.  Without torch and NumPy."""

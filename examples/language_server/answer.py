@@ -1,0 +1,55 @@
+"""From tokens to what a client reads: text, log-probabilities, why it ended."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from .scheduler import Progress, Token
+from .text import Decode, Detokenizer, StopStrings
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """A piece of an answer: its text, the tokens that it was made of, where its text begins in the answer, and why the answer ends
+    here, or None."""
+
+    text: str
+    tokens: tuple[Token, ...]
+    offset: int
+    reason: Literal["stop", "length"] | None
+
+
+class Answer:
+    """The text of one request; `count` tokens were made for it so far, up to where a stop string ended it."""
+
+    def __init__(self, decode: Decode, prompt: Sequence[int], strings: Sequence[str]) -> None:
+        self._detokenizer, self._strings = Detokenizer(decode, prompt), StopStrings(strings)
+        self._pending: list[Token] = []
+        self._offset = 0
+        self.count = 0
+
+    def push(self, progress: Progress) -> Piece | None:
+        """What the tokens add; None where it is nothing yet.  Nothing may come after a piece with a reason."""
+        text, reason = "", progress.reason
+        for number, token in enumerate(progress.tokens, 1):
+            self.count += 1
+            if reason == "stop" and number == len(progress.tokens):
+                break  # the stop token is no part of the text
+            self._pending.append(token)
+            text += self._strings.push(self._detokenizer.push(token.id))
+            if self._strings.found:
+                return self._piece(text, "stop")
+        if reason is not None:
+            text += self._strings.push(self._detokenizer.end())
+            if self._strings.found:
+                reason = "stop"
+            text += self._strings.end()
+        return self._piece(text, reason) if text or reason is not None else None
+
+    def _piece(self, text: str, reason: Literal["stop", "length"] | None) -> Piece:
+        made = Piece(text, tuple(self._pending), self._offset, reason)
+        self._pending = []
+        self._offset += len(text)
+        return made

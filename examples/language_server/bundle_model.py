@@ -1,0 +1,114 @@
+"""A bundle of causal_lm.py as the scheduler's model: what it was built for, and a call for a step.  Without torch and NumPy."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import cgbundle
+from cgbundle.call.entry import Entry
+from cgbundle.tensors.tensor import from_bytes
+
+from .scheduler import STOPS, Lane, Limits, Sampling, Step, Token
+
+NOBODY = Lane(None, (), 0, (), 0, 0, (), Sampling(temperature=0.0))
+"""A lane that is off."""
+
+
+class BundleModel:
+    """A loaded bundle.  `limits` say what it was built for; `vocabulary` how many tokens there are."""
+
+    def __init__(self, program: cgbundle.Program, turns: int) -> None:
+        """`turns`: tokens that a call may make for each request in a loop on the device, at most as many as were built; 1 makes
+        them one by one.  Raises ValueError for a bundle that is none of causal_lm.py's."""
+        self._entries = program.entries
+        if not {"prefill", "decode"} <= set(self._entries):
+            raise ValueError(f"expected a bundle of causal_lm.py with prefill and decode, got {', '.join(self._entries)}")
+        shapes = {weight.name: weight.shape for weight in program.manifest.weights}
+        if not {"keys_0", "seen"} <= set(shapes):
+            raise ValueError("expected a bundle of causal_lm.py: there is no cache keys_0, or no table `seen`")
+        pages, _, page, _ = shapes["keys_0"]
+        slots, self.vocabulary = shapes["seen"]
+        self._sizes = {name: [sizes_of(entry, key) for key in entry.int_keys] for name, entry in self._entries.items()}
+        blocks = min(max(each["blocks"] for each in self._sizes[name]) for name in ("prefill", "decode"))
+        loops = [each["batch"] for each in self._sizes.get("generate", ()) if each["blocks"] >= blocks]
+        made = self._entries["generate"].outputs if loops else ()
+        built = [each.shape[1] for each in made if each.name == "tokens" and isinstance(each.shape[1], int)] or [1]
+        chunks = [each for each in self._sizes["prefill"] if each["blocks"] >= blocks]
+        chunk = max(each["seq"] for each in chunks)
+        self.limits = Limits(
+            page=page, pages=pages, slots=slots, blocks=blocks, chunk=chunk,
+            readers=max(each["batch"] for each in chunks if each["seq"] == chunk),
+            lanes=max(each["batch"] for each in self._sizes["decode"] if each["blocks"] >= blocks),
+            loop_lanes=max(loops, default=0), turns=min(turns, *built),
+        )  # fmt: skip
+
+    def run(self, step: Step) -> list[list[Token]]:
+        """What the model makes for every lane of a step.  Raises CgbundleError."""
+        lanes = step.lanes
+        size = self._smallest(step)
+        off = [NOBODY] * (size["batch"] - len(lanes))
+        padded = [*lanes, *off]
+        seq, blocks = size.get("seq", 1), size["blocks"]
+        ids = integers([[*lane.ids, *[0] * (seq - len(lane.ids))] for lane in padded], seq)
+        start, slot = [vector("int64", [getattr(lane, name) for lane in padded]) for name in ("start", "slot")]
+        pages = integers([[*lane.pages[:blocks], *[0] * (blocks - len(lane.pages))] for lane in padded], blocks)
+        sampling = sampling_of([lane.sampling for lane in padded])
+        if step.entry == "generate":
+            stop = integers([[*lane.stop, *[-1] * (STOPS - len(lane.stop))] for lane in padded], STOPS)
+            most = vector("int64", [lane.most for lane in padded])
+            made = self._entries["generate"](ids, start, pages, slot, sampling, stop, most)
+            tokens, logprobs, counts = [made[name].tolist()[: len(lanes)] for name in ("tokens", "logprobs", "count")]
+            return [
+                [Token(*each) for each in zip(row[:count], theirs, strict=False)]
+                for row, theirs, count in zip(tokens, logprobs, counts, strict=True)
+            ]
+        count = vector("int64", [len(lane.ids) for lane in padded])
+        made = self._entries[step.entry](ids, count, start, pages, slot, sampling)
+        tokens, logprobs = made["token"].tolist(), made["logprob"].tolist()
+        if not any(lane.sampling.alternatives for lane in lanes):
+            return [[Token(token, logprob)] for token, logprob, _ in zip(tokens, logprobs, lanes, strict=False)]
+        best, theirs = made["top_token"].tolist(), made["top_logprob"].tolist()
+        return [
+            [Token(tokens[row], logprobs[row], tuple(zip(best[row], theirs[row], strict=True))[: lane.sampling.alternatives])]
+            for row, lane in enumerate(lanes)
+        ]
+
+    def _smallest(self, step: Step) -> dict[str, int]:
+        """The cheapest recorded size that holds a step: the fewest tokens to compute, then the shortest tables."""
+        lanes = step.lanes
+        needed = {
+            "batch": len(lanes),
+            "seq": max(len(lane.ids) for lane in lanes),
+            "blocks": max(len(lane.pages) for lane in lanes),
+        }
+        fitting = [size for size in self._sizes[step.entry] if all(value >= needed[name] for name, value in size.items())]
+        return min(fitting, key=lambda size: (size["batch"] * size.get("seq", 1), size["blocks"]))
+
+
+def sizes_of(entry: Entry, key: Sequence[int]) -> dict[str, int]:
+    """An int_key by the names of its dimensions."""
+    return {dimension.name: value for dimension, value in zip(entry.manifest.dimensions, key, strict=True)}
+
+
+def vector(dtype: str, values: Sequence[float]) -> Any:
+    """A tensor (len(values),) of float32 or int64."""
+    return from_bytes(array("f" if dtype == "float32" else "q", values), dtype, (len(values),))
+
+
+def integers(rows: Sequence[Iterable[int]], width: int) -> Any:
+    """A tensor int64 (len(rows), width)."""
+    flat = array("q")
+    for row in rows:
+        flat.extend(row)
+    return from_bytes(flat, "int64", (len(rows), width))
+
+
+def sampling_of(lanes: Sequence[Sampling]) -> tuple[Any, ...]:
+    """The fields of sampling.Sampling, in its order."""
+    fields = {
+        "temperature": "float32", "top_k": "int64", "top_p": "float32", "penalty": "float32", "seed": "int64",
+        "alternatives": "int64",
+    }  # fmt: skip
+    return tuple([vector(dtype, [getattr(lane, name) for lane in lanes]) for name, dtype in fields.items()])

@@ -1,0 +1,248 @@
+"""What `--lower best` keeps, beside torch.compile max-autotune, and beside bundles of one lowering:
+
+    best.py [MODEL...] [--each] [--budget SECONDS]
+
+For every model and int_key a line: what was chosen, the microseconds that its graphs take on the GPU, those of a graph captured by
+hand of torch.compile(mode="max-autotune-no-cudagraphs"), and their ratio.  The two are timed in turns, by events around many
+launches.  Behind it what the build measured of each lowering.  With `--each`, bundles of every lowering alone are built, too, and
+timed in turns with the best one: exit status 1 where one of them is faster by more than 5 %.
+
+Models: gpt (12 layers, bf16), minilm (6 layers, fp32), resnet (ResNet-50, fp16, channels last), vit (ViT-B/16, bf16), decoder
+(Llama of 1.2 billion parameters, bf16), mlp.  Weights are random but for gpt, resnet and mlp, which are seeded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cgbundle
+import cgcompile
+from cgbundle.cuda.backend import CudaBackend
+from cgbundle.format.schema import Manifest
+from cgcompile.pipeline.best.timing import time_graphs
+from tests.bench.common import children
+
+ROUNDS, LAUNCHES = 15, 40
+TOLERANCE = 1.05
+Made = tuple[torch.nn.Module, Callable[..., tuple[torch.Tensor, ...]]]
+
+
+def example(name: str, **environment: str) -> Made:
+    """A model file of examples/."""
+    os.environ.update(environment)
+    spec = importlib.util.spec_from_file_location(f"example_{name}", children.ROOT / "examples" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.model(), module.inputs
+
+
+def minilm() -> Made:
+    """The encoder of all-MiniLM-L6-v2 with its pooling, 128 tokens."""
+    from transformers import BertConfig, BertModel
+
+    config = BertConfig(
+        vocab_size=30522, hidden_size=384, num_hidden_layers=6, num_attention_heads=12, intermediate_size=1536
+    )  # fmt: skip
+
+    class Embedding(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = BertModel(config, add_pooling_layer=False)
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            hidden = self.encoder(input_ids=ids, attention_mask=mask).last_hidden_state
+            kept = mask.unsqueeze(-1).to(hidden.dtype)
+            return torch.nn.functional.normalize((hidden * kept).sum(1) / kept.sum(1).clamp(min=1e-9), dim=-1)
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return torch.randint(1000, 30000, (batch, 128)), torch.ones(batch, 128, dtype=torch.int64)
+
+    return Embedding(), inputs
+
+
+def vit() -> Made:
+    """ViT-B/16 at 224 x 224."""
+    from transformers import ViTConfig, ViTModel
+
+    from tests.bench.builds.architectures import First
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 3, 224, 224, dtype=torch.bfloat16),)
+
+    return First(ViTModel(ViTConfig(), add_pooling_layer=False)).bfloat16(), inputs
+
+
+def decoder() -> Made:
+    """A Llama of 16 layers, width 2048, 64 tokens."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from tests.bench.builds.architectures import First
+
+    config = LlamaConfig(
+        vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16, num_attention_heads=32,
+        num_key_value_heads=8, use_cache=False,
+    )  # fmt: skip
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randint(0, 32000, (batch, 64)),)
+
+    return First(LlamaForCausalLM(config), use_cache=False).bfloat16(), inputs
+
+
+MODELS: Mapping[str, tuple[Callable[[], Made], list[int]]] = {
+    "gpt": (lambda: example("gpt", GPT_DTYPE="bfloat16"), [1, 8, 32]),
+    "minilm": (minilm, [1, 8, 32]),
+    "resnet": (lambda: example("resnet", RESNET_DTYPE="float16", RESNET_LAYOUT="channels_last"), [1, 8, 32]),
+    "vit": (vit, [1, 8, 32]),
+    "decoder": (decoder, [1, 8]),
+    "mlp": (lambda: example("mlp"), [1, 8]),
+}
+
+
+def captured(function: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> torch.cuda.CUDAGraph:
+    """A CUDA graph of `function(*given)`."""
+    with torch.no_grad():
+        side = torch.cuda.Stream()
+        with torch.cuda.stream(side):
+            for _ in range(3):
+                function(*given)
+        side.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            function(*given)
+    return graph
+
+
+def microseconds(stream: Any, launch: Callable[[], object]) -> float:
+    """Per launch, of many between two events on a stream of torch's."""
+    begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    begin.record(stream)
+    for _ in range(LAUNCHES):
+        launch()
+    end.record(stream)
+    end.synchronize()
+    return begin.elapsed_time(end) * 1000 / LAUNCHES
+
+
+def beside(program: Any, number: int, graph: torch.cuda.CUDAGraph, given: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+    """Medians of the bundle's graphs and of torch.compile's, timed in turns on one stream."""
+    stream = torch.cuda.Stream()
+    backend = program._backend
+    assert isinstance(backend, CudaBackend)
+    with torch.cuda.stream(stream):
+        program(*given)
+    stream.synchronize()
+    times: tuple[list[float], list[float]] = [], []
+    for _ in range(ROUNDS):
+        with backend.locked(stream.cuda_stream) as handle:
+            steps = backend.steps(number)
+            times[0].append(microseconds(stream, lambda steps=steps, handle=handle: [step(handle) for step in steps]))  # type: ignore[misc]
+        with torch.cuda.stream(stream):
+            times[1].append(microseconds(stream, graph.replay))
+    return statistics.median(times[0]), statistics.median(times[1])
+
+
+def measure(name: str, each: bool, budget: float | None, folder: Path) -> bool:
+    """Prints a model's lines; False where a single lowering is faster."""
+    make, sizes = MODELS[name]
+    torch.manual_seed(0)
+    network, inputs = make()
+    network = network.eval()
+    begun = time.perf_counter()
+    built = cgcompile.build(
+        network, inputs, sizes=sizes, out=folder / f"{name}.cgb", lower="best", budget=budget, force=True, progress=watch
+    )
+    spent = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in built.seconds if seconds >= 1)
+    print(f"{name}: built in {time.perf_counter() - begun:.0f} s ({spent})", flush=True)
+    network = network.cuda()
+    torch._dynamo.config.cache_size_limit = 64
+    options = {**torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), "triton.cudagraphs": False}
+    for program in built.manifest.programs:
+        print(f"  {program.key}: {told(program.lowerings)}", flush=True)
+    with cgbundle.load(built.path) as loaded:
+        for number, program in enumerate(built.manifest.programs):
+            given = tuple([tensor.cuda() for tensor in inputs(*program.key)])
+            begun = time.perf_counter()
+            compiled = torch.compile(network, options=options, fullgraph=True, dynamic=False)
+            graph = captured(compiled, given)
+            seconds = time.perf_counter() - begun
+            ours, theirs = beside(loaded, number, graph, given)
+            with torch.no_grad():
+                want, got = network(*given).double(), loaded(*given).double()
+            error = float((got - want).abs().max() / want.abs().max())
+            best = next(row.name for row in program.lowerings if row.chosen)
+            print(
+                f"  {program.key}: {best} {ours:.1f} us, torch.compile max-autotune {theirs:.1f} us, ratio {theirs / ours:.2f}"
+                f" (error {error:.1e}, compiled in {seconds:.0f} s)",
+                flush=True,
+            )
+    return not each or compare(network.cpu(), inputs, sizes, built, folder)
+
+
+def watch(event: cgcompile.Event) -> None:
+    """Says where a build is."""
+    if event.state == "done" or event.text.endswith(("recording", "recordings", "processes")):
+        print(f"    {event.stage} {event.seconds:.0f} s: {event.text}", flush=True)
+
+
+def told(lowerings: Any) -> str:
+    """What the build measured of each lowering."""
+    rows = [f"{row.name} {sum(row.microseconds):.1f}{'*' if row.chosen else ''}" for row in lowerings if not row.reason]
+    return ", ".join([*rows, *[f"no {row.name}: {row.reason[:120]}" for row in lowerings if row.reason]])
+
+
+def compare(network: torch.nn.Module, inputs: Any, sizes: list[int], built: cgcompile.Built, folder: Path) -> bool:
+    """Bundles of single lowerings beside the best one."""
+    paths, manifests = {"best": built.path}, {"best": built.manifest}
+    for level in ("eager", "inductor", "max-autotune", "traced"):
+        options = {"record": "trace", "prove": "none"} if level == "traced" else {"lower": level}
+        try:
+            made = cgcompile.build(network, inputs, sizes=sizes, out=folder / f"{level}.cgb", force=True, **options)
+        except cgbundle.CgbundleError as refusal:
+            print(f"  no {level}: {refusal}")
+            continue
+        paths[level], manifests[level] = made.path, made.manifest
+    timed = time_graphs(paths, {name: needs(each) for name, each in manifests.items()}, torch.cuda.mem_get_info()[0], folder)
+    fine = True
+    for program in built.manifest.programs:
+        times = {name: sum(own["forward", program.key]) for name, own in timed.times.items()}
+        slow = [name for name, taken in times.items() if times["best"] > TOLERANCE * taken]
+        fine = fine and not slow
+        words = ", ".join(f"{name} {taken:.1f}" for name, taken in times.items())
+        print(f"  {program.key}: {words}{' SLOWER THAN ' + ', '.join(slow) if slow else ''}", flush=True)
+    return fine
+
+
+def needs(manifest: Manifest) -> int:
+    """Bytes of its memories."""
+    return sum(size for _, size in manifest.memories)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("models", nargs="*", choices=[[], *MODELS], default=[])
+    parser.add_argument("--each", action="store_true")
+    parser.add_argument("--budget", type=float)
+    given = parser.parse_args()
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
+    fine = True
+    with tempfile.TemporaryDirectory() as folder:
+        for name in given.models or list(MODELS):
+            fine = measure(name, given.each, given.budget, Path(folder)) and fine
+    return 0 if fine else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,29 @@
+"""A tokenizer for tests: a token for every byte, or for some, and two special ones."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+BEGIN, END = 256, 257
+"""The special tokens: <s> and </s>."""
+
+
+def byte_tokenizer(letters: int = 256) -> Any:
+    """As tokenizers.Tokenizer, of so many bytes alone, those that are printed first; needs `tokenizers`."""
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())[:letters]
+    made = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken("<s>", special=True), AddedToken("</s>", special=True)])
+    return made
+
+
+def write_tokenizer(folder: Path, letters: int = 256, **settings: Any) -> None:
+    """Its folder in the Hub's layout; `settings` go into tokenizer_config.json."""
+    byte_tokenizer(letters).save(str(folder / "tokenizer.json"))
+    names = {"bos_token": {"content": "<s>"}, "eos_token": "</s>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(names | settings))

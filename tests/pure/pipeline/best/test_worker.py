@@ -1,0 +1,95 @@
+"""The process that times graphs, against a fake driver whose clock counts its own handles."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cgbundle.cuda.backend import CudaBackend
+from cgbundle.errors import BundleError
+from cgbundle.format.schema import Manifest
+from cgbundle.program import Program
+from cgbundle.tensors.tensor import from_bytes
+from cgcompile.pipeline.best import worker
+from cgcompile.pipeline.best.timing import TimingJob
+from tests.helpers import state_bundles
+from tests.helpers.archives import ArchiveOf
+from tests.helpers.cuda_bundles import FLOATS, KEYS, RESULT, inputs
+from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.raising import raises
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    made = FakeDriver()
+    install(monkeypatch, made)
+    monkeypatch.setattr(worker, "cu", made)
+    monkeypatch.setattr(worker, "inputs_of", lambda exam, manifest, key: [given(*key)])
+    yield made
+    gc.collect()
+    assert not made.live
+
+
+def given(key: int) -> Any:
+    return from_bytes(inputs(key).tobytes(), "float32", (key, FLOATS))
+
+
+def alone(manifest: Manifest) -> Manifest:
+    """One graph for each key, no state: its result is the output."""
+
+    def program(row: Any) -> Any:
+        values = [replace(value, offset=RESULT) if index == 2 else value for index, value in enumerate(row.values[:3])]
+        return replace(row, values=tuple(values), steps=row.steps[:1], outputs=(2,))
+
+    return replace(
+        manifest, changes=(), random=-1, aliases=(), outputs=manifest.outputs[:1], result={"tensor": 0},
+        programs=tuple(map(program, manifest.programs)),
+        weights=tuple([replace(row, memory="weights") for row in manifest.weights]),
+    )  # fmt: skip
+
+
+def timed(monkeypatch: pytest.MonkeyPatch, folder: Path, manifest: Manifest, count: int) -> list[Any]:
+    def opened(path: Path) -> Program:
+        program = Program(manifest, CudaBackend(ArchiveOf(folder, manifest), 0, "graph"), "error", "copy")
+        monkeypatch.setattr(program, "open_exam", lambda: SimpleNamespace(close=lambda: None), raising=False)
+        return program
+
+    monkeypatch.setattr(worker, "open_program", opened)
+    return worker.work(TimingJob(bundles=(folder,) * count))
+
+
+def test_calls_from_the_first_state_are_timed_graph_by_graph(
+    fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    manifest = state_bundles.write(tmp_path)
+    found = timed(monkeypatch, tmp_path, manifest, 2)
+    assert [sorted(times) for times in found] == [[("forward", (key,)) for key in KEYS]] * 2
+    assert all(len(each) == 1 and each[0] > 0 for times in found for each in times.values()), "the copy is no graph"
+    calls = worker.WARMUPS + worker.ROUNDS
+    assert fake.calls.count("cuGraphLaunch") == 2 * len(KEYS) * calls
+
+
+def test_a_graph_alone_is_launched_again_and_again(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    manifest = alone(state_bundles.write(tmp_path))
+    times = iter(range(1, 10_000))
+    monkeypatch.setattr(fake, "do_cuEventElapsedTime", lambda start, end: float(next(times)), raising=False)
+    monkeypatch.setattr(worker, "BURST", 2_000_000.0)
+    found = timed(monkeypatch, tmp_path, manifest, 2)
+    assert [len(each) for times in found for each in times.values()] == [1] * 4
+    assert fake.calls.count("cuGraphLaunch") > 2 * len(KEYS) * worker.ROUNDS * 10, "bursts, and not single launches"
+    assert all(each[0] < 1e4 for times in found for each in times.values()), "microseconds of one launch"
+
+
+def test_a_bundle_that_cannot_be_loaded_says_so(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def refused(path: Path) -> None:
+        raise BundleError("table-invalid", "graphs/model-1.bin: cut short")
+
+    monkeypatch.setattr(worker, "open_program", refused)
+    with raises("worker-died", match=r"timing: graphs/model-1\.bin: cut short"):
+        worker.work(TimingJob(bundles=(tmp_path,)))
