@@ -23,8 +23,10 @@ Batches = list[tuple[torch.Tensor, torch.Tensor]]
 @pytest.fixture(scope="module", params=["capture", "trace"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> cgcompile.Built:
     path = tmp_path_factory.mktemp("train") / "train.cgb"
-    sizes = {"evaluate": {"batch": [train.BATCH]}}
-    return cgcompile.build(train.model(), train.entries(), sizes=sizes, out=path, target="cuda", record=request.param)
+    sizes, prove = {"evaluate": {"batch": [train.BATCH]}}, "none" if request.param == "trace" else "interpret"
+    return cgcompile.build(
+        train.model(), train.entries(), sizes=sizes, out=path, target="cuda", record=request.param, prove=prove
+    )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
