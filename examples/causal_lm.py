@@ -170,7 +170,7 @@ def model() -> nn.Module:
     """The model in eval mode; the same weights in every process."""
     if DTYPE not in DTYPES:
         raise ValueError(f"CAUSAL_LM_DTYPE: expected one of {', '.join(DTYPES)}, got {DTYPE!r}")
-    return CausalLM(network(NAME, DTYPES[DTYPE]))
+    return CausalLM(network(NAME, DTYPES[DTYPE])).eval()
 
 
 def lanes(batch: int, blocks: int, seq: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

@@ -19,17 +19,18 @@ if TYPE_CHECKING:
     from .call.views import View
     from .loader import load
     from .program import Program
+    from .program.replicas import Replicas, ReplicatedEntry
     from .session.profile import Profile
     from .tensors.tensor import Tensor
 
 __all__ = [
-    "BundleError", "CallError", "CgbundleError", "Entry", "MachineError", "OutOfMemory", "Profile", "Program", "Tensor", "View",
-    "load",
+    "BundleError", "CallError", "CgbundleError", "Entry", "MachineError", "OutOfMemory", "Profile", "Program", "Replicas",
+    "ReplicatedEntry", "Tensor", "View", "load",
 ]  # fmt: skip
 
 _MODULES = {
     "load": "loader", "Program": "program", "Entry": "call.entry", "Profile": "session.profile", "Tensor": "tensors.tensor",
-    "View": "call.views",
+    "View": "call.views", "Replicas": "program.replicas", "ReplicatedEntry": "program.replicas",
 }  # fmt: skip
 
 

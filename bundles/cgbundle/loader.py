@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .errors import BundleError, CallError
 from .format.open_files import open_directory, open_file
-from .session.context_future import ContextFuture
+from .session.background import ContextFuture
 
 if TYPE_CHECKING:
     from .cuda.driver import Context
     from .format.archive import Archive
     from .format.schema import Manifest
     from .program import Program
+    from .program.replicas import Replicas
     from .trust.keys import Keys
 
 MODES = ("graph", "stream")
@@ -29,28 +31,50 @@ ATTEMPTS = 100
 """How often a bundle that is replaced while it is read is read again."""
 
 
+@overload
+def load(
+    path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[False] = False,
+    mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map", lazy: bool = False,
+    key: Keys | None = None, threads: int | None = None, cast: bool = False,
+) -> Program: ...  # fmt: skip
+
+
+@overload
+def load(
+    path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[True],
+    mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map", lazy: bool = False,
+    key: Keys | None = None, threads: int | None = None, cast: bool = False,
+) -> Replicas: ...  # fmt: skip
+
+
 def load(
     path: str | os.PathLike[str],
     *,
     device: int = 0,
+    devices: Sequence[int] | None = None,
+    replicas: bool = False,
     mode: str = "graph",
     on_miss: str = "pad",
     outputs: str = "copy",
     check: str = "load",
     weights: str = "map",
-    lazy: bool = False,
+    lazy: bool | None = None,
     key: Keys | None = None,
     threads: int | None = None,
     cast: bool = False,
-) -> Program:
+) -> Program | Replicas:
     """Loads the bundle at `path`.
 
-    `device`: the CUDA device (the cpu target ignores it).  `mode`: "graph" replays recorded graphs, "stream" launches the same
-    rows one by one.  `on_miss`: for sizes that were not recorded, "pad" takes the smallest recorded key that holds the call,
-    "chunk" wastes the fewest rows, "error" refuses.  `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded
-    views that the next call makes stale.  `check`: "load" checks every file but the data of the weights, "full" those too.
+    `device`: the CUDA device (the cpu target ignores it).  `replicas`: a copy on each of `devices` (None: on every GPU that this
+    machine shows), which are called as one: see `Replicas`.  The bundle is opened and checked once.
+
+    `mode`: "graph" replays recorded graphs, "stream" launches the same rows one by one.  `on_miss`: for sizes that were not
+    recorded, "pad" takes the smallest recorded key that holds the call, "chunk" wastes the fewest rows, "error" refuses.
+    `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded views that the next call makes stale.  `check`: "load"
+    checks every file but the data of the weights, "full" those too.
     `weights`: "map" shares the file's pages with other processes, "copy" reads it into memory of this process, where no write into
-    the file is seen.  `lazy`: build a key's graph at its first call and not at load, for bundles with many keys (cuda).
+    the file is seen.  `lazy` (cuda): build a key's graph at its first call (True) or at load (False).  None builds those of eight
+    keys at load, and of a bundle with more the others in the background, or at a call that comes before.
     `key`: a public ed25519 key, or several of which one must have signed the bundle: path of a PEM file, 64 hexadecimal digits, or
     32 bytes.  Until the signature holds only the manifest is read; then every file is hashed, as by check="full".
     `threads`: how many a call uses on the CPU, for the cpu target and for operations on the host beside a GPU.  It holds for this
@@ -61,17 +85,24 @@ def load(
     never cast.
 
     What was checked is what runs, also when the bundle is replaced or removed later.
-    Raises a CgbundleError (see errors.py), option-refused for `threads` where nothing runs on the CPU; ValueError for a value that
-    an option does not have.
+    Raises a CgbundleError (see errors.py), option-refused for `threads` where nothing runs on the CPU, for `replicas` where
+    nothing runs on a GPU, and for `devices` without it; ValueError for a value that an option does not have.
     """
-    return open_program(
-        path, device, mode, on_miss, outputs, check, weights=weights, lazy=lazy, key=key, threads=threads, cast=cast
-    )
+    options: dict[str, Any] = {
+        "mode": mode, "on_miss": on_miss, "outputs": outputs, "check": check, "weights": weights, "lazy": lazy, "key": key,
+        "threads": threads, "cast": cast,
+    }  # fmt: skip
+    if replicas:
+        return _open_replicas(path, device, devices, **options)
+    if devices is not None:
+        text = f"devices={list(devices)}: the bundle is for one device"
+        raise CallError("option-refused", text, "give replicas=True for a copy of it on each, or device= for another one")
+    return open_program(path, device, **options)
 
 
 def open_program(
     path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
-    check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool = False, key: Keys | None = None,
+    check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool | None = None, key: Keys | None = None,
     threads: int | None = None, cast: bool = False,
 ) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
@@ -82,14 +113,9 @@ def open_program(
         from .format.archive import EXAM, Archive  # this too while the context is made
 
         bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
-        from .call import dispatch  # these while the context is made
-        from .program import Program
-        from .validate import bundle as verify
+        from .program import Program  # this while the context is made
 
-        _check_options(
-            mode=(mode, MODES), on_miss=(on_miss, dispatch.POLICIES), outputs=(outputs, OUTPUTS), check=(check, verify.LEVELS),
-            weights=(weights, WEIGHTS),
-        )  # fmt: skip
+        _check_options(mode, on_miss, outputs, check, weights)
         _check(bundle, check, key)
         if threads is not None:
             _check_threads(bundle.manifest, threads)
@@ -114,6 +140,52 @@ def open_program(
         context.drop()
         if bundle is not None:
             bundle.close()
+
+
+def _open_replicas(
+    path: str | os.PathLike[str], device: int, devices: Sequence[int] | None, *, mode: str, on_miss: str, outputs: str, check: str,
+    weights: str, lazy: bool, key: Keys | None, threads: int | None, cast: bool,
+) -> Replicas:  # fmt: skip
+    """`load` with `replicas`: every device in a thread of its own, over one bundle that is opened and checked once."""
+    from concurrent.futures import ThreadPoolExecutor  # none of these where a bundle is loaded on one device
+
+    from .cuda.backend import CudaBackend
+    from .cuda.driver import check_driver, device_count
+    from .format.archive import EXAM, Archive
+    from .program import Program
+    from .program.replicas import Replicas
+
+    _check_options(mode, on_miss, outputs, check, weights)
+    if device or (devices is not None and (not devices or len(set(devices)) < len(devices))):
+        raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")
+    bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
+    try:
+        _check(bundle, check, key)
+        if bundle.manifest.target.kind != "cuda":
+            text = f"replicas=True: the bundle is for {bundle.manifest.target.arch}, and nothing of it runs on a GPU"
+            raise CallError("option-refused", text)
+        if threads is not None:
+            _check_threads(bundle.manifest, threads)
+        check_driver(bundle.manifest.target)
+        chosen = range(device_count()) if devices is None else devices
+
+        def opened(number: int) -> Program:
+            backend = CudaBackend(bundle, number, mode, lazy=lazy, threads=threads)
+            return Program(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(EXAM))
+
+        with ThreadPoolExecutor(len(chosen), "cgbundle-replica") as pool:
+            loading = [pool.submit(opened, number) for number in chosen]
+        try:
+            made = Replicas([each.result() for each in loading])
+            bundle.check_unchanged()
+        except BaseException:
+            for each in loading:
+                if each.exception() is None:
+                    each.result().close()
+            raise
+        return made
+    finally:
+        bundle.close()
 
 
 def _begin_context(path: str, device: int) -> ContextFuture[Context]:
@@ -168,7 +240,14 @@ def _check_threads(manifest: Manifest, threads: int) -> None:
         raise CallError("option-refused", f"threads={threads}: the bundle is for {target}, and nothing of it runs on the CPU")
 
 
-def _check_options(**options: tuple[str, tuple[str, ...]]) -> None:
+def _check_options(mode: str, on_miss: str, outputs: str, check: str, weights: str) -> None:
+    from .call import dispatch  # while the context is made
+    from .validate import bundle as verify
+
+    options = {
+        "mode": (mode, MODES), "on_miss": (on_miss, dispatch.POLICIES), "outputs": (outputs, OUTPUTS),
+        "check": (check, verify.LEVELS), "weights": (weights, WEIGHTS),
+    }  # fmt: skip
     for name, (value, known) in options.items():
         if value not in known:
             raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")

@@ -26,6 +26,7 @@ from ..targets.cuda.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
 from ..targets.weights import add_tables, fixed_weights, shapes_of, write_weights
 from ..transforms.error_bounds import error_bounds
+from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
 from ..util.content_cache import cache_folder
 from ..util.progress import Stages, Tell
@@ -56,7 +57,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         split = split_stage(exported, spec.by_key({entry.name: entry.placements for entry in spec.entries}), calls, stages)
         with stages("lower") as tell:
             jobs = jobs_of(spec, exported, split, calls, live_weights_of(spec, tensors))
-            lowered = lower_programs(jobs, split, target, scratch, tell)
+            code = code_of(spec.entries[0].source, exported)
+            lowered = lower_programs(jobs, split, target, scratch, tell, code=code)
             tell(summary(lowered))
         with stages("compile") as tell:
             compiled = compile_programs(lowered, target, tell)

@@ -102,12 +102,14 @@ def lower_programs(
     target: Arch,
     scratch: Path,
     tell: Tell,
+    *,
+    code: str = "",
     seconds: float | None = None,
 ) -> LoweredPrograms:
-    """All jobs lowered, the regions of a key as one program.  Raises the refusals of lowering, and TimeoutError when it takes more
-    than so many `seconds`."""
+    """All jobs lowered, the regions of a key as one program.  `code`: see `lower_all`.  Raises the refusals of lowering, and
+    TimeoutError when it takes more than so many `seconds`."""
     table = table_file(target.name)
-    lowered = lower_all(jobs, target.name, scratch, cache=cache_folder(), table=table, tell=tell, seconds=seconds)
+    lowered = lower_all(jobs, target.name, scratch, code=code, cache=cache_folder(), table=table, tell=tell, seconds=seconds)
     sources = {name for each in lowered.values() for constant in each.constants for name in constant.sources}
     return LoweredPrograms(by_key=_programs(lowered, split), sources=frozenset(sources))
 

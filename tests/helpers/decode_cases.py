@@ -9,6 +9,7 @@ import torch
 CASES: dict[str, dict[str, Any]] = {
     "grouped heads": {"heads": 6, "key_heads": 2},
     "a head each, and a dim that is no power of two": {"dim": 24},
+    "fewer dims than a product takes": {"dim": 8},
     "sinks, window and soft cap": {"heads": 4, "sinks": True, "window": 33, "softcap": 3.0},
 }
 

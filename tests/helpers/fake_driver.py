@@ -16,7 +16,7 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import backend, driver, graph_executor, memory, modules, stream_executor, weights
+from cgbundle.cuda import backend, driver, graph_executor, memory, modules, programs, stream_executor, weights
 from cgbundle.cuda import host_steps as hoststeps
 from cgbundle.cuda import stream_order as order
 from cgbundle.cuda.libcuda import Driver, Memcpy3D, answers
@@ -43,6 +43,7 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
         memory,
         modules,
         order,
+        programs,
         weights,
     ):
         monkeypatch.setattr(module, "cu", fake)
@@ -152,6 +153,18 @@ class FakeDriver:
         self.pinned[address] = size
         return address
 
+    def held(self, name: str) -> Any:
+        return getattr(self, name)
+
+    def do_cuMemHostRegister(self, address: int, size: int, flags: int) -> None:
+        assert not address % (2 << 20) and not flags
+        self.live[address] = "registered"
+        self.pinned[address] = size
+
+    def do_cuMemHostUnregister(self, address: int) -> None:
+        del self.pinned[address]
+        self._drop(address)
+
     def do_cuMemAllocAsync(self, size: int, stream: int) -> int:
         return self.do_cuMemAlloc(size)
 
@@ -221,6 +234,9 @@ class FakeDriver:
 
     def do_cuStreamSynchronize(self, stream: int) -> None:
         assert stream not in self.capturing, "a stream that is being captured cannot be waited for"
+
+    def do_cuStreamQuery(self, stream: int) -> None:
+        assert stream in self.live
 
     def do_cuStreamWaitEvent(self, stream: int, event: int, flags: int) -> None:
         assert event in self.live
@@ -372,17 +388,25 @@ class FakeDriver:
     def _in_order(self, graph: int) -> list[Callable[[], object]]:
         return self._runs(self._drawn(graph))
 
+    def _runs(self, drawn: Any) -> list[Callable[[], object]]:
+        return [node.run for node in self._nodes(drawn)]
+
     @staticmethod
-    def _runs(drawn: Any) -> list[Callable[[], object]]:
+    def _nodes(drawn: Any) -> list[Any]:
         left, done = list(drawn.nodes), []
         while left:  # the last node that may run, so that only edges can explain the order
             ready = [n for n in left if not any(target is n and source in left for source, target in drawn.edges)]
             done.append(ready[-1])
             left.remove(ready[-1])
-        return [node.run for node in done]
+        return done
 
     def do_cuGraphInstantiate(self, graph: int, flags: int) -> Handle:
-        return self._make(self._in_order(graph))
+        return self._make([(node, node.run) for node in self._nodes(self._drawn(graph))])
+
+    def do_cuGraphExecKernelNodeSetParams(self, executable: int, node: Any, params: Any) -> None:
+        runs = self.live[executable]
+        (place,) = [place for place, (each, _) in enumerate(runs) if each is node]
+        runs[place] = (node, self._kernel(params.func, params.kernelParams))
 
     def do_cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
         if int(stream) in self.captures:
@@ -410,7 +434,7 @@ class FakeDriver:
 
     def do_cuGraphLaunch(self, graph: int, stream: int) -> None:
         assert int(stream) not in self.capturing, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
-        for run in list(self.live[graph]):
+        for _, run in list(self.live[graph]):
             run()
 
     def do_cuGraphExecDestroy(self, graph: int) -> None:

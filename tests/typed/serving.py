@@ -44,11 +44,22 @@ def serve(path: str, tokens: Tensor) -> list[float]:
         return probabilities(logits)
 
 
+def spread(path: str, tokens: Tensor) -> list[float]:
+    """On all GPUs, without state."""
+    with cgbundle.load(path, devices=[0, 1], replicas=True) as replicas:
+        everywhere: cgbundle.Replicas = replicas
+        everywhere.warmup()
+        decode: cgbundle.ReplicatedEntry = everywhere.decode
+        session: cgbundle.Program = everywhere.session()
+        print(everywhere.devices, [program.memory for program in everywhere.programs], decode(tokens), session(tokens))
+        return probabilities(everywhere(tokens))
+
+
 def main() -> int:
     """The exit status."""
     tokens = Tensor(0, "int64", (0, 64), None, None)
     try:
-        print(serve(sys.argv[1], tokens))
+        print(serve(sys.argv[1], tokens), spread(sys.argv[1], tokens))
     except cgbundle.OutOfMemory as error:
         print(error.hint)
     except (cgbundle.BundleError, cgbundle.MachineError, cgbundle.CallError) as error:

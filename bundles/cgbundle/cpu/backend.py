@@ -212,7 +212,9 @@ class CpuBackend:
                 ctypes.memset(addressof(self._state) + row.offset, 0, row.size)
         self._restore()
 
-    def update(self, contents: Mapping[int, Contents], sessions: Sequence[CpuBackend], files: Sequence[OpenFile]) -> None:
+    def update(
+        self, contents: Mapping[int, Contents], sessions: Sequence[CpuBackend], files: Sequence[OpenFile], ready: Callable[[], None]
+    ) -> None:
         """Nothing waits: calls that run keep the old weights to their end, and the memory of these is given back then."""
         shared = self._use()
         with shared.updating:
@@ -224,6 +226,7 @@ class CpuBackend:
                 for session in sessions:
                     if session._shared is not None:  # nor will it be closed before this is done: that takes `updating`
                         made.append((session, session._over(weights)))
+                ready()
             except BaseException:
                 for _, bound in made:
                     _close(bound)

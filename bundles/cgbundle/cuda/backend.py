@@ -9,7 +9,7 @@ the stream.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ from ..errors import CallError
 from ..format.archive import Archive
 from ..format.schema import KERNEL_CODE
 from ..format.spans import span
+from ..session.background import Background
 from ..session.forks import FORKS, forked
 from ..session.locks import AnyLock, SessionLock, closed
 from ..tensors.detection import caller_captures
@@ -38,6 +39,9 @@ if TYPE_CHECKING:
 SHARED = (WEIGHTS, KERNEL_CODE)
 """Memories that belong to no session alone."""
 
+EAGER = 8
+"""Programs whose graphs are built before a load returns, where nothing else is asked for: 64 take as long as all the rest of it."""
+
 HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
 
 
@@ -46,8 +50,9 @@ class CudaBackend:
 
     `mode`: "graph" replays each recording as one CUDA graph, "stream" launches its rows one by one.  `context`: one that the caller
     has made, which belongs to the backend from then on.  `poison`: a byte that fills the arena, memory `host`, and all bytes of
-    parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its first call.
-    `threads`: how many the operations on the host use, None for OpenMP's own number.
+    parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its first call; None:
+    the first EAGER programs now, the others in the background, or at a call that comes before.  `threads`: how many the operations
+    on the host use, None for OpenMP's own number.
 
     Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid and
     file-damaged; nothing is left on the GPU then.
@@ -61,7 +66,7 @@ class CudaBackend:
         *,
         context: Context | None = None,
         poison: int | None = None,
-        lazy: bool = False,
+        lazy: bool | None = None,
         threads: int | None = None,
     ) -> None:
         self._start(Shared(bundle, device, mode, poison, context, threads), alone=False, lazy=lazy)
@@ -80,10 +85,10 @@ class CudaBackend:
                 self._current()
                 self._shared.retain()
             made = object.__new__(CudaBackend)
-            made._start(self._shared, alone=True, lazy=self._lazy)
+            made._start(self._shared, alone=True, lazy=self._lazy or False)
         return made
 
-    def _start(self, shared: Shared, *, alone: bool, lazy: bool) -> None:
+    def _start(self, shared: Shared, *, alone: bool, lazy: bool | None) -> None:
         """Begins with one share of what sessions share, which is given back where this fails."""
         lock = self._session_lock = SessionLock(shared.manifest.name, shared.updating)
         self._gate, self._forks = lock.inner, FORKS.number
@@ -96,18 +101,23 @@ class CudaBackend:
         self._clock: StepClock | None = None
         self._results: dict[int, DeviceOutputs] = {}
         self._cleanup = ExitStack()
+        self._background: Background | None = None
+        count = len(shared.programs)
+        now = 0 if lazy else count if lazy is False else min(count, EAGER)
         with ExitStack() as undo:
             undo.callback(shared.release)
             undo.callback(self._give_back)
             with self._context, Relaxed():
                 self._open(self._cleanup, alone=alone)
-                self._bind(() if lazy else range(len(shared.rows)))
-                if not lazy and shared.chained:
+                self._bind(range(now))
+                if now == count:
                     self._bind_chained()
                 shared.settle()  # and zeroed memories and state
                 driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
             undo.pop_all()
         self._closed = False
+        if lazy is None and now < count:
+            self._background = Background(self._rest())
 
     def _open(self, cleanup: ExitStack, *, alone: bool) -> None:
         shared, context = self._shared, self._context
@@ -182,17 +192,26 @@ class CudaBackend:
         bound = self._programs.get(program) or self._bound(program, stream)
         if bound.chained:
             bound = self._chained(program, bound, addresses, stream)
-        for address, (target, size) in zip(addresses, bound.inputs):  # noqa: B905  as many: asked at every call it costs 0.1 us
-            if address != target and size:  # a caller's tensor may be the static buffer itself
-                error = cu.cuMemcpyDtoDAsync(target, address, size, stream)
-                if error:
-                    driver.check("cuMemcpyDtoDAsync", error)
-        for step in bound.joins if self._order.captured else bound.steps:
-            step(stream)
+        if self._order.captured:
+            self._join(bound, addresses, stream)
+        else:
+            for address, place in zip(addresses, bound.inputs):  # noqa: B905  as many: asked at every call it costs 0.1 us
+                if address != place.at:
+                    place.take(address, stream)
+            for step in bound.steps:
+                step(stream)
         for index, source, size in bound.written:
             if addresses[index] != source:
                 memory.copy(addresses[index], source, size, stream)
         return self._results[program]
+
+    def _join(self, bound: BoundProgram, addresses: Sequence[int], stream: Any) -> None:
+        """What a call adds to a caller's capture, which outlasts the caller's tensors: the inputs are copied."""
+        for address, place in zip(addresses, bound.inputs, strict=True):
+            if address != place.target:
+                memory.copy(place.target, address, place.size, stream)
+        for step in bound.joins:
+            step(stream)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes of the GPU's, in the order of the stream."""
@@ -208,8 +227,9 @@ class CudaBackend:
                 "pass tensors of the GPU",
             )
         bound = self._programs.get(program) or self._bound(program, stream)
-        for address, (target, size) in zip(addresses, bound.inputs, strict=True):
-            memory.copy(target, address, size, stream, source_on_device=False)
+        for address, place in zip(addresses, bound.inputs, strict=True):
+            place.restore()
+            memory.copy(place.target, address, place.size, stream, source_on_device=False)
         for step in bound.joins if self._order.captured else bound.steps:
             step(stream)
         results = HostOutputs(bound.sizes)
@@ -225,7 +245,7 @@ class CudaBackend:
     def buffers(self, program: int) -> tuple[list[int], object]:
         """The addresses of the program's static input buffers, and what owns tensors over them."""
         with self.locked(None):  # which raises where this was closed
-            return [address for address, _ in static_buffers(self._shared.rows[program][0], self._memories)], self
+            return [address for address, _ in static_buffers(self._shared.programs[program], self._memories)], self
 
     def copy_out(self, address: int, size: int, stream: int | None) -> Output:
         """A copy of GPU memory that the next replay leaves alone, in the order of the stream."""
@@ -245,6 +265,10 @@ class CudaBackend:
         if self._lazy and self._shared.chained:
             with self.locked(None), Relaxed():
                 self._bind_chained()
+        if self._background is not None:
+            self._background.stop()
+            for _ in self._rest():
+                pass
 
     def steps(self, program: int) -> Sequence[Callable[[Any], None]]:
         """What a replay of the program runs between its inputs and its outputs, functions of a stream: for measurements, inside of
@@ -304,7 +328,13 @@ class CudaBackend:
         if device is None:
             driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
 
-    def update(self, contents: Mapping[int, Contents], sessions: Sequence[CudaBackend], files: Sequence[OpenFile]) -> None:
+    def update(
+        self,
+        contents: Mapping[int, Contents],
+        sessions: Sequence[CudaBackend],
+        files: Sequence[OpenFile],
+        ready: Callable[[], None],
+    ) -> None:
         """The new weights are brought to the GPU first.  Then the sessions stop for a moment: their calls are waited for, and the
         weights copied to their places, since graphs know no others."""
         self._check_fork()
@@ -321,6 +351,7 @@ class CudaBackend:
                 for each in sessions:
                     each._gate.acquire()
                     cleanup.callback(each._gate.release)
+                ready()
                 self._replace([each for each in sessions if not each._closed], copies, weights)
 
     @property
@@ -364,6 +395,8 @@ class CudaBackend:
         if self._context.inherited:
             return
         self._session_lock.ending = True
+        if self._background is not None:
+            self._background.stop()
         with self._gate:
             if self._closed:
                 return
@@ -397,17 +430,17 @@ class CudaBackend:
         return span(row)
 
     def _bound(self, number: int, stream: Any) -> BoundProgram:
-        """A program that no call has used yet.  Raises capture-refused inside a capture."""
+        """A program that no call has used yet.  Raises capture-refused inside a capture, where the caller has asked for that."""
         self._refuse_late(number, stream)
         with Relaxed():
             self._bind((number,))
         return self._programs[number]
 
     def _refuse_late(self, number: int, stream: Any) -> None:
-        if self._order.capturing(stream):
+        if self._lazy is not None and self._order.capturing(stream):
             raise CallError(
                 "capture-refused",
-                f"int_key {self._shared.rows[number][0].key} is not built yet, and cannot be while a CUDA graph is captured",
+                f"int_key {self._shared.programs[number].key} is not built yet, and cannot be while a CUDA graph is captured",
                 "call it once before the capture, or load the bundle with lazy=False",
             )
 
@@ -426,14 +459,31 @@ class CudaBackend:
 
     def _bind_chained(self) -> None:
         """Binds every program over all that it may take of one program of another entry; other mixtures when a call has one."""
+        for number, rows in self._chainable():
+            if (number, rows) not in self._elsewhere:
+                self._bind_elsewhere(number, rows)
+
+    def _chainable(self) -> Iterator[tuple[int, Elsewhere]]:
         for number, inputs in self._shared.chained.items():
             sources = dict.fromkeys([source for places in inputs.values() for source in places.values()])
-            for source in sources:
-                rows = [
-                    (position, offset) for position, places in inputs.items() for offset, own in places.items() if own == source
-                ]
-                if (number, tuple(rows)) not in self._elsewhere:
-                    self._bind_elsewhere(number, tuple(rows))
+            for chosen in sources:
+                yield (
+                    number,
+                    tuple([(at, offset) for at, places in inputs.items() for offset, source in places.items() if source == chosen]),
+                )
+
+    def _rest(self) -> Iterator[None]:
+        """Binds what is not bound yet, a program at a step; calls come between them.  Ends when this is closed."""
+        for number, rows in [*[(number, ()) for number in range(len(self._shared.programs))], *self._chainable()]:
+            with self._gate:
+                if self._closed:
+                    return
+                with self._context, Relaxed():
+                    if rows and (number, rows) not in self._elsewhere:
+                        self._bind_elsewhere(number, rows)
+                    elif not rows and number not in self._programs:
+                        self._bind((number,))
+            yield
 
     def _bind_elsewhere(self, number: int, elsewhere: Elsewhere) -> BoundProgram:
         bound = self._bind_one(number, elsewhere)
@@ -445,7 +495,7 @@ class CudaBackend:
         from ..session.profile import step_names  # few programs are profiled
 
         assert self._clock is not None
-        program, _ = self._shared.rows[number]
+        program = self._shared.programs[number]
         rows = zip(step_names(self._shared.entries[number], program), program.steps, bound.steps, strict=True)
         clock = self._clock
         timed = [clock.profile.timed(name, run) if step.kind == "host" else clock.timed(name, run) for name, step, run in rows]
@@ -460,10 +510,10 @@ class CudaBackend:
             self._programs[number] = bound
 
     def _bind_one(self, number: int, elsewhere: Elsewhere = ()) -> BoundProgram:
-        program, written = self._shared.rows[number]
+        program = self._shared.programs[number]
         chained = self._shared.chained.get(number, {})
         with self._shared.lock:
-            return bind(program, written, self._memories, self._executors, self._host, chained, elsewhere)
+            return bind(program, self._shared.entries[number], self._memories, self._executors, self._host, chained, elsewhere)
 
 
 class LockedStream:

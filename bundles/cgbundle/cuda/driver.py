@@ -24,7 +24,8 @@ OUT_OF_MEMORY = 2
 
 
 def require() -> None:
-    """Raises wrong-machine without a CUDA driver or a GPU."""
+    """Raises wrong-machine without a CUDA driver or a GPU, process-forked where a fork has lost it."""
+    FORKS.check_gpu()
     try:
         error = cu.cuInit(0)
     except OSError as reason:
@@ -77,7 +78,6 @@ class Context:
     __slots__ = ("_forks", "_lock", "_shares", "_spare", "_streams", "device", "handle", "index", "stream")
 
     def __init__(self, index: int) -> None:
-        FORKS.check_gpu()
         require()
         FORKS.gpu = True
         self._forks = FORKS.number
@@ -180,7 +180,7 @@ def free_bytes() -> int:
 
 
 def check_driver(target: Target) -> None:
-    """Raises wrong-machine or driver-too-old unless there is a driver, and one new enough."""
+    """Raises wrong-machine, process-forked or driver-too-old unless there is a driver, and one new enough."""
     if target.kind != "cuda":
         raise MachineError("wrong-machine", f"the bundle is for the {target.kind} target, not for a GPU")
     try:

@@ -11,7 +11,7 @@ from typing import Any
 from ..tables.column_file import invalid
 from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table
 from .driver import Context, check, cu
-from .launches import Launches, attributes, copy_params, describe, memset_value, rows
+from .launches import INPUTS, Launches, Reader, attributes, copy_params, describe, memset_value, rows
 from .libcuda import (
     CONDITION_IF,
     CONDITION_SWITCH,
@@ -29,11 +29,14 @@ from .modules import Modules
 PRIORITY = 8
 """A launch attribute with a meaning beyond its value."""
 
+READERS = 6
+"""Kernels whose parameters are set for an input rather than the input copied: 0.8 us each against 6 (tests/gpu/REPORT.md)."""
+
 
 class GraphExecutor:
     """A recording as one executable CUDA graph of the context.  Raises table-invalid, driver-failed, OutOfMemory."""
 
-    __slots__ = ("_build", "_exec", "_graph")
+    __slots__ = ("_build", "_exec", "_graph", "readers")
 
     def __init__(
         self, context: Context, table: Table, modules: Modules, bases: Sequence[int], stream: Any, poison: int | None = None
@@ -41,7 +44,7 @@ class GraphExecutor:
         build = _Build(context, table, Launches(table, modules, bases, poison), bases)
         graph = check("cuGraphCreate", cu.cuGraphCreate(0))
         try:
-            build.into(graph)
+            nodes = build.into(graph)
             priorities = PRIORITY in table.attribute_id.tolist()
             flags = INSTANTIATE_USE_NODE_PRIORITY if priorities else 0
             self._exec = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, flags), table.where)
@@ -49,6 +52,7 @@ class GraphExecutor:
             cu.cuGraphDestroy(graph)
             raise
         self._build = build if table.counts["conditionals"] else None
+        self.readers: Sequence[Reader] = build.readers(nodes, self._exec)
         self._graph = graph  # the executable one holds copies of everything; this one is for `join`
         try:
             check("cuGraphUpload", cu.cuGraphUpload(self._exec, stream), table.where)
@@ -109,6 +113,23 @@ class _Build:
         _connect(graphs, self._table, nodes)
         return nodes
 
+    def readers(self, nodes: Sequence[Any], executable: Any) -> list[Reader]:
+        """Of the executable graph; none where a copy or a body takes part, whose parameters are not set here, or too many do."""
+        table = self._table
+        if table.counts["conditionals"] or INPUTS in table.memcpy_memory.tolist():
+            return []
+        found = [row for row in range(table.counts["kernels"]) if self._reads(row)]
+        if len(found) > READERS:
+            return []
+        positions = [position for position, (kind, _) in enumerate(self._rows) if kind == KERNEL]
+        fill = [_kernel_params(table, self._launches)(row) for row in found]
+        rows = zip(found, fill, strict=True)
+        return [Reader(table, row, self._launches, params, _setter(executable, nodes[positions[row]])) for row, params in rows]
+
+    def _reads(self, row: int) -> bool:
+        table = self._table
+        return INPUTS in table.relocation_memory[slice(*table.relocation_bounds[row : row + 2])].tolist()
+
     def behind(self, graph: Any, after: Sequence[Any]) -> list[Any]:
         """Adds everything to a graph, behind the nodes `after`; returns the nodes that none of it waits for."""
         nodes, main = self.into(graph), range(*self._spans[0])
@@ -160,6 +181,17 @@ class _Build:
         where = describe(self._table, position, CONDITIONAL, row)
         node = check("cuGraphAddNode", cu.cuGraphAddConditionalNode(graph, None, 0, params), where)
         return node, params.conditional.phGraph_out[: last - first]
+
+
+def _setter(executable: Any, node: Any) -> Callable[[KernelNodeParams], None]:
+    """Sets the parameters of a kernel of an executable graph."""
+
+    def give(params: KernelNodeParams) -> None:
+        error = cu.cuGraphExecKernelNodeSetParams(executable, node, params)
+        if error:
+            check("cuGraphExecKernelNodeSetParams", error)
+
+    return give
 
 
 def _kernel_params(table: Table, launches: Launches) -> Callable[[int], Any]:

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import ctypes
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from struct import Struct
 from typing import Any, Protocol
 
+from ..format.schema import MEMORIES
 from ..tables.table import KERNEL, Table
-from .libcuda import MEMORY_TYPE_DEVICE, LaunchAttributeValue, Memcpy3D
+from .libcuda import MEMORY_TYPE_DEVICE, KernelNodeParams, LaunchAttributeValue, Memcpy3D
 from .modules import Modules
 
 MEMORY_SYNC_DOMAIN_MAP = 9
 """A launch attribute whose values are bytes."""
 
+INPUTS = MEMORIES.index("inputs")
+
 _WORD = Struct("<Q")
 
 
 class Executor(Protocol):
-    """A recording, ready to run at the addresses it was made for."""
+    """A recording, ready to run at the addresses it was made for.
+
+    `readers`: its kernels that are given addresses of memory inputs, all of them, where they can be given others.
+    """
+
+    readers: Sequence[Reader]
 
     def launch(self, stream: Any) -> None:
         """Runs the recording in the order of the stream; returns before it is done."""
@@ -30,6 +40,30 @@ class Executor(Protocol):
         """Gives the driver's objects back."""
 
 
+class Reader:
+    """A kernel of an executable graph that is given addresses of memory inputs, with parameters of its own.
+
+    `words`: by offset in memory inputs, where such an address stands among the parameters.  `give` hands them to the driver: for
+    launches from then on, not for those that were made.
+    """
+
+    __slots__ = ("_block", "_pointers", "give", "words")
+
+    def __init__(self, table: Table, row: int, launches: Launches, params: KernelNodeParams, give: Callable[[Any], None]) -> None:
+        """`params`: the kernel's, whose pointers become those of this object."""
+        self._block = (ctypes.c_ubyte * max(1, table.block_size[row])).from_buffer_copy(launches.block(row).ljust(1, b"\0"))
+        start, function = ctypes.addressof(self._block), table.function[row]
+        offsets = table.param_offset[slice(*table.param_bounds[function : function + 2])]
+        self._pointers = (ctypes.c_uint64 * max(1, len(offsets)))(*[start + offset for offset in offsets])
+        params.kernelParams = ctypes.addressof(self._pointers)
+        self.words: list[tuple[int, ctypes.c_uint64]] = []
+        for index in range(*table.relocation_bounds[row : row + 2]):
+            if table.relocation_memory[index] == INPUTS:
+                word = ctypes.c_uint64.from_buffer(self._block, table.relocation_at[index])
+                self.words.append((table.relocation_offset[index], word))
+        self.give = partial(give, params)
+
+
 class Launches:
     """What both executors need of the kernels: functions, and parameter blocks that hold this process's addresses.
 
@@ -38,7 +72,7 @@ class Launches:
     positions in the blocks.
     """
 
-    __slots__ = ("_blocks", "_pointers", "functions", "handles", "params")
+    __slots__ = ("_blocks", "_offsets", "_pointers", "_sizes", "functions", "handles", "params")
 
     def __init__(self, table: Table, modules: Modules, bases: Sequence[int], poison: int | None) -> None:
         layouts: list[list[int]] = []
@@ -50,7 +84,7 @@ class Launches:
             own = slice(table.function_attribute_bounds[row], table.function_attribute_bounds[row + 1])
             settings = zip(table.function_attribute_id[own], table.function_attribute_value[own], strict=True)
             self.functions.append(modules.function(image, symbol, params, settings))
-        self._blocks = patch(table, bases, poison)
+        self._blocks, self._offsets, self._sizes = patch(table, bases, poison), table.block_offset, table.block_size
         start = self._blocks.buffer_info()[0]
         self._pointers = array("Q")
         counts = []
@@ -62,6 +96,11 @@ class Launches:
         self.handles: dict[int, list[int]] = {}
         for kernel, at, number in zip(table.handle_kernel, table.handle_at, table.handle_conditional, strict=True):
             self.handles.setdefault(number, []).append(table.block_offset[kernel] + at)
+
+    def block(self, row: int) -> bytes:
+        """The parameters of kernel `row`."""
+        begin = self._offsets[row]
+        return self._blocks[begin : begin + self._sizes[row]].tobytes()
 
     def give_handle(self, number: int, handle: int) -> None:
         """Writes the handle of conditional node `number` into the blocks of the kernels that set its condition."""

@@ -135,6 +135,8 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuMemAllocAsync": ("cuMemAllocAsync", (_HANDLE, _Size, _Pointer)),
     "cuMemFreeAsync": ("cuMemFreeAsync", (_Pointer, _Pointer)),
     "cuMemHostAlloc": ("cuMemHostAlloc", (_HANDLE, _Size, _Unsigned)),
+    "cuMemHostRegister": ("cuMemHostRegister_v2", (_Pointer, _Size, _Unsigned)),
+    "cuMemHostUnregister": ("cuMemHostUnregister", (_Pointer,)),
     "cuMemFreeHost": ("cuMemFreeHost", (_Pointer,)),
     "cuMemcpyHtoD": ("cuMemcpyHtoD_v2", (_Pointer, _Pointer, _Size)),
     "cuMemcpyHtoDAsync": ("cuMemcpyHtoDAsync_v2", (_Pointer, _Pointer, _Size, _Pointer)),
@@ -150,6 +152,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuStreamCreate": ("cuStreamCreate", (_HANDLE, _Unsigned)),
     "cuStreamDestroy": ("cuStreamDestroy_v2", (_Pointer,)),
     "cuStreamSynchronize": ("cuStreamSynchronize", (_Pointer,)),
+    "cuStreamQuery": ("cuStreamQuery", (_Pointer,)),
     "cuStreamWaitEvent": ("cuStreamWaitEvent", (_Pointer, _Pointer, _Unsigned)),
     "cuStreamIsCapturing": ("cuStreamIsCapturing", (_Pointer, _NUMBER)),
     "cuEventCreate": ("cuEventCreate", (_HANDLE, _Unsigned)),
@@ -173,6 +176,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuGraphAddConditionalNode": ("cuGraphAddNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(ConditionalNodeParams))),
     "cuGraphConditionalHandleCreate": ("cuGraphConditionalHandleCreate", (_HANDLE, _Pointer, _Pointer, _Unsigned, _Unsigned)),
     "cuGraphKernelNodeSetAttribute": ("cuGraphKernelNodeSetAttribute", (_Pointer, _Int, POINTER(LaunchAttributeValue))),
+    "cuGraphExecKernelNodeSetParams": ("cuGraphExecKernelNodeSetParams_v2", (_Pointer, _Pointer, POINTER(KernelNodeParams))),
     "cuGraphInstantiate": ("cuGraphInstantiateWithFlags", (_HANDLE, _Pointer, ctypes.c_ulonglong)),
     "cuGraphExecDestroy": ("cuGraphExecDestroy", (_Pointer,)),
     "cuGraphUpload": ("cuGraphUpload", (_Pointer, _Pointer)),
@@ -214,6 +218,13 @@ class Driver:
             text = f"the CUDA driver of this machine has no {symbol}, which the bundle needs"
             raise MachineError("driver-too-old", text, "upgrade the NVIDIA driver") from None
         function.argtypes = [_Pointer if isinstance(each, _Out) else each for each in parameters]
+        return function
+
+    def held(self, name: str) -> Callable[..., int]:
+        """A function of FUNCTIONS that gives its error alone, and keeps the interpreter's lock: for calls that return at once."""
+        symbol, parameters = FUNCTIONS[name]
+        function = ctypes.PyDLL(LIBRARY)[symbol]
+        function.argtypes = list(parameters)
         return function
 
     def cuDeviceGetName(self, size: int, device: int) -> tuple[int, bytes]:

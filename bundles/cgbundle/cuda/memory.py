@@ -57,6 +57,11 @@ class Memories:
         """Where byte `offset` of a memory lies: on the GPU, or for memory `host` on the host."""
         return (self.host if memory == HOST else self.bases[MEMORIES.index(memory)]) + offset
 
+    def range(self, memory: str) -> tuple[int, int]:
+        """Where a memory of the GPU begins and ends."""
+        begin = self.bases[MEMORIES.index(memory)]
+        return begin, begin + self.sizes.get(memory, 0)
+
     def poison(self, byte: int, stream: Any, spared: Sequence[tuple[int, int]] = ()) -> None:
         """Overwrites what no replay may rely on, the arena and memory `host`, with `byte`, in the order of the stream.  `spared`
         are parts of the arena, (begin, end), that are left as they are."""

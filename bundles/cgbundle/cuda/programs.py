@@ -5,21 +5,27 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from ctypes import c_uint64
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..format.schema import MEMORIES, Program, Step
+from ..format.schema import MEMORIES, Manifest, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table
+from ..validate.state import STATE
 from . import memory
+from .driver import check, cu
 from .graph_executor import GraphExecutor
-from .launches import Executor
+from .launches import Executor, Reader
 from .memory import HOST, Memories, Output
 from .modules import Modules
 from .shared import Shared
 
 if TYPE_CHECKING:
     from .host_steps import HostSteps  # few bundles have any
+
+
+INPUTS = "inputs"
 
 
 class DeviceOutputs:
@@ -46,9 +52,57 @@ Elsewhere = tuple[tuple[int, int], ...]
 """Inputs that a launch finds elsewhere than in their static buffers: (position, offset in memory arena), by position."""
 
 
+ALIGNMENT = 256
+"""Bytes.  What was recorded is right for static buffers, which are aligned so, and for inputs elsewhere that are."""
+
+
+class Input:
+    """An input of a program: `size` bytes that its launches read `at` an address, which is its static buffer's, `target`, at first.
+
+    `words` are the parameters of `readers` that stand for it: they are set where that is cheaper than a copy, and right.  `own` are
+    the session's memories that launches write to, (begin, end): what lies there has to be copied, as it was before the launch.
+    """
+
+    __slots__ = ("_own", "_readers", "_words", "at", "size", "target")
+
+    def __init__(
+        self,
+        target: int,
+        size: int,
+        readers: Sequence[Reader],
+        words: Sequence[tuple[int, c_uint64]],
+        own: Sequence[tuple[int, int]],
+    ) -> None:
+        self.target = self.at = target
+        self.size, self._readers, self._words, self._own = size, readers, words, own
+
+    def take(self, address: int, stream: Any) -> None:
+        """The next launch finds what lies at `address` of the GPU."""
+        if self._readers and not address % ALIGNMENT and not any([begin <= address < end for begin, end in self._own]):
+            self._set(address)
+            return
+        self.restore()
+        if address != self.target and self.size:
+            error = cu.cuMemcpyDtoDAsync(self.target, address, self.size, stream)
+            if error:
+                check("cuMemcpyDtoDAsync", error)
+
+    def restore(self) -> None:
+        """The next launch finds what lies in the static buffer."""
+        if self.at != self.target:
+            self._set(self.target)
+
+    def _set(self, address: int) -> None:
+        self.at = -1  # where it fails
+        for begin, word in self._words:
+            word.value = address + begin
+        for reader in self._readers:
+            reader.give()
+        self.at = address
+
+
 class BoundProgram(NamedTuple):
-    """A program with its addresses.  `inputs`: (address, bytes) of each input's static buffer; `outputs`: the outputs'
-    addresses; `sizes`: their bytes from the first to the last.
+    """A program with its addresses.  `outputs`: the outputs' addresses; `sizes`: their bytes from the first to the last.
 
     `chained`: by position of an input, where outputs lie that it may be, as offset in memory arena by address.
 
@@ -56,7 +110,7 @@ class BoundProgram(NamedTuple):
     (position, address, bytes) of the inputs that the replay changes, which go back to the caller.
     """
 
-    inputs: list[tuple[int, int]]
+    inputs: list[Input]
     steps: list[Callable[[Any], None]]
     joins: list[Callable[[Any], None]]
     written: list[tuple[int, int, int]]
@@ -80,6 +134,10 @@ class Executors(dict[str, Executor]):
     def __missing__(self, file: str) -> Executor:
         self[file] = executor = self._made(Table(self._shared.bundle.data(file), file))
         return executor
+
+    def is_alone(self, files: Sequence[str]) -> bool:
+        """Whether the recordings of a program are one, which no other program has."""
+        return len(files) == 1 and files[0] not in self._shared.shared_files
 
     def moved(self, file: str, moves: tuple[Move, ...]) -> Executor:
         """The recording with memory that lies elsewhere; the same one where it uses none of that."""
@@ -114,7 +172,7 @@ def with_inputs_at(program: Program, places: Elsewhere) -> tuple[Program, tuple[
 
     A kernel may hold the address behind an input's last byte.  It moves along where no other input begins there.
     """
-    arena, inputs = MEMORIES.index("arena"), MEMORIES.index("inputs")
+    arena, inputs = MEMORIES.index("arena"), MEMORIES.index(INPUTS)
     begins = {program.values[index].offset for index in program.inputs}
     values, moves = list(program.values), []
     for position, offset in places:
@@ -127,15 +185,15 @@ def with_inputs_at(program: Program, places: Elsewhere) -> tuple[Program, tuple[
 
 def bind(
     program: Program,
-    written: Sequence[int],
+    entry: Manifest,
     memories: Memories,
     executors: Executors,
     host: HostSteps | None,
     chained: Mapping[int, Mapping[int, int]],
     elsewhere: Elsewhere = (),
 ) -> BoundProgram:
-    """The program at the addresses of `memories`; `written` are the positions of the inputs that it writes to, `host` is None for
-    a bundle without host regions, `chained` as `Shared` has it.  Raises as `Executors` and `HostSteps.step` do."""
+    """The program at the addresses of `memories`; `entry`: the manifest of its entry, `host` is None for a bundle without host
+    regions, `chained` as `Shared` has it.  Raises as `Executors` and `HostSteps.step` do."""
     moves: tuple[Move, ...] = ()
     if elsewhere:
         program, moves = with_inputs_at(program, elsewhere)
@@ -149,20 +207,47 @@ def bind(
         assert host is not None  # a host step's region is of kind host, and so there are host regions
         return host.step(program, step)
 
-    inputs = static_buffers(program, memories)
+    buffers = static_buffers(program, memories)
     outputs = [program.values[index] for index in program.outputs]
     steps, joins = ([made(step, join) for step in program.steps] for join in (False, True))
+    readers: Sequence[Reader] = ()
+    graphs = [step.file for step in program.steps if step.kind == "graph"]
+    if not chained and executors.is_alone(graphs) and _inputs_are_read(program, entry):
+        readers = executors[graphs[0]].readers
     return BoundProgram(
-        inputs=inputs,
+        inputs=_inputs(program, buffers, readers, memories),
         steps=steps,
         joins=joins,
-        written=[(index, *inputs[index]) for index in written],
+        written=[(index, *buffers[index]) for index in entry.written],
         outputs=[memories.address(value.memory, value.offset) for value in outputs],
         sizes=[span(value) for value in outputs],
         chained=[
             (position, {memories.address("arena", offset): offset for offset in places}) for position, places in chained.items()
         ],
     )
+
+
+def _inputs_are_read(program: Program, entry: Manifest) -> bool:
+    """Whether recordings are all that touches the inputs, and read them, and no output lies among them."""
+    others = [step for step in program.steps if step.kind != "graph"]
+    named = [*program.outputs, *[index for step in others for index in (*step.inputs, *step.outputs)]]
+    return not entry.written and not entry.aliases and all(program.values[index].memory != INPUTS for index in named)
+
+
+def _inputs(program: Program, buffers: Sequence[tuple[int, int]], readers: Sequence[Reader], memories: Memories) -> list[Input]:
+    """The inputs with the kernels that read them.  A kernel may hold the address behind an input's last byte, where no other input
+    begins."""
+    rows = [program.values[index] for index in program.inputs]
+    begins = {row.offset for row in rows}
+    own = [memories.range(name) for name in (INPUTS, "arena", STATE)] if readers else []
+    found = []
+    for row, (target, size) in zip(rows, buffers, strict=True):
+        begin, end = extent(row)
+        end += end not in begins
+        reading = [reader for reader in readers if any([begin <= offset < end for offset, _ in reader.words])] if size else []
+        words = [(offset - row.offset, word) for reader in reading for offset, word in reader.words if begin <= offset < end]
+        found.append(Input(target, size, reading, words, own))
+    return found
 
 
 def static_buffers(program: Program, memories: Memories) -> list[tuple[int, int]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
@@ -29,9 +30,9 @@ class Shared:
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`, whoever changes the weights, or makes a session over them, `updating`.  `hosted`:
-    where the weights lie that host regions read, None where there are none.  `rows` are the programs of all entries, each with the
-    inputs that its calls change, `entries` the manifests of their entries, and `chained` where inputs of theirs may lie: see
-    `chained_places`.
+    where the weights lie that host regions read, None where there are none.  `programs` are those of all entries, `entries` the
+    manifests of their entries, `shared_files` the recordings that several of their steps are, and `chained` where inputs of theirs
+    may lie: see `chained_places`.
     """
 
     def __init__(
@@ -41,7 +42,9 @@ class Shared:
         self.threads = threads
         self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
         self.entries = [each for each in each_entry(manifest) for _ in each.programs]
-        self.rows = [(program, each.written) for each in each_entry(manifest) for program in each.programs]
+        self.programs = [program for each in each_entry(manifest) for program in each.programs]
+        files = Counter(step.file for program in self.programs for step in program.steps if step.file)
+        self.shared_files = {file for file, times in files.items() if times > 1}
         self.chained = chained_places(each_entry(manifest)) if manifest.chains else {}
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self.updating, self.updated = threading.RLock(), False

@@ -13,7 +13,7 @@ from typing import Any
 from ..errors import CallError
 from ..tables.table import CONDITIONAL, IF, KERNEL, MEMCPY, MEMSET, WHILE, Table, launch_order
 from .driver import check, cu
-from .launches import Launches, attributes, copy_params, describe, memset_value, rows
+from .launches import Launches, Reader, attributes, copy_params, describe, memset_value, rows
 from .libcuda import LaunchAttribute, LaunchConfig
 from .modules import Modules
 
@@ -25,6 +25,8 @@ class StreamExecutor:
     """A recording launched row by row.  Raises table-invalid, driver-failed, OutOfMemory."""
 
     __slots__ = ("_launches", "_steps", "_where")
+
+    readers: Sequence[Reader] = ()
 
     def __init__(self, table: Table, modules: Modules, bases: Sequence[int], poison: int | None = None) -> None:
         self._where = table.where if table.counts["conditionals"] else ""

@@ -1,11 +1,9 @@
 """The weights from the file into GPU memory, as fast as the bus takes them.
 
 A copy from a mapped file is pageable: the driver's one thread moves it at 10.8 GB/s.  Pinned memory moves at 55 GB/s, but pinning
-costs 0.5 ms a megabyte, more than it gains for all of a file.  So a few threads read the file into small pinned buffers, each sent
-on while the next is read; what is small goes as it is.
-
-A file that is larger than half of the machine's memory is dropped from the system's cache behind the reading: it would push
-everything else out, and its beginning would be gone at its end.
+costs 0.5 ms a megabyte, more than it gains for all of a file.  So a few threads read the file into pieces of a small pinned region,
+in huge pages, and one thread sends them on and gives them back: 47 GB/s, where threads that each read and send get 37, since they
+wait for the interpreter's lock (tests/gpu/REPORT.md).  What is small goes as it is.
 
 New contents for a loaded program are brought near before any of them is put in its place: to the GPU, where it has room.
 """
@@ -13,11 +11,13 @@ New contents for a loaded program are brought near before any of them is put in 
 from __future__ import annotations
 
 import ctypes
-import os
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from itertools import count
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import BundleError, CallError, CgbundleError, OutOfMemory
@@ -25,6 +25,7 @@ from ..format.archive import WEIGHTS, Archive
 from ..format.safetensors import Entry
 from ..format.schema import Weight
 from ..format.spans import HOST_ONLY
+from ..session.weight_reads import WeightReader, announce
 from . import memory
 from .driver import Context, Relaxed, check, cu
 from .libcuda import STREAM_NON_BLOCKING
@@ -36,17 +37,20 @@ ALIGNMENT = 256
 """Of a weight, in bytes: as in memory weights."""
 
 CHUNK = 2 << 20
-"""Bytes that are read at a time, into a buffer.  Larger ones leave the processor's cache before they are sent."""
+"""Bytes that are read at a time, into a slot."""
 
-AHEAD = 256 << 20
-"""Bytes that the disk begins to read while the driver starts."""
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+
+FIRST, AHEAD = 256 << 20, 64 << 20
+"""Bytes that the disk begins to read while the driver starts, and of those that are not in the page cache, before they are read."""
 
 
 class Way(NamedTuple):
-    """How weights travel: by so many threads, each with its own buffers of `chunk` bytes, of pinned memory or not."""
+    """How weights travel: so many threads read them into slots of `chunk` bytes, of pinned memory or, one after the other, not."""
 
-    threads: int
-    buffers: int
+    readers: int
+    slots: int
     pinned: bool
     chunk: int = CHUNK
 
@@ -69,11 +73,11 @@ def listed(bundle: Archive) -> list[Piece]:
     if not rows:
         return []
     found = pieces(rows, bundle.tensors(WEIGHTS), dict(manifest.memories).get("weights", 0))
-    file, left = bundle.descriptor(WEIGHTS), AHEAD
+    places, left = [], FIRST
     for piece in found:
-        for begin in range(piece.begin, piece.begin + min(piece.size, left), CHUNK):  # the system reads no more than that per call
-            os.posix_fadvise(file, begin, min(CHUNK, piece.begin + piece.size - begin), os.POSIX_FADV_WILLNEED)
-        left = max(0, left - piece.size)
+        places.append((piece.begin, min(piece.size, left)))
+        left -= places[-1][1]
+    announce(bundle.descriptor(WEIGHTS), places)
     return found
 
 
@@ -108,7 +112,7 @@ def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: in
 
 
 def chunks(listed: Sequence[Piece], size: int) -> list[list[Piece]]:
-    """The pieces cut and grouped so that each group lies within `size` successive bytes of the file."""
+    """The pieces cut and grouped so that each group lies within `size` bytes of the file, from a multiple of `size` on."""
     groups: list[list[Piece]] = []
     limit = -1
     for piece in listed:
@@ -117,33 +121,42 @@ def chunks(listed: Sequence[Piece], size: int) -> list[list[Piece]]:
             begin = piece.begin + done
             if begin >= limit:
                 groups.append([])
-                limit = begin + size
+                limit = begin - begin % size + size
             step = min(piece.size - done, limit - begin)
             groups[-1].append(Piece(begin, step, piece.target + done))
             done += step
     return groups
 
 
+def place(group: Sequence[Piece]) -> tuple[int, int]:
+    """Where a group begins in the file, and its bytes from the first to the last."""
+    return group[0].begin, group[-1].begin + group[-1].size - group[0].begin
+
+
 def way(size: int) -> Way:
-    """How `size` bytes travel.  Threads of Python wait for the interpreter's lock between two buffers: larger ones, which a program
-    in C is slower with, bring 36 GB/s where those of 2 MB bring 31 (tests/gpu/REPORT.md)."""
+    """How `size` bytes travel (measured: tests/gpu/REPORT.md)."""
     if size <= SMALL:
-        return Way(threads=1, buffers=1, pinned=False)
+        return Way(readers=1, slots=1, pinned=False)
     if size < LARGE:
-        return Way(threads=4, buffers=2, pinned=True)
-    return Way(threads=8, buffers=2, pinned=True, chunk=2 * CHUNK)
+        return Way(readers=4, slots=8, pinned=True)
+    return Way(readers=8, slots=16, pinned=True, chunk=2 * CHUNK)
 
 
-class Buffer(NamedTuple):
-    """A buffer, its address, and the stream that alone reads it: to wait for the stream is to wait for the buffer."""
+class Slot(NamedTuple):
+    """A part of the staging memory, its address, and the stream that alone reads it: to wait for the stream is to wait for the
+    slot."""
 
     view: memoryview
     address: int
     stream: Any
 
 
+Full = tuple[Slot, list[Piece], int]
+"""A slot that holds a group, and where in it the group begins."""
+
+
 class Upload:
-    """Weights on their way, by threads that start at once, each with its own streams and buffers.
+    """Weights on their way, by threads that start at once.
 
     `file`: an open descriptor, the caller's.  `way`: how, by default as the size asks for.
 
@@ -151,91 +164,146 @@ class Upload:
     """
 
     def __init__(self, context: Context, file: int, listed: Sequence[Piece], base: int, how: Way | None = None) -> None:
-        self._context, self._file, self._base = context, file, base
+        self._context, self._base = context, base
         self._way = how or way(sum(piece.size for piece in listed))
-        self._work = chunks(listed, self._way.chunk)
-        self._work.reverse()  # pop takes the first
-        self._total = len(self._work)
-        self._drop = bool(listed) and 2 * os.fstat(file).st_size > os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        self._sent: list[None] = []  # one item per group that arrived: appending is atomic
+        self._groups = chunks(listed, self._way.chunk)
+        self._total, self._sent, self._next, self._announced = len(self._groups), 0, count(), 0
+        self._ahead = -(-AHEAD // self._way.chunk)
+        self._free: SimpleQueue[Slot | None] = SimpleQueue()  # None ends who takes it
+        self._full: SimpleQueue[Full | None] = SimpleQueue()
         self._failure: CgbundleError | OSError | None = None
-        self._threads = [threading.Thread(target=self._run, daemon=True) for _ in range(min(self._way.threads, self._total))]
-        for thread in self._threads:
-            thread.start()
+        self._thread: threading.Thread | None = None
+        if listed:
+            self._reader = WeightReader(file, aligned=self._way.pinned)
+            self._thread = threading.Thread(target=self._run, name="cgbundle-upload", daemon=True)
+            self._thread.start()
 
     def wait(self) -> None:
         """Returns when every byte is in its place; may be called again."""
-        for thread in self._threads:
-            thread.join()
+        self._join()
         if isinstance(self._failure, OSError):
             raise BundleError("weights-invalid", f"weights.safetensors: {self._failure.strerror}")
         if self._failure is not None:
             raise self._failure
-        if len(self._sent) != self._total:  # a thread died of what nobody foresaw and printed it
-            raise BundleError("weights-invalid", f"weights.safetensors: {len(self._sent)} of {self._total} pieces were copied")
+        if self._sent != self._total:  # a thread died of what nobody foresaw and printed it
+            raise BundleError("weights-invalid", f"weights.safetensors: {self._sent} of {self._total} pieces were copied")
 
     def stop(self) -> None:
         """Drops what has not been started and waits for the rest; never raises."""
-        self._work.clear()
-        for thread in self._threads:
-            thread.join()
+        self._groups = []
+        self._full.put(None)
+        self._join()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._reader.close()
 
     def _run(self) -> None:
         try:
             with self._context, Relaxed(), ExitStack() as cleanup:
-                self._copy(cleanup)
+                slots = self._staged(cleanup)
+                if self._way.pinned:
+                    self._start_readers(slots, cleanup)
+                    self._send_all()
+                else:
+                    self._copy(slots[0])
         except (CgbundleError, OSError) as failure:  # for whoever waits
-            self._failure = failure
-            self._work.clear()
+            self._failure = self._failure or failure
 
-    def _copy(self, cleanup: ExitStack) -> None:
-        work, sent, buffers = self._work, self._sent, self._way.buffers
-        made: list[Buffer] = []
-        for number in count():
-            try:
-                group = work.pop()
-            except IndexError:
-                break
-            if number < buffers:  # while the first one travels: pinning takes as long as reading
-                made.append(self._buffer(cleanup))
-            view, address, stream = made[number % buffers]
-            if number >= buffers:
-                check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "weights")
-            self._send(group, view, address, stream)
-            sent.append(None)
-        for buffer in made:
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(buffer.stream), "weights")
-
-    def _buffer(self, cleanup: ExitStack) -> Buffer:
-        size = self._way.chunk
+    def _staged(self, cleanup: ExitStack) -> list[Slot]:
+        """The slots, of which there is a stream each; `cleanup` gives them back when nothing is on its way."""
+        size, number = self._way.chunk, min(self._way.slots, self._total)
+        memory = mmap(-1, size * number + HUGE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+        whole = memoryview(memory)
+        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        begin = -start % HUGE
         if self._way.pinned:
-            address = int(check("cuMemHostAlloc", cu.cuMemHostAlloc(size, 0), "staging"))
-            cleanup.callback(cu.cuMemFreeHost, address)
-            memory = (ctypes.c_char * size).from_address(address)
-        else:
-            memory = (ctypes.c_char * size)()
-            address = ctypes.addressof(memory)
-        stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
-        cleanup.callback(cu.cuStreamDestroy, stream)
-        cleanup.callback(cu.cuStreamSynchronize, stream)  # before the buffer goes, also when a read failed
-        return Buffer(memoryview(memory).cast("B"), address, stream)
+            memory.madvise(MADV_HUGEPAGE)
+            if not cu.cuMemHostRegister(start + begin, size * number, 0):  # else it works as it is, only slower
+                cleanup.callback(cu.cuMemHostUnregister, start + begin)
+        made = []
+        for place in range(begin, begin + size * number, size):
+            stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
+            cleanup.callback(cu.cuStreamDestroy, stream)
+            cleanup.callback(cu.cuStreamSynchronize, stream)  # before the memory goes, also when a read failed
+            made.append(Slot(whole[place : place + size], start + place, stream))
+        return made
 
-    def _send(self, group: list[Piece], view: memoryview, address: int, stream: Any) -> None:
+    def _start_readers(self, slots: Sequence[Slot], cleanup: ExitStack) -> None:
+        """The threads that read, which `cleanup` ends and waits for."""
+        readers = [threading.Thread(target=self._read, daemon=True) for _ in range(min(self._way.readers, len(slots)))]
+        for slot in slots:
+            self._free.put(slot)
+        for thread in readers:
+            thread.start()
+            cleanup.callback(thread.join)
+        cleanup.callback(self._end_readers, len(readers))
+
+    def _end_readers(self, number: int) -> None:
+        self._groups = []
+        for _ in range(number):
+            self._free.put(None)
+
+    def _read(self) -> None:
+        ended = False
+        try:
+            while (slot := self._free.get()) is not None:
+                index = next(self._next)  # each thread another one: `next` is atomic
+                if index >= len(groups := self._groups):
+                    break
+                self._full.put((slot, groups[index], self._fill(slot, index, groups[index])))
+            ended = True
+        except (CgbundleError, OSError) as failure:
+            self._failure = failure
+        finally:
+            if not ended:
+                self._full.put(None)
+
+    def _send_all(self) -> None:
+        """Sends on what the readers have read.  Keeps the interpreter's lock where the driver returns at once: every time it is let
+        go, a reader has it, and it has to be waited for."""
+        send, query = cu.held("cuMemcpyHtoDAsync"), cu.held("cuStreamQuery")
+        travelling: deque[Slot] = deque()
+        for _ in range(self._total):
+            while travelling and not query(travelling[0].stream):
+                self._free.put(travelling.popleft())
+            while travelling and self._full.empty():
+                check("cuStreamSynchronize", cu.cuStreamSynchronize(travelling[0].stream), "weights")
+                self._free.put(travelling.popleft())
+            full = self._full.get()
+            if full is None:
+                return
+            self._send(send, *full)
+            travelling.append(full[0])
+            self._sent += 1
+        for slot in travelling:
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(slot.stream), "weights")
+
+    def _copy(self, slot: Slot) -> None:
+        """Reads and sends one group after the other."""
+        for index, group in enumerate(self._groups):
+            self._send(cu.cuMemcpyHtoDAsync, slot, group, self._fill(slot, index, group))
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(slot.stream), "weights")
+            self._sent += 1
+
+    def _fill(self, slot: Slot, index: int, group: Sequence[Piece]) -> int:
+        """Reads a group; where in the slot it begins."""
+        if self._reader.cold:
+            self._announce(index)
+        return self._reader.read(slot.view, *place(group))
+
+    def _send(self, send: Callable[[int, int, int, Any], int], slot: Slot, group: Sequence[Piece], lead: int) -> None:
         first = group[0].begin
-        length = group[-1].begin + group[-1].size - first
-        done = 0
-        while done < length:
-            step = os.preadv(self._file, [view[done:length]], first + done)
-            if not step:
-                raise BundleError("weights-invalid", "weights.safetensors: the file ends too early")
-            done += step
         for piece in group:
-            place = address + piece.begin - first
-            error = cu.cuMemcpyHtoDAsync(self._base + piece.target, place, piece.size, stream)
+            error = send(self._base + piece.target, slot.address + lead + piece.begin - first, piece.size, slot.stream)
             if error:
                 check("cuMemcpyHtoDAsync", error, "weights")
-        if self._drop:
-            os.posix_fadvise(self._file, first, length, os.POSIX_FADV_DONTNEED)
+
+    def _announce(self, index: int) -> None:
+        """Tells the disk what comes after group `index`.  Two threads at once may tell it the same twice."""
+        begin, self._announced = max(self._announced, index), index + self._ahead
+        self._reader.announce([place(group) for group in self._groups[begin : index + self._ahead]])
 
 
 class Copy(NamedTuple):

@@ -9,6 +9,7 @@ import errno
 import hashlib
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 
 from ..errors import BundleError
@@ -42,6 +43,7 @@ class Archive:
         self._files: dict[str, int] = {}
         self._held: dict[str, bytes] = {}
         self._changed: dict[str, int] = {}
+        self._reading = threading.RLock()  # a bundle that is loaded on several devices is read by a thread for each
         self._manifest: Manifest | None = None
         self.reopen()
 
@@ -122,34 +124,37 @@ class Archive:
         """The contents of a file, read now, its hash checked.  Raises file-damaged."""
         if file.bytes > limits.HELD_BYTES:
             raise BundleError("file-damaged", f"{file.path}: {file.bytes} bytes, more than the limit of {limits.HELD_BYTES}")
-        found = b"".join(pieces(self.descriptor(file.path), file.path, file.bytes))
-        self.drop(file.path)
+        with self._reading:
+            found = b"".join(pieces(self.descriptor(file.path), file.path, file.bytes))
+            self.drop(file.path)
         _check_digest(file, hashlib.sha256(found).hexdigest())
         return found
 
     def tensors(self, name: str) -> dict[str, Entry]:
         """The header of a safetensors file.  Raises file-damaged, weights-invalid."""
-        with open(self.descriptor(name), "rb", closefd=False) as file:
+        with self._reading, open(self.descriptor(name), "rb", closefd=False) as file:
             file.seek(0)
             return read_header(file, name)
 
     def mapped(self, name: str, *, writable: bool = False) -> Mapped:
         """A safetensors file, mapped; the mapping outlives this object.  Raises file-damaged, weights-invalid."""
-        return Mapped(self.descriptor(name), name, writable=writable)
+        with self._reading:
+            return Mapped(self.descriptor(name), name, writable=writable)
 
     def descriptor(self, name: str) -> int:
         """The open file, opened at its first use, for reads at offsets; it is closed by `close`.  Raises file-damaged."""
-        found = self._files.get(name)
-        if found is None:
-            folder, _, last = name.rpartition("/")
-            try:
-                found = open_file(last, self._folder(folder))
-            except BundleError as error:
-                raise BundleError("file-damaged", f"{name}: {error}") from None
-            if name == WEIGHTS and self._copy_weights:
-                found = copied(found)
-            self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
-        return found
+        with self._reading:
+            found = self._files.get(name)
+            if found is None:
+                folder, _, last = name.rpartition("/")
+                try:
+                    found = open_file(last, self._folder(folder))
+                except BundleError as error:
+                    raise BundleError("file-damaged", f"{name}: {error}") from None
+                if name == WEIGHTS and self._copy_weights:
+                    found = copied(found)
+                self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
+            return found
 
     def drop(self, name: str) -> None:
         """Closes an open file that is not read again: a bundle may have more files than a process may open."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -79,11 +79,14 @@ class Backend(Protocol):
     def read(self, address: int, size: int, stream: Any) -> bytes:
         """Bytes of the device's memory, when the calls before are done."""
 
-    def update(self, contents: Mapping[int, Contents], sessions: Sequence[Any], files: Sequence[OpenFile]) -> None:
+    def update(
+        self, contents: Mapping[int, Contents], sessions: Sequence[Any], files: Sequence[OpenFile], ready: Callable[[], None]
+    ) -> None:
         """Gives weights of memory weights other contents, by their positions, which are checked: those of tied ones to all of them.
 
         A call uses the old weights or the new ones; of those of `sessions`, backends over the same weights, each that begins later
-        uses the new.  `files`: what the contents lie in.  Nothing has changed where this raises."""
+        uses the new.  `files`: what the contents lie in.  `ready` is called when nothing is left but to change them.  Nothing has
+        changed where this raises, or `ready` does."""
 
     @property
     def updated(self) -> bool:

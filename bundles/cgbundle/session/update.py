@@ -29,11 +29,22 @@ HINTS = {
 }
 
 
-def update(manifest: Manifest, backends: Sequence[Backend], weights: object, *, partial: bool) -> None:
-    """`Program.update` of a program whose sessions have these backends, the loaded one's first."""
+def update(manifest: Manifest, programs: Sequence[Sequence[Backend]], weights: object, *, partial: bool) -> None:
+    """`Program.update` of one program, or of copies on several devices: of each the backends of its sessions, the loaded one's
+    first.
+
+    The weights are brought to every device before they change on any.
+    """
     given = contents_of(weights)
-    chosen = checked(manifest, given, backends[0].device, partial=partial)
-    backends[0].update(chosen, backends, files_of(given.values()))
+    chosen = [checked(manifest, given, backends[0].device, partial=partial) for backends in programs]
+    files = files_of(given.values())
+
+    def change(number: int) -> None:
+        if number < len(programs):
+            backends = programs[number]
+            backends[0].update(chosen[number], backends, files, lambda: change(number + 1))
+
+    change(0)
 
 
 def checked(manifest: Manifest, given: Given, device: int | None, *, partial: bool) -> dict[int, Contents]:

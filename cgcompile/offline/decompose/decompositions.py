@@ -20,6 +20,7 @@ from ...transforms.decompositions import added_product, argmax, product
 from .attention import SHORTEST, WIDEST, attend, fits
 from .convolutions import convolution
 from .sort import sort, topk
+from .triton_operators import launching
 
 aten = torch.ops.aten
 
@@ -286,3 +287,8 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     **get_decompositions([aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]),
 }
 """Operations of exported programs that are replaced as a whole."""
+
+
+def replacement(target: Any) -> Callable[..., Any] | None:
+    """What replaces an operation of an exported program as a whole; None where nothing does."""
+    return REPLACED.get(target) or launching(target)

@@ -16,7 +16,7 @@ from ...model.user_code import place
 from ...targets.compiler_errors import explain, source_operator
 from ...targets.cuda.lowering import repair
 from .arguments import DEVICE
-from .decompositions import REPLACED
+from .decompositions import replacement
 
 ASSERTIONS = (
     torch.ops.aten._assert_tensor_metadata.default,
@@ -48,7 +48,7 @@ def _move(value: Any) -> Any:
 
 
 class Replacing(torch.fx.Interpreter):
-    """Runs a program with the operations of REPLACED replaced, and names what fails with the user's line, and by its name in
+    """Runs a program with what `replacement` knows replaced, and names what fails with the user's line, and by its name in
     `source`, from which the program was made."""
 
     def __init__(self, module: torch.fx.GraphModule, source: torch.fx.GraphModule) -> None:
@@ -59,7 +59,7 @@ class Replacing(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         try:
             result = super().run_node(n)
-            return _in_order_of(result, n.meta.get("val")) if n.target in REPLACED else result
+            return _in_order_of(result, n.meta.get("val")) if replacement(n.target) else result
         except BuildError as error:
             if error.code != "operation-needs-gpu":
                 raise
@@ -78,7 +78,8 @@ class Replacing(torch.fx.Interpreter):
             raise BuildError("lowering-broken", text, failure.hint("eager")) from error
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        made = super().call_function(REPLACED[target], args, kwargs) if target in REPLACED else NotImplemented
+        instead = replacement(target)
+        made = super().call_function(instead, args, kwargs) if instead else NotImplemented
         return super().call_function(target, args, kwargs) if made is NotImplemented else made
 
 

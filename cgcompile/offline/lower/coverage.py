@@ -36,7 +36,7 @@ from ...export.weights import weight_placeholders
 from ...model.devices.markers import marker
 from ...targets.architectures import Arch
 from ..decompose.arguments import DEVICE
-from ..decompose.decompositions import REPLACED, decompositions
+from ..decompose.decompositions import decompositions, replacement
 from ..decompose.device_program import ASSERTIONS, host_hint
 from ..decompose.retrace import Retraced
 from ..lowered import INPUT
@@ -141,7 +141,8 @@ def _missing(node: Node, arch: Arch, folded: bool) -> str:
 
         args = map_aggregate(map_arg(node.args, value), _on_device)
         kwargs = map_aggregate(map_arg(node.kwargs, value), _on_device)
-        made = REPLACED[node.target](*args, **kwargs) if node.target in REPLACED else NotImplemented
+        instead = replacement(node.target)
+        made = instead(*args, **kwargs) if instead else NotImplemented
         made = node.target(*args, **kwargs) if made is NotImplemented else made
         return tuple([leaf for leaf in tree_leaves(made) if isinstance(leaf, torch.Tensor)])
 

@@ -40,10 +40,12 @@ class LoweringJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerJob:
-    """A job as a worker is asked for it: `program` is a file.  `settings`: torch's switches that choose kernels; `table`: the file
-    of measured configurations, or None for Inductor's offers ranked by the model of cost."""
+    """A job as a worker is asked for it: `program` is a file, and `code` registers operators that it calls, "" for none.
+    `settings`: torch's switches that choose kernels; `table`: the file of measured configurations, or None for Inductor's offers
+    ranked by the model of cost."""
 
     program: Path
+    code: str
     tensors: tuple[torch.Tensor, ...]
     layouts: Layouts
     writes: bool
@@ -59,14 +61,17 @@ def lower_all(
     arch: str,
     folder: Path,
     *,
+    code: str,
     cache: Path,
     table: Path | None,
     tell: Tell,
     seconds: float | None = None,
 ) -> dict[RegionKey, Lowered]:
     """Every job lowered for `arch`, in the order of `jobs`, in as many processes as there are processors.  `folder` takes working
-    files and logs, `cache` what was lowered.  Raises what `inductor.lower_key` raises, lowering-broken when a process ends without
-    an answer, and TimeoutError when not all is done after so many `seconds`."""
+    files and logs, `cache` what was lowered.  `code` names the model whose code registers operators that the programs call, or is
+    "": what these launch may change while the programs stay the same, so that nothing is remembered.  Raises what
+    `inductor.lower_key` raises, lowering-broken when a process ends without an answer, and TimeoutError when not all is done after
+    so many `seconds`."""
     rest = arch, table.read_bytes() if table else b"", settings()
     about = program_contents([job.program for job in jobs.values()])
     asked = {name: ([tensor_layout(each) for each in job.tensors], job.layouts, job.writes, job.live) for name, job in jobs.items()}
@@ -74,7 +79,9 @@ def lower_all(
         name: cache_path(cache, "lowered", about[id(job.program)], rest, own_key(name[1]), *asked[name])
         for name, job in jobs.items()
     }
-    known: dict[RegionKey, Lowered] = {name: found for name, path in kept.items() if (found := recall(path, Lowered)) is not None}
+    known: dict[RegionKey, Lowered] = {}
+    if not code:
+        known = {name: found for name, path in kept.items() if (found := recall(path, Lowered)) is not None}
     if len(known) == len(jobs):
         tell(f"all {len(known)} were lowered before")
     left = {name: job for name, job in jobs.items() if name not in known}
@@ -82,13 +89,14 @@ def lower_all(
     requests = {}
     for name, job in left.items():
         content = WorkerJob(
-            program=files[id(job.program)], tensors=job.tensors, layouts=job.layouts, writes=job.writes, live=job.live,
+            program=files[id(job.program)], code=code, tensors=job.tensors, layouts=job.layouts, writes=job.writes, live=job.live,
             key=own_key(name[1]), arch=arch, settings=settings(), table=table,
         )  # fmt: skip
         requests[name] = Request(content=content, what=f"lowering {name[0]} for int_key {name[1]}")
     kind = Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken")
     for name, lowered in ask(kind, requests, seconds=seconds):
-        remember(kept[name], lowered)
+        if not code:
+            remember(kept[name], lowered)
         known[name] = lowered
         tell(f"lowered {name[0]} for int_key {name[1]}: {len(lowered.variants)} kernels")
     if len(known) < len(jobs):

@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from ...model.load import load_code
 from ...targets.architectures import arch
 from ...targets.cuda.tensors import apply_settings
 from ...util.workers import serve
@@ -22,6 +23,7 @@ def work(job: WorkerJob) -> Lowered:
     """What the job's program was lowered to."""
     warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
     apply_settings(job.settings)
+    load_code(job.code)
     target, table = arch(job.arch), read_table(job.table) if job.table else {}
     return lower_key(
         torch.export.load(job.program),

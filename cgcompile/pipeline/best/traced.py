@@ -23,6 +23,7 @@ from ...targets.build_spec import BuildSpec
 from ...targets.cuda.host_regions import SplitProgram, split_program
 from ...targets.cuda.ptxas import lowest_driver
 from ...targets.cuda.recorded import RegionKey
+from ...transforms.inlining import code_of
 from ...util.progress import Tell
 from .candidates import Candidate
 
@@ -60,7 +61,8 @@ def trace(
     """Lowers, compiles and plans.  Raises the refusals of lowering, of the compiler and of the plan, and TimeoutError when lowering
     takes more than so many `seconds`."""
     target = arch(spec.target)
-    lowered = lower_programs(what.jobs, what.split, target, scratch, tell, seconds)
+    code = code_of(spec.entries[0].source, spec.programs)
+    lowered = lower_programs(what.jobs, what.split, target, scratch, tell, code=code, seconds=seconds)
     compiled = compile_programs(lowered, target, tell)
     placed = place_programs(spec, lowered, compiled, recordable.layout, what.calls, what.split)
     program = placed.recorded

@@ -83,8 +83,10 @@ def main() -> None:
             for chunk in (1, 2, 4):
                 listed = [Piece(0, size, 0)]
                 measure(
-                    f"{threads} threads, buffers of {chunk} MB",
-                    lambda t=threads, c=chunk, p=listed: Upload(context, file.fileno(), p, base, Way(t, 3, True, c << 20)).wait(),  # type: ignore[misc]
+                    f"{threads} readers, slots of {chunk} MB",
+                    lambda t=threads, c=chunk, p=listed: Upload(
+                        context, file.fileno(), p, base, Way(t, 2 * t, True, c << 20)
+                    ).wait(),  # type: ignore[misc]
                 )
 
 

@@ -14,7 +14,7 @@ WATCHED = {
     "cgbundle.format.archive": (("read_manifest", "manifest"),),
     "cgbundle.validate.bundle": (("check_bundle", "checks and hashes"),),
     "cgbundle.validate.recordings": (("check_recording", "checks of the tables"),),
-    "cgbundle.session.context_future": (("ContextFuture.take", "waiting for the context"),),
+    "cgbundle.session.background": (("ContextFuture.take", "waiting for the context"),),
     "cgbundle.cuda.driver": (("Context.__init__", "context"),),
     "cgbundle.cuda.memory": (("Memories.__init__", "memories"),),
     "cgbundle.cuda.weights": (("Upload.__init__", "start of the weights"), ("Upload.wait", "waiting for the weights")),

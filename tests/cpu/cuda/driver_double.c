@@ -46,6 +46,8 @@ CUresult cuMemFree_v2(CUdeviceptr a) { return say("%llx", P(a)); }
 CUresult cuMemAllocAsync(CUdeviceptr *out, size_t n, CUstream s) { HANDLE(out, CUdeviceptr); return say("%zx %llx", n, P(s)); }
 CUresult cuMemFreeAsync(CUdeviceptr a, CUstream s) { return say("%llx %llx", P(a), P(s)); }
 CUresult cuMemHostAlloc(void **out, size_t n, unsigned flags) { HANDLE(out, void *); return say("%zx %u", n, flags); }
+CUresult cuMemHostRegister_v2(void *a, size_t n, unsigned flags) { return say("%llx %zu %u", P(a), n, flags); }
+CUresult cuMemHostUnregister(void *a) { return say("%llx", P(a)); }
 CUresult cuMemFreeHost(void *a) { return say("%llx", P(a)); }
 CUresult cuMemcpyHtoD_v2(CUdeviceptr to, const void *from, size_t n) { return say("%llx %.*s %zx", P(to), (int)n, (char *)from, n); }
 CUresult cuMemcpyHtoDAsync_v2(CUdeviceptr to, const void *from, size_t n, CUstream s) { return say("%llx %llx %zx %llx", P(to), P(from), n, P(s)); }
@@ -71,6 +73,7 @@ CUresult cuMemsetD2D32Async(CUdeviceptr a, size_t pitch, unsigned v, size_t w, s
 CUresult cuStreamCreate(CUstream *out, unsigned flags) { HANDLE(out, CUstream); return say("%d", flags == CU_STREAM_NON_BLOCKING); }
 CUresult cuStreamDestroy_v2(CUstream s) { return say("%llx", P(s)); }
 CUresult cuStreamSynchronize(CUstream s) { return say("%llx", P(s)); }
+CUresult cuStreamQuery(CUstream s) { return say("%llx", P(s)); }
 CUresult cuStreamWaitEvent(CUstream s, CUevent e, unsigned flags) { return say("%llx %llx %u", P(s), P(e), flags); }
 CUresult cuStreamIsCapturing(CUstream s, CUstreamCaptureStatus *out) { *out = CU_STREAM_CAPTURE_STATUS_ACTIVE; return say("%llx", P(s)); }
 CUresult cuThreadExchangeStreamCaptureMode(CUstreamCaptureMode *mode) {
@@ -126,6 +129,10 @@ CUresult cuGraphAddKernelNode_v2(CUgraphNode *out, CUgraph g, const CUgraphNode 
     HANDLE(out, CUgraphNode);
     return say("%llx %llx %zu %llx %u,%u,%u %u,%u,%u %x %llx %llx %llx %llx", P(g), P(after), n, P(p->func), p->gridDimX, p->gridDimY,
                p->gridDimZ, p->blockDimX, p->blockDimY, p->blockDimZ, p->sharedMemBytes, P(p->kernelParams), P(p->extra), P(p->kern), P(p->ctx));
+}
+CUresult cuGraphExecKernelNodeSetParams_v2(CUgraphExec g, CUgraphNode node, const CUDA_KERNEL_NODE_PARAMS_v2 *p) {
+    return say("%llx %llx %llx %u,%u,%u %u,%u,%u %x %llx %llx", P(g), P(node), P(p->func), p->gridDimX, p->gridDimY, p->gridDimZ,
+               p->blockDimX, p->blockDimY, p->blockDimZ, p->sharedMemBytes, P(p->kernelParams), P(p->extra));
 }
 CUresult cuGraphAddMemsetNode(CUgraphNode *out, CUgraph g, const CUgraphNode *after, size_t n, const CUDA_MEMSET_NODE_PARAMS *p, CUcontext c) {
     HANDLE(out, CUgraphNode);

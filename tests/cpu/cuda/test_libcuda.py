@@ -58,6 +58,8 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuMemAllocAsync", (SIZE, A), "a00000000 a0000000000", (0, NEW)),
     ("cuMemFreeAsync", (A, B), "a0000000000 b0000000000", 0),
     ("cuMemHostAlloc", (SIZE, 1), "a00000000 1", (0, NEW)),
+    ("cuMemHostRegister", (A, 77, 0), "a0000000000 77 0", 0),
+    ("cuMemHostUnregister", (A,), "a0000000000", 0),
     ("cuMemFreeHost", (A,), "a0000000000", 0),
     ("cuMemcpyHtoD", (A, b"bytes", 5), "a0000000000 bytes 5", 0),
     ("cuMemcpyHtoDAsync", (A, B, SIZE, C), "a0000000000 b0000000000 a00000000 c0000000000", 0),
@@ -72,6 +74,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuStreamCreate", (libcuda.STREAM_NON_BLOCKING,), "1", (0, NEW)),
     ("cuStreamDestroy", (A,), "a0000000000", 0),
     ("cuStreamSynchronize", (A,), "a0000000000", 0),
+    ("cuStreamQuery", (A,), "a0000000000", 0),
     ("cuStreamWaitEvent", (A, B, 0), "a0000000000 b0000000000 0", 0),
     ("cuStreamIsCapturing", (A,), "a0000000000", (0, 1)),
     ("cuThreadExchangeStreamCaptureMode", (libcuda.CAPTURE_MODE_RELAXED,), "1", (0, 1)),
@@ -111,7 +114,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
 
 BY_RECORD = {
     "cuMemcpy3DAsync", "cuLaunchKernelEx", "cuGraphAddKernelNode", "cuGraphAddMemsetNode", "cuGraphAddMemcpyNode",
-    "cuGraphAddConditionalNode", "cuGraphKernelNodeSetAttribute",
+    "cuGraphAddConditionalNode", "cuGraphKernelNodeSetAttribute", "cuGraphExecKernelNodeSetParams",
 }  # fmt: skip
 """Functions that take a record: the tests of executors call them."""
 
@@ -211,6 +214,8 @@ def test_a_kernel_node_arrives(table: Table, made: launches.Launches, cu: libcud
         grid, threads = table.grid_x[row], table.threads_x[row]
         function = made.functions[table.function[row]]
         assert told() == f"{A:x} 0 0 {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0 0 0"
+        assert cu.cuGraphExecKernelNodeSetParams(C, D, params(row)) == 0
+        assert told() == f"{C:x} {D:x} {function:x} {grid},1,1 {threads},1,1 0 {address:x} 0"
     for number, value in launches.attributes(table, 0):
         assert cu.cuGraphKernelNodeSetAttribute(B, number, value) == 0
     assert told() == "".join(f"{B:x} {each}" for each in ARRIVED.split(" "))
@@ -237,3 +242,13 @@ def test_a_conditional_node_arrives(loop: bool, cu: libcuda.Driver, told: Callab
     assert cu.cuGraphAddConditionalNode(A, None, 0, params) == (0, NEW)
     assert told() == f"{A:x} 0 0 1 {C:x} {'01' if loop else '10'} 2 {D:x}"
     assert params.conditional.phGraph_out[:2] == [0xB0D1 << 32, 0xB0D2 << 32]
+
+
+PYTHON_API = 4
+"""FUNCFLAG_PYTHONAPI of ctypes: the interpreter's lock is kept during a call."""
+
+
+def test_a_function_that_keeps_the_lock_is_the_same(cu: libcuda.Driver, told: Callable[[], str]) -> None:
+    send = cu.held("cuMemcpyHtoDAsync")
+    assert (send(A, B, 0x77, 7), told()) == (0, f"{A:x} {B:x} 77 7")
+    assert type(send)._flags_ & PYTHON_API and not type(cu.cuStreamQuery)._flags_ & PYTHON_API

@@ -8,20 +8,20 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from .call.entry import Entry
-from .call.outputs import Session
-from .errors import EntryMissing
-from .format.entries import FORWARD, each_entry
-from .format.schema import KERNEL_CODE, Manifest
-from .session.locks import closed
-from .session.sessions import PER_SESSION, Sessions
-from .session.state import State
+from ..call.entry import Entry
+from ..call.outputs import Session
+from ..errors import EntryMissing
+from ..format.entries import FORWARD, each_entry
+from ..format.schema import KERNEL_CODE, Manifest
+from ..session.locks import closed
+from ..session.sessions import PER_SESSION, Sessions
+from ..session.state import State
 
 if TYPE_CHECKING:
-    from .format.open_files import KeptFile
-    from .format.safetensors import Mapped
-    from .session.backend import Backend
-    from .session.profile import Profile
+    from ..format.open_files import KeptFile
+    from ..format.safetensors import Mapped
+    from ..session.backend import Backend
+    from ..session.profile import Profile
 
 
 class Program(Entry):
@@ -147,11 +147,7 @@ class Program(Entry):
         Raises update-invalid for what does not fit, update-refused for a weight that the build made a part of the code (`inspect`
         lists them), ProgramClosed, OutOfMemory.
         """
-        from .session.update import update  # few programs are
-
-        root = self._root or self
-        sessions = [root._session, *root._sessions.parts()]  # held until all is done: none is closed by the collector meanwhile
-        update(self.manifest, [each.backend for each in sessions], weights, partial=partial)
+        update_all([self], weights, partial=partial)
 
     def warmup(self, *int_keys: tuple[int, ...]) -> None:
         """Pays the costs of first calls ahead: reads the weights, builds what `lazy=True` put off, and makes a call of each of
@@ -165,7 +161,7 @@ class Program(Entry):
             raise _no_forward("warmup", self.entries)
         if int_keys:
             return super().warmup(*int_keys)
-        from .session.warmup import warm_up  # what does not need it loads faster
+        from ..session.warmup import warm_up  # what does not need it loads faster
 
         entries = self.entries.values()
         warm_up(self._session, [(each.manifest, key, each.replay) for each in entries for key in each.int_keys])
@@ -176,15 +172,15 @@ class Program(Entry):
         `print(profile)` shows a table, `profile.save("trace.json")` writes a Chrome trace, which chrome://tracing and Perfetto
         read, `profile.rows()` and `profile.spans` are the numbers.  On a GPU steps are timed there, by two events each.
         """
-        from .session.profile import Profile  # few programs are profiled
+        from ..session.profile import Profile  # few programs are profiled
 
         return Profile(self.manifest.name, self._watch_all)
 
     def open_exam(self) -> Mapped:
         """The exam of the bundle that was loaded, to be closed by the caller.  For verification.  Raises ProgramClosed,
         weights-invalid."""
-        from .format.archive import EXAM  # no call needs it
-        from .format.safetensors import Mapped
+        from ..format.archive import EXAM  # no call needs it
+        from ..format.safetensors import Mapped
 
         if self._session.exam is None:
             raise closed(self.manifest.name)
@@ -222,6 +218,15 @@ class Program(Entry):
         self._backend.watch(profile)
         for entry in self.entries.values():
             entry.watch(profile)
+
+
+def update_all(programs: Sequence[Program], weights: object, *, partial: bool) -> None:
+    """`Program.update` of copies of a program, and of their sessions: of all or of none."""
+    from ..session.update import update  # few programs are
+
+    roots = [program._root or program for program in programs]
+    sessions = [[root._session, *root._sessions.parts()] for root in roots]  # held: none is closed by the collector meanwhile
+    update(roots[0].manifest, [[each.backend for each in parts] for parts in sessions], weights, partial=partial)
 
 
 def _refusal(names: Sequence[str]) -> Callable[..., Sequence[Any]]:

@@ -1,13 +1,15 @@
-"""A GPU's context that is made in another thread.
+"""What another thread does for a program, beside its load or its calls.
 
-Making one takes 0.2 s, as long as everything else in loading a bundle together, and needs nothing but the device's number.  So it
-is made while the runtime's modules are imported and the bundle is checked.
+Making a GPU's context takes 0.2 s, as long as everything else in loading a bundle together, and needs nothing but the device's
+number.  So it is made while the runtime's modules are imported and the bundle is checked.  And where there are many int_keys, a
+program answers before all of their graphs are built.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from ..errors import CgbundleError
@@ -58,3 +60,31 @@ class ContextFuture(Generic[Made]):
             self._context = make()
         except CgbundleError as error:
             self._error = error
+
+
+PAUSE = 1e-3
+"""Seconds between two steps: whoever calls meanwhile finds the interpreter's lock free."""
+
+
+class Background:
+    """The steps of an iterator, taken in another thread from now on.  An error ends them: who needs what is missing meets it too.
+
+    The end of the process waits for that thread, and so does `stop`.
+    """
+
+    def __init__(self, steps: Iterator[None]) -> None:
+        self._steps, self._stopped = steps, threading.Event()
+        self._thread = threading.Thread(target=self._run, name="cgbundle-background")
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Returns when no step runs any more; may be called twice, and by a step."""
+        self._stopped.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join()
+
+    def _run(self) -> None:
+        with suppress(CgbundleError):
+            for _ in self._steps:
+                if self._stopped.wait(PAUSE):
+                    return

@@ -1,0 +1,174 @@
+"""Copies of a loaded bundle on several GPUs, called as one: N devices, N times the calls."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from types import TracebackType
+from typing import Any
+
+from ..call.entry import Entry
+from ..call.structure import flattener
+from ..call.views import View
+from ..errors import CallError, EntryMissing
+from ..format.entries import FORWARD
+from ..tensors.detection import library_of
+from .program import Program, update_all
+
+
+class Replicas:
+    """A program on each of several devices; a context manager that closes all.
+
+    Made by `cgbundle.load(..., replicas=True)`.  A call goes to one of them: the one on whose GPU its inputs lie, and with inputs
+    of the CPU the one that the fewest calls are running in, equal ones in turn.  Any number of threads may call.
+
+    `programs` are the copies, in the order of `devices`, to be used by themselves too.  `entries` are called as those of a program:
+    `replicas.decode(...)`, `replicas["decode"](...)`.  `int_keys`, `inputs`, `outputs` and `manifest` are those of every copy;
+    `memory` are the bytes of each memory on each device.
+
+    A model that keeps state from call to call is called through `session()`, which stays on one device.  Random numbers are every
+    copy's own.
+    """
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        """`programs`: of one bundle, on GPUs of their own.  They belong to this from then on."""
+        first = programs[0]
+        self.programs = tuple(programs)
+        self.devices = tuple([program._backend.device or 0 for program in programs])
+        self.manifest, self.memory = first.manifest, first.memory
+        self.int_keys, self.inputs, self.outputs = first.int_keys, first.inputs, first.outputs
+        self._load = _Load(self.devices)
+        self._entries = {name: ReplicatedEntry([each[name] for each in programs], self._load) for name in first.entries}
+        self._sessions = 0
+
+    @property
+    def entries(self) -> Mapping[str, ReplicatedEntry]:
+        """All entries by name, in the order of the manifest."""
+        return dict(self._entries)
+
+    def __getitem__(self, name: str) -> ReplicatedEntry:
+        """An entry by its name.  Raises EntryMissing, which is a KeyError."""
+        found = self._entries.get(name)
+        if found is None:
+            raise EntryMissing("entry-missing", f"the bundle has no entry {name!r}, but {', '.join(self._entries)}")
+        return found
+
+    def __getattr__(self, name: str) -> ReplicatedEntry:
+        """An entry by its name.  Raises AttributeError."""
+        entries: dict[str, ReplicatedEntry] = self.__dict__.get("_entries", {})
+        if name in entries:
+            return entries[name]
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, and the bundle no such entry")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replays the model on one of the devices; takes, gives and raises what `Entry` does, and replica-state."""
+        only = self._entries.get(FORWARD) or (next(iter(self._entries.values())) if len(self._entries) == 1 else None)
+        if only is None:
+            return self.programs[0](*args, **kwargs)  # which says that no entry is called so
+        return only(*args, **kwargs)
+
+    def session(self) -> Program:
+        """A session, as of a program, on the device whose turn it is: its state stays there.  Raises as `Program.session`."""
+        with self._load.lock:
+            number = self._sessions
+            self._sessions = (number + 1) % len(self.programs)
+        return self.programs[number].session()
+
+    def update(self, weights: str | os.PathLike[str] | Mapping[str, Any], *, partial: bool = False) -> None:
+        """Other weights on all devices, as `Program.update` does on one: on all or on none.  Calls on different devices need not
+        begin to use them at the same moment.  Tensors of a GPU are refused, as they lie on one alone."""
+        update_all(self.programs, weights, partial=partial)
+
+    def warmup(self, *int_keys: tuple[int, ...]) -> None:
+        """`Program.warmup` on every device."""
+        for program in self.programs:
+            program.warmup(*int_keys)
+
+    def close(self) -> None:
+        """Closes every copy and its sessions, after waiting for their calls.  Closing twice does nothing."""
+        with ExitStack() as each:  # all of them, also where one fails
+            for program in self.programs:
+                each.callback(program.close)
+
+    def __enter__(self) -> Replicas:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"<cgbundle.Replicas {self.manifest.name!r} on devices {', '.join(map(str, self.devices))}>"
+
+
+class ReplicatedEntry:
+    """An entry of a bundle on several devices: `name`, `int_keys`, `inputs` and `outputs` are those of each."""
+
+    def __init__(self, each: Sequence[Entry], load: _Load) -> None:
+        first = each[0]
+        self.name, self.int_keys, self.inputs, self.outputs = first.name, first.int_keys, first.inputs, first.outputs
+        self._each, self._load = tuple(each), load
+        self._flatten = flattener(first.manifest.call, first.manifest.parameters)
+        manifest = first.manifest
+        self._state = [row.name for place, row in enumerate(manifest.weights) if row.memory == "state" and place != manifest.random]
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """As a call of an `Entry`, on one of the devices.  Raises replica-state for a model that keeps state."""
+        if self._state:
+            raise CallError(
+                "replica-state",
+                f"the model keeps {self._state[0]!r} from call to call, and the next call may go to another device",
+                "call a session of its own: replicas.session()(...)",
+            )
+        with self._load.chosen(_device(self._flatten(args, kwargs))) as number:
+            return self._each[number](*args, **kwargs)
+
+    def __repr__(self) -> str:
+        return f"<cgbundle.ReplicatedEntry {self.name!r} on {len(self._each)} devices>"
+
+
+class _Load:
+    """How many calls run in each copy."""
+
+    def __init__(self, devices: Sequence[int]) -> None:
+        self.lock = threading.Lock()
+        self._places = {device: number for number, device in enumerate(devices)}
+        self._running = [0] * len(devices)
+        self._last = len(devices) - 1
+
+    @contextmanager
+    def chosen(self, device: int | None) -> Iterator[int]:
+        """The copy for a call whose inputs lie on a CUDA device, or on the CPU (None).  Raises input-device."""
+        with self.lock:
+            number = self._next() if device is None else self._at(device)
+            self._running[number] += 1
+            self._last = number
+        try:
+            yield number
+        finally:
+            with self.lock:
+                self._running[number] -= 1
+
+    def _next(self) -> int:
+        """The least loaded, the first of them behind the last that was chosen."""
+        count = len(self._running)
+        return min([(self._last + 1 + step) % count for step in range(count)], key=self._running.__getitem__)
+
+    def _at(self, device: int) -> int:
+        number = self._places.get(device)
+        if number is None:
+            there = ", ".join(map(str, self._places))
+            raise CallError("input-device", f"the inputs lie on CUDA device {device}, and the bundle is on {there}")
+        return number
+
+
+def _device(tensors: Sequence[Any]) -> int | None:
+    """Where the first input lies; of what is no tensor, which the copy's own guards refuse, None."""
+    first = tensors[0] if tensors else None
+    if type(first) is View:
+        first = first.tensor
+    try:
+        return library_of(first).take(first, "")[1][4] if tensors else None
+    except CallError:
+        return None

@@ -1,0 +1,85 @@
+"""How fast weights outside the page cache are read: `tests/bench/cpu/weight_reads.py FILE [GB]`, a file on the disk in question.
+
+Prints GB/s of the runtime's reading side, as an upload to a GPU drives it but without one, beside `dd`; in turns, the file's pages
+dropped before each, and how much of the file the page cache has afterwards.
+"""
+
+from __future__ import annotations
+
+import itertools
+import mmap
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+from cgbundle.cuda.weights import AHEAD, Piece, Way, chunks, place, way
+from cgbundle.session import weight_reads
+from cgbundle.session.weight_reads import WeightReader
+
+ROUNDS = 4
+
+
+def main(path: str, gigabytes: str = "1") -> None:
+    """Prints the table."""
+    file = os.open(path, os.O_RDONLY)
+    size = min(os.fstat(file).st_size, int(float(gigabytes) * 1e9))
+    ways: dict[str, Callable[[], None]] = {
+        "dd bs=4M iflag=direct": lambda: dd(path, size, "iflag=direct"),
+        "dd bs=4M": lambda: dd(path, size),
+        "the runtime": lambda: read(file, size, around=False),
+        "the runtime, a file larger than half of the memory": lambda: read(file, size, around=True),
+    }
+    found: dict[str, list[float]] = {name: [] for name in ways}
+    cached = {}
+    for _ in range(ROUNDS):
+        for name, once in ways.items():
+            os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            begun = time.perf_counter()
+            once()
+            found[name].append(size / (time.perf_counter() - begun) / 1e9)
+            cached[name] = weight_reads.is_cached(file)
+    for name, rates in found.items():
+        kept = "stays in the page cache" if cached[name] else ""
+        print(f"{name:52} {'  '.join(f'{rate:5.2f}' for rate in rates)} GB/s  {kept}")
+
+
+def read(file: int, size: int, *, around: bool) -> None:
+    """Reads as `Upload` does; `around`: as if the machine's memory were small."""
+    how: Way = way(size)
+    groups = chunks([Piece(0, size, 0)], how.chunk)
+    if around:
+        small, os.sysconf = os.sysconf, lambda name: 1
+    try:
+        reader = WeightReader(file, aligned=True)
+    finally:
+        if around:
+            os.sysconf = small
+    numbers, ahead, announced = itertools.count(), -(-AHEAD // how.chunk), [0]
+
+    def work() -> None:
+        view = memoryview(mmap.mmap(-1, how.chunk))
+        while (index := next(numbers)) < len(groups):
+            if reader.cold:
+                begin, announced[0] = max(announced[0], index), index + ahead
+                reader.announce([place(group) for group in groups[begin : index + ahead]])
+            reader.read(view, *place(groups[index]))
+
+    threads = [threading.Thread(target=work) for _ in range(how.readers)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    reader.close()
+
+
+def dd(path: str, size: int, *options: str) -> None:
+    """The same bytes, to nowhere."""
+    line = ["dd", f"if={path}", "of=/dev/null", "bs=4M", f"count={-(-size >> 22)}", *options]
+    subprocess.run(line, check=True, capture_output=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

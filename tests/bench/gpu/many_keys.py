@@ -1,0 +1,185 @@
+"""What many int_keys cost: `many_keys.py FEW MANY [ROUNDS]`, two bundles for CUDA of one model, with three keys and with 64, say.
+
+Prints process start to first output of each, loaded as by default, with all graphs built, and with none, in turns; where the
+driver's time goes while MANY is loaded; the GPU's memory for each key; and what a call of another key costs beside one of the same.
+Without torch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import time
+from collections import defaultdict
+from typing import Any
+
+from tests.bench.common import children, report, serving
+
+GOAL = 0.1
+"""Seconds that 64 keys may take longer than three (issue 18)."""
+
+LAZY = {"all": False, "default": None, "lazy": True}
+
+BURST = 12
+"""Calls that the GPU's queue takes without holding the caller up."""
+
+
+def main(few: str, many: str, rounds: str = "7") -> None:
+    """Prints the tables."""
+    ways = [(few, "default"), (many, "default"), (many, "all"), (many, "lazy")]
+    found: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
+    for round_ in range(int(rounds) + 1):
+        for way in ways:
+            row = children.run("gpu/many_keys.py", "serve", *way)
+            if round_:
+                found[way].append(row)
+    screen = report.console()
+    rows = []
+    for (bundle, how), each in found.items():
+        base = statistics.median(row["total"] for row in found[few, "default"])
+        total = [row["total"] for row in each]
+        laps = [report.milliseconds([row["laps"][name] for row in each]) for name in ("load", "first call")]
+        verdict = report.goal(statistics.median(total) - base, GOAL, "s more") if bundle == many else ""
+        rows.append([f"{each[0]['keys']} keys, {how}", *laps, report.spread(total), verdict])
+    report.table(screen, "Process start to first output", ["", "load", "first call", "in all", "goal"], rows)
+    for how in ("all", "default"):
+        spent = children.run("gpu/many_keys.py", "driver", many, how)
+        rows = [[name, f"{1e3 * seconds:.1f} ms", str(count)] for name, (count, seconds) in spent["calls"].items()]
+        report.table(
+            screen,
+            f"Calls of the driver, {how}: load {1e3 * spent['load']:.0f} ms, all built after {1e3 * spent['built']:.0f}",
+            ["", "in all", "times"],
+            rows,
+        )
+    for name, value in children.run("gpu/many_keys.py", "use", many).items():
+        screen.print(f"{name}: {value}")
+
+
+def serve(bundle: str, how: str) -> dict[str, Any]:
+    """One process that answers once."""
+    laps = serving.Laps()
+    laps.mark("interpreter")
+    import cgbundle
+
+    laps.mark("import cgbundle")
+    program = cgbundle.load(bundle, lazy=LAZY[how])
+    laps.mark("load")
+    values = zeros(program, program.int_keys[0])
+    laps.mark("input")
+    program.replay(values)
+    laps.mark("first call")
+    found = {"laps": laps.seconds, "total": laps.total, "keys": len(program.int_keys)}
+    program.close()
+    return found
+
+
+def driver(bundle: str, how: str) -> dict[str, Any]:
+    """Seconds in the driver's calls by name while the bundle is loaded, in all threads, the longest first."""
+    import cgbundle
+    from cgbundle.cuda.driver import Context, cu
+
+    context = Context(0)
+    spent: dict[str, list[float]] = defaultdict(lambda: [0, 0.0])
+
+    def timed(name: str, call: Any) -> Any:
+        def run(*given: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return call(*given)
+            finally:
+                spent[name][0] += 1
+                spent[name][1] += time.perf_counter() - begun
+
+        return run
+
+    from cgbundle.cuda import libcuda
+
+    for name in [*libcuda.FUNCTIONS, "cuGraphAddDependencies"]:
+        setattr(cu, name, timed(name, getattr(cu, name)))
+    begun = time.perf_counter()
+    program = cgbundle.load(bundle, lazy=LAZY[how])
+    load = time.perf_counter() - begun
+    program._backend.populate()  # waits for what is built in the background
+    built = time.perf_counter() - begun
+    order = sorted(spent.items(), key=lambda item: -item[1][1])[:12]
+    program.close()
+    context.release()
+    return {"load": load, "built": built, "calls": {name: (count, seconds) for name, (count, seconds) in order}}
+
+
+def use(bundle: str) -> dict[str, Any]:
+    """Memory of the GPU for a key, and calls of one key and of all in turns."""
+    import cgbundle
+    from cgbundle.cuda import driver as cuda
+
+    program = cgbundle.load(bundle, lazy=True, outputs="view")
+    context = program._backend._context  # type: ignore[attr-defined]
+    keys = program.int_keys
+    calls = {key: zeros(program, key) for key in keys}
+    resident, free, first = [], [], []
+    for key in keys:
+        begun = time.perf_counter()
+        program.replay(calls[key])
+        first.append(time.perf_counter() - begun)
+        with context:
+            free.append(cuda.free_bytes())
+        with open("/proc/self/statm") as file:
+            resident.append(int(file.read().split()[1]) * 4096)
+    device = {key: [spread(program, key)] for key in keys}
+    same, turns = [], []
+    for _ in range(40):
+        same.append(burst(program, [device[keys[0]][0]] * BURST))
+        turns.append(burst(program, [device[key][0] for key in keys[:BURST]]))
+    found = {
+        "device memory for a key, KiB": round((free[0] - free[-1]) / (len(keys) - 1) / 1024, 1),
+        "host memory for a key, KiB": round((resident[-1] - resident[0]) / (len(keys) - 1) / 1024, 1),
+        "first call of a key, ms, median (largest)": f"{1e3 * statistics.median(first[1:]):.2f} ({1e3 * max(first[1:]):.2f})",
+        "a call of the same key, us, median (least)": f"{statistics.median(same):.2f} ({min(same):.2f})",
+        "a call of another key, us, median (least)": f"{statistics.median(turns):.2f} ({min(turns):.2f})",
+    }
+    program.close()
+    return found
+
+
+def burst(program: Any, calls: list[list[Any]]) -> float:
+    """Microseconds of the CPU for a call, the GPU waited for before and afterwards, outside the clock."""
+    backend = program._backend
+    synchronize(backend)
+    begun = time.perf_counter()
+    for call in calls:
+        program.replay(call)
+    spent = time.perf_counter() - begun
+    synchronize(backend)
+    return 1e6 * spent / len(calls)
+
+
+def synchronize(backend: Any) -> None:
+    """Waits for the GPU."""
+    from cgbundle.cuda.driver import check, cu
+
+    with backend.locked(None) as stream:
+        check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+
+
+def spread(program: Any, key: tuple[int, ...]) -> list[Any]:
+    """Inputs of the GPU that are the key's static buffers: nothing is copied."""
+    return list(program.buffers(key))
+
+
+def zeros(program: Any, key: tuple[int, ...]) -> list[Any]:
+    """Inputs of zeros for a key, on the CPU."""
+    from cgbundle.tensors import tensor
+
+    row = program.manifest.programs[program.int_keys.index(key)]
+    rows = [row.values[index] for index in row.inputs]
+    return [tensor.from_bytes(bytes(tensor.empty(each.dtype, each.shape).nbytes), each.dtype, each.shape) for each in rows]
+
+
+if __name__ == "__main__":
+    if sys.argv[1] in ("serve", "driver", "use"):
+        print(json.dumps({"serve": serve, "driver": driver, "use": use}[sys.argv[1]](*sys.argv[2:])))
+    else:
+        os.environ.setdefault("PYTHONDONTWRITEBYTECODE", "0")
+        main(*sys.argv[1:])

@@ -1,0 +1,101 @@
+"""Inputs of the GPU that a launch reads where the caller has them: the bits of copied ones, many calls on their way at once."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cgbundle
+from cgbundle.cuda import driver, graph_executor
+from cgbundle.errors import CgbundleError, MachineError
+from cgbundle.exam import inputs_of
+from cgbundle.format.archive import EXAM
+from cgbundle.format.safetensors import Mapped
+from tests.helpers.places import GOLDEN
+
+torch = pytest.importorskip("torch")
+
+BUNDLES = [GOLDEN / name for name in ("v1/mlp.cgb", "v1/gpt_two.cgb", "v4/mlp.cgb", "v6/traced_fixed.cgb")]
+CALLS = 300
+
+
+@pytest.fixture(params=BUNDLES, ids=lambda path: f"{path.parent.name}-{path.stem}")
+def bundle(request: pytest.FixtureRequest) -> Path:
+    path: Path = request.param
+    try:
+        driver.require()
+        cgbundle.load(path).close()
+    except (CgbundleError, MachineError) as error:
+        pytest.skip(str(error))
+    return path
+
+
+def on_gpu(bundle: Path, program: Any) -> dict[tuple[int, ...], list[Any]]:
+    """The exam's first inputs of every key."""
+    exam = Mapped(str(bundle / EXAM), EXAM)
+    try:
+        rows = {key: inputs_of(exam, program.manifest, key) for key in program.int_keys}
+        return {
+            key: [
+                torch.frombuffer(bytearray(each.tobytes()), dtype=getattr(torch, each.dtype)).reshape(each.shape).cuda()
+                for each in row
+            ]
+            for key, row in rows.items()
+        }
+    finally:
+        exam.close()
+
+
+def elsewhere(value: Any, at: int) -> Any:
+    """A copy of a tensor `at` bytes behind a place that is aligned as fresh tensors are."""
+    raw = torch.empty(value.nbytes + at, dtype=torch.uint8, device="cuda")[at:]
+    made = raw.view(value.dtype).view(value.shape)
+    made.copy_(value)
+    return made
+
+
+def flat(result: Any) -> list[Any]:
+    return list(result) if isinstance(result, tuple | list) else [result]
+
+
+def test_any_tensors_in_any_order(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with cgbundle.load(bundle) as program:
+        asked: list[int] = []
+        call = driver.cu.cuGraphExecKernelNodeSetParams
+
+        def counted(*given: Any) -> Any:
+            asked.append(1)
+            return call(*given)
+
+        monkeypatch.setattr(driver.cu, "cuGraphExecKernelNodeSetParams", counted)
+        exams = on_gpu(bundle, program)
+        others = {key: [torch.roll(each, 1, 0).contiguous() if each.dim() else each for each in row] for key, row in exams.items()}
+        with monkeypatch.context() as patch:
+            patch.setattr(graph_executor, "READERS", 0)
+            with cgbundle.load(bundle) as copying:
+                wanted = {
+                    (key, which): [each.clone() for each in flat(copying(*row))]
+                    for which, rows in enumerate((exams, others))
+                    for key, row in rows.items()
+                }
+                assert not asked
+        rng, made = random.Random(0), []
+        for _ in range(CALLS):
+            key, which = rng.choice(program.int_keys), rng.randrange(2)
+            row = (exams, others)[which][key]
+            way = rng.choice(("same", "fresh", "odd", "host"))
+            if way == "host":
+                given = [each.cpu() for each in row]
+            elif way == "same":
+                given = row
+            else:
+                given = [elsewhere(each, 0 if way == "fresh" else 16) for each in row]
+            made.append((key, which, flat(program(*given))))
+            del given  # its memory may be another tensor's from here on, in the order of the stream
+        for key, which, found in made:
+            for one, other in zip(found, wanted[key, which], strict=True):
+                assert torch.equal(one.cpu(), other.cpu())
+        assert len(asked) > CALLS // 8

@@ -1,0 +1,65 @@
+"""A bundle whose graphs are built in the background, used at once: right answers from several threads, and inside a capture."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cgbundle
+from cgbundle.cuda import backend
+from tests.gpu.test_inputs import bundle as bundle
+from tests.gpu.test_inputs import flat, on_gpu
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture
+def none_at_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backend, "EAGER", 0)
+
+
+@pytest.mark.usefixtures("none_at_load")
+def test_calls_that_come_before_their_graph(bundle: Path) -> None:
+    with cgbundle.load(bundle, lazy=False) as program:
+        given = on_gpu(bundle, program)
+        wanted = {key: [each.clone() for each in flat(program(*row))] for key, row in given.items()}
+        torch.cuda.synchronize()
+    for _ in range(10):
+        with cgbundle.load(bundle) as program:
+            failures: list[BaseException] = []
+
+            def work(program: Any = program, failures: list[BaseException] = failures) -> None:
+                try:
+                    for key, row in given.items():
+                        for one, other in zip(flat(program(*row)), wanted[key], strict=True):
+                            assert torch.equal(one, other)
+                except BaseException as error:  # noqa: BLE001 - the test's thread raises it
+                    failures.append(error)
+
+            threads = [threading.Thread(target=work) for _ in range(3)]
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                thread.join()
+            if failures:
+                raise failures[0]
+
+
+@pytest.mark.usefixtures("none_at_load")
+def test_a_capture_right_after_the_load(bundle: Path) -> None:
+    with cgbundle.load(bundle, lazy=False) as program:
+        given = on_gpu(bundle, program)
+        wanted = {key: [each.clone() for each in flat(program(*row))] for key, row in given.items()}
+        torch.cuda.synchronize()
+    for key, row in given.items():
+        with cgbundle.load(bundle) as program:
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                made = flat(program(*row))
+            graph.replay()
+            torch.cuda.synchronize()
+            for one, other in zip(made, wanted[key], strict=True):
+                assert torch.equal(one, other)

@@ -1,0 +1,215 @@
+"""A bundle on several GPUs, called as one, against a fake driver."""
+
+from __future__ import annotations
+
+import ctypes
+from array import array
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+import cgbundle
+from cgbundle.cuda.backend import CudaBackend
+from cgbundle.errors import CgbundleError
+from cgbundle.format import safetensors
+from cgbundle.format.archive import EXAM, PROGRAM, describe_files, exam_entry
+from cgbundle.format.schema import Dimension, Exam, Manifest, TensorSpec
+from cgbundle.program.program import Program
+from cgbundle.program.replicas import Replicas
+from cgbundle.tensors.tensor import Tensor, from_bytes
+from tests.helpers import cuda_bundles, state_bundles
+from tests.helpers.archives import ArchiveOf
+from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.places import GOLDEN
+from tests.helpers.raising import raises
+from tests.helpers.support import POSITIONAL, bounds, proof, seal
+
+IMAGE = next((GOLDEN / "v1/gpt_two.cgb/kernels").iterdir()).read_bytes()
+"""An ELF file for sm_90; the fake driver has kernels of its own."""
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    made = FakeDriver(devices=3)
+    install(monkeypatch, made)
+    yield made
+    assert not made.live
+    assert made.retained == 0
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    write(tmp_path / "tiny.cgb")
+    return tmp_path / "tiny.cgb"
+
+
+def write(folder: Path) -> Manifest:
+    """The bundle of `cuda_bundles` with a signature to call it by and an exam: whole, so that `load` takes it."""
+    made = cuda_bundles.write(folder, IMAGE)
+    (folder / PROGRAM).write_bytes(b"PK, but not really\n")
+    contents = {}
+    for key in KEYS:
+        for kind, data in (("input", inputs(key)), ("output", expected(inputs(key)))):
+            contents[exam_entry((key,), kind, 0)] = ("float32", (key, FLOATS), partial(bytes, data))
+    with open(folder / EXAM, "wb") as file:
+        safetensors.write(file, contents)
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=())
+    made = replace(
+        made,
+        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="not proved", uncut=""),),
+        inputs=(spec,),
+        outputs=(replace(spec, name="y"),),
+        call={"call": [["x", {"tensor": 0}]]},
+        parameters=(POSITIONAL,),
+        result={"tensor": 0},
+        exam=Exam(
+            compare="bits", calls=1, expected="recording", bounds=bounds("float32"),
+            proofs=tuple([proof(key, method="none", tolerance=0.0) for key in KEYS]),
+        ),
+        files=describe_files(str(folder)),
+    )  # fmt: skip
+    seal(folder, made)
+    return made
+
+
+def given(key: int, seed: int = 0, device: int | None = None) -> Tensor:
+    """Numbers of the CPU, or the same memory taken for a GPU's."""
+    made = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
+    return made if device is None else Tensor(made.address, made.dtype, made.shape, made.strides, made, device)
+
+
+def wanted(key: int, seed: int = 0) -> list[float]:
+    return expected(inputs(key, seed)).tolist()
+
+
+def flat(made: Tensor) -> list[float]:
+    return array("f", ctypes.string_at(made.address, made.shape[0] * FLOATS * 4)).tolist()
+
+
+def test_a_copy_on_every_device_and_calls_by_turns(fake: FakeDriver, path: Path) -> None:
+    with cgbundle.load(path, replicas=True) as replicas:
+        assert replicas.devices == (0, 1, 2) and "devices 0, 1, 2" in repr(replicas)
+        assert [program._backend.device for program in replicas.programs] == [0, 1, 2]
+        for seed, key in enumerate((4, 4, 8, 4, 8)):
+            assert flat(replicas(given(key, seed))) == wanted(key, seed)
+        assert flat(replicas.forward(given(4))) == flat(replicas["forward"](x=given(4))) == wanted(4)
+        assert (replicas.int_keys, replicas.memory) == (replicas.programs[0].int_keys, replicas.programs[0].memory)
+
+
+def test_inputs_of_a_gpu_are_served_there(fake: FakeDriver, path: Path) -> None:
+    with cgbundle.load(path, devices=[2, 0], replicas=True, outputs="view") as replicas:
+        for device in (0, 0, 2, 0):
+            made = replicas(given(4, device, device))
+            assert made.tensor.device == device and flat(made.tensor) == wanted(4, device)
+            assert replicas(made).tensor.device == device  # an output goes back to where it lies
+        with raises("input-device", match="lie on CUDA device 1, and the bundle is on 2, 0"):
+            replicas(given(4, 0, 1))
+        with raises("input-kind"):
+            replicas(3.5)
+
+
+def test_a_call_goes_where_the_fewest_run(fake: FakeDriver, path: Path) -> None:
+    with cgbundle.load(path, devices=[0, 1], replicas=True) as replicas:
+        first, _ = replicas.programs
+        with ThreadPoolExecutor(1) as pool, first._backend.locked(None):
+            held = pool.submit(replicas, given(4))
+            while replicas._load._running == [0, 0]:  # it waits for the first device, whose turn it is
+                pass
+            for seed in range(5):
+                assert flat(replicas(given(4, seed))) == wanted(4, seed)  # all on the second
+            assert replicas._load._running == [1, 0] and not held.done()
+        assert flat(held.result()) == wanted(4)
+        assert replicas._load._running == [0, 0]
+
+
+def test_many_threads(fake: FakeDriver, path: Path) -> None:
+    with cgbundle.load(path, replicas=True) as replicas, ThreadPoolExecutor(6) as pool:
+        found = list(pool.map(lambda seed: flat(replicas(given(8, seed))), range(60)))
+    assert found == [wanted(8, seed) for seed in range(60)]
+
+
+def test_state_stays_on_a_device(fake: FakeDriver, tmp_path: Path) -> None:
+    manifest = state_bundles.write(tmp_path / "tiny.cgb")
+    opened = [
+        Program(manifest, CudaBackend(ArchiveOf(tmp_path / "tiny.cgb", manifest), device), "pad", "copy") for device in (0, 1)
+    ]
+    with Replicas(opened) as replicas:
+        with raises("replica-state", match=r"the model keeps 'total' .*\n?"):
+            replicas(given(4))
+        sessions = [replicas.session() for _ in range(4)]
+        assert [session._backend.device for session in sessions] == [0, 1, 0, 1]
+        for session in sessions:
+            assert session(given(4))["total"].tolist() == [a + b for a, b in zip(range(FLOATS), inputs(4), strict=False)]
+
+
+def test_an_update_is_on_all_devices_or_on_none(fake: FakeDriver, path: Path) -> None:
+    other = array("f", [number + 1 for number in range(KEYS[-1] * FLOATS)])
+    weights = {"offsets": from_bytes(other.tobytes(), "float32", (len(other),)), "small": from_bytes(b"abc", "uint8", (3,))}
+    old = {"offsets": from_bytes(array("f", range(len(other))).tobytes(), "float32", (len(other),))}
+    before, after = wanted(4), [number + 1 for number in wanted(4)]
+    with cgbundle.load(path, devices=[0, 1], replicas=True) as replicas:
+        replicas.update(weights)
+        assert [flat(program(given(4))) for program in replicas.programs] == [after, after]
+        replicas.update(old, partial=True)
+        assert [flat(program(given(4))) for program in replicas.programs] == [before, before]
+        calls = len(fake.calls)
+        replicas.update(weights, partial=True)
+        second = [place for place, name in enumerate(fake.calls) if place >= calls and name == "cuStreamCreate"][1]
+        replicas.update(old, partial=True)
+        fake.fail_at = len(fake.calls) + second - calls
+        with raises("driver-failed", match="cuStreamCreate"):
+            replicas.update(weights)  # the first device has taken its copy by now
+        assert [flat(program(given(4))) for program in replicas.programs] == [before, before]
+        with raises("update-invalid", match="device 0"):
+            replicas.update({**weights, "small": Tensor(0, "uint8", (3,), (1,), None, 0)})
+
+
+def test_what_cannot_be_loaded_so(fake: FakeDriver, path: Path) -> None:
+    for devices in ([], [1, 1]):
+        with pytest.raises(ValueError, match="different ones, at least one"):
+            cgbundle.load(path, devices=devices, replicas=True)
+    with pytest.raises(ValueError, match="expected devices alone"):
+        cgbundle.load(path, device=1, replicas=True)
+    with raises("option-refused", match=r"devices=\[0, 1\]: the bundle is for one device"):
+        cgbundle.load(path, devices=[0, 1])
+    with raises("option-refused", match="nothing of it runs on a GPU"):
+        cgbundle.load(GOLDEN / "v6/cpu_fixed.cgb", replicas=True)
+    with raises("wrong-machine", match="device 7: this machine shows 3 GPUs"):
+        cgbundle.load(path, devices=[0, 7], replicas=True)
+    with cgbundle.load(path, replicas=True) as replicas:
+        with raises("entry-missing", match="no entry 'decode', but forward"):
+            replicas["decode"]
+        with pytest.raises(AttributeError, match="no attribute 'decode'"):
+            replicas.decode  # noqa: B018
+        replicas.close()
+        with raises("program-closed"):
+            replicas(given(4))
+
+
+def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, path: Path) -> None:
+    counted = FakeDriver(devices=2)
+    install(monkeypatch, counted)
+    made = cgbundle.load(path, replicas=True)
+    count = len(counted.calls)
+    made.close()
+    refused = 0
+    for number in range(0, count, 3):
+        fake = FakeDriver(devices=2)
+        fake.fail_at = number
+        install(monkeypatch, fake)
+        try:
+            made = cgbundle.load(path, replicas=True)
+        except CgbundleError:
+            refused += 1
+        else:  # the threads' calls mix, and how many there are differs a little
+            fake.fail_at = -1  # a close in spite of errors is best effort
+            made.close()
+        give_back = ("Destroy", "Free", "Unload", "Release", "PopCurrent")  # what this call should have given back stays
+        if not any(word in fake.calls[number] for word in give_back):
+            assert not fake.live and fake.retained == 0, fake.calls[number]
+    assert refused > 10
