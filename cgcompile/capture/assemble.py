@@ -25,8 +25,8 @@ from cgbundle.tables.recording import (
 from ..errors import BuildError
 from ..targets.cuda.bodies import Bodies
 from ..targets.cuda.chains import ChainedOutput, refused
-from ..targets.cuda.conditions import set_condition
 from ..targets.cuda.recorded import RecordedGraph
+from ..targets.kernels.conditions import set_condition
 from ..targets.memory_layout import Table
 from .pairing import PairedRanges, pair_takes
 from .placement import Placement, keep, place, place_tables

@@ -17,16 +17,16 @@ from cgbundle.tables.module_state import encode_states
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, replayed_exam, write_exam
 from ..bundle.proof import accepted, measured, unproved
+from ..bundle.rows import WHOLE
 from ..model.source import SEED, sample
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
 from ..targets.cuda.chains import chained_outputs
-from ..targets.cuda.conditions import conditional_driver
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import HostRegions, SplitProgram, host_stage, off_gpu, split_stage
-from ..targets.cuda.ptxas import lowest_driver
 from ..targets.cuda.recorded import RecordedProgram
+from ..targets.kernels.conditions import conditional_driver
+from ..targets.kernels.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
-from ..targets.rows import WHOLE
 from ..targets.weights import add_tables, fixed_weights, shapes_of
 from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of

@@ -27,9 +27,9 @@ from ..errors import BuildError, ModelError
 from ..export.programs import Programs
 from ..export.torch_program import without_weights
 from ..targets.cuda.chains import ChainedOutput
-from ..targets.cuda.conditions import condition_function, condition_image
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
+from ..targets.kernels.conditions import condition_function, condition_image
 from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay_out
 from ..targets.weights import add_tables, row_major, shapes_of, write_weights
 from ..util.tolerance import Difference

@@ -19,10 +19,10 @@ from ..export.programs import coarsest
 from ..model.source import sample
 from ..targets.architectures import arch
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts, build_key
-from ..targets.cuda.conditions import conditional_driver
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
-from ..targets.cuda.ptxas import lowest_driver
+from ..targets.kernels.conditions import conditional_driver
+from ..targets.kernels.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
 from ..targets.weights import add_tables, fixed_weights, shapes_of, write_weights
 from ..transforms.error_bounds import error_bounds

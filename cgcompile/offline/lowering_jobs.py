@@ -9,6 +9,7 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
+from ..bundle.rows import WHOLE
 from ..errors import BuildError
 from ..export.programs import Programs
 from ..model.flat_module import PREFIX
@@ -16,7 +17,6 @@ from ..model.user_code import first_line
 from ..partition.isolated import RegionModule
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.memory_layout import dense_strides
-from ..targets.rows import WHOLE
 from ..transforms.output_aliases import OutputAlias
 from .lower.jobs import LoweringJob, RegionKey
 

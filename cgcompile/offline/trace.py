@@ -19,10 +19,10 @@ from ..export.programs import Programs
 from ..targets.architectures import Arch
 from ..targets.build_spec import BuildSpec
 from ..targets.cuda.chains import chained_outputs
-from ..targets.cuda.conditions import condition_function, condition_image
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
+from ..targets.kernels.conditions import condition_function, condition_image
 from ..targets.memory_layout import PAD, Table, WeightLayout, align
 from ..util.content_cache import cache_folder
 from ..util.progress import Tell

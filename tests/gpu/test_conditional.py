@@ -37,7 +37,7 @@ pytestmark = pytest.mark.skipif(bool(missing()), reason=f"no GPU: {missing()}")
 
 @pytest.fixture
 def bench(tmp_path: Path) -> Iterator[Bench]:
-    from cgcompile.targets.cuda.conditions import condition_image
+    from cgcompile.targets.kernels.conditions import condition_image
 
     context = Context(0)
     image = condition_image(context.arch)
@@ -58,7 +58,7 @@ def test_branches_and_loops_follow_the_data(bench: Bench, mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_switch_runs_the_body_of_its_number(tmp_path: Path, mode: str) -> None:
-    from cgcompile.targets.cuda.conditions import condition_image
+    from cgcompile.targets.kernels.conditions import condition_image
 
     context = Context(0)
     image = condition_image(context.arch)
@@ -110,7 +110,7 @@ def test_how_long_a_turn_takes(bench: Bench, capsys: pytest.CaptureFixture[str])
 
 def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Prints a launch that takes the last of eight ways: by a switch, and by branches inside of each other; asserts what it set."""
-    from cgcompile.targets.cuda.conditions import condition_image
+    from cgcompile.targets.kernels.conditions import condition_image
 
     context, ways = Context(0), 8
     times = []

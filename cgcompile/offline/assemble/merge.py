@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 
 from cgbundle.format.schema import DTYPES, IntKey
 
+from ...bundle.rows import WHOLE
 from ...errors import BuildError
-from ...targets.rows import WHOLE
 from ..lowered import (
     TEMPORARY,
     WEIGHT,

@@ -11,8 +11,8 @@ from cgbundle.tables.recording import Address, Function, KernelNode, MemcpyNode,
 
 from ...errors import BuildError
 from ...targets.cuda.bodies import Bodies
-from ...targets.cuda.conditions import set_condition
 from ...targets.cuda.recorded import RecordedGraph
+from ...targets.kernels.conditions import set_condition
 from ..compile.kernels import CompiledKernel
 from ..lowered import (
     INPUT,

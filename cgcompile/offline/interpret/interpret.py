@@ -18,7 +18,7 @@ from pathlib import Path
 from cgbundle.format.schema import IntKey, Value, Weight
 from cgbundle.tables.recording import Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
-from ...targets.cuda.fills import memset_of
+from ...targets.kernels.fills import memset_of
 from ...util.content_cache import cache_path, recall, remember
 from ...util.workers import Kind, Request, ask
 from ..assemble.block_reader import arguments, check_order

@@ -25,7 +25,7 @@ from cgbundle.tables.recording import (
 )
 
 from ...errors import BuildError
-from ...targets.cuda.fills import memset_of
+from ...targets.kernels.fills import memset_of
 from ...util.workers import serve
 from ..assemble.block_reader import arguments, check_order, programs
 from . import front_end, libdevice

@@ -21,8 +21,8 @@ from ...offline.trace import Calls, compile_programs, configurations, jobs_of, l
 from ...targets.architectures import arch
 from ...targets.build_spec import BuildSpec
 from ...targets.cuda.host_regions import SplitProgram, split_program
-from ...targets.cuda.ptxas import lowest_driver
 from ...targets.cuda.recorded import RegionKey
+from ...targets.kernels.ptxas import lowest_driver
 from ...transforms.inlining import code_of
 from ...util.progress import Tell
 from .candidates import Candidate

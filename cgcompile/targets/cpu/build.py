@@ -17,6 +17,7 @@ from cgbundle.format.schema import Exam, IntKey, Region, Target, Value, Weight
 from ...bundle.emit import describe_size
 from ...bundle.exam import KeyExam, eager_exam, write_exam
 from ...bundle.proof import unproved
+from ...bundle.rows import WHOLE, whole_program, whole_region
 from ...errors import ModelError
 from ...export.exported import memory_order
 from ...export.programs import Programs
@@ -31,7 +32,6 @@ from ..build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
 from ..instruction_sets import Level, level_of
 from ..memory_layout import lay_out, tensor_bytes
 from ..program_contents import program_contents
-from ..rows import WHOLE, whole_program, whole_region
 from ..weights import fixed_weights, shapes_of, write_weights
 from . import layouts
 from .aoti import Compiled

@@ -11,10 +11,10 @@ from cgbundle.format.schema import KERNEL_CODE, IntKey, Program, Region, Target,
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Recording
 
+from ...bundle.rows import WHOLE, whole_program, whole_region
 from ..build_spec import key_label, own_key
+from ..kernels.fills import fill_image, has_memsets, without_memsets
 from ..memory_layout import PAD
-from ..rows import WHOLE, whole_program, whole_region
-from .fills import fill_image, has_memsets, without_memsets
 from .host_regions import HostRegions, SplitProgram, split_rows
 from .recorded import RecordedProgram, RegionKey
 

@@ -10,7 +10,7 @@ import torch
 
 from cgbundle.format.schema import Value, Weight
 from cgcompile.bundle.exam import ReplayedBytes, replayed_exam, write_exam
-from cgcompile.targets.rows import whole_program
+from cgcompile.bundle.rows import whole_program
 
 
 def value(dtype: str, shape: tuple[int, ...]) -> Value:

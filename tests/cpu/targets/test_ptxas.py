@@ -14,8 +14,8 @@ pytest.importorskip("triton")
 
 from cgcompile.offline.compile.cubin_info import read_kernel_info
 from cgcompile.targets.architectures import ARCHES, Arch
-from cgcompile.targets.cuda.fills import PARAMS, PIECES, fill_image
-from cgcompile.targets.cuda.ptxas import assemble, lowest_driver
+from cgcompile.targets.kernels.fills import PARAMS, PIECES, fill_image
+from cgcompile.targets.kernels.ptxas import assemble, lowest_driver
 
 
 @pytest.fixture

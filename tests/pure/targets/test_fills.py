@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.tables.recording import Address, Edge, EmptyNode, Function, KernelNode, MemsetNode, Recording
-from cgcompile.targets.cuda.fills import PARAMS, has_memsets, memset_of, without_memsets
+from cgcompile.targets.kernels.fills import PARAMS, has_memsets, memset_of, without_memsets
 
 ARENA = 3
 IMAGE = b"an image"
