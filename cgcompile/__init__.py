@@ -16,18 +16,21 @@ if TYPE_CHECKING:
     from .bundle.sign import Signed, sign
     from .pipeline.api import build, check
     from .pipeline.records import Built, Report
+    from .tools.model_repository import model_repository
     from .tools.store import Store
     from .tools.transfer import pull, push
     from .util.progress import Event
 
 from .util.version import VERSION as __version__
 
-__all__ = ["Built", "Event", "Report", "Signed", "Store", "__version__", "build", "check", "pull", "push", "sign"]
+__all__ = [
+    "Built", "Event", "Report", "Signed", "Store", "__version__", "build", "check", "model_repository", "pull", "push", "sign",
+]  # fmt: skip
 
 _MODULES = {
     "build": "pipeline.api", "check": "pipeline.api", "Built": "pipeline.records", "Report": "pipeline.records",
     "Event": "util.progress", "Signed": "bundle.sign", "sign": "bundle.sign",
-    "Store": "tools.store", "pull": "tools.transfer", "push": "tools.transfer",
+    "Store": "tools.store", "model_repository": "tools.model_repository", "pull": "tools.transfer", "push": "tools.transfer",
 }  # fmt: skip
 
 

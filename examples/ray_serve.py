@@ -61,6 +61,11 @@ class Bundles:
         version = await self._cache.version(name)
         return await version.answer(tensors, 0)
 
+    async def check_health(self) -> None:
+        """Ray asks every few seconds, and starts another replica in the place of one that raises."""
+        if self._cache.failure is not None:
+            raise self._cache.failure
+
     async def about(self) -> dict[str, Any]:
         """What this replica is: its process, whether torch is in it, and what is loaded."""
         return {"process": os.getpid(), "torch": "torch" in sys.modules, "loaded": self._cache.loaded, "began": self._began}

@@ -6,10 +6,10 @@
     curl localhost:8000/embed --json '{"text": "The cat sleeps."}'
 
 POST /embed {"text": ...} -> {"embedding": [384 numbers], "tokens": 6}; GET /health says what is served.  A request that does not
-fit gets a 4xx answer with one line: {"detail": "..."}; 503 with Retry-After where too many wait.  Slow and idle connections are
-closed, and work for clients that left is dropped (server/http_limits.py).  SIGTERM takes no more and answers those that wait.
-For TLS and limits per client, put a proxy before it.  Any bundle does whose inputs are token ids and their mask, int64 (batch,
-seq), where padding was proved exact, and whose output has a row for each of theirs.
+fit gets a 4xx answer with one line: {"detail": "..."}; 503 with Retry-After where too many wait, 504 after a minute.  Slow and
+idle connections are closed, and work for clients that left is dropped (server/http_limits.py).  SIGTERM takes no more and answers
+those that wait.  For TLS and limits per client, put a proxy before it.  Any bundle does whose inputs are token ids and their mask,
+int64 (batch, seq), where padding was proved exact, and whose output has a row for each of theirs.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
-from server.batching import Batcher, Busy, Call, TooLong
+from server.batching import Batcher, Call, TooLong
 from server.http_limits import BoundedBodies, BoundedConnection
+from server.request_queue import Busy, Late, Stopping
 
 import cgbundle
 from cgbundle.tensors.tensor import from_bytes
@@ -129,7 +130,11 @@ def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict
         except TooLong as error:
             raise HTTPException(413, f"text: {error}") from None
         except Busy as error:
-            raise HTTPException(503, str(error), {"Retry-After": "1"}) from None
+            raise HTTPException(503, str(error), {"Retry-After": str(error.seconds)}) from None
+        except Stopping:
+            raise HTTPException(503, "the server is stopping", {"Retry-After": "1"}) from None
+        except Late as error:
+            raise HTTPException(504, str(error)) from None
         except cgbundle.CallError as error:
             raise HTTPException(422, " ".join(str(error).split())) from None
         except cgbundle.CgbundleError as error:
@@ -139,7 +144,8 @@ def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        return {**about, "torch": "torch" in sys.modules, "calls": batcher.calls, "rows": batcher.rows}
+        done = {"calls": batcher.calls, "rows": batcher.rows, "waited": batcher.waited, "computing": batcher.computing}
+        return {**about, "torch": "torch" in sys.modules, **done}
 
     @app.exception_handler(RequestValidationError)
     async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:

@@ -10,7 +10,8 @@ GET /v2, /v2/health/live, /v2/health/ready, /v2/models/M[/versions/V][/ready], /
 {"error": "..."}: 400 for what does not fit, 404 for what is not there, 413 too large, 429 with Retry-After where too many wait,
 503 with Retry-After where no version serves yet, 504 past the deadline.  Requests of one shape that come within 2 ms of each other
 go together.  A new version in the folder is loaded, examined and switched to (server/model_versions.py).  SIGTERM takes no more
-requests and answers those that wait.  For TLS and limits per client, put a proxy before it.
+requests and answers those that wait; so does a GPU that fails, and then the status is 1.  For TLS and limits per client, put a
+proxy before it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import argparse
 import signal
 import socket
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -29,8 +30,9 @@ import uvicorn
 from server.http_limits import BoundedBodies, BoundedConnection
 from server.inference_protocol import ProtocolError, metadata, read_request, write_response
 from server.metrics import Metrics
-from server.model_versions import Model, Options, Repository, Version, log
-from server.request_queue import Busy, Late, Stopping
+from server.model_versions import Model, Options, Repository, Version, log, recorded_rows
+from server.request_queue import Batch, Busy, Late, Stopping
+from server.tracing import batch_spans, request_span
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -56,11 +58,13 @@ class Refusal(Exception):
 
 
 class Server:
-    """The application over a folder of models."""
+    """The application over a folder of models.  `failure`: how the GPU failed, where it did, and `stop` is called then."""
 
     def __init__(self, folder: str | Path, options: Options, poll: float, largest: int) -> None:
         self.metrics = Metrics()
-        self.repository = Repository(folder, options, poll, self.metrics.watch, self._tell)
+        self.failure: cgbundle.CgbundleError | None = None
+        self.stop: Callable[[], None] = lambda: None
+        self.repository = Repository(folder, options, poll, self._watch, self._tell)
         paths = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         routes = [
             Route("/v2", self._about), Route("/v2/health/live", self._live), Route("/v2/health/ready", self._ready),
@@ -82,6 +86,10 @@ class Server:
         async with self.repository:
             yield
 
+    def _watch(self, model: str, version: Version, batch: Batch) -> None:
+        self.metrics.watch(model, version, batch)
+        batch_spans(batch, recorded_rows(sum(batch.rows), version.served.batches))
+
     def _tell(self, event: dict[str, Any]) -> None:
         log(event)
         if event["event"] in ("serving", "refused"):
@@ -93,6 +101,8 @@ class Server:
         return JSONResponse({"name": "cgbundle", "version": "2", "extensions": EXTENSIONS})
 
     async def _live(self, _: Request) -> Response:
+        if self.failure is not None:
+            raise Refusal(503, _one_line(self.failure))
         return JSONResponse({"live": True})
 
     async def _ready(self, _: Request) -> Response:
@@ -135,7 +145,8 @@ class Server:
         name, number = request.path_params["model"], str(version.number)
         code = 499  # who asked went away
         try:
-            answer = await infer(name, version, request, body)
+            with request_span(name, version.number, request.headers):
+                answer = await infer(name, version, request, body)
             code = 200
             return answer
         except Refusal as refusal:
@@ -143,6 +154,10 @@ class Server:
             raise
         finally:
             self.metrics.requests.labels(name, number, str(code)).inc()
+            if version.failure is not None and self.failure is None:
+                self.failure = version.failure
+                log({"event": "gpu-failed", "model": name, "version": version.number, "why": _one_line(version.failure)})
+                self.stop()
 
     def _version(self, request: Request) -> Version:
         """The version that serves what the path names.  Raises Refusal."""
@@ -169,7 +184,7 @@ async def infer(name: str, version: Version, request: Request, body: bytes) -> R
     except ProtocolError as error:
         raise Refusal(400, str(error)) from None
     except cgbundle.CallError as error:
-        raise Refusal(400, " ".join(str(error).split())) from None
+        raise Refusal(400, _one_line(error)) from None
     except Busy as error:
         raise Refusal(429, str(error), error.seconds) from None
     except Stopping as error:
@@ -177,11 +192,17 @@ async def infer(name: str, version: Version, request: Request, body: bytes) -> R
     except Late as error:
         raise Refusal(504, str(error)) from None
     except cgbundle.CgbundleError as error:
-        log({"event": "failed", "model": name, "version": version.number, "why": " ".join(str(error).split())})
+        if version.failure is not None:
+            raise Refusal(503, "the GPU failed, and this server ends", 1) from None
+        log({"event": "failed", "model": name, "version": version.number, "why": _one_line(error)})
         raise Refusal(500, "the model failed; the server's log says why") from None
     if length is None:
         return Response(text, media_type="application/json")
     return Response(text, media_type="application/octet-stream", headers={HEADER: str(length)})
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
 
 
 async def refused(_: Request, error: Exception) -> Response:
@@ -204,10 +225,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--deadline", type=float, default=30.0, metavar="S", help="seconds that a request may take (default: 30)")
     parser.add_argument("--poll", type=float, default=1.0, metavar="S", help="seconds between looks at the folder (default: 1)")
     parser.add_argument("--largest", type=int, default=64, metavar="MIB", help="a longer body is refused (default: 64 MiB)")
+    parser.add_argument("--devices", metavar="0,1", default="", help="GPUs that have a copy of every model each (default: one GPU)")
     given = parser.parse_args(arguments)
     if not Path(given.models).is_dir():
         raise SystemExit(f"serve_models: {given.models}: no such folder")
-    server = Server(given.models, Options(given.wait, given.limit, given.deadline), given.poll, given.largest << 20)
+    if not all(each.isdigit() for each in given.devices.split(",") if given.devices):
+        raise SystemExit(f"serve_models: --devices {given.devices}: expected numbers of GPUs, as in 0,1")
+    devices = tuple([int(each) for each in given.devices.split(",") if each])
+    server = Server(given.models, Options(given.wait, given.limit, given.deadline, devices), given.poll, given.largest << 20)
     try:
         listening = socket.create_server((given.host, given.port))
     except OSError as error:
@@ -220,8 +245,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         timeout_graceful_shutdown=STOPPING, log_level="warning", access_log=False,
     )  # fmt: skip
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # once it has stopped, uvicorn raises the signal again
+    running = uvicorn.Server(config)
+    server.stop = lambda: setattr(running, "should_exit", True)
     with suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run([listening])
+        running.run([listening])
+    if server.failure is not None:
+        raise SystemExit(f"serve_models: the GPU failed: {_one_line(server.failure)}")
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import gc
 import os
 import shutil
 import tempfile
+from collections.abc import Generator
 
 import pytest
 
@@ -31,11 +32,24 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_finish() -> None:
-    """What was imported stays, and is not looked through for garbage again; new garbage, of traces above all, is looked for less
-    often.  A tenth of a run's time."""
+    """New garbage, of traces above all, is looked for less often.  A tenth of a run's time."""
+    keep()
+    gc.set_threshold(50_000, 20, 50)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> Generator[None, object, object]:
+    """After each file.  Else a test that looks for garbage itself looks through what all files before left: two seconds each."""
+    done = yield
+    if nextitem is None or nextitem.path != item.path:
+        keep()
+    return done
+
+
+def keep() -> None:
+    """What is there now, such as modules and their caches, stays, and is not looked through for garbage again."""
     gc.collect()
     gc.freeze()
-    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

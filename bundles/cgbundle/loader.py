@@ -34,16 +34,16 @@ ATTEMPTS = 100
 @overload
 def load(
     path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[False] = False,
-    mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map", lazy: bool = False,
-    key: Keys | None = None, threads: int | None = None, cast: bool = False,
+    mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
+    lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
 ) -> Program: ...  # fmt: skip
 
 
 @overload
 def load(
     path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[True],
-    mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map", lazy: bool = False,
-    key: Keys | None = None, threads: int | None = None, cast: bool = False,
+    mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
+    lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
 ) -> Replicas: ...  # fmt: skip
 
 
@@ -144,7 +144,7 @@ def open_program(
 
 def _open_replicas(
     path: str | os.PathLike[str], device: int, devices: Sequence[int] | None, *, mode: str, on_miss: str, outputs: str, check: str,
-    weights: str, lazy: bool, key: Keys | None, threads: int | None, cast: bool,
+    weights: str, lazy: bool | None, key: Keys | None, threads: int | None, cast: bool,
 ) -> Replicas:  # fmt: skip
     """`load` with `replicas`: every device in a thread of its own, over one bundle that is opened and checked once."""
     from concurrent.futures import ThreadPoolExecutor  # none of these where a bundle is loaded on one device

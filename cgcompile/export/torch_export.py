@@ -31,9 +31,12 @@ from ..errors import ModelError
 from ..model.flat_module import FlatModule, unwatched
 from ..model.side_effects import BRANCH, BRANCH_FIX, NOTHING, Obstacle, SideEffects
 from ..model.source import Source
-from ..model.user_code import first_line, user_line, user_place
+from ..model.user_code import first_line, place, user_line, user_place
 from .composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
+
+torch.fx.node.has_side_effect(torch.ops.aten._assert_async.default)
+"""torch (2.11, 2.13) says so of the one with a message alone, and drops this one from branches that it traces."""
 
 
 def export_dynamic(
@@ -151,6 +154,8 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]):
         program = torch.export.export(flat, _separate(tensors), dynamic_shapes=dynamic, strict=False)
     sys.stderr.write(said.getvalue())
+    _drop_ranges_of_floats(program)
+    _name_assertions(program)
     _spell_conditions(program)
     _drop_unread_numbers(program)
     give_sizes_at_once(program)
@@ -163,6 +168,23 @@ def _drop_unread_numbers(program: ExportedProgram) -> None:
     for node in list(program.graph.nodes):
         if node.target is torch.ops.aten.item.default and not node.users:
             program.graph.erase_node(node)
+
+
+def _drop_ranges_of_floats(program: ExportedProgram) -> None:
+    """torch (2.11, 2.13) cannot write a program that knows the one value of a float: `torch._check(loss.item() == 0.5)`.  The
+    program's own assertions say the same."""
+    for symbol in [symbol for symbol in program.range_constraints if not symbol.is_integer]:
+        del program.range_constraints[symbol]
+
+
+def _name_assertions(program: ExportedProgram) -> None:
+    """An assertion about a tensor without a message gets one: without, Inductor (2.11, 2.13) makes nothing of it."""
+    for module in [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]:
+        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.default):
+            where, line = place(node)
+            node.target = torch.ops.aten._assert_async.msg
+            node.args = (*node.args, f"{where or 'model'}: the model asserts what is not so: {line or 'torch._assert_async'}")
+        module.recompile()
 
 
 def _spell_conditions(program: ExportedProgram) -> None:

@@ -51,20 +51,20 @@ class Proposal:
         return 100 * self.padded / (self.served + self.padded)
 
 
-def read_request_log(path: str, column: str | None = None) -> Counter[int]:
-    """How often each size occurs in a file of one size per line, or in the `column` of a CSV file with a header.
+def read_request_log(path: str, *columns: str) -> tuple[Counter[int], ...]:
+    """How often each size occurs in a file of one size per line, or, for each of `columns`, there in a CSV file with a header.
 
     A CSV file may be separated by commas, semicolons or tabs.  `path` may be "-" for standard input; empty lines are skipped.
     Raises request-log-missing, request-log-invalid (with the line), request-log-column-unknown.
     """
     where = "standard input" if path == STDIN else path
     text = _read(path)
-    found = _lines(text, where) if column is None else _column(text, column, where)
-    if not found:
+    found = [_column(text, column, where) for column in columns] if columns else [_lines(text, where)]
+    if not all(found):
         raise BuildError(
             "request-log-invalid", f"{where}: no sizes", "give one request size per line, or a CSV file and --column NAME"
         )
-    return found
+    return tuple(found)
 
 
 def propose(counts: Mapping[int, int], most: int, multiple: int = 1) -> tuple[Proposal, ...]:

@@ -14,7 +14,18 @@ from .commands import bench, build, check, diff, doctor, explain, inspect, opera
 
 
 class Command(TyperCommand):
-    """A command whose usage has what must be given as MODEL, where Typer writes {MODEL}."""
+    """A command whose usage has what must be given as MODEL, where Typer writes {MODEL}, and which refuses two values for an option
+    that takes one, where Typer takes the last."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        if not ctx.resilient_parsing:  # a shell asks for words
+            parser: Any = self.make_parser(ctx)
+            _, _, given = parser.parse_args(args=list(args))
+            for each in given:
+                takes_one = each.param_type_name == "option" and not (each.multiple or each.is_flag or each.count)
+                if takes_one and (number := given.count(each)) > 1:
+                    raise errors.UsageError(f"{each.opts[0]} takes one value, got {number}", f"{ctx.command_path} --help")
+        return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [piece.strip("{}") for piece in super().collect_usage_pieces(ctx)]

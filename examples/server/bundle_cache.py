@@ -35,6 +35,12 @@ class BundleCache:
         """The models that are loaded, the one that was asked for longest ago first, and the version of each."""
         return {name: model.current.number for name, model in self._models.items() if model.current is not None}
 
+    @property
+    def failure(self) -> Exception | None:
+        """How the GPU failed, where it did: nothing of this process can use it any more."""
+        failures = [model.current.failure for model in self._models.values() if model.current is not None]
+        return next((failure for failure in failures if failure is not None), None)
+
     async def version(self, name: str) -> Version:
         """The version of a model that serves, loaded if need be.  What follows without an `await` in between finds it open.
         Raises KeyError where the folder has no such model, Refused where none of its versions can be served."""

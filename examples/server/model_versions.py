@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +32,14 @@ from cgbundle.tensors.tensor import from_bytes
 from .inference_protocol import DATATYPES, Given, Port
 from .request_queue import Batch, RequestQueue
 
+Loaded = cgbundle.Program | cgbundle.Replicas
+
 Identity = tuple[int, int, int]
 """What tells a bundle from one that stands in its place later: device, number and time of its manifest."""
+
+
+GPU_FAILED = "driver-failed"
+"""The code of the error after which no call of this process reaches the GPU: its context is lost."""
 
 
 class Refused(Exception):
@@ -41,11 +48,13 @@ class Refused(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How queues behave: milliseconds that a request waits for others, requests that may wait, and seconds that one may take."""
+    """How queues behave: milliseconds that a request waits for others, requests that may wait, and seconds that one may take.
+    `devices`: the GPUs that have a copy of every model each; () is the first GPU, or the CPU for a bundle that is for one."""
 
     wait: float = 2.0
     limit: int = 1024
     seconds: float = 30.0
+    devices: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +101,9 @@ def recorded_rows(rows: int, batches: Sequence[int]) -> int:
     return full * batches[-1] + (next(size for size in batches if size >= rest) if rest else 0)
 
 
-def caller(program: cgbundle.Program, served: Served) -> Callable[[Sequence[Sequence[Given]]], list[list[Given]]]:
+def caller(
+    program: cgbundle.Program | cgbundle.Replicas, served: Served
+) -> Callable[[Sequence[Sequence[Given]]], list[list[Given]]]:
     """Requests, each its tensors, to the outputs of each, by one replay."""
     names = [spec.dtype for spec in program.inputs]
 
@@ -125,19 +136,22 @@ def _stacked(column: Sequence[Given]) -> tuple[int, ...]:
 
 
 class Version:
-    """A version that serves, from `opened` until `close` has answered what it took.  Calls run in a thread of its own."""
+    """A version that serves, from `opened` until `close` has answered what it took.  Calls run in threads of its own, one for each
+    copy.  `failure`: how its GPU failed, where it did; then the process is of no use any more."""
 
     def __init__(self, number: int, identity: Identity) -> None:
         self.number, self.identity = number, identity
         self.served = Served((), (), ())
         self.memory: Mapping[str, int] = {}
         self.seconds: dict[str, float] = {}
-        self._thread = ThreadPoolExecutor(1, f"version-{number}")
+        self.failure: cgbundle.CgbundleError | None = None
         self._cleanup = AsyncExitStack()
 
     async def open(self, path: Path, options: Options, watch: Callable[[Version, Batch], None]) -> None:
         """Loads the bundle, replays its exam, and takes requests.  Raises Refused."""
         self._options = options
+        copies = max(1, len(options.devices))
+        self._thread = ThreadPoolExecutor(copies, f"version-{self.number}")
         try:
             program = await asyncio.get_running_loop().run_in_executor(self._thread, self._load, path)
         except BaseException:
@@ -147,7 +161,7 @@ class Version:
         self._queue = await self._cleanup.enter_async_context(
             RequestQueue(
                 caller(program, self.served), self._thread, (self.served.batches or (1,))[-1], options.wait / 1000, options.limit,
-                lambda batch: watch(self, batch),
+                lambda batch: watch(self, batch), copies,
             )
         )  # fmt: skip
 
@@ -157,7 +171,12 @@ class Version:
         rows = tensors[0].shape[0] if self.served.batches else 1
         alone = not rows or not self.served.batches or len({tensor.shape[0] for tensor in tensors}) > 1  # the guards will say so
         group = object() if alone else tuple([tensor.shape[1:] for tensor in tensors])
-        return list(await self._queue.answer(tensors, group, rows, allowed))
+        try:
+            return list(await self._queue.answer(tensors, group, rows, allowed))
+        except cgbundle.MachineError as error:
+            if error.code == GPU_FAILED:
+                self.failure = self.failure or error
+            raise
 
     @property
     def waiting(self) -> int:
@@ -167,20 +186,25 @@ class Version:
     async def close(self) -> None:
         """Answers what was taken, then gives the memory back."""
         await self._cleanup.aclose()
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._program.close)
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._program.close)
+        except cgbundle.MachineError as error:
+            if error.code != GPU_FAILED:  # then there is nothing that could be given back
+                raise
         self._thread.shutdown()
 
-    def _load(self, path: Path) -> cgbundle.Program:
-        began = time.perf_counter()
+    def _load(self, path: Path) -> Loaded:
+        began, devices = time.perf_counter(), self._options.devices
         try:
-            program = cgbundle.load(path)
+            program = cgbundle.load(path, devices=devices, replicas=True) if devices else cgbundle.load(path)
         except cgbundle.CgbundleError as error:
             raise Refused(" ".join(str(error).split())) from None
         self.seconds["load"] = time.perf_counter() - began
         try:
             self.served = describe(program.manifest)
             compare = {each.entry: each.exam.compare for each in each_entry(program.manifest)}
-            for result in replay_exam(program):
+            copies = program.programs if isinstance(program, cgbundle.Replicas) else (program,)
+            for result in chain.from_iterable(map(replay_exam, copies)):
                 if not result.passed(compare[result.entry]):
                     raise Refused(
                         f"the exam fails at int_key {result.key}: error {result.error:.1e}, allowed {result.tolerance:.1e}"

@@ -1,7 +1,7 @@
 """A bounded queue of requests that are answered together: deadlines, batches, and nobody pays for another's request.
 
 Plain asyncio.  A recorded size costs the same however many of its rows are real.  So requests of one group (whose rows may lie in
-one call) wait a moment for each other.  serve_models.py uses it; batching.py is the like for sequences of tokens.
+one call) wait a moment for each other.  serve_models.py uses it, and batching.py, for sequences of tokens.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from contextvars import Context, copy_context
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,37 +38,42 @@ class Late(Exception):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Waiting:
-    """A request that waits: its item and the rows in it, since when and until when (the event loop's clock, in seconds), and where
-    its answer goes."""
+    """A request that waits: its item and the rows in it, since when and until when (the event loop's clock, in seconds), where its
+    answer goes, and the context variables of whoever asked."""
 
     item: Any
     rows: int
     since: float
     until: float
     answer: asyncio.Future[Any]
+    context: Context
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What was answered together: the rows of each request, the seconds that each waited, and those that the call took."""
+    """What was answered together: the rows of each request, the seconds that each waited, those that the call took, and the context
+    of each."""
 
     rows: tuple[int, ...]
     waited: tuple[float, ...]
     seconds: float
+    contexts: tuple[Context, ...]
 
 
 class RequestQueue:
     """`async with RequestQueue(...) as queue:` ... `await queue.answer(item, group, rows, seconds)`.
 
     A call is made when `largest` rows of one group wait, or the oldest of them has waited for `wait` seconds; a request with more
-    rows goes alone.  Calls run one after the other in `thread`; what comes meanwhile waits for the next.  At most `limit` requests
-    wait.  `watch` is told of every batch.  Leaving the block answers what waits and takes nothing more.
+    rows goes alone.  Calls run in `thread`, at most `calls` at once; what comes meanwhile waits for the next.  At most `limit`
+    requests wait.  `watch` is told of every batch.  Leaving the block answers what waits and takes nothing more.
     """
 
     def __init__(
-        self, call: Call, thread: ThreadPoolExecutor, largest: int, wait: float, limit: int, watch: Callable[[Batch], None]
-    ) -> None:
+        self, call: Call, thread: ThreadPoolExecutor, largest: int, wait: float, limit: int, watch: Callable[[Batch], None],
+        calls: int = 1,
+    ) -> None:  # fmt: skip
         self._call, self._thread, self._largest, self._wait, self._limit, self._watch = call, thread, largest, wait, limit, watch
+        self._calls = calls
         self._queues: dict[Hashable, deque[Waiting]] = {}
         self._arrived = asyncio.Event()
         self._open = False
@@ -94,10 +100,10 @@ class RequestQueue:
             raise Stopping("the model is being closed")
         if self.waiting >= self._limit:
             calls = sum(math.ceil(sum(each.rows for each in queue) / self._largest) for queue in self._queues.values())
-            raise Busy(f"{self._limit} requests wait already", max(1, math.ceil(calls * self._pace)))
+            raise Busy(f"{self._limit} requests wait already", max(1, math.ceil(calls * self._pace / self._calls)))
         loop = asyncio.get_running_loop()
         now = loop.time()
-        waiting = Waiting(item, rows, now, now + seconds, loop.create_future())
+        waiting = Waiting(item, rows, now, now + seconds, loop.create_future(), copy_context())
         queue = self._queues.setdefault(group, deque())
         queue.append(waiting)
         self._arrived.set()
@@ -119,15 +125,21 @@ class RequestQueue:
             self._queues.pop(group, None)
 
     async def _run(self) -> None:
-        while (group := await self._next_group()) is not None:
-            batch = self._take(group)
-            for waiting, answer in zip(batch, await self._answers(batch), strict=True):
-                if waiting.answer.done():  # late, or gone
-                    continue
-                if isinstance(answer, BaseException):
-                    waiting.answer.set_exception(answer)
-                else:
-                    waiting.answer.set_result(answer)
+        free = asyncio.Semaphore(self._calls)
+        async with asyncio.TaskGroup() as calls:
+            while await free.acquire() and (group := await self._next_group()) is not None:
+                calls.create_task(self._serve(self._take(group), free))
+
+    async def _serve(self, batch: Sequence[Waiting], free: asyncio.Semaphore) -> None:
+        """One call, and then room for another one."""
+        for waiting, answer in zip(batch, await self._answers(batch), strict=True):
+            if waiting.answer.done():  # late, or gone
+                continue
+            if isinstance(answer, BaseException):
+                waiting.answer.set_exception(answer)
+            else:
+                waiting.answer.set_result(answer)
+        free.release()
 
     def _take(self, group: Hashable) -> list[Waiting]:
         """The next requests of a group whose rows go into one call: at least one."""
@@ -147,7 +159,8 @@ class RequestQueue:
         await asyncio.wait([done])
         seconds = loop.time() - began
         self._pace = seconds if not self._pace else 0.8 * self._pace + 0.2 * seconds
-        self._watch(Batch(tuple([each.rows for each in batch]), tuple([began - each.since for each in batch]), seconds))
+        rows, contexts = tuple([each.rows for each in batch]), tuple([each.context for each in batch])
+        self._watch(Batch(rows, tuple([began - each.since for each in batch]), seconds, contexts))
         error = done.exception()
         if error is None:
             return list(done.result())

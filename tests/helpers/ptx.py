@@ -17,6 +17,9 @@ from typing import Any
 
 U32, U64 = (1 << 32) - 1, (1 << 64) - 1
 
+UNDEFINED = 0x7FC00BAD
+"""What a register holds at first: no number, as a float32."""
+
 Run = Callable[["Thread"], "int | None"]
 """One instruction: the place of the next one, or None for the one behind it."""
 
@@ -108,7 +111,7 @@ def run(memory: Memory, gpus: Sequence[Sequence[Launch]], random: Random, clock:
     go on, or all goes on for ever."""
     left = [list(launches) for launches in gpus]
     running: list[list[Block]] = [[] for _ in gpus]
-    for _ in range(200_000):
+    for _ in range(50_000):
         for gpu, launches in enumerate(left):
             if not running[gpu] and launches:
                 running[gpu] = _blocks(memory, launches.pop(0), clock)
@@ -221,7 +224,7 @@ def _value(thread: Thread, operand: str) -> int:
     if operand == "%globaltimer":
         clock: Any = thread.registers["clock"]
         return int(clock())
-    return thread.registers[operand] if operand.startswith("%") else int(operand, 0)
+    return thread.registers.get(operand, UNDEFINED) if operand.startswith("%") else int(operand, 0)
 
 
 def _address(thread: Thread, operand: str) -> int:
@@ -264,7 +267,7 @@ def _store(width: int, address: str, registers: list[str], thread: Thread) -> No
 
 
 def _split(registers: list[str], source: str, thread: Thread) -> None:
-    value = thread.registers[source]
+    value = _value(thread, source)
     thread.registers[registers[0]], thread.registers[registers[1]] = value & 0xFFFF, value >> 16
 
 

@@ -1,4 +1,5 @@
-"""Opening what a bundle holds: no link is followed, no pipe waited for, nothing read that is longer than the manifest says."""
+"""Opening what a bundle holds: no link is followed but those of the Hub's cache, no pipe waited for, nothing read that is longer
+than the manifest says."""
 
 from __future__ import annotations
 
@@ -18,6 +19,9 @@ CHUNK = 4 << 20
 
 FILE = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
 FOLDER = FILE | os.O_DIRECTORY
+
+BLOBS = "../blobs/"
+"""How a link of huggingface_hub's cache ends, but for the SHA-1 or SHA-256 that names the file."""
 
 DAMAGE = {errno.ENOENT: "missing", errno.ENOTDIR: "missing", errno.ELOOP: "a symbolic link, which a bundle must not hold"}
 """What is said of an entry that cannot be opened for one of these reasons."""
@@ -80,8 +84,15 @@ def open_directory(path: str) -> int:
 
 
 def open_file(name: str, folder: int) -> int:
-    """A plain file, opened.  Raises file-damaged, without the name: the caller knows the whole of it."""
-    descriptor = open_entry(name, FILE, folder)
+    """A plain file, opened, where a snapshot of the Hub's cache has a link to it too.  Raises file-damaged, without the name: the
+    caller knows the whole of it."""
+    try:
+        descriptor = open_entry(name, FILE, folder)
+    except BundleError as error:
+        place = _cached(name, folder) if str(error) == DAMAGE[errno.ELOOP] else ""
+        if not place:
+            raise
+        descriptor = open_entry(place, FILE, folder)
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise BundleError("file-damaged", "not a file")
@@ -99,6 +110,14 @@ def open_entry(name: str, flags: int, folder: int) -> int:
             error.errno = errno.ELOOP
         what = DAMAGE.get(error.errno or 0) or f"cannot be read: {error.strerror}"
         raise BundleError("file-damaged", what) from None
+
+
+def _cached(name: str, folder: int) -> str:
+    """Where a link of the Hub's cache leads, from a snapshot up to a file among the blobs; "" for any other one."""
+    place = os.readlink(name, dir_fd=folder)
+    up, between, digest = place.rpartition(BLOBS)
+    known = between and up == "../" * (len(up) // 3) and len(digest) in (40, 64) and set(digest) <= set("0123456789abcdef")
+    return place if known else ""
 
 
 def _is_link(name: str, folder: int) -> bool:

@@ -41,6 +41,7 @@ class Replicas:
         self.int_keys, self.inputs, self.outputs = first.int_keys, first.inputs, first.outputs
         self._load = _Load(self.devices)
         self._entries = {name: ReplicatedEntry([each[name] for each in programs], self._load) for name in first.entries}
+        self._main = self._entries.get(FORWARD) or (next(iter(self._entries.values())) if len(self._entries) == 1 else None)
         self._sessions = 0
 
     @property
@@ -64,10 +65,13 @@ class Replicas:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replays the model on one of the devices; takes, gives and raises what `Entry` does, and replica-state."""
-        only = self._entries.get(FORWARD) or (next(iter(self._entries.values())) if len(self._entries) == 1 else None)
-        if only is None:
+        if self._main is None:
             return self.programs[0](*args, **kwargs)  # which says that no entry is called so
-        return only(*args, **kwargs)
+        return self._main(*args, **kwargs)
+
+    def replay(self, tensors: Sequence[Any]) -> list[Any]:
+        """The call with its inputs and outputs flat, in the order of the signature, of the first entry.  Raises as a call does."""
+        return next(iter(self._entries.values())).replay(tensors)
 
     def session(self) -> Program:
         """A session, as of a program, on the device whose turn it is: its state stays there.  Raises as `Program.session`."""
@@ -115,17 +119,26 @@ class ReplicatedEntry:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """As a call of an `Entry`, on one of the devices.  Raises replica-state for a model that keeps state."""
+        self._check_state()
+        with self._load.chosen(_device(self._flatten(args, kwargs))) as number:
+            return self._each[number](*args, **kwargs)
+
+    def replay(self, tensors: Sequence[Any]) -> list[Any]:
+        """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        self._check_state()
+        with self._load.chosen(_device(tensors)) as number:
+            return self._each[number].replay(tensors)
+
+    def __repr__(self) -> str:
+        return f"<cgbundle.ReplicatedEntry {self.name!r} on {len(self._each)} devices>"
+
+    def _check_state(self) -> None:
         if self._state:
             raise CallError(
                 "replica-state",
                 f"the model keeps {self._state[0]!r} from call to call, and the next call may go to another device",
                 "call a session of its own: replicas.session()(...)",
             )
-        with self._load.chosen(_device(self._flatten(args, kwargs))) as number:
-            return self._each[number](*args, **kwargs)
-
-    def __repr__(self) -> str:
-        return f"<cgbundle.ReplicatedEntry {self.name!r} on {len(self._each)} devices>"
 
 
 class _Load:

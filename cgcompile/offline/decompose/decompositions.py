@@ -212,6 +212,16 @@ def lstm_cell(
     return torch.sigmoid(leave) * torch.tanh(cell), cell
 
 
+def gru_cell(
+    x: Tensor, hidden: Tensor, w_ih: Tensor, w_hh: Tensor, b_ih: Tensor | None = None, b_hh: Tensor | None = None
+) -> Tensor:
+    """The new hidden states, (batch, hidden).  On a GPU PyTorch asks a kernel of its own, which 2.11 cannot trace."""
+    reset, update, new = torch.nn.functional.linear(x, w_ih, b_ih).chunk(3, 1)
+    own_reset, own_update, own_new = torch.nn.functional.linear(hidden, w_hh, b_hh).chunk(3, 1)
+    new = torch.tanh(new + torch.sigmoid(reset + own_reset) * own_new)
+    return (hidden - new) * torch.sigmoid(update + own_update) + new
+
+
 def averaged(x: Tensor, sizes: Sequence[int]) -> Tensor:
     """`x` (..., d, h, w) averaged over windows that overlap where a length is no multiple of the size wanted."""
     for axis, size in zip((-3, -2, -1), sizes, strict=True):
@@ -278,6 +288,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.scaled_dot_product_attention.default: attention,
     aten.batch_norm.default: normalized,
     aten.lstm_cell.default: lstm_cell,
+    aten.gru_cell.default: gru_cell,
     aten.grid_sampler.default: grid_sample,
     aten.fft_fftfreq.default: frequencies,
     aten.fft_rfftfreq.default: positive_frequencies,

@@ -28,6 +28,7 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from cgbundle.format.schema import Finding
 
 from ...checks.context import REFUSE, computes, finding, operator
+from ...checks.host_placement import TENSOR_ASSERTIONS
 from ...checks.operators import WITHOUT_KERNEL
 from ...errors import BuildError
 from ...export.functionalization import functional
@@ -81,7 +82,7 @@ def _operations(module: GraphModule, on_host: Collection[str]) -> Iterator[Node]
         if is_conditional(node):
             for body in bodies(node, module):
                 yield from _operations(body, ())
-        elif _is_asked(node):
+        elif _is_asked(node) or node.target in TENSOR_ASSERTIONS:
             yield node
 
 
@@ -118,6 +119,8 @@ def _finding(node: Node, missing: str, hint: str) -> Finding:
 
 def _missing(node: Node, arch: Arch, folded: bool) -> str:
     """The operator without a kernel that an operation comes down to, or ""."""
+    if node.target in TENSOR_ASSERTIONS:
+        return operator(node)  # a kernel that only asserts would be dropped
     values = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
     if any(
         None in ([*map(_number, leaf.shape)] if isinstance(leaf, torch.Tensor) else [_number(leaf)])

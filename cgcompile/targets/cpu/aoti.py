@@ -113,8 +113,8 @@ def _compiled(
         from .compilations import prefetch_triton_key, side_by_side, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
-        from .loop_failures import failures_leave_loops
-        from .parallel_loops import any_number_of_threads
+        from .parallel_loops import any_number_of_threads, failures_leave_loops
+        from .reshapes import stored_before_reshapes
 
     prefetch_triton_key()
     if not hasattr(torch._inductor, "aot_compile"):
@@ -140,9 +140,9 @@ def _compiled(
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
     compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side(interface))
-    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), torch.no_grad())
+    generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
-        for each in (*compiled, *generated):
+        for each in (*compiled, *generated, torch.no_grad()):
             stack.enter_context(each)
         options["aot_inductor.output_path"] = str(target)
         try:

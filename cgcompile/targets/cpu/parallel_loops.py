@@ -1,11 +1,17 @@
-"""Loops that run on as many threads as the machine that serves gives them, not as the one that built had.
+"""Loops that run on as many threads as the machine that serves gives them, and checks of indices that fail inside of them.
 
 Inductor (torch 2.13) writes plain `omp parallel` where it compiles for all processors, and still sizes the partial results of a
 parallel reduction for its own number of threads: on a machine with more, memory behind them is overwritten and parts of a sum are
 lost.  2.11 fixes the number.  `cpp.dynamic_threads` asks at run time; but with it every loop becomes parallel, also one of a few
 elements, for which starting threads takes longer than the loop.  So it is switched off where Inductor decides which loops pay.
 
-Private of torch (2.11, 2.13): the option, and `decide_parallel_depth` of the classes below.
+Generated code throws where an index is out of range.  An exception that leaves a loop of OpenMP ends the process, whatever is
+done to catch it outside ("terminate called after throwing an instance of 'c10::Error'", seen with torch 2.11 and 2.13).  So the
+body of a loop that may throw keeps the first exception, and the function throws it when its loops are done.  Loops without checks
+stay as they are.
+
+Private of torch (2.11, 2.13): the option, and `decide_parallel_depth` of the classes below; `CppKernel.gen_body` and
+`.assert_function`, `KernelGroup.codegen_group`, and `BracesBuffer`.
 """
 
 from __future__ import annotations
@@ -52,3 +58,83 @@ def _unforced(decide: Callable[..., Any]) -> Callable[..., Any]:
             return decide(*arguments)
 
     return decided
+
+
+FAILING = (("CppKernel", "gen_body"), ("KernelGroup", "codegen_group"))
+"""Methods of torch._inductor.codegen.cpp that write what may throw, and the function around it."""
+
+KEPT = "cgcompile_failure"
+"""The variable of a function that keeps an exception."""
+
+DEFINITION = """\
+#ifndef CGCOMPILE_FAILURE
+#define CGCOMPILE_FAILURE
+#include <exception>
+#include <mutex>
+struct CgcompileFailure {
+  std::mutex mutex;
+  std::exception_ptr first;
+  void keep() {
+    std::lock_guard<std::mutex> locked(mutex);
+    if (!first) first = std::current_exception();
+  }
+  void pass_on() {
+    if (first) std::rethrow_exception(first);
+  }
+};
+#endif
+"""
+
+
+@contextmanager
+def failures_leave_loops() -> Iterator[None]:
+    """While it lasts, what Inductor generates for the CPU throws outside of its loops alone.  Raises torch-unsupported."""
+    for name, method in FAILING:
+        if method not in vars(getattr(cpp, name, object)) or not hasattr(cpp, "BracesBuffer"):
+            raise BuildError(
+                "torch-unsupported",
+                f"torch {torch.__version__}: Inductor has no {name}.{method}; cgcompile was tested with 2.11 and 2.13",
+            )
+    with (
+        patch.object(cpp.CppKernel, "gen_body", _keeping(cpp.CppKernel.gen_body)),
+        patch.object(cpp.KernelGroup, "codegen_group", _passing_on(cpp.KernelGroup.codegen_group)),
+    ):
+        yield
+
+
+def _keeping(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def gen_body(kernel: Any, *given: Any) -> Any:
+        made = plain(kernel, *given)
+        text = made.getvalue()
+        if kernel.assert_function not in text and "throw " not in text:
+            return made
+        kept = cpp.BracesBuffer()
+        kept.writeline("try")
+        with kept.indent():
+            kept.splice(made)
+        kept.writeline("catch (...)")
+        with kept.indent():
+            kept.writeline(f"{KEPT}.keep();")
+        return kept
+
+    return gen_body
+
+
+def _passing_on(plain: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(plain)
+    def codegen_group(*given: Any, **named: Any) -> Any:
+        text = plain(*given, **named)
+        return passing_on(text) if KEPT in text else text
+
+    return codegen_group
+
+
+def passing_on(text: str) -> str:
+    """The source of one function whose loops keep exceptions, with the variable at its beginning and the throw at its end."""
+    begin = text.index('extern "C"')
+    body, end = text.index("{", begin) + 1, text.rindex("}")
+    return (
+        f"{text[:begin]}{DEFINITION}{text[begin:body]}\n    CgcompileFailure {KEPT};"
+        f"{text[body:end]}    {KEPT}.pass_on();\n{text[end:]}"
+    )

@@ -19,7 +19,7 @@ _LOOKS = 1024
 """A thread that waits asks for the time whenever it has looked as often."""
 
 _AT_ONCE = 4
-"""Pieces that a thread has under way while it copies."""
+"""Pieces that a thread has under way while it copies; while it adds up as many for each of two ranks, or fewer for more."""
 
 
 def entry(world: int, name: str, body: str) -> str:
@@ -32,9 +32,9 @@ def entry(world: int, name: str, body: str) -> str:
   .reg .pred %p, %dead, %k<{_AT_ONCE}>;
   .reg .b16 %h<2>;
   .reg .b32 %block, %thread, %threads, %blocks, %epoch, %half, %rank, %count, %senders;
-  .reg .b32 %i, %j, %step, %last, %looks, %t, %f, %g, %w<{4 * max(world, _AT_ONCE)}>;
+  .reg .b32 %i, %j, %step, %last, %looks, %t, %f, %g, %w<{8 * _AT_ONCE}>;
   .reg .b64 %in, %out, %mine, %stride, %to, %from, %at, %own, %bytes, %start, %now, %limit;
-  .reg .b64 %m<{world}>, %a<{max(world, _AT_ONCE)}>;
+  .reg .b64 %m<{world}>, %a<{_AT_ONCE}>;
   .reg .f32 %s<8>, %v<2>;
 {_begin(world)}{body}{_END}}}
 """
@@ -308,19 +308,23 @@ PLACED_{source}:
 
 
 def _summed(world: int, combine: str) -> str:
-    loads = "".join([f"  add.s64 %at, %m{each}, %a0;\n  ld.global.cg.v4.u32 {_words(each)}, [%at];\n" for each in range(world)])
-    adds = "".join([_add(combine, 4, first=each == 0, word=4 * each) for each in range(world)])
+    at_once = max(1, 2 * _AT_ONCE // world)
+    loads = stores = ""
+    for piece in range(at_once):
+        loads += f"  setp.lt.u32 %k{piece}, %t, %last;\n  mul.wide.u32 %a{piece}, %t, 16;\n  add.u32 %t, %t, %threads;\n"
+        for each in range(world):
+            words = _words(piece * world + each)
+            loads += f"  add.s64 %at, %m{each}, %a{piece};\n  @%k{piece} ld.global.cg.v4.u32 {words}, [%at];\n"
+            stores += _add(combine, 4, first=each == 0, word=4 * (piece * world + each))
+        stores += f"{_round(combine, 4)}  add.s64 %at, %out, %a{piece};\n  @%k{piece} st.global.v4.u32 [%at], {_words(0)};\n"
     return f"""
   mov.u32 %i, %j;
 TAKE:
   setp.ge.u32 %p, %i, %last;
   @%p bra TAKEN;
-  mul.wide.u32 %a0, %i, 16;
-{loads}{adds}{_round(combine, 4)}
-  add.s64 %at, %out, %a0;
-  st.global.v4.u32 [%at], {_words(0)};
-  add.u32 %i, %i, %threads;
-  bra TAKE;
+  mov.u32 %t, %i;
+{loads}  mov.u32 %i, %t;
+{stores}  bra TAKE;
 TAKEN:
 """
 

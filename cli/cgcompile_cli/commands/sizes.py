@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -9,7 +10,7 @@ import typer
 from ..output import count, show, table, write_json
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
     from cgcompile.tools.capture_sizes import Proposal
 
@@ -25,9 +26,9 @@ def sizes(
         ),
     ],
     most: Annotated[int, typer.Option("--max", metavar="N", help="The largest number of capture sizes.")] = 8,
-    column: Annotated[
-        str | None,
-        typer.Option("--column", metavar="NAME", help="The column of a CSV file that holds the sizes."),
+    columns: Annotated[
+        list[str] | None,
+        typer.Option("--column", metavar="NAME", help="The column of a CSV file that holds the sizes; may be repeated."),
     ] = None,
     multiple: Annotated[int, typer.Option("--multiple", metavar="N", help="Propose multiples of N only.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print everything as JSON.")] = False,
@@ -36,48 +37,78 @@ def sizes(
 
     A request is served by the smallest capture size that holds it, and the
     rest is padding. For every number of sizes up to --max, shows the choice
-    that pads the fewest rows.
+    that pads the fewest rows. Of several columns, which are dimensions of
+    the model, each has its own sizes.
 
     \b
     cgcompile sizes requests.txt --max 8
     cgcompile sizes log.csv --column seq --multiple 8
+    cgcompile sizes log.csv --column batch --column seq
     """
     from cgcompile.tools.capture_sizes import MARGIN, choose, propose, read_request_log
 
-    counts = read_request_log(trace, column)
-    proposals = propose(counts, most, multiple)
-    chosen = choose(proposals)
-    dimension = f"{column}=" if column and column.isidentifier() else ""
-    line = f"cgcompile build MODEL --sizes {dimension}{','.join(map(str, chosen.sizes))}"
-    why = _reason(proposals, chosen, most, MARGIN)
+    names = list(dict.fromkeys(columns or ()))
+    asked = []
+    for column, counts in zip(names or [""], read_request_log(trace, *names), strict=True):
+        proposals = propose(counts, most, multiple)
+        chosen = choose(proposals)
+        reason = _reason(proposals, chosen, most, MARGIN)
+        asked.append(_Asked(column=column, counts=counts, proposals=proposals, chosen=chosen, reason=reason))
+    line = " ".join(["cgcompile build MODEL", *[f"--sizes {each.option}" for each in asked]])
     if as_json:
-        write_json({
-            "path": trace,
-            "requests": sum(counts.values()),
-            "distinct": len(counts),
-            "rows": chosen.served,
-            "smallest": min(counts),
-            "largest": max(counts),
-            "multiple": multiple,
-            "proposals": [{"sizes": each.sizes, "padded": each.padded, "wasted_percent": each.wasted} for each in proposals],
-            "proposed": len(chosen.sizes),
-            "reason": why,
-            "command": line,
-        })  # fmt: skip
+        found: dict[str, Any] = (
+            asked[0].as_json() if len(asked) == 1 else {"columns": {each.column: each.as_json() for each in asked}}
+        )
+        write_json({"path": trace, "multiple": multiple, **found, "command": line})
         return
-    span = f"{count(len(counts), 'distinct size')} from {min(counts)} to {max(counts)}"
-    requests = count(sum(counts.values()), "request")
-    show(
-        f"{requests}, column {column!r} adds up to {chosen.served}, {span}"
-        if column
-        else f"{requests} of {count(chosen.served, 'row')}, {span}"
-    )
-    show("")
-    heads = (">number", ">padded" if column else ">padded rows", ">wasted", "", "sizes")
-    show(table(heads, [_row(proposal, proposals[0].wasted) for proposal in proposals]))
-    show("")
-    show(why)
+    for each in asked:
+        if each is not asked[0]:
+            show("")
+        each.show()
     typer.echo(line)  # one line on any terminal: it is there to be copied
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Asked:
+    """What was asked for in a column, "" for lines, and what is proposed."""
+
+    column: str
+    counts: Mapping[int, int]
+    proposals: Sequence[Proposal]
+    chosen: Proposal
+    reason: str
+
+    @property
+    def option(self) -> str:
+        """What `--sizes` is given."""
+        return f"{self.column}=" * self.column.isidentifier() + ",".join(map(str, self.chosen.sizes))
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "requests": sum(self.counts.values()),
+            "distinct": len(self.counts),
+            "rows": self.chosen.served,
+            "smallest": min(self.counts),
+            "largest": max(self.counts),
+            "proposals": [{"sizes": each.sizes, "padded": each.padded, "wasted_percent": each.wasted} for each in self.proposals],
+            "proposed": len(self.chosen.sizes),
+            "reason": self.reason,
+        }
+
+    def show(self) -> None:
+        requests = count(sum(self.counts.values()), "request")
+        span = f"{count(len(self.counts), 'distinct size')} from {min(self.counts)} to {max(self.counts)}"
+        served = self.chosen.served
+        show(
+            f"{requests}, column {self.column!r} adds up to {served}, {span}"
+            if self.column
+            else f"{requests} of {count(served, 'row')}, {span}"
+        )
+        show("")
+        heads = (">number", ">padded" if self.column else ">padded rows", ">wasted", "", "sizes")
+        show(table(heads, [_row(proposal, self.proposals[0].wasted) for proposal in self.proposals]))
+        show("")
+        show(self.reason)
 
 
 def _row(proposal: Proposal, most: float) -> tuple[Any, ...]:

@@ -1,10 +1,11 @@
 """The server of examples/serve.py under 64 concurrent HTTP clients on MiniLM, beside the same server on eager PyTorch.
 
     python tests/bench/server/load.py --cache .cache/bench
+    python tests/bench/server/load.py --bundle minilm_gpu.cgb --device cuda --compile --tolerance 1e-3
 
 Every answer is compared with eager PyTorch's for that text alone; one that differs ends the benchmark.  Clients are threads of this
-process, each with a connection that it keeps and its next request as soon as the last was answered.  The two servers take turns,
-round by round.
+process, each with a connection that it keeps and its next request as soon as the last was answered.  The servers take turns, a
+round each.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cgbundle.format.archive import read_manifest
 from tests.bench.common import cases, children, report, serving
 
-BATCHES, LENGTHS = (1, 2, 4, 8), (8, 16, 24, 32, 48, 64, 96, 128)
+BATCHES, LENGTHS = (1, 2, 4, 6, 8), (8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
+"""On a CPU one lowering is for all sizes: more of them cost nothing, and fewer rows and tokens are computed for nothing."""
+
 CASE = cases.Case(
     name="minilm",
     sizes=(f"batch={','.join(map(str, BATCHES))}", f"seq={','.join(map(str, LENGTHS))}"),
@@ -36,7 +40,7 @@ CASE = cases.Case(
 )
 TEXTS = 256
 TOLERANCE = 1e-5
-"""Of an element of an embedding, whose length is 1: examples/demo.py allows the same."""
+"""Of an element of an embedding, whose length is 1, by default: examples/demo.py allows the same."""
 
 WORDS = (  # noqa: SIM905
     "the cat sleeps on a windowsill while rain falls over old roofs and nobody asks why prices rose again after banks raised "
@@ -207,69 +211,76 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     expected = references(sentences)
     here = Path(__file__).parent
     served = [str(children.ROOT / "examples" / "serve.py"), str(path), "--port", "0"]
-    eager = [str(here / "serve_eager.py"), str(BATCHES[-1]), ",".join(map(str, LENGTHS))]
+    batch, length = [dimension.sizes for dimension in read_manifest(str(path)).dimensions]
+    torch = [str(here / "serve_eager.py"), str(batch[-1]), ",".join(map(str, length)), given.device]
+    commands = {"bundle": served, **{how: [*torch, how] for how in ("eager", *(["compile"] if given.compile else []))}}
     counts = (given.clients, 1)
-    found: dict[str, Any] = {"clients": given.clients, "processors": os.cpu_count(), "threads": given.threads}
-    with (
-        running("bundle", served, sentences[0], given.threads) as one,
-        running("eager", eager, sentences[0], given.threads) as other,
-    ):
-        rounds: dict[tuple[str, int], list[Round]] = {(server.name, count): [] for server in (one, other) for count in counts}
-        for server in (one, other):
+    found: dict[str, Any] = {"clients": given.clients, "processors": len(os.sched_getaffinity(0)), "threads": given.threads}
+    with ExitStack() as stack:
+        servers = [stack.enter_context(running(name, command, sentences[0], given.threads)) for name, command in commands.items()]
+        rounds: dict[tuple[str, int], list[Round]] = {(server.name, count): [] for server in servers for count in counts}
+        for server in servers:
             drive(server, sentences, given.clients, 2)  # not measured
-        before = {server.name: health(server) for server in (one, other)}
+        before = {server.name: health(server) for server in servers}
         for count in counts:
             each = given.requests if count > 1 else given.requests * 4
             for _ in range(given.rounds):
-                for server in (one, other):
+                for server in servers:
                     rounds[server.name, count].append(drive(server, sentences, count, each))
             if count > 1:
-                after = {server.name: health(server) for server in (one, other)}
-        for server in (one, other):
+                after = {server.name: health(server) for server in servers}
+        for server in servers:
             worst = max(largest_difference(made, expected) for count in counts for made in rounds[server.name, count])
-            if worst > TOLERANCE:
-                raise children.ChildFailed(f"{server.name}: an answer is {worst:.1e} off, allowed are {TOLERANCE:.0e}")
-            calls, rows = (after[server.name][what] - before[server.name][what] for what in ("calls", "rows"))
+            if worst > given.tolerance:
+                raise children.ChildFailed(f"{server.name}: an answer is {worst:.1e} off, allowed are {given.tolerance:.0e}")
+            calls, rows, waited, computing = (
+                after[server.name][what] - before[server.name][what] for what in ("calls", "rows", "waited", "computing")
+            )
+            many = summary(rounds[server.name, given.clients])
             found[server.name] = {
                 "torch": after[server.name]["torch"], "start": server.start, "resident": resident(server), "difference": worst,
-                "rows per call": rows / calls, "many": summary(rounds[server.name, given.clients]),
-                "one": summary(rounds[server.name, 1]),
+                "rows per call": rows / calls, "waited": waited / rows, "call": computing / calls,
+                "busy": computing / sum(made.seconds for made in rounds[server.name, given.clients]),
+                "many": many, "one": summary(rounds[server.name, 1]),
             }  # fmt: skip
     return found
 
 
 def show(found: dict[str, Any]) -> None:
     """The table."""
-    bundle, eager = found["bundle"], found["eager"]
+    ways = [found[name] for name in ("bundle", "eager", "compile") if name in found]
+    bundle, eager, *_ = ways
 
     def ratio(a: float, b: float) -> str:
         return f"{a / b:.2f} x"
 
     def row(name: str, key: str, spell: Callable[[Any], str]) -> tuple[str, ...]:
-        return (name, spell(bundle[key]), spell(eager[key]), ratio(eager[key], bundle[key]))
+        return (name, *(spell(way[key]) for way in ways), ratio(eager[key], bundle[key]))
 
     rows: list[tuple[str, ...]] = [
-        ("torch imported", *("yes" if way["torch"] else "no" for way in (bundle, eager)), ""),
+        ("torch imported", *("yes" if way["torch"] else "no" for way in ways), ""),
         row("process start to first answer", "start", lambda seconds: f"{seconds:.2f} s"),
         row("memory of the process", "resident", report.mebibytes),
     ]
     for key, name in (("many", f"{found['clients']} clients"), ("one", "1 client")):
-        a, b = bundle[key], eager[key]
-        through = [statistics.median(way["throughput"]) for way in (a, b)]
-        spread = [f"{min(way['throughput']):.0f}-{max(way['throughput']):.0f}" for way in (a, b)]
-        rows.append(
-            (f"{name}, requests a second", *(f"{x:.0f} ({s})" for x, s in zip(through, spread, strict=True)), ratio(*through))
-        )
-        for percentile in ("p50", "p99"):
-            cells = [f"{way[percentile] * 1e3:.1f} ms" for way in (a, b)]
-            rows.append((f"{name}, latency {percentile}", *cells, ratio(b[percentile], a[percentile])))
-        spent = [f"{way['processor'] * 1e3:.1f} ms" for way in (a, b)]
-        rows.append((f"{name}, processor time a request", *spent, ratio(b["processor"], a["processor"])))
-    rows.append(("rows of a call, on average", *(f"{way['rows per call']:.1f}" for way in (bundle, eager)), ""))
-    total = sum(way[key]["requests"] for way in (bundle, eager) for key in ("many", "one"))
-    note = f"all {total} answers correct; largest difference of an element {max(bundle['difference'], eager['difference']):.1e}"
+        own = [way[key] for way in ways]
+        through = [statistics.median(way["throughput"]) for way in own]
+        spread = [f"{min(way['throughput']):.0f}-{max(way['throughput']):.0f}" for way in own]
+        cells = [f"{x:.0f} ({s})" for x, s in zip(through, spread, strict=True)]
+        rows.append((f"{name}, requests a second", *cells, ratio(through[0], through[1])))
+        for part, title in (("p50", "latency p50"), ("p99", "latency p99"), ("processor", "processor time a request")):
+            cells = [f"{way[part] * 1e3:.1f} ms" for way in own]
+            rows.append((f"{name}, {title}", *cells, ratio(own[1][part], own[0][part])))
+    many = f"{found['clients']} clients"
+    rows.append(row(f"{many}, a request's time in the queue", "waited", lambda seconds: f"{seconds * 1e3:.1f} ms"))
+    rows.append(row(f"{many}, a call of the model", "call", lambda seconds: f"{seconds * 1e3:.1f} ms"))
+    rows.append((f"{many}, the model's share of the time", *(f"{way['busy']:.0%}" for way in ways), ""))
+    rows.append((f"{many}, rows of a call", *(f"{way['rows per call']:.1f}" for way in ways), ""))
+    total = sum(way[key]["requests"] for way in ways for key in ("many", "one"))
+    note = f"all {total} answers correct; largest difference of an element {max(way['difference'] for way in ways):.1e}"
     title = f"examples/serve.py, MiniLM, {found['processors']} processors, {found['threads']} of them for the model"
-    report.table(report.console(), title, ("", "bundle", "eager PyTorch", "better by"), rows, note)
+    names = ("bundle", "eager PyTorch", "torch.compile")[: len(ways)]
+    report.table(report.console(), title, ("", *names, "better than eager by"), rows, note)
 
 
 def main() -> int:
@@ -281,6 +292,9 @@ def main() -> int:
     parser.add_argument("--requests", type=int, default=16, help="of each client in a round")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1, help="of the model in either server: HTTP and the clients need some, too")
+    parser.add_argument("--device", default="cpu", help="where PyTorch computes (default: %(default)s)")
+    parser.add_argument("--compile", action="store_true", help="torch.compile too")
+    parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of an element (default: %(default)s)")
     parser.add_argument("--json", action="store_true", help="print the numbers instead of the table")
     given = parser.parse_args()
     try:

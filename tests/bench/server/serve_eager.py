@@ -1,4 +1,5 @@
-"""Child: `serve_eager.py LARGEST LENGTH,LENGTH,...` is examples/serve.py with eager PyTorch behind it instead of a bundle.
+"""Child: `serve_eager.py LARGEST LENGTH,LENGTH,... DEVICE HOW` is examples/serve.py with PyTorch behind it instead of a bundle: HOW
+is `eager` or `compile`, by torch.compile for any size.
 
 The same HTTP, the same batching by the same lengths.  Eager PyTorch needs no recorded sizes: a batch is as large as it is, and
 padded to its longest row only.
@@ -19,19 +20,20 @@ import torch
 from server.batching import Batcher
 
 
-def main(largest: str, lengths: str) -> None:
+def main(largest: str, lengths: str, device: str, how: str) -> None:
     """Serves at a free port, which the first line on stderr names."""
-    network = minilm.model()
+    network = minilm.model().to(device)
+    run = torch.compile(network, dynamic=True) if how == "compile" else network
 
     def call(rows: Sequence[Sequence[int]], _: int) -> Sequence[Any]:
         longest = max(map(len, rows))
         ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
         mask = torch.tensor([[*[1] * len(row), *[0] * (longest - len(row))] for row in rows])
         with torch.inference_mode():
-            return network(ids, mask).tolist()
+            return run(ids.to(device), mask.to(device)).tolist()
 
     batcher = Batcher(call, [int(length) for length in lengths.split(",")], int(largest))
-    serve.serve(serve.make_app(batcher, serve.tokenizer(None), {"model": "eager"}), "127.0.0.1", 0, "eager")
+    serve.serve(serve.make_app(batcher, serve.tokenizer(None), {"model": how}), "127.0.0.1", 0, how)
 
 
 if __name__ == "__main__":

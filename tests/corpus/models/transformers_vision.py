@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import torch
+
 from ..case import Case, Made
 from .shared import named, noise, pixels, transformer
 
@@ -40,7 +42,9 @@ def rt_detr() -> Made:
         decoder_attention_heads=2, decoder_ffn_dim=64, num_denoising=0, eval_size=None, feat_strides=[8, 16, 32],
         use_pretrained_backbone=False, use_timm_backbone=False, backbone=None,
     )  # fmt: skip
-    return RTDetrForObjectDetection(config), pixels(64)
+    model = RTDetrForObjectDetection(config)
+    torch.nn.init.normal_(model.model.enc_score_head.weight)  # else all scores are equal, and any ten of them the best
+    return model, pixels(64)
 
 
 def upernet() -> Made:

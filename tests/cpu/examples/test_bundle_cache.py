@@ -14,7 +14,10 @@ from typing import Any
 
 import pytest
 
+import cgbundle
 from cgbundle.format import archive
+from cgbundle.loader import open_program
+from cgbundle.program.replicas import Replicas
 from tests.helpers.places import ROOT
 
 ROW = struct.pack("<6f", 1.0, -2.0, 0.5, 3.0, 0.0, -1.0)
@@ -73,6 +76,37 @@ def test_what_was_asked_for_longest_ago_goes_first(caching: ModuleType, folder: 
 
     told = used(caching, folder, 2 * size, session, poll=3600)
     assert [(event["model"], event["for"]) for event in told if event["event"] == "evicted"] == [("b", "c"), ("a", "b")]
+
+
+def test_a_copy_on_every_device(
+    caching: ModuleType, bundle: Path, folder: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The CPU stands in for two GPUs: both copies are examined, and take calls by turns."""
+    asked_for, called = [], []
+
+    def load(path: str, *, devices: tuple[int, ...], replicas: bool) -> Replicas:
+        asked_for.append((devices, replicas))
+        made = Replicas([open_program(path) for _ in devices])
+        for number, program in enumerate(made.programs):
+            replay = program.replay
+            monkeypatch.setattr(program, "replay", lambda tensors, n=number, r=replay: (called.append(n), r(tensors))[1])
+        return made
+
+    monkeypatch.setattr(cgbundle, "load", load)
+
+    async def run() -> None:
+        options = caching.Options(wait=0.0, devices=(0, 1))
+        cache = caching.BundleCache(folder, size, options, 3600, lambda event: None)
+        try:
+            for _ in range(6):
+                assert await asked(cache, "a") == 1
+        finally:
+            await cache.close()
+
+    asyncio.run(run())
+    assert asked_for == [((0, 1), True)]
+    exam = len(archive.read_manifest(str(bundle)).programs)
+    assert called[: 2 * exam] == [0] * exam + [1] * exam and sorted(called[2 * exam :]) == [0] * 3 + [1] * 3
 
 
 def test_requests_that_run_are_answered_by_a_model_that_goes(caching: ModuleType, folder: Path, size: int) -> None:

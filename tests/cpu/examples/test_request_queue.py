@@ -68,6 +68,29 @@ def test_rows_of_one_group_go_together_up_to_the_largest(requests: ModuleType) -
     assert all(len(batch.waited) == len(batch.rows) and batch.seconds >= 0 for batch in batches)
 
 
+def test_several_calls_at_once(requests: ModuleType) -> None:
+    """Two begin, the third when one of them is done; nothing more is taken from the queue meanwhile."""
+    gate, began = threading.Event(), threading.Semaphore(0)
+
+    def call(items: Sequence[int]) -> list[int]:
+        began.release()
+        assert gate.wait(20)
+        return [2 * item for item in items]
+
+    async def run() -> tuple[int, list[int]]:
+        with ThreadPoolExecutor(3) as threads:
+            async with requests.RequestQueue(call, threads, 4, 0.01, 100, lambda batch: None, 2) as queue:
+                each = [asyncio.create_task(queue.answer(number, "a", 4, 20)) for number in range(5)]
+                for _ in range(2):
+                    assert await asyncio.to_thread(began.acquire, timeout=20)
+                await asyncio.sleep(0.05)
+                waiting = queue.waiting
+                gate.set()
+                return waiting, [await one for one in each]
+
+    assert asyncio.run(run()) == (3, [0, 2, 4, 6, 8])
+
+
 def test_a_full_queue_refuses_and_says_when_to_come_back(requests: ModuleType) -> None:
     gate = threading.Event()
 

@@ -101,9 +101,9 @@ class Client:
 class Server:
     """`python examples/serve_models.py`, started, and its log."""
 
-    def __init__(self, folder: Path, *options: object) -> None:
+    def __init__(self, folder: Path, *options: object, script: Sequence[str] = (str(EXAMPLES / "serve_models.py"),)) -> None:
         path = os.pathsep.join([str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")])
-        command = [sys.executable, str(EXAMPLES / "serve_models.py"), str(folder), "--port", "0", *map(str, options)]
+        command = [sys.executable, *script, str(folder), *([] if len(script) > 1 else ["--port", "0"]), *map(str, options)]
         self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
         self.log: list[dict[str, Any]] = []
         self._reading = threading.Thread(target=self._read, daemon=True)
@@ -557,3 +557,37 @@ def test_what_the_protocol_has_no_words_for(versions: ModuleType) -> None:
         with pytest.raises(versions.Refused, match="calls change its state or its inputs"):
             versions.describe(described(**changes))
     assert versions.describe(described(changes=(2,), random=2)).batches == (1, 4)
+
+
+def test_devices_are_numbers(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, str(EXAMPLES / "serve_models.py"), str(tmp_path), "--devices", "0,one"],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr.splitlines() == ["serve_models: --devices 0,one: expected numbers of GPUs, as in 0,1"]
+
+
+# --- a GPU that fails ---------------------------------------------------------------------------------------------------
+
+
+def test_a_server_whose_gpu_fails_ends_itself_with_the_drivers_error(folder: Folder, tmp_path: Path) -> None:
+    flag = tmp_path / "failed"
+    found = Server(tmp_path / "models", flag, script=("-m", "tests.helpers.failing_gpu"))
+    try:
+        client = found.ready()
+        asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [64], "data": list(range(64))}]}
+        told = client.ask("POST", "/v2/models/twice/infer", asked)
+        assert told[0] == 200 and told[1]["outputs"][0]["data"] == [2.0 * value for value in range(64)]
+        flag.touch()
+        status, told, headers = client.ask("POST", "/v2/models/twice/infer", asked)
+        assert (status, told) == (503, {"error": "the GPU failed, and this server ends"}) and headers["retry-after"] == "1"
+        failed = found.said(lambda event: event["event"] == "gpu-failed")
+        assert failed["model"] == "twice" and "CUDA_ERROR_LAUNCH_FAILED" in failed["why"]
+        assert found.process.wait(STARTS) == 1
+        found._reading.join(5)
+        assert [event["text"].strip() for event in found.log if event["event"] == "text"] == [
+            f"serve_models: the GPU failed: {failed['why']}"
+        ]
+    finally:
+        found.stop()

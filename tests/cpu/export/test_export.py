@@ -116,6 +116,38 @@ def test_an_assertion_about_a_whole_tensor_can_be_made_functional() -> None:
     assert len(functional(program).user_outputs) == 1
 
 
+def test_an_assertion_without_a_message_gets_the_users_line() -> None:
+    """Inductor makes nothing of one without."""
+
+    def inside(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x < 3).all())
+        return x + 1
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        torch._assert_async((x < 2).all())
+        return torch.cond(x.sum() > 0, inside, lambda x: x - 1, (x,))
+
+    program = exported(function, batch=(2, 4)).programs.first
+    parts = [part for part in program.graph_module.modules() if isinstance(part, torch.fx.GraphModule)]
+    assertions = [node for part in parts for node in part.graph.nodes if "_assert_async" in str(node.target)]
+    assert [node.target for node in assertions] == [torch.ops.aten._assert_async.msg] * 2, "one is in a branch"
+    where, _, said = str(assertions[0].args[1]).partition(": ")
+    assert where.startswith("tests/cpu/export/test_export.py:")
+    assert said == "the model asserts what is not so: torch._assert_async((x < 2).all())"
+
+
+def test_a_number_that_is_a_size_makes_a_program_for_each() -> None:
+    """torch.export takes the number for larger than 1, as it does the size."""
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        rows = (x * 0 + 1).sum(0).max().long().item()
+        torch._check(rows == x.shape[0])
+        return x + x.new_ones(rows, 1)
+
+    assert exported(function, batch=(2, 4)).programs.dynamic
+    assert not exported(function, batch=(1, 4)).programs.dynamic
+
+
 def ctc(x: torch.Tensor) -> torch.Tensor:
     """A loss whose operation has a second result as large as the longest target, which lengths tell that are data."""
     targets, lengths = x.argsort(-1)[:, :2].clamp(min=1), torch.full_like(x[:, 0], 2, dtype=torch.int64)

@@ -14,6 +14,7 @@ import cgcompile
 from cgcompile.errors import BuildError
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
+from cgcompile.offline.decompose.decompositions import gru_cell, lstm_cell
 from cgcompile.offline.lower.coverage import operators_without_kernel
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.targets.architectures import arch
@@ -41,6 +42,7 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     "of a weight alone": ("", lambda x, w: x @ torch.linalg.matrix_exp(w)),
     "a part of a result": ("aten.linalg_inv", lambda x, w: x @ torch.linalg.inv(w)),
     "a cell": ("", lambda x, w: torch.ops.aten.lstm_cell(x, [x, x], *[torch.cat([w] * 4)] * 2, *[torch.cat([w[0]] * 4)] * 2)[0]),
+    "a gated cell": ("", lambda x, w: torch.gru_cell(x, x, *[torch.cat([w] * 3)] * 2, *[torch.cat([w[0]] * 3)] * 2)),
     "a pool": ("", lambda x, w: F.adaptive_avg_pool3d(x.view(1, 1, -1, 4, 4), (1, 3, 2)).sum() + x),
     "a pool of maxima": ("", lambda x, w: F.adaptive_max_pool3d(x.view(1, 1, -1, 4, 4), (1, 3, 2)).sum() + x),
     "truth of all": ("", lambda x, w: x * torch.ops.aten._is_all_true(x > 0) * torch.ops.aten._is_any_true(w > 0)),
@@ -89,10 +91,28 @@ def test_check_names_what_lowering_refuses(name: str) -> None:
         assert not expected
 
 
+@pytest.mark.parametrize("biased", [True, False])
+def test_cells_are_what_pytorch_computes(biased: bool) -> None:
+    x, hidden, state = torch.randn(3, 4, 5)
+    for gates, cell, own, given in ((3, torch.gru_cell, gru_cell, hidden), (4, torch.lstm_cell, lstm_cell, (hidden, state))):
+        weights = [torch.randn(gates * 5, 5) for _ in range(2)] + [torch.randn(gates * 5) for _ in range(2 * biased)]
+        torch.testing.assert_close(own(x, given, *weights), cell(x, given, *weights))
+
+
 def test_what_is_on_the_host_needs_no_kernel() -> None:
     program = export(load_source(Of(CASES["median"][1]).eval(), inputs), {"batch": (4, 8)}).programs.first
     (node,) = [node.name for node in program.graph.nodes if "median" in str(node.target)]
     assert not operators_without_kernel(program, (node,), H200)
+
+
+def test_an_assertion_has_no_kernel_and_the_host_can_check_it() -> None:
+    def asserting(x: Tensor, w: Tensor) -> Tensor:
+        torch._assert_async((x < 9).all())
+        return x @ w
+
+    (found,) = cgcompile.check(Of(asserting).eval(), inputs, sizes=[4], target="sm_90").findings
+    assert (found.rule, found.severity) == ("operator-without-kernel", "refuse")
+    assert not cgcompile.check(Of(asserting).eval(), inputs, sizes=[4], target="sm_90", host_ops=hinted(found.fix)).refused
 
 
 def model_of(name: str) -> Callable[..., Any]:

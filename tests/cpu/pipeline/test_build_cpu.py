@@ -246,9 +246,35 @@ def test_two_builds_differ_in_nothing_but_the_time(bundle: Path, rebuilt: Path) 
     assert first == second, "the files' hashes are among what is compared"
 
 
-def test_a_model_without_dimensions(tmp_path: Path) -> None:
-    model = torch.nn.Linear(3, 2).eval()
-    out = cgcompile.build(model, lambda: (torch.ones(1, 3),), out=tmp_path / "fixed.cgb", target="cpu").path
+class Asserting(torch.nn.Module):
+    """A model without dimensions that asserts what it is called with, in every way that PyTorch has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = torch.nn.Linear(3, 2)
+
+    def forward(self, x: torch.Tensor, asked: torch.Tensor) -> torch.Tensor:
+        count, low, half, known, alone, named = asked.unbind()
+        torch._check(count.long().item() == 20)
+        torch._check(low.long().item() > 3)
+        torch._check(half.item() == 0.5)
+        if known.long() != 20:
+            raise ValueError("expected 20")
+        torch._assert_async(alone == 20)
+        torch._assert_async(named == 20, "the last is 20")
+        return self.linear(x)
+
+
+def test_a_model_without_dimensions_and_what_it_asserts(tmp_path: Path) -> None:
+    model, asked = Asserting().eval(), torch.tensor([20, 20, 0.5, 20, 20, 20])
+    out = cgcompile.build(model, lambda: (torch.ones(1, 3), asked), out=tmp_path / "fixed.cgb", target="cpu").path
     with cgbundle.load(out) as program:
         assert program.int_keys == ((),)
-        torch.testing.assert_close(program(torch.ones(1, 3)), model(torch.ones(1, 3)).detach())
+        torch.testing.assert_close(program(torch.ones(1, 3), asked), model(torch.ones(1, 3), asked).detach())
+        for place, said in enumerate(["20", "", "0.5", "20", r"test_build_cpu.py:\d+: .*alone == 20", "the last is 20"]):
+            wrong = asked.clone()
+            wrong[place] = 3
+            with pytest.raises((RuntimeError, ValueError)):
+                model(torch.ones(1, 3), wrong)
+            with raises("library-refused", match=said):
+                program(torch.ones(1, 3), wrong)

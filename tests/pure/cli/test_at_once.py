@@ -122,6 +122,7 @@ BOTH = ("--sizes", "batch=1,4", "--sizes", "seq=8")
         (("diff", "a.cgb", "b.cgb"), 2, "a.cgb: no such bundle"),
         (("sign", "nosuch.cgb", "--key", "k"), 2, "k: No such file"),
         (("sizes", "nosuch"), 2, "nosuch: no such file"),
+        (("build", "model.py", *BOTH, "--target", "cpu", "--target", "cpu"), 2, "--target takes one value, got 2"),
     ],
     ids=lambda value: "-".join(value) if isinstance(value, tuple) else None,
 )
@@ -174,3 +175,22 @@ def test_torch_is_announced_before_it_is_imported(folder: Path) -> None:
     first, *_, last = answer.err.splitlines()
     assert (first, last) == ("import            ...  torch", "AssertionError: torch is imported")
     assert len(answer.modules) < MOST
+
+
+ENDS = """
+import gc, sys
+from cgcompile_cli.main import main
+try:
+    main()
+finally:
+    print(gc.get_freeze_count() > 1000, len(gc.get_objects()) < 1000)
+"""
+
+
+@pytest.mark.parametrize("argument", ["--version", "--nothing"])
+def test_the_end_looks_through_nothing_for_cycles(argument: str) -> None:
+    """The interpreter looks through all that is not frozen while it ends: with torch's objects 1.6 s."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
+    command = [sys.executable, "-c", ENDS, argument]
+    done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, check=False)
+    assert done.stdout.splitlines()[-1] == "True True", done.stderr

@@ -98,6 +98,7 @@ def test_a_copy_on_every_device_and_calls_by_turns(fake: FakeDriver, path: Path)
         for seed, key in enumerate((4, 4, 8, 4, 8)):
             assert flat(replicas(given(key, seed))) == wanted(key, seed)
         assert flat(replicas.forward(given(4))) == flat(replicas["forward"](x=given(4))) == wanted(4)
+        assert [flat(each) for each in (*replicas.replay([given(8)]), *replicas["forward"].replay([given(8)]))] == [wanted(8)] * 2
         assert (replicas.int_keys, replicas.memory) == (replicas.programs[0].int_keys, replicas.programs[0].memory)
 
 
@@ -139,8 +140,9 @@ def test_state_stays_on_a_device(fake: FakeDriver, tmp_path: Path) -> None:
         Program(manifest, CudaBackend(ArchiveOf(tmp_path / "tiny.cgb", manifest), device), "pad", "copy") for device in (0, 1)
     ]
     with Replicas(opened) as replicas:
-        with raises("replica-state", match=r"the model keeps 'total' .*\n?"):
-            replicas(given(4))
+        for call in (lambda: replicas(given(4)), lambda: replicas.replay([given(4)])):
+            with raises("replica-state", match="the model keeps 'total' from call to call"):
+                call()
         sessions = [replicas.session() for _ in range(4)]
         assert [session._backend.device for session in sessions] == [0, 1, 0, 1]
         for session in sessions:

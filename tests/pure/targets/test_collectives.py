@@ -173,29 +173,21 @@ def test_sizes_that_are_no_multiple_are_refused() -> None:
             collective_launch(size)
 
 
-ALL_REDUCES = [
-    Collective(way, "float32", False, 4, 2, 2) for way in ("packets", "packets", "packets", "buffers", "buffers", "buffers")
-]
-
-
 @pytest.mark.parametrize(
-    ("old", "new"),
+    ("way", "old", "new"),
     [
-        ("  fence.acq_rel.sys;", ""),
-        ("  and.b32 %half, %epoch, 1;", "  and.b32 %half, %epoch, 0;"),
-        ("  setp.eq.and.u32 %p, %g, %epoch, %p;", ""),
-        ("  setp.eq.u32 %p, %f, %epoch;", "  setp.eq.u32 %p, %g, %epoch;"),
-        ("  setp.ge.s32 %p, %g, 0;", "  setp.eq.u32 %p, 0, 0;"),
+        ("buffers", "  fence.acq_rel.sys;", ""),
+        ("buffers", "  and.b32 %half, %epoch, 1;", "  and.b32 %half, %epoch, 0;"),
+        ("buffers", "  setp.ge.s32 %p, %g, 0;", "  setp.eq.u32 %p, 0, 0;"),
+        ("packets", "  setp.eq.and.u32 %p, %g, %epoch, %p;", ""),
+        ("packets", "  setp.eq.u32 %p, %f, %epoch;", "  setp.eq.u32 %p, %g, %epoch;"),
     ],
 )
-def test_a_protocol_that_lacks_something_is_seen(old: str, new: str) -> None:
+def test_a_protocol_that_lacks_something_is_seen(way: Way, old: str, new: str) -> None:
     text = source(MEMORIES[2])
     assert old in text
-    for seed in range(200):
-        try:
-            came, right, *_ = exchanged(2, ALL_REDUCES, seed, text.replace(old, new))
-        except AssertionError:
-            return  # one waits for what will never come
+    for seed in range(100):
+        came, right, *_ = exchanged(2, [Collective(way, "float32", False, 4, 2, 2)] * 4, seed, text.replace(old, new))
         if came != right:
             return
     pytest.fail("every run was right")

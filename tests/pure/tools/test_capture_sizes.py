@@ -122,7 +122,7 @@ def written(folder: Path, text: str | bytes) -> str:
 
 @pytest.mark.parametrize("text", ["8\n3\n8\n", "8\r\n3\r\n8", "\n8\n\n 3 \n8\n\n", "\ufeff8\n3\n8", "08\n3\n8\t\n"])
 def test_one_size_per_line(text: str, tmp_path: Path) -> None:
-    assert read_request_log(written(tmp_path, text)) == {8: 2, 3: 1}
+    assert read_request_log(written(tmp_path, text)) == ({8: 2, 3: 1},)
 
 
 @pytest.mark.parametrize(
@@ -130,7 +130,7 @@ def test_one_size_per_line(text: str, tmp_path: Path) -> None:
     [CSV, "\ufeff" + CSV, CSV.replace("\n", "\r\n"), "tokens\n8\n3\n8\n", "a;tokens\n1,5;8\n;3\n;8", "tokens\tb\n8\t\n3\t\n8\t"],
 )
 def test_a_column(text: str, tmp_path: Path) -> None:
-    assert read_request_log(written(tmp_path, text), "tokens") == {8: 2, 3: 1}
+    assert read_request_log(written(tmp_path, text), "tokens") == ({8: 2, 3: 1},)
 
 
 @given(st.lists(st.integers(1, 10**15 - 1), min_size=1))
@@ -200,9 +200,9 @@ def test_a_million_requests_take_a_second_or_so(tmp_path: Path) -> None:
     pick = random.Random(0)
     path = written(tmp_path, "\n".join([str(pick.randint(1, 4096)) for _ in range(1_000_000)]))
     begin = time.process_time()
-    proposals = propose(read_request_log(path), 8)
+    proposals = propose(read_request_log(path)[0], 8)
     assert time.process_time() - begin < 3, "0.4 s on the machine that this was written on: thrice and more for a slow one"
-    assert sum(read_request_log(path).values()) == 1_000_000 and len(proposals) == 8
+    assert sum(read_request_log(path)[0].values()) == 1_000_000 and len(proposals) == 8
 
 
 # --- the command ------------------------------------------------------------------------------------------------
@@ -234,6 +234,34 @@ def test_the_command_as_json(tmp_path: Path) -> None:
     assert told["proposals"][1] == {"sizes": [4, 8], "padded": 1, "wasted_percent": 5.0}
     assert told["proposed"] == 2 and told["command"] == "cgcompile build MODEL --sizes tokens=4,8"
     assert told["reason"] == "2 sizes: more would save nothing"
+
+
+SEVERAL = "batch,seq\n1,12\n1,30\n8,30\n"
+
+
+def test_several_columns_are_several_dimensions() -> None:
+    lines = call("sizes", "-", "--column", "seq", "--column", "batch", given=SEVERAL).stdout.splitlines()
+    assert lines[-1] == "cgcompile build MODEL --sizes seq=12,30 --sizes batch=1,8"
+    assert [line for line in lines if "column" in line] == [
+        "3 requests, column 'seq' adds up to 72, 2 distinct sizes from 12 to 30",
+        "3 requests, column 'batch' adds up to 10, 2 distinct sizes from 1 to 8",
+    ]
+    told = json.loads(call("sizes", "-", "--column", "seq", "--column", "batch", "--json", given=SEVERAL).stdout)
+    assert [(name, each["rows"], each["proposals"][-1]["sizes"]) for name, each in told["columns"].items()] == [
+        ("seq", 72, [12, 30]),
+        ("batch", 10, [1, 8]),
+    ]
+    assert told["command"] == lines[-1] and told["multiple"] == 1
+
+
+def test_a_column_named_twice_is_one() -> None:
+    once, twice = [call("sizes", "-", *["--column", "seq"] * times, given=SEVERAL).stdout for times in (1, 2)]
+    assert once == twice and once.endswith("--sizes seq=12,30\n")
+
+
+def test_one_of_several_columns_is_none() -> None:
+    result = call("sizes", "-", "--column", "seq", "--column", "rows", given=SEVERAL)
+    assert result.exit_code == 2 and "no column 'rows' (columns: batch, seq)" in result.stderr
 
 
 @pytest.mark.parametrize(

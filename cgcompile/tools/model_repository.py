@@ -1,0 +1,113 @@
+"""Bundles of one model as a repository of the Hugging Face Hub: a model card, and a folder for each machine's bundle.
+
+    README.md                                   the card: metadata that the Hub shows, and how to load a bundle
+    build/cgbundle6-cu130-sm_90-linux/          a bundle, for GPUs of that architecture and drivers from that version on
+    build/cgbundle6-cpu-x86_64-linux/           a bundle for CPUs
+
+Folders are named as those of the Hub's kernels (huggingface.co/docs/kernels, Build variants): framework and version, what it
+computes on, the machine, the system.  `huggingface_hub` uploads and downloads such a folder, and a bundle is loaded from its cache.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from uuid import uuid4
+
+from cgbundle.format.archive import MANIFEST, SIGNATURE, Archive
+from cgbundle.format.schema import Manifest
+from cgbundle.validate.bundle import check_bundle
+
+from ..errors import BuildError
+from ..pipeline.destination import check_free
+from .store import link
+
+CARD, VARIANTS = "README.md", "build"
+
+
+def model_repository(
+    bundles: Sequence[str | os.PathLike[str]], out: str | os.PathLike[str], *, base_model: str = "", license: str = ""
+) -> Path:
+    """Writes `bundles`, paths of bundles of one model, as a repository at `out`, whole or not at all; returns its path.  Files are
+    hard links where that can be.
+
+    `base_model` is the name on the Hub of what they were built from, `license` one of the Hub's identifiers; both are in the card.
+    Upload it with `huggingface_hub.upload_folder(repo_id=..., folder_path=out)`.
+    Raises output-exists, also for two bundles for one kind of machine; output-unwritable; and as `cgbundle.load` with check="full".
+    """
+    place = Path(out)
+    check_free(place, False)
+    found: dict[str, tuple[Path, Manifest]] = {}
+    for path in map(Path, bundles):
+        opened = Archive(os.fspath(path))
+        check_bundle(opened, "full")
+        name = variant(opened.manifest)
+        if name in found:
+            raise BuildError(
+                "output-exists", f"{path}: is for {name}, and so is {found[name][0]}", "give one for each kind of machine"
+            )
+        found[name] = path, opened.manifest
+    stage = place.absolute().parent / f".{place.name}.{uuid4().hex}.part"
+    try:
+        for name, (path, manifest) in found.items():
+            _copy(path, manifest, stage / VARIANTS / name)
+        manifests = {name: manifest for name, (_, manifest) in found.items()}
+        (stage / CARD).write_text(card(manifests, base_model=base_model, license=license), encoding="utf-8")
+        stage.rename(place)
+    finally:
+        shutil.rmtree(stage, ignore_errors=True)
+    return place
+
+
+def variant(manifest: Manifest) -> str:
+    """The name of a bundle's folder: `cgbundle6-cu130-sm_90-linux`, `cgbundle6-cpu-x86_64-linux`, and with the level of processors
+    that it was built for, `cgbundle6-cpu-x86-64-v3-linux`."""
+    target = manifest.target
+    on = "cpu" if target.kind == "cpu" else f"cu{target.driver // 1000}{target.driver % 1000 // 10}"
+    return f"cgbundle{manifest.format}-{on}-{target.level or target.arch}-linux"
+
+
+def card(manifests: dict[str, Manifest], *, base_model: str = "", license: str = "") -> str:
+    """The text of README.md: metadata as YAML, what the model takes and gives, the folders, and how to load one."""
+    first = next(iter(manifests.values()))
+    metadata: dict[str, object] = {"library_name": "cgbundle", "tags": ["cgbundle", "ahead-of-time", *_targets(manifests)]}
+    metadata |= {"license": license} if license else {}
+    metadata |= {"base_model": base_model} if base_model else {}
+    lines = ["---", *[f"{key}: {json.dumps(value)}" for key, value in metadata.items()], "---", "", f"# {first.name}", ""]
+    lines += [
+        "Compiled ahead of time by cgcompile; the runtime, `cgbundle`, loads it without PyTorch.",
+        "",
+        "| | name | dtype | shape |",
+    ]
+    lines += ["|---|---|---|---|"]
+    for side, specs in (("input", first.inputs), ("output", first.outputs)):
+        lines += [f"| {side} | {spec.name} | {spec.dtype} | {list(map(_size, spec.shape))} |" for spec in specs]
+    lines += ["", "| folder | sizes | bytes |", "|---|---|---|"]
+    for name, manifest in manifests.items():
+        sizes = ", ".join([f"{each.name}: {', '.join(map(str, each.sizes))}" for each in manifest.dimensions]) or "fixed"
+        lines.append(f"| {VARIANTS}/{name} | {sizes} | {sum(file.bytes for file in manifest.files):,} |")
+    name = next(iter(manifests))
+    lines += [
+        "", "```python", "import cgbundle", "from huggingface_hub import snapshot_download", "",
+        f'folder = snapshot_download("OWNER/NAME", allow_patterns="{VARIANTS}/{name}/*")',
+        f'program = cgbundle.load(f"{{folder}}/{VARIANTS}/{name}")', "```", "",
+    ]  # fmt: skip
+    return "\n".join(lines)
+
+
+def _targets(manifests: dict[str, Manifest]) -> list[str]:
+    return list(dict.fromkeys([manifest.target.arch for manifest in manifests.values()]))
+
+
+def _size(size: object) -> str:
+    return str(size) if isinstance(size, int | str) else "..."
+
+
+def _copy(bundle: Path, manifest: Manifest, place: Path) -> None:
+    names = [file.path for file in manifest.files] + [MANIFEST, *([SIGNATURE] if (bundle / SIGNATURE).exists() else [])]
+    for name in names:
+        (place / name).parent.mkdir(parents=True, exist_ok=True)
+        link((bundle / name).resolve(), place / name)

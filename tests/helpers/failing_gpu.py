@@ -1,0 +1,73 @@
+"""`python -m tests.helpers.failing_gpu FOLDER FLAG`: examples/serve_models.py over the fake driver, which fails at every call as
+soon as a file FLAG is there.  FOLDER is made, with one model, `twice`, in it: 64 floats -> twice as much."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgbundle.format import archive, manifest_json, safetensors
+from cgbundle.format.schema import Manifest
+from tests.helpers import chained_bundles
+from tests.helpers.chained_bundles import N, numbers, twice
+from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.places import ROOT
+from tests.helpers.support import proof
+
+LOST = 719
+"""CUDA_ERROR_LAUNCH_FAILED."""
+
+
+class FailingDriver(FakeDriver):
+    """Fails at every call once `flag` is there, as the real one does when its context is lost."""
+
+    def __init__(self, flag: Path) -> None:
+        super().__init__()
+        self.flag = flag
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("cu") and name != "cuGetErrorName" and os.path.exists(object.__getattribute__(self, "flag")):
+            object.__getattribute__(self, "__dict__")["fail_at"] = len(self.calls)
+            object.__getattribute__(self, "__dict__")["error"] = LOST
+        return super().__getattribute__(name)
+
+
+def write(folder: Path) -> Manifest:
+    """The bundle's first entry alone, with an exam."""
+    whole = chained_bundles.write(folder)
+    image = hashlib.sha256(b"an image").hexdigest()
+    for path in [*(folder / "graphs").iterdir(), *folder.glob("programs/*")]:
+        path.unlink()
+    (folder / archive.PROGRAM).write_bytes(b"")
+    (folder / "graphs/make.bin").write_bytes(chained_bundles.tables.encode(chained_bundles.recording(image, "make")))
+    with open(folder / archive.EXAM, "wb") as file:
+        shape = ("float32", (N,))
+        named = {archive.exam_entry((), "input", 0): numbers(0), archive.exam_entry((), "output", 0): twice(numbers(0))}
+        safetensors.write(file, {name: (*shape, lambda data=data: data) for name, data in named.items()})
+    exam = replace(whole.exam, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
+    made = replace(
+        whole, name="twice", entry="forward", entries=(), chains=(), reserved=(), exam=exam, regions=whole.regions[:1],
+        files=archive.describe_files(str(folder)),
+    )  # fmt: skip
+    (folder / archive.MANIFEST).write_bytes(manifest_json.encode(made))
+    return made
+
+
+def main(folder: str, flag: str) -> None:
+    """Serves until the GPU fails."""
+    write(Path(folder) / "twice" / "1" / "model.cgb")
+    install(pytest.MonkeyPatch(), FailingDriver(Path(flag)))
+    sys.path.insert(0, str(ROOT / "examples"))
+    import serve_models
+
+    serve_models.main([folder, "--port", "0", "--poll", "3600"])
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
