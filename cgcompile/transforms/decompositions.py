@@ -1,4 +1,7 @@
-"""Decompositions for both recorders: operations of few rows, in terms of those that Inductor has a faster kernel for."""
+"""Decompositions for both recorders: operations of few rows, in terms of those that Inductor has a faster kernel for.
+
+Private interfaces (torch 2.11, 2.13): `torch._inductor.inductor_prims.force_stride_order`.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,23 @@ def product(a: Tensor, b: Tensor) -> Tensor:
     if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
         return NotImplemented
     wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
+    a, b = _computed_once(a, b)
     return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide).to(a.dtype)
+
+
+def _computed_once(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """The factors of a product of one row or one column, which gets memory of its own, as a library's operand does.  Inductor would
+    compute it again for every element of the result: GELU's, of 3072 for 768, took 3.7 us of 6 on an H100 (torch 2.11)."""
+    if a.dim() != 2:
+        return a, b
+    return (_kept(a), b) if a.shape[0] == 1 else (a, _kept(b)) if b.shape[1] == 1 else (a, b)
+
+
+def _kept(x: Tensor) -> Tensor:
+    """`x`, which Inductor writes to memory: its operation for a layout, which `x` has."""
+    import torch._inductor.inductor_prims
+
+    return torch.ops.prims.inductor_force_stride_order.default(x, x.stride())
 
 
 def added_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
@@ -38,6 +57,7 @@ def added_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: 
     if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
         return NotImplemented
     wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
+    a, b = _computed_once(a, b)
     scaled = alpha * (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide)
     return (scaled if beta == 0 else beta * added.to(wide) + scaled).to(a.dtype)
 

@@ -533,6 +533,13 @@ def test_products_as_sums(dtype: torch.dtype, shape: tuple[int, int, int]) -> No
     torch.testing.assert_close(shared.added_product(added, a, b, beta=2, alpha=3), torch.addmm(added, a, b, beta=2, alpha=3))
 
 
+def test_the_vector_of_a_product_is_computed_once() -> None:
+    """And not for every element of the result."""
+    traced = lowered(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)), floats(32), batch=1)
+    first, second = [traced.variants[each.variant].source for each in launches(traced)]
+    assert "erf(" in first and "erf(" not in second and "tl.sum(" in second
+
+
 @pytest.mark.parametrize(("causal", "mask"), [(False, ""), (True, ""), (False, "bool"), (False, "float")])
 def test_attentions(causal: bool, mask: str) -> None:
     torch.manual_seed(0)
