@@ -10,11 +10,12 @@ imported.  Everything else is loaded when `load` is called.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 from .errors import BundleError, CallError, CgbundleError, MachineError, OutOfMemory
 
+TYPE_CHECKING = False  # `typing` takes as long to import as all else that stands between `import cgbundle` and a GPU's context
 if TYPE_CHECKING:
+    from typing import Any
+
     from .call.entry import Entry
     from .call.views import View
     from .loader import load

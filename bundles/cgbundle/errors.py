@@ -6,8 +6,10 @@ line returns: 1 when the bundle is wrong, 2 when the call, the machine or the pa
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, ClassVar
+TYPE_CHECKING = False  # see cgbundle/__init__.py
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+    from typing import Any, ClassVar
 
 
 class Cause:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal, overload
 
 from .errors import BundleError, CallError
 from .format.open_files import open_directory, open_file
 from .session.background import ContextFuture
 
+TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
-    from .cuda.driver import Context
+    from collections.abc import Sequence
+    from typing import Any, Literal, overload
+
     from .format.archive import Archive
     from .format.schema import Manifest
     from .program import Program
@@ -30,21 +31,21 @@ that one takes, nothing else."""
 ATTEMPTS = 100
 """How often a bundle that is replaced while it is read is read again."""
 
+if TYPE_CHECKING:
 
-@overload
-def load(
-    path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[False] = False,
-    mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
-    lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
-) -> Program: ...  # fmt: skip
+    @overload
+    def load(
+        path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[False] = False,
+        mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
+        lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
+    ) -> Program: ...  # fmt: skip
 
-
-@overload
-def load(
-    path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[True],
-    mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
-    lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
-) -> Replicas: ...  # fmt: skip
+    @overload
+    def load(
+        path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[True],
+        mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
+        lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
+    ) -> Replicas: ...  # fmt: skip
 
 
 def load(
@@ -188,7 +189,7 @@ def _open_replicas(
         bundle.close()
 
 
-def _begin_context(path: str, device: int) -> ContextFuture[Context]:
+def _begin_context(path: str, device: int) -> ContextFuture:
     """The context of GPU number `device`, begun at once when the manifest looks like that of a bundle for a GPU."""
     try:
         folder = open_directory(path)

@@ -27,7 +27,7 @@ from ..targets.cuda.recorded import RecordedProgram
 from ..targets.kernels.conditions import conditional_driver
 from ..targets.kernels.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
-from ..targets.weights import add_tables, fixed_weights, shapes_of
+from ..targets.weights import fixed_weights, shapes_of, table_rows, write_tables
 from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
@@ -63,7 +63,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
     with stages("record") as tell:
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
         recorded = record_level(recordable, spec.lower, processes, tell=tell)
-        recorded = replace(recorded, stored=add_tables(stage / archive.WEIGHTS, recorded.stored, recorded.tables))
+        recorded = replace(recorded, stored=recorded.stored + write_tables(stage / archive.TABLES, recorded.tables))
         tell(counted(recorded))
     with stages("emit") as tell:
         parts = emit(spec, stage, recorded, cut)
@@ -146,10 +146,12 @@ def emit(
     driver = max(_lowest_driver(recorded), conditional_driver(written.recordings.values()))
     if written.fills or recorded.graphs.keys() - recorded.replays.keys():  # our own ptxas made images
         driver = max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
+    tables = table_rows(written.weights)
     return ManifestParts(
         target=cuda_target(recorded.arch, driver, cut.hosts, spec.torch_version),
         weights=written.weights,
-        fixed=fixed_weights(stage, written.weights, spec.programs, {*folded, *cut.hosts.unbound}),
+        fixed=fixed_weights(stage, written.weights, spec.programs, {*folded, *cut.hosts.unbound}, tables),
+        tables=tables,
         memories=written.memories,
         regions=written.regions,
         module_state=STATES_FILE if recorded.states else "",

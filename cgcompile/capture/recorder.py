@@ -31,7 +31,7 @@ from ..targets.cuda.recorded import RecordedGraph
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.kernels.conditions import condition_function, condition_image
 from ..targets.memory_layout import PAD, Table, UploadedValue, WeightLayout, lay_out
-from ..targets.weights import add_tables, row_major, shapes_of, write_weights
+from ..targets.weights import row_major, shapes_of, write_tables, write_weights
 from ..util.tolerance import Difference
 from ..util.workers import processors
 from .assemble import Assembled, assemble, has_conditions
@@ -105,7 +105,7 @@ def record(
     **given: Any,
 ) -> Recorded:
     """Record the programs at every build key of `calls` at one level: `prepare` (which takes what else is `given`), `record_level`,
-    and the tables behind the weights.
+    and the tables, in a file beside that of the weights.
 
     `processes`: started ones, which have a cache; else `folder` takes the processes' logs, too, and `cache` is the compile cache
     (default: inside `folder`, so that nothing leaks between builds).  Raises what the two do.
@@ -114,7 +114,7 @@ def record(
     with ExitStack() as stack:
         running = processes or stack.enter_context(recorder_processes(folder, cache))
         made = record_level(recordable, level, running, workers=workers, tell=tell)
-    return replace(made, stored=add_tables(recordable.request.stored, made.stored, made.tables))
+    return replace(made, stored=made.stored + write_tables(recordable.request.stored.with_name(archive.TABLES), made.tables))
 
 
 def prepare(

@@ -24,7 +24,7 @@ from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split
 from ..targets.kernels.conditions import conditional_driver
 from ..targets.kernels.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
-from ..targets.weights import add_tables, fixed_weights, shapes_of, write_weights
+from ..targets.weights import fixed_weights, shapes_of, table_rows, write_tables, write_weights
 from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
@@ -32,9 +32,9 @@ from ..util.content_cache import cache_folder
 from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
 from .compile.kernels import CompiledKernel
-from .interpret.interpret import Outcome, interpret
+from .interpret.interpret import Outcome, WeightFiles, interpret
 from .lowered import KernelVariant
-from .proof import Trial, kernel_sources, make_task, make_trial, proved
+from .proof import Trial, kernel_sources, make_task, make_trial, proved, weight_files
 from .trace import (
     KERNELS,
     compile_programs,
@@ -75,7 +75,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             tell(f"arena {largest:,} bytes{above}")
         with stages("emit") as tell:
             rows = write_weights(stage / archive.WEIGHTS, tensors, layout.rows)
-            rows = add_tables(stage / archive.WEIGHTS, rows, recorded.tables)
+            rows += write_tables(stage / archive.TABLES, recorded.tables)
+            tables = table_rows(rows)
             written = write_recorded(stage, recorded, rows, target.name, split, hosts)
             (stage / KERNELS).write_text(configurations(compiled.kernels))
             exams = {each.name: eager_exam(each.source, each.prepared, each.sizes, written.weights) for each in spec.entries}
@@ -84,14 +85,17 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         parts = [_unproved(spec, number, exams[entry.name], written) for number, entry in enumerate(spec.entries)]
         if spec.prove == "interpret":
             with stages("interpret") as tell:
-                trials = _interpret(spec, parts, written, exams, split, compiled.kernels, stage / archive.WEIGHTS, scratch, tell)
+                trials = _interpret(
+                    spec, parts, written, exams, split, compiled.kernels, weight_files(stage, rows, tables), scratch, tell
+                )
                 parts = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
                 tell(_proved(spec, parts))
     driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
-        fixed=fixed_weights(stage, written.weights, exported, lowered.sources | hosts.unbound),
+        fixed=fixed_weights(stage, written.weights, exported, lowered.sources | hosts.unbound, tables),
+        tables=tables,
         memories=written.memories,
         regions=written.regions,
         module_state="",
@@ -136,7 +140,7 @@ def _interpret(
     exams: Mapping[str, Sequence[KeyExam]],
     split: SplitProgram | None,
     compiled: Mapping[KernelVariant, CompiledKernel],
-    weights: Path,
+    weights: WeightFiles,
     scratch: Path,
     tell: Tell,
 ) -> list[list[tuple[Trial, Outcome]]]:
@@ -148,7 +152,7 @@ def _interpret(
         for program, exam in zip(part.programs, exams[entry.name], strict=True):
             key = build_key(spec, number, program.key)
             trials[key] = make_trial(program, exam, entry.prepared, written.weights, written.recordings, split, key)
-            tasks.append(make_task(trials[key], key, program, sources, written.memories, weights, written.weights))
+            tasks.append(make_task(trials[key], key, program, sources, written.memories, weights))
     done = interpret(tasks, scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
     pairs = {outcome.key: (trials[outcome.key], outcome) for outcome in done}
     return [list(spec.own(number, pairs).values()) for number in range(len(spec.entries))]

@@ -4,13 +4,14 @@ run: what they make is what eager PyTorch makes of the same inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from cgbundle.exam import key_text
+from cgbundle.format import archive
 from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Dimension, IntKey, Program, Proof, Value, Weight
 from cgbundle.tables.recording import Recording
@@ -26,7 +27,7 @@ from ..transforms.error_bounds import ErrorBound
 from ..transforms.prepared import Prepared
 from ..util.tolerance import compare
 from .compile.kernels import CompiledKernel
-from .interpret.interpret import Outcome, Stage, Task
+from .interpret.interpret import Outcome, Stage, Task, WeightFiles
 from .lowered import KernelVariant
 
 Sources = tuple[tuple[tuple[str, str], KernelVariant], ...]
@@ -111,14 +112,20 @@ def kernel_sources(compiled: Mapping[KernelVariant, CompiledKernel]) -> Sources:
     return tuple({(kernel.sha256, kernel.symbol): variant for variant, kernel in compiled.items()}.items())
 
 
+def weight_files(stage: Path, rows: Sequence[Weight], tables: Collection[int]) -> WeightFiles:
+    """What of `rows` lies in which file of `stage`; `tables`: positions of those that the build computed."""
+    files = ((archive.WEIGHTS, False), (archive.TABLES, True))
+    chosen = [(stage / name, tuple([row for at, row in enumerate(rows) if (at in tables) == computed])) for name, computed in files]
+    return tuple([(path, placed) for path, placed in chosen if placed])
+
+
 def make_task(
     trial: Trial,
     key: IntKey,
     program: Program,
     sources: Sources,
     memories: Sequence[tuple[str, int]],
-    weights: Path,
-    placed: tuple[Weight, ...],
+    weights: WeightFiles,
 ) -> Task:
     """What the interpreter is asked for, under the build key `key`: the memories are as large as it needs them."""
     functions = {each for stage in trial.stages if stage.recording for each in stage.recording.functions}
@@ -130,7 +137,6 @@ def make_task(
         variants=tuple([pair for pair in sources if pair[0] in used]),
         sizes=(*shared, ("inputs", program.static), ("arena", program.arena)),
         weights=weights,
-        placed=placed,
     )
 
 

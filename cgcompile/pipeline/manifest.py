@@ -36,6 +36,7 @@ def made_manifest(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tupl
             result=entry.prepared.signature.result,
             weights=parts.weights,
             fixed=parts.fixed,
+            tables=parts.tables,
             memories=parts.memories,
             regions=parts.regions,
             programs=own.programs,

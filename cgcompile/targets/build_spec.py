@@ -134,3 +134,4 @@ class ManifestParts:
     module_state: str
     entries: tuple[EntryParts, ...]
     reserved: tuple[Reserved, ...] = ()
+    tables: tuple[int, ...] = ()

@@ -26,6 +26,9 @@ from ..model.flat_module import PREFIX
 from ..util.raw_bytes import raw
 from .memory_layout import Shape, Table, dense_strides
 
+TABLE = "cgcompile.table."
+"""How the names of tables begin: of rows of the manifest that are no weights of the model."""
+
 
 def stored_dtype(tensor: torch.Tensor) -> str:
     """The name of a tensor's dtype in schema.DTYPES.  Raises dtype-unsupported."""
@@ -80,45 +83,54 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], placed: Itera
     return tuple(rows)
 
 
-def add_tables(path: Path, rows: tuple[Weight, ...], tables: Sequence[Table]) -> tuple[Weight, ...]:
-    """Writes the file of weights anew with the tables behind them, as `cgcompile.table.N`; returns the manifest's rows of all."""
+def write_tables(path: Path, tables: Sequence[Table]) -> tuple[Weight, ...]:
+    """tables.safetensors, which holds them as TABLE and a number; returns the manifest's rows.  Without tables there is no file.
+
+    Weights of one model are the same file whatever the sizes, tables are not."""
     if not tables:
-        return rows
-    mapped = safetensors.Mapped(str(path), str(path))
-    stored: dict[str, safetensors.Tensor] = {
-        name: (entry.dtype, entry.shape, partial(mapped.data, name)) for name, entry in mapped.entries.items()
-    }
-    added = []
-    for index, table in enumerate(tables):
-        name, size = f"cgcompile.table.{index}", len(table.contents)
-        stored[name] = "uint8", (size,), partial(bytes, table.contents)
-        added.append(
-            Weight(name=name, tensor=name, dtype="uint8", shape=(size,), strides=(1,), memory="weights", offset=table.offset)
+        return ()
+    rows = [
+        Weight(
+            name=f"{TABLE}{index}", tensor=f"{TABLE}{index}", dtype="uint8", shape=(len(table.contents),),
+            strides=(1,), memory="weights", offset=table.offset,
         )
-    beside = path.with_name(f"{path.name}.tables")
-    with open(beside, "wb") as file:
+        for index, table in enumerate(tables)
+    ]  # fmt: skip
+    stored: dict[str, safetensors.Tensor] = {
+        row.tensor: (row.dtype, row.shape, partial(bytes, table.contents)) for row, table in zip(rows, tables, strict=True)
+    }
+    with open(path, "wb") as file:
         safetensors.write(file, stored)
-    mapped.close()
-    beside.replace(path)
-    return (*rows, *added)
+    return tuple(rows)
 
 
-def fixed_weights(stage: Path, rows: Iterable[Weight], programs: Programs, folded: Collection[str]) -> tuple[FixedWeight, ...]:
-    """The rows of the manifest, whose weights.safetensors is in `stage`.  `folded`: names in the programs of weights from which
-    something was computed that compiled code holds.  Of weights that are tied, all are fixed or none."""
-    rows = list(rows)
+def table_rows(weights: Sequence[Weight]) -> tuple[int, ...]:
+    """The positions of the tables among the manifest's rows."""
+    return tuple([index for index, row in enumerate(weights) if row.name.startswith(TABLE)])
+
+
+def fixed_weights(
+    stage: Path, rows: Sequence[Weight], programs: Programs, folded: Collection[str], tables: Sequence[int] = ()
+) -> tuple[FixedWeight, ...]:
+    """The rows of the manifest, whose files of weights and tables are in `stage`.  `folded`: names in the programs of weights from
+    which something was computed that compiled code holds; `tables`: as in the manifest.  Of weights that are tied, all are fixed or
+    none."""
     named = {name for _, program in programs.each for name in program.state_dict}
     plain_named, plain_folded = [{name.removeprefix(PREFIX) for name in names} for names in (named, folded)]
     updatable = {row.tensor for row in rows if row.name in plain_named}
     held = {row.tensor for row in rows if row.name in plain_folded}
     found = []
-    mapped = safetensors.Mapped(str(stage / archive.WEIGHTS), archive.WEIGHTS)
+    mapped = {
+        name: safetensors.Mapped(str(stage / name), name) for name in (archive.WEIGHTS, *([archive.TABLES] if tables else []))
+    }
     for index, row in enumerate(rows):
         reason = STATE if row.memory == STATE else CONSTANT if row.tensor not in updatable else FOLDED if row.tensor in held else ""
         if reason:
-            digest = sha256(mapped.data(row.tensor)).hexdigest()
+            file = archive.TABLES if index in tables else archive.WEIGHTS
+            digest = sha256(mapped[file].data(row.tensor)).hexdigest()
             found.append(FixedWeight(weight=index, reason=reason, sha256=digest))
-    mapped.close()
+    for each in mapped.values():
+        each.close()
     return tuple(found)
 
 

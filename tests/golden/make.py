@@ -4,7 +4,7 @@
 
 A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`,
 `cpu_entries`, `cpu_lanes`, `cpu_chains`, `cpu_fixed`, `traced_entries`, `traced_chains`, `traced_state`, `traced_branches`,
-`traced_switch` and `traced_fixed`.  All are tiny, because the tests of every later version read them.
+`traced_switch`, `traced_fixed` and `traced_tables`.  All are tiny, because the tests of every later version read them.
 """
 
 from __future__ import annotations
@@ -60,6 +60,7 @@ GOLDENS = {
     "traced_switch": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
     "cpu_fixed": Golden(sizes=(4,), gpu=False, limit=200_000),
     "traced_fixed": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
+    "traced_tables": Golden(sizes=(4, 6), gpu=False, limit=80_000, target="sm_90"),
 }
 
 

@@ -323,6 +323,23 @@ def traced_fixed() -> Made:
     return Fixed(False), lambda batch: (torch.randn(batch, 8),)
 
 
+class Positions(nn.Module):
+    """Something of every place is added, which depends on the length alone: the build computes it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixed, self.read = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.places = nn.Parameter(torch.randn(16, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.read(x) + self.mixed(self.places[: x.shape[0]]).tanh()
+
+
+def traced_tables() -> Made:
+    """Tables of other lengths beside the same weights."""
+    return Positions(), lambda length: (torch.randn(length, 8),)
+
+
 class Recurrent(nn.Module):
     """A hidden state that calls pass on."""
 

@@ -201,6 +201,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
             ),
         ),
         fixed=(),
+        tables=(),
         memories=(("weights", 1024), ("state", 0), ("inputs", STATIC), ("arena", ARENA)),
         regions=(Region(name="g0", kind="graph", reason="", file="", constants=()),),
         programs=tuple(map(program, KEYS)),

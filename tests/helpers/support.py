@@ -117,6 +117,7 @@ def manifest() -> Manifest:
             Weight(name="tied.bias", tensor="first.bias", dtype="float32", shape=(2,), strides=(1,), memory="weights", offset=0),
         ),
         fixed=(),
+        tables=(),
         memories=(("weights", 32),),
         regions=(
             Region(

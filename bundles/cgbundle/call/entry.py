@@ -4,20 +4,19 @@ outputs."""
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from math import prod
-from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError, MachineError
-from ..format.schema import DTYPES, Manifest, TensorSpec
+from ..format.schema import Manifest
 from ..tensors.detection import library_of
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor
+from .direct import Direct, DirectCalls, Output, replay
 from .guards import common_device, unreadable, wrong_dtype
 from .inputs import cut, lay_out
 from .outputs import Call, Outputs, Session
 from .plan import Plan, number_of_key, plan
-from .structure import builder, flattener
+from .structure import builder, flat_arguments, flattener
 from .views import Epoch, View
 
 if TYPE_CHECKING:
@@ -27,24 +26,6 @@ if TYPE_CHECKING:
 
 PLANS = 4096
 """Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
-
-
-LAYOUT = itemgetter(slice(1, None))
-"""Of a descriptor all but the address."""
-
-
-class Direct(NamedTuple):
-    """A call that a program serves as it comes: inputs of the GPU as they were recorded, and outputs in memory that stays.
-
-    `program`: its number among those of all entries; `outputs`: what the signature says of each, the caller's tensor over the
-    runtime's memory, and what counts the calls that overwrite it; `places`: the address and bytes of each, 0 where the library is
-    to copy it.
-    """
-
-    program: int
-    device: int
-    outputs: list[tuple[TensorSpec, Any, Epoch]]
-    places: list[tuple[int, int]]
 
 
 class Entry:
@@ -63,10 +44,12 @@ class Entry:
         self._backend, self._on_miss, self._views = session.backend, on_miss, outputs == "view"
         self._cast = cast
         self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call, manifest.parameters)
-        self._build = builder(manifest.result)
+        self._build: Callable[..., Any] = builder(manifest.result)
+        self._flat = flat_arguments(manifest.call, manifest.parameters)  # of a call that is taken as it comes
+        self._ends = (self._flatten, self._build, self._flat)
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._direct: dict[tuple[Any, ...], Direct] = {}  # by the inputs' types and what their descriptors say
+        self._direct = DirectCalls()
         self._libraries: dict[type, Library] = {}
         self._aliases: OutputAliases | None = None
         self._written: WrittenInputs | None = None
@@ -89,53 +72,23 @@ class Entry:
         record of its fields (call/records.py), and is given as one, as a dict, or as whatever has these attributes.  Raises a
         CallError that names the input, the axis, what was expected and what came.
         """
-        return self._build(self.replay(self._flatten(args, kwargs)))
+        flat = args if len(args) == self._flat and not kwargs else self._flatten(args, kwargs)
+        return self._build(self.replay(flat))
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
-        given = tensors
-        if self._views and View in map(type, tensors):
-            tensors = [each.tensor if type(each) is View else each for each in tensors]
-        kind = type(tensors[0]) if tensors else None
-        library = self._libraries.get(kind)  # type: ignore[arg-type]
-        if library is None or len(tensors) != len(self.inputs):
-            return self._replay(given)
-        take = library.take
-        try:
-            taken = [take(tensor, "") for tensor in tensors]
-        except CallError:
-            return self._replay(given)  # which names the input
-        found = [descriptor for _, descriptor in taken]
-        direct = self._direct.get((*map(type, tensors), *map(LAYOUT, found)))
-        if direct is None:
-            return self._replay(given)
-        backend, outputs = self._backend, self._outputs
-        try:
-            stream = backend.begin(library.stream(direct.device))
-            try:
-                if given is not tensors:
-                    _check_views(given)
-                outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
-                if outputs.own is not None:
-                    outputs.own.number += 1
-                backend.run(direct.program, [descriptor[0] for descriptor in found], direct.device, stream)
-                if self._views:
-                    return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in direct.outputs]
-                made = []
-                for (_, value, _), (address, size) in zip(direct.outputs, direct.places, strict=True):
-                    fresh = library.empty_like(value) if size else None
-                    if fresh is None:
-                        made.append(library.copy(value))
-                    else:
-                        backend.copy(fresh[1], address, size, stream)
-                        made.append(fresh[0])
-                return made
-            finally:
-                backend.end(stream)
-        except MachineError as error:
-            from .index_ranges import explained  # only where a call has failed
-
-            raise explained(error, self.inputs, found) from None
+        direct = self._direct.last
+        if direct is not None:
+            same = direct.like(tensors)
+            if same is not None:
+                return direct.replay(same[0], ())
+            views = [each for each in tensors if type(each) is View] if self._views else []
+            bare = [each.tensor if type(each) is View else each for each in tensors] if views else tensors
+            found = self._direct.find(bare)
+            if found is not None:
+                direct, same = found
+                return direct.replay(same[0], views)
+        return self._replay(tensors)
 
     def _replay(self, tensors: Sequence[Any]) -> list[Any]:
         """A call of any kind; one that can be direct is the next time."""
@@ -186,7 +139,7 @@ class Entry:
                 else:
                     made = self._pieces(call, plan, values)
         except MachineError as error:
-            from .index_ranges import explained  # only where a call has failed
+            from ..tensors.index_ranges import explained  # only where a call has failed
 
             raise explained(error, self.inputs, found) from None
         if library.name == "dlpack" and tensors and not self._views:
@@ -225,9 +178,10 @@ class Entry:
 
     def watch(self, profile: Profile | None) -> None:
         """From now on calls are told to a profile; None ends it."""
-        self._flatten, self._build = flattener(self.manifest.call, self.manifest.parameters), builder(self.manifest.result)
+        self._direct.clear()  # they go round the steps that a profile times
+        self._flatten, self._build, self._flat = self._ends
         if profile is not None:
-            self._flatten, self._build = profile.begin(self._flatten), profile.end(self._build)
+            self._flatten, self._build, self._flat = profile.begin(self._flatten), profile.end(self._build), -1
 
     @property
     def epoch(self) -> Epoch:
@@ -259,11 +213,10 @@ class Entry:
             return
         if not all(self._row_major) or any(descriptor[3] is not None for descriptor in found):
             return
-        if len(self._direct) >= PLANS:
-            self._direct.clear()
-        rows = list(zip(self.outputs, outputs, self._outputs.epochs, strict=True))
-        places = [(0, 0)] * len(rows) if self._views else [_place(library.describe(value)) for value in outputs]
-        self._direct[*map(type, tensors), *map(LAYOUT, found)] = Direct(self._first + program, found[0][4], rows, places)
+        rows = [Output(*row) for row in zip(self.outputs, outputs, self._outputs.epochs, strict=True)]
+        counts = [each for each in (self._outputs.epoch, self._outputs.own) if each is not None]
+        line = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
+        self._direct.add(tensors, Direct(library.like(tensors), line))
 
     def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
         """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""
@@ -296,9 +249,3 @@ def _check_views(tensors: Iterable[Any]) -> None:
     for each in tensors:
         if type(each) is View:
             each.tensor  # noqa: B018
-
-
-def _place(found: Descriptor) -> tuple[int, int]:
-    """The address and bytes of a tensor that is row-major."""
-    address, shape, dtype, strides, _ = found
-    return (address, prod(shape) * DTYPES[dtype]) if strides is None else (0, 0)

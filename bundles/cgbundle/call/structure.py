@@ -20,18 +20,21 @@ def flattener(call: Tree, parameters: Sequence[Parameter]) -> Callable[[tuple[An
     name only, and every constant may be left out.  Raises input-structure where the nesting, a key, or a constant differs.
     """
     names = _Names(call, parameters)
-    count = len(names.trees)
-    plain = names.positional == count and all("tensor" in tree for tree in names.trees.values())
 
     def flatten(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Sequence[Any]:
-        if plain and not kwargs and len(args) == count:
-            return args
         tensors: list[Any] = []
         for (name, tree), value in zip(names.trees.items(), names.bind(args, kwargs), strict=True):
             _flatten(tree, value, name, tensors)
         return tensors
 
     return flatten
+
+
+def flat_arguments(call: Tree, parameters: Sequence[Parameter]) -> int:
+    """How many arguments by position are the tensors in the signature's order as they come; -1: they have to be taken apart."""
+    names = _Names(call, parameters)
+    count = len(names.trees)
+    return count if names.positional == count and all("tensor" in tree for tree in names.trees.values()) else -1
 
 
 class _Names:

@@ -95,6 +95,7 @@ class CudaBackend:
         self._lock: AnyLock = lock if alone else lock.inner
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
         self.device: int | None = shared.context.index
+        self._context_handle = shared.context.handle
         self._programs: dict[int, BoundProgram] = {}
         self._unwatched: dict[int, BoundProgram] = {}
         self._elsewhere: dict[tuple[int, Elsewhere], BoundProgram] = {}  # programs over inputs that lie where a call left them
@@ -158,7 +159,7 @@ class CudaBackend:
         try:
             if self._closed:
                 raise closed(self._manifest.name)
-            error = cu.cuCtxPushCurrent(self._context.handle)
+            error = cu.cuCtxPushCurrent(self._context_handle)
             if error:
                 driver.check("cuCtxPushCurrent", error)
         except BaseException:
@@ -204,6 +205,70 @@ class CudaBackend:
             if addresses[index] != source:
                 memory.copy(addresses[index], source, size, stream)
         return self._results[program]
+
+    def direct(
+        self, program: int, stream: Callable[[int], int | None], counts: Sequence[Any], finish: Callable[[Any], Any]
+    ) -> Callable[..., Any] | None:
+        """`begin`, `run` and `end` in one piece, for a program of one recording and callers on the stream of the call before."""
+        bound = self._programs.get(program)
+        if bound is None or bound.chained or bound.written or len(bound.steps) != 1 or self._clock is not None:
+            return None
+        (launch,), inputs, order, context, device = bound.steps, bound.inputs, self._order, self._context_handle, self.device
+        acquire, release, push, pop = self._lock.acquire, self._lock.release, cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
+        forks, only = self._forks, inputs[0] if len(inputs) == 1 else None
+        assert device is not None
+
+        def call(addresses: list[int], given: Sequence[Any]) -> Any:
+            if forks != FORKS.number:
+                self._check_fork()
+            acquire()
+            try:
+                if self._closed:
+                    raise closed(self._manifest.name)
+                error = push(context)
+                if error:
+                    driver.check("cuCtxPushCurrent", error)
+                try:
+                    handle = stream(device)
+                    if given or handle != order.last:
+                        return elsewhere(addresses, handle, given)
+                    for count in counts:
+                        count.number += 1
+                    if only is None:
+                        place_all(addresses, handle)
+                    elif addresses[0] != only.at:
+                        only.take(addresses[0], handle)
+                    launch(handle)
+                    return finish(handle)
+                finally:
+                    error = pop(None)
+                    if error:
+                        driver.check("cuCtxPopCurrent", error)
+            finally:
+                release()
+
+        def place_all(addresses: list[int], handle: Any) -> None:
+            for address, place in zip(addresses, inputs):  # noqa: B905
+                if address != place.at:
+                    place.take(address, handle)
+
+        def elsewhere(addresses: list[int], current: int | None, given: Sequence[Any]) -> Any:
+            handle = order.begin(current)
+            try:
+                for view in given:
+                    view.tensor  # noqa: B018
+                for count in counts:
+                    count.number += 1
+                if order.captured:
+                    self._join(bound, addresses, handle)
+                else:
+                    place_all(addresses, handle)
+                    launch(handle)
+                return finish(handle)
+            finally:
+                order.end(handle)
+
+        return call
 
     def _join(self, bound: BoundProgram, addresses: Sequence[int], stream: Any) -> None:
         """What a call adds to a caller's capture, which outlasts the caller's tensors: the inputs are copied."""

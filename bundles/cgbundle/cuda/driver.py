@@ -5,16 +5,17 @@
 
 from __future__ import annotations
 
-import threading
-from contextlib import ExitStack
-from types import TracebackType
-from typing import TYPE_CHECKING, Any
+import _thread
 
 from ..errors import MachineError, OutOfMemory
 from ..session.forks import FORKS
 from . import libcuda
 
+TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
+    from types import TracebackType
+    from typing import Any
+
     from ..format.schema import Target
 
 cu: Any = libcuda.Driver()
@@ -88,7 +89,7 @@ class Context:
         self.device = check("cuDeviceGet", cu.cuDeviceGet(index))
         self.handle = check("cuDevicePrimaryCtxRetain", cu.cuDevicePrimaryCtxRetain(self.device))
         self._shares = 1
-        self._lock = threading.RLock()  # an Output may be collected, and release its share, at any point of this thread
+        self._lock = _thread.RLock()  # an Output may be collected, and release its share, at any point of this thread
         self._streams: list[Any] = []
         self._spare: list[Any] = []
         try:
@@ -119,6 +120,8 @@ class Context:
             self._shares -= 1
             last = self._shares == 0
         if last:
+            from contextlib import ExitStack  # a context is made before it is imported
+
             try:
                 with self, ExitStack() as each:
                     for stream in self._streams:

@@ -11,11 +11,14 @@ one that answers returns a tuple, the error first.  Handles and addresses are pl
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Sequence
 from ctypes import POINTER, byref
-from typing import Any
 
 from ..errors import MachineError
+
+TYPE_CHECKING = False  # see cgbundle/__init__.py
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+    from typing import Any
 
 LIBRARY = "libcuda.so.1"
 _RTLD_NOW = 2

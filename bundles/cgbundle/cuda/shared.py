@@ -49,7 +49,7 @@ class Shared:
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self.updating, self.updated = threading.RLock(), False
         self._shares = 1
-        self._upload: weights.Upload | None = None
+        self._uploads: list[weights.Upload] = []
         with ExitStack() as undo:
             if context is not None:
                 undo.callback(context.release)
@@ -71,15 +71,15 @@ class Shared:
                 self._open(self._cleanup, pieces)
             undo.pop_all()
 
-    def _open(self, cleanup: ExitStack, pieces: list[weights.Piece]) -> None:
+    def _open(self, cleanup: ExitStack, pieces: dict[str, list[weights.Piece]]) -> None:
         self.base = 0
         if WEIGHTS in self.sizes:
             self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")
             cleanup.callback(free, self.base)
         # From here on the weights travel in other threads while this one loads modules and builds graphs.
-        file = self.bundle.descriptor(FILE) if pieces else -1
-        self._upload = weights.Upload(self.context, file, pieces, self.base)
-        cleanup.callback(self._upload.stop)
+        for file, parts in pieces.items():
+            self._uploads.append(weights.Upload(self.context, self.bundle.descriptor(file), parts, self.base))
+            cleanup.callback(self._uploads[-1].stop)
         self._states = states(self.bundle)
         own = {f"{KERNELS}{state.image}" for state in self._states}
         self.code_bytes = sum(file.bytes for file in self.manifest.files if file.path in own)
@@ -116,10 +116,9 @@ class Shared:
         return self.hosted.updated(list(chosen), list(chosen.values()))
 
     def settle(self) -> None:
-        upload = self._upload
-        if upload is not None:
+        for upload in self._uploads:
             upload.wait()
-            self._upload = None
+        self._uploads = []
 
     def retain(self) -> None:
         with self.lock:

@@ -36,35 +36,33 @@ class StreamOrder:
 
     The end of the work is marked when another stream comes, if the last one is sure to exist then; else at every `end`.  Sure are
     ours and the legacy default stream, which is torch's.
+    `last` is the stream of the call before, where that lasts: whoever comes on it again needs neither `begin` nor `end`.
     `captured`: the call that was begun last is part of a caller's capture.  `default` is the stream of callers who name none.
     `refusal` says why no call can be captured, "" where it can.  The context must be current; `cleanup` gives the event back.
     """
 
-    __slots__ = ("_default_key", "_done", "_handle", "_last", "_lasting", "_passing", "_refusal", "captured", "default")
+    __slots__ = ("_default_key", "_done", "_handle", "_lasting", "_passing", "_refusal", "captured", "default", "last")
 
     def __init__(self, stream: Any, cleanup: ExitStack, refusal: str = "") -> None:
         self._done = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
         cleanup.callback(_destroy, self._done)
         self.default, self._refusal = stream, refusal
         self._default_key = int(stream)
-        self._last, self._passing, self._lasting = self._default_key, NONE, True  # a stream that lasts, or may go; one of them
+        self.last, self._passing, self._lasting = self._default_key, NONE, True  # a stream that lasts, or may go; one of them
         self._handle = stream
         self.captured = False
-
-    def handle(self, stream: int | None) -> Any:
-        return self.default if stream is None else stream
 
     def begin(self, stream: int | None) -> Any:
         """The stream's handle; what is enqueued on it now runs after the work before the last `end`.  Raises capture-refused."""
         key = self._default_key if stream is None else stream
-        if key == self._last:
+        if key == self.last:
             return self._handle
         if key == self._passing:
             answer = cu.cuStreamIsCapturing(self._handle)
             if not answer[0] and not answer[1]:
                 self.captured = False
                 return self._handle
-        return self._changed(key, self.handle(stream))
+        return self._changed(key, self.default if stream is None else stream)
 
     def end(self, handle: Any) -> None:
         """Marks the end of the work.  A caller's stream is marked now, because it may be gone by the next call."""
@@ -90,13 +88,13 @@ class StreamOrder:
             if self._refusal:
                 raise CallError("capture-refused", self._refusal, "call it outside the capture")
             self.captured = True
-            self._last = self._passing = NONE  # whoever comes next is asked
+            self.last = self._passing = NONE  # whoever comes next is asked
             return handle
         self.captured = False
         if self._lasting:
             check("cuEventRecord", cu.cuEventRecord(self._done, self._handle))
         check("cuStreamWaitEvent", cu.cuStreamWaitEvent(handle, self._done, 0))
-        self._last, self._passing = (key, NONE) if lasting else (NONE, NONE if key == PER_THREAD else key)
+        self.last, self._passing = (key, NONE) if lasting else (NONE, NONE if key == PER_THREAD else key)
         self._handle, self._lasting = handle, lasting
         return handle
 

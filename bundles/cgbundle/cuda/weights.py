@@ -21,7 +21,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import BundleError, CallError, CgbundleError, OutOfMemory
-from ..format.archive import WEIGHTS, Archive
+from ..format.archive import WEIGHTS, Archive, weight_files
 from ..format.safetensors import Entry
 from ..format.schema import Weight
 from ..format.spans import HOST_ONLY
@@ -66,31 +66,34 @@ class Piece(NamedTuple):
     target: int
 
 
-def listed(bundle: Archive) -> list[Piece]:
-    """What of the bundle's weights belongs on the GPU; the disk begins to read.  Raises weights-invalid."""
-    manifest = bundle.manifest
-    rows = [weight for weight in manifest.weights if weight.memory == "weights"]
-    if not rows:
-        return []
-    found = pieces(rows, bundle.tensors(WEIGHTS), dict(manifest.memories).get("weights", 0))
+def listed(bundle: Archive) -> dict[str, list[Piece]]:
+    """By file, what of the bundle's weights belongs on the GPU; the disk begins to read.  Raises weights-invalid."""
+    found = {}
+    for file, weights in weight_files(bundle.manifest).items():
+        rows = [weight for weight in weights if weight.memory == "weights"]
+        if rows and (parts := _listed(bundle, file, rows)):
+            found[file] = parts
+    return found
+
+
+def _listed(bundle: Archive, name: str, rows: Sequence[Weight]) -> list[Piece]:
+    found = pieces(rows, bundle.tensors(name), dict(bundle.manifest.memories).get("weights", 0), name)
     places, left = [], FIRST
     for piece in found:
         places.append((piece.begin, min(piece.size, left)))
         left -= places[-1][1]
-    announce(bundle.descriptor(WEIGHTS), places)
+    announce(bundle.descriptor(name), places)
     return found
 
 
-def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: int) -> list[Piece]:
-    """Where the bytes of the file go, in the file's order: tied weights once, what is adjacent in both places as one.  `capacity`:
-    bytes of memory weights.  Raises weights-invalid where the file lacks a weight or the memory is too small."""
+def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: int, file: str = WEIGHTS) -> list[Piece]:
+    """Where the bytes of a file go, in the file's order: tied weights once, what is adjacent in both places as one.  `capacity`:
+    bytes of memory weights; `file`: its name.  Raises weights-invalid where the file lacks a weight or the memory is too small."""
     found = set()
     for weight in weights:
         entry = entries.get(weight.tensor)
         if entry is None:
-            raise BundleError(
-                "weights-invalid", f"weights.safetensors: no tensor {weight.tensor!r}, which weight {weight.name!r} names"
-            )
+            raise BundleError("weights-invalid", f"{file}: no tensor {weight.tensor!r}, which weight {weight.name!r} names")
         if weight.offset == HOST_ONLY:
             continue
         size = entry.end - entry.begin

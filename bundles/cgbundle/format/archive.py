@@ -17,12 +17,12 @@ from . import limits, manifest_json
 from .entries import FORWARD, each_entry
 from .open_files import CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
 from .safetensors import Entry, Mapped, read_header
-from .schema import File, Manifest
+from .schema import File, Manifest, Weight
 
 MANIFEST = "manifest.json"
 SIGNATURE, SIGNATURE_BYTES = "manifest.json.sig", 96
 PROGRAM, PROGRAMS = "program.pt2", "programs/"
-WEIGHTS = "weights.safetensors"
+WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
 EXAM = "exam.safetensors"
 GRAPHS, KERNELS, HOST = "graphs/", "kernels/", "host/"
 
@@ -151,14 +151,14 @@ class Archive:
                     found = open_file(last, self._folder(folder))
                 except BundleError as error:
                     raise BundleError("file-damaged", f"{name}: {error}") from None
-                if name == WEIGHTS and self._copy_weights:
+                if name in (WEIGHTS, TABLES) and self._copy_weights:
                     found = copied(found)
                 self._files[name], self._changed[name] = found, os.fstat(found).st_mtime_ns
             return found
 
     def drop(self, name: str) -> None:
         """Closes an open file that is not read again: a bundle may have more files than a process may open."""
-        if name not in (WEIGHTS, EXAM):
+        if name not in (WEIGHTS, TABLES, EXAM):
             os.close(self._files.pop(name))
 
     def kept(self, name: str) -> KeptFile:
@@ -223,6 +223,17 @@ def read_manifest(path: str) -> Manifest:
 def read(path: str, file: File) -> bytes:
     """The contents of a file of the bundle at `path`, its hash checked.  Raises file-damaged."""
     return Archive(path).contents(file)
+
+
+def weight_files(manifest: Manifest) -> dict[str, list[Weight]]:
+    """The weights by the file that holds their tensors: WEIGHTS, and TABLES where there are any."""
+    if not manifest.tables:
+        return {WEIGHTS: list(manifest.weights)}
+    tables = {manifest.weights[index].tensor for index in manifest.tables}
+    found: dict[str, list[Weight]] = {WEIGHTS: [], TABLES: []}
+    for weight in manifest.weights:
+        found[TABLES if weight.tensor in tables else WEIGHTS].append(weight)
+    return found
 
 
 def kernel_images(manifest: Manifest) -> set[str]:

@@ -9,10 +9,12 @@ import os
 import stat
 import struct
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import suppress
 
 from ..errors import BundleError
+
+TYPE_CHECKING = False  # see cgbundle/__init__.py
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 CHUNK = 4 << 20
 """Bytes read at a time."""
@@ -49,8 +51,10 @@ class KeptFile:
     def __init__(self, descriptor: int) -> None:
         self.descriptor = -1
         self.descriptor = os.dup(descriptor)
-        with suppress(OSError):
+        try:
             fcntl.fcntl(self.descriptor, fcntl.F_OFD_SETLK, LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0))
+        except OSError:
+            return
 
     # While the interpreter ends, modules' names are None.
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:

@@ -13,7 +13,7 @@ FORMAT_VERSION = 6
 """1 (2026-11): first version.  2 (2026-11): inputs that a call changes, the node of a finding.  3 (2026-11): state, random numbers,
 outputs that share memory with something else.  4 (2026-11): parameters of the call, a bound for every tensor of the exam, levels of
 processors, ranges of indices, signatures, the rows that a shared object was built for, records in trees.  5 (2026-11): several
-entries, chains between them.  6 (2026-11): weights that no update may change."""
+entries, chains between them.  6 (2026-11): weights that no update may change, tables in a file of their own."""
 
 ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "written"): (2, ()),
@@ -36,11 +36,18 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "reserved"): (5, ()),
     ("Manifest", "fixed"): (6, ()),
     ("Dimension", "uncut"): (6, ""),
+    ("Manifest", "tables"): (6, ()),
     ("Program", "lowerings"): (6, ()),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
-SPARSE = {("Manifest", "chains"), ("Manifest", "reserved"), ("Dimension", "uncut"), ("Program", "lowerings")}
+SPARSE = {
+    ("Manifest", "chains"),
+    ("Manifest", "reserved"),
+    ("Dimension", "uncut"),
+    ("Manifest", "tables"),
+    ("Program", "lowerings"),
+}
 """(record, field) of those in ADDED that are left out where they have the value of before: few bundles have any."""
 
 DTYPES = {
@@ -126,7 +133,8 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """A parameter, buffer or constant.  `tensor` names it in weights.safetensors; tied weights name the same tensor.
+    """A parameter, buffer or constant.  `tensor` names it in weights.safetensors, or where it is a table of the build's in
+    tables.safetensors; tied weights name the same tensor.
 
     `memory` is "weights", or "state" for a buffer that calls change: the file holds what every session starts with.  `offset` is
     its place there, 256-byte aligned.  In memory weights it is 0 on the cpu target and may be `spans.HOST_ONLY` on the cuda target.
@@ -359,7 +367,8 @@ class Manifest:
     `written`: positions in `inputs` of those that a call changes in place, in the caller's own memory.  `changes`: positions in
     `weights` of the state that a call changes.  `aliases`: outputs that share memory, by output.  `random`: the position in
     `weights` of the state of the random numbers, int64 [seed, calls so far], or -1 for a model that draws none.  `parameters`:
-    those of `call`, in its order.  `fixed`: the weights that no update may change, by position."""
+    those of `call`, in its order.  `fixed`: the weights that no update may change, by position.  `tables`: positions in `weights`
+    of what the build computed, whose tensors lie in tables.safetensors."""
 
     format: int
     name: Name
@@ -377,6 +386,7 @@ class Manifest:
     result: Tree
     weights: tuple[Weight, ...]
     fixed: tuple[FixedWeight, ...]
+    tables: tuple[int, ...]
     memories: tuple[tuple[Name, int], ...]
     regions: tuple[Region, ...]
     programs: tuple[Program, ...]

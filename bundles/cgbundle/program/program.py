@@ -46,7 +46,8 @@ class Program(Entry):
         self._others: dict[str, Entry] = {}  # what is in here must not hold the program, which closes when it is forgotten
         if others and self.name != FORWARD:
             self._others[self.name] = Entry(first, self._session, 0, on_miss, outputs, cast)
-            self._flatten = _refusal([first.entry, *[other.entry for other in others]])
+            self._flatten, self._flat = _refusal([first.entry, *[other.entry for other in others]]), -1
+            self._ends = (self._flatten, self._build, self._flat)
         number = len(first.programs)
         for other in others:
             self._others[other.entry] = Entry(other, self._session, number, on_miss, outputs, cast)

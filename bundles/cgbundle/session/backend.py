@@ -55,6 +55,13 @@ class Backend(Protocol):
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> Results:
         """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie there too."""
 
+    def direct(
+        self, program: int, stream: Callable[[int], int | None], counts: Sequence[Any], finish: Callable[[Any], Any]
+    ) -> Callable[..., Any] | None:
+        """(addresses on the device, views) -> what `finish` gives: `begin` on the device's current `stream`, a look at each view's
+        `tensor`, one more in the `number` of each of `counts`, `run`, `finish` of the stream and `end` in one piece.  None where
+        there is none such."""
+
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes from one place on the device to another, in the order of the stream."""
 

@@ -7,35 +7,32 @@ program answers before all of their graphs are built.
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import suppress
-from typing import Generic, Protocol, TypeVar
+import _thread
 
 from ..errors import CgbundleError
 
-
-class Released(Protocol):
-    """What is given back when nobody takes it."""
-
-    def release(self) -> None: ...
-
-
-Made = TypeVar("Made", bound=Released)
+TYPE_CHECKING = False  # see cgbundle/__init__.py
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+    from typing import Any
 
 
-class ContextFuture(Generic[Made]):
-    """What `make` gives, begun at once; None makes nothing."""
+class ContextFuture:
+    """The context that `make` gives, begun at once; None makes nothing.
 
-    def __init__(self, make: Callable[[], Made] | None) -> None:
-        self._context: Made | None = None
+    By `_thread`, since `threading` takes half as long to import as all else before it.  `make` must not import: `threading` takes
+    the thread that imports it first for the main one.
+    """
+
+    def __init__(self, make: Callable[[], Any] | None) -> None:
+        self._context: Any = None
         self._error: CgbundleError | None = None
-        self._thread: threading.Thread | None = None
+        self._running = _thread.allocate_lock()
         if make is not None:
-            self._thread = threading.Thread(target=self._run, args=(make,), name="cgbundle-context")
-            self._thread.start()
+            self._running.acquire()
+            _thread.start_new_thread(self._run, (make,))
 
-    def take(self) -> Made | None:
+    def take(self) -> Any:
         """The context, which is the caller's now; None when none was begun.  Raises what making it raised."""
         self._join()
         if self._error is not None:
@@ -51,15 +48,16 @@ class ContextFuture(Generic[Made]):
             self._context = None
 
     def _join(self) -> None:
-        if self._thread is not None:
-            self._thread.join()
-            self._thread = None
+        with self._running:  # which the other thread holds until it is done
+            return
 
-    def _run(self, make: Callable[[], Made]) -> None:
+    def _run(self, make: Callable[[], Any]) -> None:
         try:
             self._context = make()
         except CgbundleError as error:
             self._error = error
+        finally:
+            self._running.release()
 
 
 PAUSE = 1e-3
@@ -73,6 +71,8 @@ class Background:
     """
 
     def __init__(self, steps: Iterator[None]) -> None:
+        import threading  # few programs have so many graphs
+
         self._steps, self._stopped = steps, threading.Event()
         self._thread = threading.Thread(target=self._run, name="cgbundle-background")
         self._thread.start()
@@ -80,11 +80,13 @@ class Background:
     def stop(self) -> None:
         """Returns when no step runs any more; may be called twice, and by a step."""
         self._stopped.set()
-        if self._thread is not threading.current_thread():
+        if self._thread.ident != _thread.get_ident():
             self._thread.join()
 
     def _run(self) -> None:
-        with suppress(CgbundleError):
+        try:
             for _ in self._steps:
                 if self._stopped.wait(PAUSE):
                     return
+        except CgbundleError:
+            return

@@ -10,7 +10,7 @@ from ..errors import CallError
 from ..format.schema import DTYPES
 from ..format.spans import span_of
 from . import dlpack
-from .library import Descriptor, Wrapper, kind_of
+from .library import Descriptor, Likeness, Wrapper, kind_of, likeness
 from .tensor import Tensor, copy, dense, empty
 
 
@@ -31,6 +31,9 @@ class DLPack:
 
     def describe(self, value: Tensor) -> Descriptor:
         return value.address, value.shape, value.dtype, None if value.contiguous else value.strides, value.device
+
+    def like(self, values: Sequence[Any]) -> Likeness:
+        return likeness(self.take, values)
 
     def strides(self, value: Tensor) -> Sequence[int]:
         return value.strides

@@ -7,11 +7,17 @@ from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
+from ..errors import CallError
+
 Descriptor = tuple[int, Sequence[int], str, Sequence[int] | None, int | None]
 """address, shape, dtype, strides in elements (None: row-major), CUDA device (None: CPU)."""
 
 Wrapper = Callable[[int, object], Any]
 """(address, owner) -> a tensor over CPU memory that the owner keeps alive."""
+
+
+Likeness = Callable[[Sequence[Any]], "tuple[list[int], Any] | None"]
+"""The inputs of a call -> their addresses, and what has to live until the replay; None where they differ in anything but these."""
 
 
 class Library(Protocol):
@@ -24,6 +30,9 @@ class Library(Protocol):
 
     def describe(self, value: Any) -> Descriptor:
         """Where and what a tensor of this library is."""
+
+    def like(self, values: Sequence[Any]) -> Likeness:
+        """Tells the inputs of calls that are like `values` from others, as fast as the library can."""
 
     def strides(self, value: Any) -> Sequence[int]:
         """Strides in elements."""
@@ -66,6 +75,23 @@ class Library(Protocol):
 
     def converted(self, value: Any, like: Any) -> Any:
         """What the caller gets: for libraries read through DLPack, a tensor of the type of `like`."""
+
+
+def likeness(take: Callable[[Any, str], tuple[Any, Descriptor]], values: Sequence[Any]) -> Likeness:
+    """`Library.like` by what a library's `take` says of each input."""
+    kinds = [type(value) for value in values]
+    layouts = [take(value, "")[1][1:] for value in values]
+
+    def like(given: Sequence[Any]) -> tuple[list[int], Any] | None:
+        if [type(value) for value in given] != kinds:
+            return None
+        try:
+            taken = [take(value, "") for value in given]
+        except CallError:
+            return None  # who takes it another way names the input
+        return ([found[0] for _, found in taken], taken) if [found[1:] for _, found in taken] == layouts else None
+
+    return like
 
 
 @lru_cache(maxsize=1024)

@@ -8,7 +8,7 @@ from typing import Any
 from ..errors import CallError
 from ..format.schema import DTYPES
 from ..format.spans import span_of
-from .library import Descriptor, Wrapper, array_type, kind_of
+from .library import Descriptor, Likeness, Wrapper, array_type, kind_of, likeness
 
 
 class Numpy:
@@ -38,6 +38,9 @@ class Numpy:
             name = self.names[dtype] = str(dtype.name)
         strides = None if value.flags.c_contiguous else self.strides(value)
         return value.__array_interface__["data"][0], value.shape, name, strides, None
+
+    def like(self, values: Sequence[Any]) -> Likeness:
+        return likeness(self.take, values)
 
     def strides(self, value: Any) -> Sequence[int]:
         size = value.dtype.itemsize

@@ -1,16 +1,17 @@
 """torch.Tensor, on the CPU or a GPU, without importing torch.
 
-Private of torch: `torch._C._cuda_getCurrentRawStream` (2.11, 2.13), with a public way beside it.
+Private of torch: `torch._C._cuda_getCurrentRawStream` and `torch._C._dynamo.guards.TensorGuards` (2.11, 2.13), with public ways
+beside them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..errors import CallError
 from ..format.spans import span_of
-from .library import Descriptor, Wrapper, array_type, kind_of
+from .library import Descriptor, Likeness, Wrapper, array_type, kind_of, likeness
 from .tensor import Tensor
 
 
@@ -22,7 +23,10 @@ class Torch:
         self.names: dict[Any, str] = {}
         self._tensor, self._strided, self._empty_like = module.Tensor, module.strided, module.empty_like
         # what torch's own generated code calls: the public way makes a Stream object, 3 us a call
-        self._raw_stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream
+        self.stream: Callable[[int], int | None]
+        self.stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream
+        # what a compiled function asks of its inputs: type, dtype, device, layout, sizes and strides in one call
+        self._guards = getattr(getattr(getattr(module._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
         """Here every call passes, and pays 50 ns for every question."""
@@ -43,6 +47,28 @@ class Torch:
             name = self.names[dtype] = str(dtype).removeprefix("torch.")
         device = value.get_device() if value.is_cuda else None if value.is_cpu else -1
         return value.data_ptr(), value.shape, name, None if value.is_contiguous() else value.stride(), device
+
+    def like(self, values: Sequence[Any]) -> Likeness:
+        if self._guards is None or any([value.is_neg() or value.is_conj() for value in values]):
+            return likeness(self.take, values)
+        checks = []
+        for value in values:
+            sizes, strides = list(value.shape), list(value.stride())
+            checks.append(self._guards(value, dynamic_dims_sizes=[sizes], dynamic_dims_strides=[strides]).check)
+        check, count = checks[0], len(checks)
+
+        def like_one(given: Sequence[Any]) -> tuple[list[int], Any] | None:
+            return ([given[0].data_ptr()], None) if len(given) == 1 and check(given[0]) else None
+
+        def like_all(given: Sequence[Any]) -> tuple[list[int], Any] | None:
+            if len(given) != count:
+                return None
+            for same, value in zip(checks, given, strict=True):
+                if not same(value):
+                    return None
+            return [value.data_ptr() for value in given], None
+
+        return like_one if count == 1 else like_all
 
     def strides(self, value: Any) -> Sequence[int]:
         return tuple(value.stride())
@@ -87,10 +113,6 @@ class Torch:
         begin = value.storage_offset() * value.element_size() + offset
         fresh = self.module.empty(0, dtype=kind, device=value.device)
         return fresh.set_(value.untyped_storage(), begin // fresh.element_size(), tuple(shape), tuple(strides))
-
-    def stream(self, device: int) -> int | None:
-        handle: int = self._raw_stream(device)  # without a call more: this is on the path of every call
-        return handle
 
     def _public_stream(self, device: int) -> int:
         return int(self.module.cuda.current_stream(device).cuda_stream)

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from ..errors import BundleError, CgbundleError
 from ..format import archive, limits
 from ..format.archive import Archive
 from ..format.entries import FORWARD, all_programs, each_entry
+from ..format.safetensors import Entry
 from ..format.scalars import is_sha256
-from ..format.schema import MEMORIES, Manifest
+from ..format.schema import MEMORIES, Manifest, Weight
 from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
 from . import host_code
 from .exam import check_exam, check_exam_rows
-from .memories import check_memories, check_weight_rows
+from .memories import check_computed, check_memories, check_weight_rows
 from .programs import check_programs, check_size_evaluations
 from .require import require
 from .signature import check_signature
@@ -24,6 +25,9 @@ LEVELS = ("load", "full")
 """How much `check_bundle` hashes: everything but the weights' data, or everything."""
 
 CPU, CUDA = "cpu", "cuda"
+
+LARGE = (archive.WEIGHTS, archive.TABLES)
+"""What only `full` hashes."""
 
 SEVERITIES = ("refuse", "host", "note")
 
@@ -40,7 +44,7 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
     manifest = bundle.manifest
     check_manifest(manifest)
     for file in manifest.files:
-        bundle.check_hash(file) if level == "full" or file.path != archive.WEIGHTS else bundle.check_size(file)
+        bundle.check_hash(file) if level == "full" or file.path not in LARGE else bundle.check_size(file)
     check_weights(bundle)
     check_host_code(bundle)
     untold = manifest.target.kind == CPU and manifest.format < host_code.SINCE
@@ -75,8 +79,8 @@ def examine(bundle: Archive) -> list[CgbundleError]:
     for file in manifest.files:
         if not holds(bundle.check_hash, file):
             broken.add(file.path)
-    for name, check in ((archive.WEIGHTS, check_weights), (archive.EXAM, check_exam)):
-        if name not in broken:
+    for names, check in ((LARGE, check_weights), ((archive.EXAM,), check_exam)):
+        if not broken.intersection(names):
             holds(check, bundle)
     if not broken:
         holds(check_tables, bundle)
@@ -95,6 +99,7 @@ def check_manifest(manifest: Manifest) -> None:
     _check_regions(manifest)
     check_state(manifest)
     check_fixed(manifest)
+    check_computed(manifest)
     _of_each(_check_calls, each)
     check_chains(each)
     _check_owners(each)
@@ -148,22 +153,27 @@ def _check_owners(each: Sequence[Manifest]) -> None:
 
 
 def check_weights(bundle: Archive) -> None:
-    """Raises weights-invalid unless weights.safetensors is well formed and holds what the manifest names, and nothing else."""
-    manifest, entries = bundle.manifest, bundle.tensors(archive.WEIGHTS)
-    for weight in manifest.weights:
+    """Raises weights-invalid unless the files of weights and tables are well formed and hold what the manifest names, and nothing
+    else."""
+    for name, weights in archive.weight_files(bundle.manifest).items():
+        _check_tensors(name, bundle.tensors(name), weights)
+
+
+def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[Weight]) -> None:
+    for weight in weights:
         entry = entries.get(weight.tensor)
         if entry is None:
-            raise BundleError("weights-invalid", f"{archive.WEIGHTS}: tensor {weight.tensor!r} is missing")
+            raise BundleError("weights-invalid", f"{file}: tensor {weight.tensor!r} is missing")
         found = list(entry.shape)
         stored = [weight.shape[axis] for axis in memory_order(weight.shape, weight.strides)]
         same = sorted(found) == sorted(stored) and _without_ones(found) == _without_ones(stored)
         if entry.dtype != weight.dtype or not same:
             raise BundleError(
                 "weights-invalid",
-                f"{archive.WEIGHTS}: tensor {weight.tensor!r} is {entry.dtype} {found}, expected {weight.dtype} {stored}",
+                f"{file}: tensor {weight.tensor!r} is {entry.dtype} {found}, expected {weight.dtype} {stored}",
             )
-    for name in sorted(entries.keys() - {weight.tensor for weight in manifest.weights}):
-        raise BundleError("weights-invalid", f"{archive.WEIGHTS}: tensor {name!r} is no weight's")
+    for name in sorted(entries.keys() - {weight.tensor for weight in weights}):
+        raise BundleError("weights-invalid", f"{file}: tensor {name!r} is no weight's")
 
 
 def check_tables(bundle: Archive) -> None:
@@ -263,7 +273,7 @@ def _check_files(manifest: Manifest) -> None:
     for index, file in enumerate(manifest.files):
         small = file.bytes <= limits.TABLE_BYTES or file.path not in tables
         require(small, f"files[{index}].bytes", f"a table of {file.bytes} bytes, more than the limit of {limits.TABLE_BYTES}")
-    needed = {archive.WEIGHTS, archive.EXAM, *archive.program_files(manifest)}
+    needed = {*archive.weight_files(manifest), archive.EXAM, *archive.program_files(manifest)}
     needed |= {region.file for region in manifest.regions if region.file}
     needed |= tables - {""}
     for path in sorted(needed - set(paths)):

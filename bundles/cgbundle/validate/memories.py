@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from itertools import pairwise
 
@@ -42,6 +43,21 @@ def check_weight_rows(manifest: Manifest) -> None:
             require(weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
     _check_ties(manifest.weights)
     _check_places(manifest)
+
+
+def check_computed(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless `tables` are ascending weights on a GPU, not tied, that nothing changes and no host region
+    reads."""
+    read = {weight for region in manifest.regions for _, weight in region.constants}
+    users = Counter([weight.tensor for weight in manifest.weights]) if manifest.tables else {}
+    for place, index in enumerate(manifest.tables):
+        where = f"tables[{place}]"
+        ascends = index > (manifest.tables[place - 1] if place else -1)
+        require(ascends and index < len(manifest.weights), where, "is no weight, or not ascending")
+        row = manifest.weights[index]
+        there = manifest.target.kind == "cuda" and row.memory == "weights" and row.offset != HOST_ONLY
+        require(there and index not in read, where, f"{row.name!r} is not read by a GPU alone")
+        require(users[row.tensor] == 1, where, f"{row.tensor!r} is another weight's, too")
 
 
 def _check_ties(weights: Sequence[Weight]) -> None:

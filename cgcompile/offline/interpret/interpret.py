@@ -47,17 +47,20 @@ class Stage:
     read: tuple[Value, ...]
 
 
+WeightFiles = tuple[tuple[Path, tuple[Weight, ...]], ...]
+"""The files of weights and tables of a bundle, and where in memory each one's tensors lie."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """One int_key to run, stage by stage over the same memory.  `variants`: what each (image's sha256, symbol) was compiled from.
-    `sizes`: (name, bytes) of each memory.  `weights`: the bundle's weights.safetensors, and `placed` where its tensors lie."""
+    `sizes`: (name, bytes) of each memory."""
 
     key: IntKey
     stages: tuple[Stage, ...]
     variants: tuple[tuple[tuple[str, str], KernelVariant], ...]
     sizes: tuple[tuple[str, int], ...]
-    weights: Path
-    placed: tuple[Weight, ...]
+    weights: WeightFiles
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -121,11 +124,14 @@ def interpret(
 
 def _kept(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
     """The file of each outcome in the cache."""
-    found, hashes = {}, {path: _hash(path) for path in {task.weights for task in tasks}}  # mostly one, and large
+    found, hashes = (
+        {},
+        {path: _hash(path) for path in {path for task in tasks for path, _ in task.weights}},
+    )  # mostly one, and large
     for task in tasks:
         stages = [(stage.given, stage.recording, stage.read) for stage in task.stages]  # `repr` of a stage leaves the bytes out
-        rest = (task.key, stages, task.variants, task.sizes, task.placed)
-        found[task.key] = cache_path(cache, "interpreted", hashes[task.weights], rest)
+        rest = (task.key, stages, task.variants, task.sizes, [placed for _, placed in task.weights])
+        found[task.key] = cache_path(cache, "interpreted", [hashes[path] for path, _ in task.weights], rest)
     return found
 
 

@@ -128,12 +128,14 @@ class _Kernels:
 
 def _fill(memory: Memory, task: Task) -> None:
     """The weights, but for those of the host alone, and what state holds at first; everything else stays poison."""
-    with open(task.weights, "rb") as file:
-        entries = safetensors.read_header(file, task.weights.name)
-        for tensor, name, offset in {(row.tensor, row.memory, row.offset) for row in task.placed if row.offset != HOST_ONLY}:
-            entry = entries[tensor]
-            file.seek(entry.begin)
-            file.readinto(memoryview(memory.span(MEMORIES.index(name), offset, entry.end - entry.begin, "writes")))  # type: ignore[arg-type]
+    for path, placed in task.weights:
+        with open(path, "rb") as file:
+            entries = safetensors.read_header(file, path.name)
+            for tensor, name, offset in {(row.tensor, row.memory, row.offset) for row in placed if row.offset != HOST_ONLY}:
+                entry = entries[tensor]
+                place = memory.span(MEMORIES.index(name), offset, entry.end - entry.begin, "writes")
+                file.seek(entry.begin)
+                file.readinto(memoryview(place))  # type: ignore[arg-type]
 
 
 def _view(memory: Memory, value: Value, verb: str) -> Array:

@@ -1,7 +1,8 @@
 """program + key -> Lowered: retrace for cuda at the key's sizes, lower with Inductor, record the launches of its wrapper.  All runs
 inside `fake_device`: no kernel is compiled, nothing is measured.  Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the
 `source_code` of its result, `user_visible_output_idxs` in the metadata of a graph's output, `V.set_choices_handler` with a subclass
-of `InductorChoices`, `bmm_template`, `KernelTemplateChoice` with its parameters, and the options below."""
+of `InductorChoices`, `bmm_template`, `KernelTemplateChoice` with its parameters, `simd.prologue_preserves_zero_mask`, and the
+options below."""
 
 from __future__ import annotations
 
@@ -10,10 +11,12 @@ import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch._inductor.config
 from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen import simd
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.kernel.bmm import bmm_template
 from torch._inductor.select_algorithm import ExternKernelChoice
@@ -162,7 +165,12 @@ def lower_graph(
     handler = _Choices(arch, choose, more)
     known = torch._inductor.config.get_config_copy()
     options = {name: value for name, value in OPTIONS.items() if name in known} | {"post_grad_custom_pre_pass": ReadOldValues()}
-    with torch._inductor.config.patch(options), V.set_choices_handler(handler), torch.no_grad(), warnings.catch_warnings():
+    # What a product reads through a fused prologue is loaded under a mask without a value for the rest.  Inductor takes that for
+    # zero and selects nothing where the prologue keeps zeros; Triton leaves it undefined, and nan times zero is nan.
+    masked = mock.patch.object(simd, "prologue_preserves_zero_mask", lambda prologue: False)
+    with (
+        torch._inductor.config.patch(options), V.set_choices_handler(handler), masked, torch.no_grad(), warnings.catch_warnings(),
+    ):  # fmt: skip
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `exact_products` says how float32 is multiplied
         wrapper = _wrapper(retraced, key, layouts)
         return record_calls(key, wrapper, retraced.tensors, retraced.names, lambda source: load(source, handler.selected))

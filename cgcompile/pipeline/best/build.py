@@ -29,7 +29,7 @@ from ...model.flat_module import PREFIX
 from ...offline.trace import KERNELS
 from ...targets.build_spec import BuildSpec, ManifestParts, build_key
 from ...targets.memory_layout import lay_out
-from ...targets.weights import add_tables, shapes_of
+from ...targets.weights import shapes_of, write_tables
 from ...util.progress import Stages, Tell
 from .candidates import Searched, reason
 from .choice import LOWERINGS, choose
@@ -103,13 +103,13 @@ def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable 
 
 
 def _placed(found: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
-    """The candidates with tables beside each other's, and one file of weights that has them all."""
+    """The candidates with tables beside each other's, and one file of weights beside a file that has the tables of all."""
     recorded = beside_each_other({name: each.recorded for name, each in found.made.items()}, recordable.layout.weights_end)
     tables = {table.offset: table for each in recorded.values() for table in each.tables}
     trials.mkdir()
     file = trials / archive.WEIGHTS
-    os.link(recordable.request.stored, file)  # adding tables writes another one, where there are any
-    stored = add_tables(file, recordable.stored, [tables[offset] for offset in sorted(tables)])
+    os.link(recordable.request.stored, file)
+    stored = recordable.stored + write_tables(trials / archive.TABLES, [tables[offset] for offset in sorted(tables)])
     made = {name: replace(each, recorded=replace(recorded[name], stored=stored)) for name, each in found.made.items()}
     return replace(found, made=made), file
 
@@ -182,7 +182,7 @@ def _emitted(
     recorded = merged(
         beside_each_other({name: each.recorded for name, each in used.items()}, recordable.layout.weights_end), chosen
     )
-    stored = add_tables(stage / archive.WEIGHTS, recordable.stored, recorded.tables)
+    stored = recordable.stored + write_tables(stage / archive.TABLES, recorded.tables)
     folded = {name for each in used.values() for name in each.folded}
     parts = emit(spec, stage, replace(recorded, stored=stored), cut, folded=folded, expected=expected)
     if TRACED in used:

@@ -31,10 +31,13 @@ def prove(
     weights: Path,
     trial: Path,
 ) -> Manifest:
-    """Writes the candidate as a bundle at `trial`, with a copy of the host regions of `stage` and a link to the file of `weights`.
-    Then replays it.  `expected`: by entry, what eager PyTorch gives.  Raises proof-failed, bundle-refused."""
+    """Writes the candidate as a bundle at `trial`, with a copy of the host regions of `stage`, and links to the file of `weights`
+    and to that of the tables beside it.  Then replays it.  `expected`: by entry, what eager PyTorch gives.  Raises proof-failed,
+    bundle-refused."""
     trial.mkdir(parents=True)
-    os.link(weights, trial / archive.WEIGHTS)
+    for each in (weights, weights.with_name(archive.TABLES)):
+        if each.exists():
+            os.link(each, trial / each.name)
     if (stage / archive.HOST).is_dir():
         (trial / archive.HOST).mkdir()
         for file in (stage / archive.HOST).iterdir():

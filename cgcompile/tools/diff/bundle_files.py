@@ -77,7 +77,9 @@ def tensors(bundle: BundleFiles, name: str) -> Iterator[Mapped]:
         yield mapped
 
 
-_CHECKS: dict[str, Callable[[Archive], None]] = {archive.WEIGHTS: verify.check_weights, archive.EXAM: check_exam}
+_CHECKS: dict[str, Callable[[Archive], None]] = {
+    archive.WEIGHTS: verify.check_weights, archive.TABLES: verify.check_weights, archive.EXAM: check_exam,
+}  # fmt: skip
 
 
 @contextmanager

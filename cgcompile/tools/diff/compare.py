@@ -49,7 +49,7 @@ def _told(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -
     yield from recordings.files(bundle).values()
     yield from [f"kernels/{image}" for images in launched.values() for image in images]
     if "weights" in parts:
-        yield archive.WEIGHTS
+        yield from (archive.WEIGHTS, archive.TABLES)
     if parts & {"exam", "sizes"}:
         yield archive.EXAM
     if parts & {"kernels", "module state"}:

@@ -18,11 +18,18 @@ BLOCK = 1 << 16
 
 
 def weights(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
-    """The tensors of weights.safetensors that both have in one dtype and layout: how many elements differ, as bits."""
-    if not _both_other(a, b, archive.WEIGHTS):
-        return
-    layouts = [{each.tensor: (each.dtype, each.shape, each.strides) for each in found.manifest.weights} for found in (a, b)]
-    with tensors(a, archive.WEIGHTS) as mine, tensors(b, archive.WEIGHTS) as theirs:
+    """The tensors of weights and tables that both have in one dtype and layout: how many elements differ, as bits."""
+    for name in (archive.WEIGHTS, archive.TABLES):
+        if _both_other(a, b, name):
+            yield from _tensors(a, b, name)
+
+
+def _tensors(a: BundleFiles, b: BundleFiles, file: str) -> Iterator[Difference]:
+    layouts = [
+        {each.tensor: (each.dtype, each.shape, each.strides) for each in archive.weight_files(found.manifest)[file]}
+        for found in (a, b)
+    ]
+    with tensors(a, file) as mine, tensors(b, file) as theirs:
         for name, layout in layouts[0].items():
             if layouts[1].get(name) == layout:
                 yield from _elements("weights", name, mine, theirs)

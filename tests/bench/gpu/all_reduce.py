@@ -54,8 +54,10 @@ def nccl() -> None:
 
 def measured_nccl() -> dict[int, float]:
     """Microseconds by bytes; empty where NCCL did not run."""
-    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "tests.bench.gpu.all_reduce"]
-    done = subprocess.run([*start, "--only", "nccl"], capture_output=True, text=True, check=False, timeout=120)
+    port = str(29000 + os.getpid() % 1000)  # others may run beside it
+    start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
+    command = [*start, "-m", "tests.bench.gpu.all_reduce", "--only", "nccl"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     if not rows:
         print(done.stderr[-2000:])

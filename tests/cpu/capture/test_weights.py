@@ -12,7 +12,7 @@ from tests.cpu.capture.recorder import regions
 assert regions, "modules of the recorder can be imported from here on"
 from cgcompile.capture.worker import weights as module  # noqa: E402
 from cgcompile.targets.memory_layout import Table, lay_out  # noqa: E402
-from cgcompile.targets.weights import add_tables, contents, shapes_of, write_weights  # noqa: E402
+from cgcompile.targets.weights import contents, shapes_of, write_tables, write_weights  # noqa: E402
 
 TENSORS = {
     "model.a": torch.randn(1000, 7),
@@ -65,14 +65,12 @@ def test_any_changed_element_changes_the_digest_of_its_weight_alone(tmp_path: Pa
     assert module.digests(rows, buffers)["model.a"] != before["model.a"], "the same words elsewhere"
 
 
-def test_tables_are_added_to_a_file_that_is_there(tmp_path: Path) -> None:
-    path = tmp_path / "weights.safetensors"
-    layout = lay_out(shapes_of(TENSORS))
-    rows = write_weights(path, TENSORS, layout.rows)
-    assert add_tables(path, rows, ()) is rows
-    both = add_tables(path, rows, (Table(offset=layout.weights_end, contents=b"table"),))
-    assert both[:-1] == rows and both[-1].offset == layout.weights_end
-    mapped = module.safetensors.Mapped(str(path), "weights")
-    assert bytes(mapped.data("cgcompile.table.0")) == b"table"
-    assert bytes(mapped.data("a")) == contents(TENSORS["model.a"], (7, 1))
-    assert [each.name for each in tmp_path.iterdir()] == [path.name]
+def test_tables_have_a_file_of_their_own(tmp_path: Path) -> None:
+    path = tmp_path / "tables.safetensors"
+    assert write_tables(path, ()) == () and not path.exists()
+    rows = write_tables(path, (Table(offset=512, contents=b"table"), Table(offset=1024, contents=bytes(256))))
+    assert [(row.name, row.memory, row.offset, row.shape) for row in rows] == [
+        ("cgcompile.table.0", "weights", 512, (5,)), ("cgcompile.table.1", "weights", 1024, (256,)),
+    ]  # fmt: skip
+    mapped = module.safetensors.Mapped(str(path), "tables")
+    assert bytes(mapped.data("cgcompile.table.0")) == b"table" and mapped.entries.keys() == {row.tensor for row in rows}

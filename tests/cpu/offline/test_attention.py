@@ -285,8 +285,7 @@ def interpreted(traced: Lowered, tensors: Sequence[torch.Tensor], folder: Path) 
         stages=(Stage(given=given, recording=graph.recording, read=graph.outputs),),
         variants=tuple(((image.sha256, image.symbol), variant) for image, variant in zip(compiled, traced.variants, strict=True)),
         sizes=(("weights", PAD), ("inputs", end + PAD), ("arena", graph.arena)),
-        weights=folder / "weights.safetensors",
-        placed=(),
+        weights=((folder / "weights.safetensors", ()),),
     )
     (outcome,) = interpret([task], folder, budget=1)
     return [tensor_of(contents, value) for contents, value in zip(outcome.read, graph.outputs, strict=True)]

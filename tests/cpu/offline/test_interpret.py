@@ -471,7 +471,8 @@ def test_stages_share_memory_and_meet_the_host_between_them(tmp_path: Path) -> N
     sheet.outputs += [last, kept, landing]
     task = sheet.task(tmp_path)
     elsewhere = Weight(name="host", tensor="host", dtype="float32", shape=(4,), strides=(1,), memory="weights", offset=HOST_ONLY)
-    (outcome,) = interpret([replace(task, placed=(*task.placed, elsewhere))], tmp_path, budget=1)
+    ((path, placed),) = task.weights
+    (outcome,) = interpret([replace(task, weights=((path, (*placed, elsewhere)),))], tmp_path, budget=1)
     poison = torch.full((16,), torch.nan)
     wanted = [a + a, poison, a + b + c, (a + b) * 2, a + b, c]
     found = [tensor_of(contents, kept) for contents in outcome.read]

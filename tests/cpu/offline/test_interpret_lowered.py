@@ -25,7 +25,7 @@ from cgcompile.offline.lowered import KernelVariant
 from cgcompile.offline.trace import folded_tables
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.memory_layout import PAD, lay_out
-from cgcompile.targets.weights import add_tables, row_major, shapes_of, write_weights
+from cgcompile.targets.weights import row_major, shapes_of, write_tables, write_weights
 from tests.cpu.offline.written_rows import tensor_of
 from tests.helpers.lowered_programs import assembled
 
@@ -73,6 +73,17 @@ class Convolutions(nn.Module):
         return self.head(x.mean((2, 3))).softmax(-1)
 
 
+class Narrow(nn.Module):
+    """Attention with fewer columns than a product's tile: the product behind it reads through a transposition."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return self.attention(x, x + 1, x)
+
+
 class Orders(nn.Module):
     """Sorting, scans, reductions with indices, and functions of libdevice."""
 
@@ -86,6 +97,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], torch.Tensor]]] = 
     "gpt": (Gpt, lambda: torch.randint(100, (3, 24))),
     "gpt bf16": (lambda: Gpt().bfloat16(), lambda: torch.randint(100, (3, 24))),
     "convolutions": (Convolutions, lambda: torch.randn(2, 3, 16, 16)),
+    "narrow attention": (Narrow, lambda: torch.randn(1, 5, 8)),
     "orders": (Orders, lambda: torch.randn(6, 50)),
 }
 """A model, and inputs for it."""
@@ -119,7 +131,8 @@ def task_of(program: torch.export.ExportedProgram, example: torch.Tensor, calls:
     offsets = {row.name: row.offset for row in layout.rows} | {name: table.offset for name, table in folded.items()}
     graph = assembled(traced, compiled, plan(traced), offsets, [0])
     path = folder / "weights.safetensors"
-    rows = add_tables(path, write_weights(path, tensors, layout.rows), tuple(folded.values()))
+    rows = write_weights(path, tensors, layout.rows)
+    tables = write_tables(folder / "tables.safetensors", tuple(folded.values()))
     return Task(
         key=(1,),
         stages=tuple(
@@ -127,8 +140,7 @@ def task_of(program: torch.export.ExportedProgram, example: torch.Tensor, calls:
         ),
         variants=tuple(((image.sha256, image.symbol), variant) for image, variant in zip(compiled, traced.variants, strict=True)),
         sizes=(("weights", end), ("inputs", example.numel() * example.element_size() + PAD), ("arena", graph.arena)),
-        weights=path,
-        placed=rows,
+        weights=((path, rows), *([(folder / "tables.safetensors", tables)] if tables else [])),
     )
 
 

@@ -125,8 +125,7 @@ class Sheet:
             stages=tuple(self.stages),
             variants=tuple(self.variants),
             sizes=tuple(self.ends.items()),
-            weights=path,
-            placed=tuple(self.rows),
+            weights=((path, tuple(self.rows)),),
         )
 
 

@@ -57,7 +57,7 @@ def pack(folder: Path, model: str, bundle: Path) -> None:
     known = tensors_of(model)
     stored = safetensors.Mapped(str(bundle / archive.WEIGHTS), archive.WEIGHTS)
     extra: dict[str, safetensors.Tensor] = {}
-    for row in archive.read_manifest(str(bundle)).weights:
+    for row in archive.weight_files(archive.read_manifest(str(bundle)))[archive.WEIGHTS]:
         if row.tensor == row.name and row.name not in known:
             entry = stored.entries[row.name]
             extra[row.name] = (entry.dtype, entry.shape, partial(bytes, stored.data(row.name)))
@@ -76,7 +76,7 @@ def fill(bundle: Path) -> bool:
     known, manifest = tensors_of(model), archive.read_manifest(str(bundle))
     extra = safetensors.Mapped(str(bundle / EXTRA), EXTRA)
     stored: dict[str, safetensors.Tensor] = {}
-    for row in manifest.weights:
+    for row in archive.weight_files(manifest)[archive.WEIGHTS]:
         if row.tensor != row.name:
             continue
         if row.name in known:

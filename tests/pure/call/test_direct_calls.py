@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 
-from cgbundle.call import entry
+from cgbundle.call import direct
+from cgbundle.call.direct import Direct, DirectCalls
 from cgbundle.cuda.backend import CudaBackend
 from cgbundle.errors import CallError, MachineError
 from cgbundle.format.schema import Dimension, TensorSpec
@@ -74,8 +75,7 @@ def test_it_is_a_copy_and_a_launch(program: Program, fake: FakeDriver) -> None:
 
 def test_what_differs_takes_the_other_way(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     program.replay([on_gpu(KEYS[0], 0)])
-    known = dict(program._direct)
-    monkeypatch.setattr(program, "_direct", Frozen(known))
+    monkeypatch.setattr(DirectCalls, "add", remembered)
     with raises("input-dtype"):
         program.replay([Tensor(1 << 20, "int32", (KEYS[0], FLOATS), (FLOATS, 1), None, 0)])
     with raises("input-device"):
@@ -95,11 +95,8 @@ def test_what_differs_takes_the_other_way(program: Program, monkeypatch: pytest.
         program.replay([on_gpu(KEYS[1], 1)])
 
 
-class Frozen(dict[Any, Any]):
-    """Nothing is put in."""
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        raise AssertionError("remembered")
+def remembered(*given: Any) -> None:
+    raise AssertionError("remembered")
 
 
 def test_views_are_guarded(program: Program) -> None:
@@ -115,7 +112,7 @@ def test_views_are_guarded(program: Program) -> None:
         program.replay([value])
     with raises("stale-view"):
         third[0].tensor  # noqa: B018
-    assert not program._direct
+    assert not len(program._direct)
 
 
 def test_a_driver_that_fails_lets_go_of_everything(program: Program, fake: FakeDriver) -> None:
@@ -135,7 +132,7 @@ def test_a_driver_that_fails_lets_go_of_everything(program: Program, fake: FakeD
 
 
 def test_only_so_many_are_remembered(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(entry, "PLANS", 1)
+    monkeypatch.setattr(direct, "KEPT", 1)
     for key in (*KEYS, *KEYS):
         program.replay([on_gpu(key, 0)])
         assert len(program._direct) == 1
@@ -168,13 +165,15 @@ def test_copies_are_the_drivers_where_the_library_gives_the_memory(
     monkeypatch.setattr(DLPack, "name", "another")
     monkeypatch.setattr(program, "_views", False)
     monkeypatch.setattr(program._outputs, "_views", False)
-    copies, given = [], []
+    copies, given, refused = [], [], []
 
     def copy(library: DLPack, value: Tensor) -> Tensor:
         copies.append(value)
         return from_bytes(ctypes.string_at(value.address, 4 * value.shape[0] * FLOATS), value.dtype, value.shape)
 
-    def empty_like(library: DLPack, value: Tensor) -> tuple[Tensor, int]:
+    def empty_like(library: DLPack, value: Tensor) -> tuple[Tensor, int] | None:
+        if refused:
+            return None
         fresh = ctypes.create_string_buffer(4 * value.shape[0] * FLOATS)
         given.append(Tensor(ctypes.addressof(fresh), value.dtype, value.shape, value.strides, fresh, 0))
         return given[-1], given[-1].address
@@ -186,6 +185,24 @@ def test_copies_are_the_drivers_where_the_library_gives_the_memory(
         assert array("f", ctypes.string_at(made.address, 4 * key * FLOATS)) == expected(inputs(key, seed))
         assert made.shape == (key, FLOATS)
     assert len(copies) == len(KEYS) and len(given) == 2 * len(KEYS)
-    monkeypatch.setattr(DLPack, "empty_like", lambda library, value: None)
+    refused.append(True)
     program(on_gpu(KEYS[0], 0))
     assert len(copies) == len(KEYS) + 1
+
+
+def test_of_one_shape_few_kinds_are_kept() -> None:
+    calls, value = DirectCalls(), Tensor(1 << 20, "float32", (4,), (1,), None, 0)
+    chosen = [0]
+
+    def known(number: int) -> Direct:
+        return Direct(lambda given: ([number], None) if chosen[0] == number else None, lambda addresses, views: [number])
+
+    for number in range(3 * direct.LIKE):
+        chosen[0] = number
+        calls.add([value], known(number))
+        assert calls.last is not None and calls.last.replay([], ()) == [number]
+    assert len(calls) == direct.LIKE and calls.find([value]) is not None
+    chosen[0] = 0  # which went first
+    assert calls.find([value]) is None
+    calls.add([value], known(-1))  # it does not know its own call again
+    assert len(calls) == direct.LIKE and calls.find([]) is None

@@ -68,6 +68,10 @@ def test_a_program_without_forward_is_not_called_itself() -> None:
     with raises("entry-missing", match="prefill, decode, reset, and none is called forward") as caught:
         run(numbers((4,)))
     assert caught.value.hint == "call program.prefill(...)" and not backend.calls
+    run.prefill.watch(None)
+    run.watch(None)  # as at the end of a profile
+    with raises("entry-missing"):
+        run(numbers((4,)))
 
 
 def test_a_name_that_is_no_entry() -> None:

@@ -318,7 +318,7 @@ def test_parameters_that_differ_from_the_images(
 
 def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, folder = bundle
-    monkeypatch.setattr(weights, "listed", lambda bundle: [weights.Piece(0, 4096, 0)])
+    monkeypatch.setattr(weights, "listed", lambda bundle: {"weights.safetensors": [weights.Piece(0, 4096, 0)]})
     with raises("weights-invalid", match="ends too early"):
         opened(manifest, folder)
 
@@ -475,6 +475,6 @@ def test_the_disk_begins_to_read_the_first_weights(
     monkeypatch.setattr(weights, "FIRST", 384)
     manifest, folder = bundle
     found = weights.listed(ArchiveOf(folder, manifest))
-    (first, *_) = found
+    (first, *_) = found["weights.safetensors"]
     assert first.size > 384
     assert asked == [(first.begin, 256), (first.begin + 256, 128)]

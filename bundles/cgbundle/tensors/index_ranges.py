@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import CallError, CgbundleError
 from ..format.schema import DTYPES, TensorSpec
-from ..tensors.library import Descriptor
+from .library import Descriptor
 
 TYPES: dict[str, Any] = {
     "int64": ctypes.c_int64, "int32": ctypes.c_int32, "int16": ctypes.c_int16, "int8": ctypes.c_int8, "uint8": ctypes.c_uint8,

@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import pytest
 
-from cgbundle.call.index_ranges import explained
 from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.format.schema import TensorSpec
+from cgbundle.tensors.index_ranges import explained
 from tests.helpers.fabricate import spec
 
 FAULT = MachineError("library-refused", "host/model.so: index out of bounds: 0 <= tmp3 < 100L")

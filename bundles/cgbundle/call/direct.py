@@ -1,0 +1,147 @@
+"""Calls like one before: inputs of the GPU as they were recorded, and outputs in memory that stays.
+
+Such a call is one question to the library, whether the inputs are like those, and a straight line of what is left to do.  Every
+microsecond of it is measured (tests/bench/gpu/dispatch.py): names are bound ahead, and nothing is asked that cannot have changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..format.schema import DTYPES, TensorSpec
+from ..tensors.library import Descriptor, Library, Likeness
+from .views import Epoch, View
+
+if TYPE_CHECKING:
+    from ..session.backend import Backend
+
+KEPT = 4096
+"""Kinds of calls that are remembered; beyond that all are forgotten and made again as needed."""
+
+LIKE = 8
+"""Kinds of calls that are remembered of one shape: what the first input's shape does not tell apart is asked one by one."""
+
+Replay = Callable[[list[int], Sequence[View]], list[Any]]
+"""(addresses of the inputs, views among the inputs) -> outputs."""
+
+
+class Direct(NamedTuple):
+    """`like` tells calls that `replay` serves from others, and gives the addresses of their inputs."""
+
+    like: Likeness
+    replay: Replay
+
+
+class Output(NamedTuple):
+    """An output that stays in place: what the signature says of it, the caller's tensor over the runtime's memory, and what counts
+    the calls that overwrite it."""
+
+    spec: TensorSpec
+    value: Any
+    epoch: Epoch
+
+
+class DirectCalls:
+    """The direct calls of an entry.  `last` is the one that was met last, which the next call is asked about first."""
+
+    __slots__ = ("_by_shape", "_count", "last")
+
+    def __init__(self) -> None:
+        self._by_shape: dict[Sequence[int], list[Direct]] = {}  # of the first input
+        self._count = 0
+        self.last: Direct | None = None
+
+    def __len__(self) -> int:
+        return self._count
+
+    def find(self, tensors: Sequence[Any]) -> tuple[Direct, tuple[list[int], Any]] | None:
+        """The one for a call like these inputs, and what it says of them."""
+        shape = getattr(tensors[0], "shape", None) if tensors else None
+        for each in self._by_shape.get(shape, ()):  # type: ignore[arg-type]
+            found = each.like(tensors)
+            if found is not None:
+                self.last = each
+                return each, found
+        return None
+
+    def add(self, tensors: Sequence[Any], direct: Direct) -> None:
+        """For calls like one of these inputs, which it knows again or not at all."""
+        if direct.like(tensors) is None:
+            return
+        if self._count >= KEPT:
+            self.clear()
+        kept = self._by_shape.setdefault(tuple(getattr(tensors[0], "shape", ())), [])
+        if len(kept) == LIKE:
+            del kept[0]
+            self._count -= 1
+        kept.append(direct)
+        self._count += 1
+        self.last = direct
+
+    def clear(self) -> None:
+        self._by_shape.clear()
+        self._count, self.last = 0, None
+
+
+def replay(
+    backend: Backend, library: Library, program: int, outputs: Sequence[Output], counts: Sequence[Epoch], *, views: bool
+) -> Replay:
+    """Replays a program, by its number among those of all entries, and gives views or copies.  `counts`: what counts its calls."""
+    device = backend.device
+    assert device is not None  # where the inputs of a direct call lie
+    finish = _viewing(library, outputs) if views else _copying(backend, library, outputs)
+    line = backend.direct(program, library.stream, counts, finish)
+    return line or _by_steps(backend, library, program, device, counts, finish)
+
+
+def _by_steps(
+    backend: Backend, library: Library, program: int, device: int, counts: Sequence[Epoch], finish: Callable[[Any], list[Any]]
+) -> Replay:
+    def line(addresses: list[int], given: Sequence[View]) -> list[Any]:
+        stream = backend.begin(library.stream(device))
+        try:
+            for view in given:
+                view.tensor  # noqa: B018  raises stale-view where another thread's call came between
+            for count in counts:
+                count.number += 1  # from here on the outputs of the last replay may be overwritten
+            backend.run(program, addresses, device, stream)
+            return finish(stream)
+        finally:
+            backend.end(stream)
+
+    return line
+
+
+def _viewing(library: Library, outputs: Sequence[Output]) -> Callable[[Any], list[Any]]:
+    if len(outputs) == 1:
+        ((spec, value, epoch),) = outputs
+        return lambda stream: [View(spec, value, library, epoch, epoch.number)]
+    return lambda stream: [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in outputs]
+
+
+def _copying(backend: Backend, library: Library, outputs: Sequence[Output]) -> Callable[[Any], list[Any]]:
+    """Copies by the driver.  Launches are not given the copies' addresses instead, as they are those of inputs: a kernel may write
+    behind an output's last byte (a padded product of which a part is the output), and no bundle says how far."""
+    copied, empty_like, copy = backend.copy, library.empty_like, library.copy
+    rows = [(value, *_place(library.describe(value))) for _, value, _ in outputs]
+
+    def finish(stream: Any) -> list[Any]:
+        made = []
+        for value, address, size in rows:
+            fresh = empty_like(value) if size else None
+            if fresh is None:
+                made.append(copy(value))
+            else:
+                copied(fresh[1], address, size, stream)
+                made.append(fresh[0])
+        return made
+
+    return finish
+
+
+def _place(found: Descriptor) -> tuple[int, int]:
+    """The address and bytes of a tensor that is row-major; 0 where the library is to copy it."""
+    address, shape, dtype, strides, _ = found
+    return (address, prod(shape) * DTYPES[dtype]) if strides is None else (0, 0)

@@ -1,0 +1,78 @@
+"""Whether inputs are like those of a call before: torch answers in one question, and never yes where a call would differ."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from cgbundle.tensors.torch_tensors import Torch
+
+
+@pytest.fixture(params=["one question", "by descriptors"])
+def library(request: pytest.FixtureRequest) -> Torch:
+    made = Torch(torch)
+    assert made._guards is not None
+    if request.param == "by descriptors":
+        made._guards = None  # as with a torch that lacks it
+    return made
+
+
+def values() -> torch.Tensor:
+    return torch.arange(12.0).reshape(3, 4)
+
+
+DIFFERENT: dict[str, Callable[[], Any]] = {
+    "dtype": lambda: values().to(torch.float64),
+    "shape": lambda: torch.zeros(4, 3),
+    "rank": lambda: torch.zeros(12),
+    "strides": lambda: torch.zeros(4, 3).t(),
+    "device": lambda: values().to("meta"),
+    "layout": lambda: values().to_sparse(),
+    "negative": lambda: torch._neg_view(values()),
+    "kind": lambda: values().numpy(),
+    "no tensor": lambda: None,
+}
+
+
+@pytest.mark.parametrize("other", DIFFERENT.values(), ids=DIFFERENT)
+def test_what_differs_is_told_apart(library: Torch, other: Callable[[], Any]) -> None:
+    first = values()
+    for count in (1, 2):
+        given = [first] * count
+        like = library.like(given)
+        assert like(given) is not None
+        last = like([*given[1:], other()])
+        assert last is None or last[0] != [first.data_ptr()] * count  # what is resolved lies elsewhere
+        assert like([*given, first]) is None and like([]) is None
+
+
+def test_addresses_are_those_of_the_call(library: Torch) -> None:
+    first, second = values(), values()
+    found = library.like([first, second])([second, second])
+    assert found is not None and found[0] == [second.data_ptr()] * 2
+    found = library.like([first])((second,))
+    assert found is not None and found[0] == [second.data_ptr()]
+
+
+def test_numbers_that_memory_does_not_hold_are_resolved() -> None:
+    library = Torch(torch)
+    for value in (torch._neg_view(values()), torch.ones(3, dtype=torch.complex64).conj()):
+        found = library.like([value])([value])
+        assert found is not None and found[0] != [value.data_ptr()]
+        ((kept, descriptor),) = found[1]
+        assert [kept.data_ptr()] == found[0] == [descriptor[0]] and torch.equal(kept, value)
+
+
+def test_every_mode_of_torch_has_a_likeness_of_its_own() -> None:
+    """One that was made in another mode says no, and that costs time alone."""
+    library = Torch(torch)
+    outside = library.like([values()])
+    for mode in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):
+        with mode():
+            given = [values()]
+            inside = library.like(given)
+            assert inside(given) is not None
+            assert outside(given) in (None, ([given[0].data_ptr()], None))

@@ -1,0 +1,137 @@
+"""Calls that go straight to their replay: in every mode of torch, on other streams, from other threads and in a capture they
+answer as the first call of their kind does."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import cgbundle
+from cgbundle.cuda import driver
+from cgbundle.errors import CgbundleError
+from tests.helpers.places import GOLDEN
+from tests.helpers.raising import raises
+
+torch = pytest.importorskip("torch")
+
+BUNDLE = GOLDEN / "v4/mlp.cgb"
+
+
+@pytest.fixture(params=["view", "copy"])
+def program(request: pytest.FixtureRequest) -> Iterator[Any]:
+    try:
+        driver.require()
+        made = cgbundle.load(BUNDLE, outputs=request.param)
+    except CgbundleError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+def given(program: Any, key: tuple[int, ...], seed: int) -> Any:
+    spec = program.inputs[0]
+    shape = [size if isinstance(size, int) else key[0] for size in spec.shape]
+    return torch.rand(shape, generator=torch.Generator().manual_seed(seed)).to(getattr(torch, spec.dtype)).cuda()
+
+
+def kept(output: Any) -> Any:
+    return output.clone()
+
+
+def wanted(program: Any, value: Any) -> Any:
+    """By the first call of another program."""
+    with cgbundle.load(BUNDLE) as other:
+        return other(value.cpu()).cuda()
+
+
+def test_every_way_to_call_answers_alike(program: Any) -> None:
+    key = program.int_keys[-1]
+    values = [given(program, key, seed) for seed in range(3)]
+    expected = [wanted(program, value) for value in values]
+    program(values[0])
+    direct = len(program._direct)
+    assert direct == 1
+
+    def check(seed: int, value: Any) -> None:
+        assert torch.equal(kept(program(value)), expected[seed])
+
+    side = torch.cuda.Stream()
+    for _ in range(3):
+        for seed, value in enumerate(values):
+            check(seed, value)
+            with torch.no_grad():
+                check(seed, value)
+            with torch.inference_mode():
+                check(seed, value)
+                check(seed, value.clone())
+            check(seed, value.clone().requires_grad_())
+            check(seed, torch.nn.Parameter(value.clone()))
+            check(seed, torch._neg_view(-value))
+            check(seed, value.t().contiguous().t())
+            assert torch.equal(kept(program(value.cpu())), expected[seed].cpu())
+            side.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(side):
+                check(seed, value)
+                check(seed, value)
+            torch.cuda.current_stream().wait_stream(side)
+    assert 1 < len(program._direct) <= 8
+
+
+def test_a_capture_after_direct_calls_holds_the_replay(program: Any) -> None:
+    key = program.int_keys[0]
+    value, other = given(program, key, 0), given(program, key, 1)
+    expected = [wanted(program, each) for each in (value, other)]
+    for _ in range(3):
+        program(value)
+    static, graph = value.clone(), torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    with torch.cuda.graph(graph):
+        made = kept(program(static))
+    for each, result in zip((value, other, value), (*expected, expected[0]), strict=True):
+        static.copy_(each)
+        graph.replay()
+        assert torch.equal(made, result)
+        assert torch.equal(kept(program(each)), result)
+
+
+def test_threads_take_turns(program: Any) -> None:
+    key = program.int_keys[-1]
+    values = [given(program, key, seed) for seed in range(4)]
+    expected = [wanted(program, value) for value in values]
+    wrong: list[int] = []
+
+    def calls(seed: int) -> None:
+        for _ in range(200):
+            try:
+                if not torch.equal(kept(program(values[seed])), expected[seed]):
+                    wrong.append(seed)
+            except cgbundle.CallError as error:
+                if error.code != "stale-view":  # another thread's call came between
+                    raise
+
+    threads = [threading.Thread(target=calls, args=(seed,)) for seed in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong or program._views  # a view is read after the call, which another thread's may overwrite meanwhile
+
+
+def test_a_profile_times_the_steps_of_direct_calls(program: Any) -> None:
+    value = given(program, program.int_keys[0], 0)
+    program(value)
+    with program.profile() as profile:
+        program(value)
+        program(value)
+    assert sum(row.times for row in profile.rows() if row.track == profile.GPU) >= 2
+    program(value)
+    view = program(value)
+    program.close()
+    with raises("program-closed"):
+        program(value)
+    if type(view) is cgbundle.View:
+        with raises("stale-view"):
+            view.tensor  # noqa: B018

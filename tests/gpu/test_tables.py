@@ -1,0 +1,96 @@
+"""Tables of the build's, which lie in a file beside the weights: replayed on a GPU, and found by each length."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+
+import cgbundle
+from cgbundle.format import archive, safetensors
+from cgbundle.format.archive import TABLES, WEIGHTS
+from tests.gpu.helpers import exams
+from tests.helpers.places import GOLDEN
+
+numpy = pytest.importorskip("numpy")
+torch = pytest.importorskip("torch")
+
+BUNDLE = GOLDEN / "v6/traced_tables.cgb"
+
+
+def model(weights: dict[str, numpy.ndarray], x: numpy.ndarray) -> numpy.ndarray:
+    """tests/golden/models.py, Positions."""
+    read = x @ weights["read.weight"].T + weights["read.bias"]
+    return read + numpy.tanh(weights["places"][: len(x)] @ weights["mixed.weight"].T + weights["mixed.bias"])
+
+
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+@pytest.mark.parametrize("lazy", [False, True])
+@pytest.mark.parametrize("weights", ["map", "copy"])
+def test_every_length_has_its_table(mode: str, lazy: bool, weights: str) -> None:
+    stored = safetensors.Mapped(str(BUNDLE / WEIGHTS), WEIGHTS)
+    own = {name: numpy.frombuffer(stored.data(name), numpy.float32).reshape(entry.shape) for name, entry in stored.entries.items()}
+    random = numpy.random.default_rng(0)
+    with cgbundle.load(BUNDLE, mode=mode, lazy=lazy, weights=weights, check="full") as program:
+        for length in (4, 6, 3, 5, 6, 4):
+            x = random.standard_normal((length, 8), numpy.float32)
+            assert numpy.abs(program(x) - model(own, x)).max() < 1e-5
+        with program.session() as session:
+            x = random.standard_normal((6, 8), numpy.float32)
+            assert numpy.array_equal(session(x), program(x))
+
+
+def test_the_exam_and_a_file_that_is_cut(tmp_path: Path) -> None:
+    exams.passed(BUNDLE)
+    copy = Path(shutil.copytree(BUNDLE, tmp_path / "copy.cgb"))
+    (copy / TABLES).write_bytes((copy / TABLES).read_bytes()[:-1])
+    with pytest.raises(cgbundle.BundleError, match=TABLES):
+        cgbundle.load(copy)
+
+
+def test_an_update_leaves_tables_as_they_are() -> None:
+    stored = safetensors.Mapped(str(BUNDLE / WEIGHTS), WEIGHTS)
+    own = {
+        name: numpy.frombuffer(stored.data(name), numpy.float32).reshape(entry.shape).copy()
+        for name, entry in stored.entries.items()
+    }
+    x = numpy.ones((6, 8), numpy.float32)
+    with cgbundle.load(BUNDLE) as program:
+        own["read.bias"] += 1
+        program.update({"read.weight": own["read.weight"], "read.bias": own["read.bias"]})
+        assert numpy.abs(program(x) - model(own, x)).max() < 1e-5
+        program.update(BUNDLE)
+        assert numpy.abs(program(x) - (model(own, x) - 1)).max() < 1e-5
+
+
+@pytest.mark.parametrize("record", ["trace", "capture"])
+def test_a_build_here_has_its_tables_beside_the_weights(record: str, tmp_path: Path) -> None:
+    """Traced, those that were folded; captured, those of cuFFT."""
+    import cgcompile
+    from tests.golden import models
+
+    network, inputs = models.traced_tables()
+    chosen = {"target": "cuda", "record": "trace"}
+    if record == "capture":
+        network, chosen = Spectrum(network), {"target": "cuda", "lower": "eager"}
+    built = cgcompile.build(network.eval(), inputs, sizes=[2, 6], out=tmp_path / "made.cgb", **chosen)
+    path = Path(built.path)
+    names = safetensors.Mapped(str(path / WEIGHTS), WEIGHTS).entries.keys()
+    assert names == network.state_dict().keys()
+    assert archive.read_manifest(str(path)).tables and (path / TABLES).exists()
+    exams.passed(path)
+    x = torch.randn(6, 8, device="cuda")
+    with cgbundle.load(path) as program, torch.inference_mode():
+        assert (program(x) - network.cuda()(x)).abs().max() < 1e-4
+
+
+class Spectrum(torch.nn.Module):
+    """A transform behind a model."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.fft.rfft(self.model(x), n=1024).abs()
