@@ -1,5 +1,6 @@
 # Everything happens in .venv, which every target makes or brings up to date first.
 #   make demo       in a fresh clone: install, compile a real model, serve it without torch
+#   make llm        the same with a language model (of random weights) and OpenAI's protocol
 #   PYTHON=...      the Python (3.11 or newer) that .venv is made with
 #   T=...           what pytest runs in `make test` and `make sanitize`, and with which options: make test T='tests/pure -x'
 
@@ -12,12 +13,13 @@ CONSTRAINTS := .ci/constraints.txt
 SOURCES := $(shell find cgcompile cli bundles examples -name '*.py')
 
 DEMO := .cache/demo/minilm.cgb
+LLM := .cache/demo/llm
 BENCH := .cache/bench
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 MAKEFLAGS += --no-print-directory
-.PHONY: help install demo test check format docs wheel fuzz sanitize gpu bench golden tune clean
+.PHONY: help install demo llm test check format docs wheel fuzz sanitize gpu bench golden tune clean
 
 help: ## this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' Makefile
@@ -43,6 +45,15 @@ demo: $(DEMO)/manifest.json ## compile a sentence-embedding model, inspect the b
 $(DEMO)/manifest.json: $(INSTALLED) $(SOURCES)
 	@mkdir -p $(dir $(DEMO))
 	@$(BIN)/cgcompile build examples/minilm.py --sizes batch=1,8 --sizes seq=32,128 --target cpu -o $(DEMO) --force
+
+llm: $(LLM)/llm.cgb/manifest.json ## compile a small language model of random weights, serve it over HTTP without torch
+	@$(BIN)/python examples/demo_llm.py $(LLM) $(LLM)/llm.cgb
+
+$(LLM)/llm.cgb/manifest.json: $(INSTALLED) $(SOURCES)
+	@mkdir -p $(LLM)
+	@$(BIN)/python examples/demo_llm.py --write $(LLM)
+	@CAUSAL_LM=$(LLM) CAUSAL_LM_TURNS=0 $(BIN)/cgcompile build examples/causal_lm.py --sizes prefill:batch=1 --sizes prefill:seq=32 \
+		--sizes decode:batch=1 --sizes blocks=8 --target cpu -o $(LLM)/llm.cgb --force
 
 # A process per core, four at most.  Tests of one file share what they build, and run in one process.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -17,6 +17,9 @@ off has count 0 (`generate`: limit 0), pages 0 and slot 0, and changes nothing.
 CAUSAL_LM is a folder in the Hub's layout, or a name from language_model/configurations.py (default: llama, a tiny one);
 CAUSAL_LM_DTYPE float32 (default), bfloat16 or float16; CAUSAL_LM_PAGES (65) and CAUSAL_LM_SLOTS (9) count pages of 16 tokens and
 slots, those of nobody among them; CAUSAL_LM_TURNS is 32, and 0 leaves `generate` out.
+
+In half precision the logits of two tokens may be so close that rounding decides between them: such a build needs
+`--waive mismatched-integers`.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def assert_scalar(context: RuleContext) -> Iterable[Finding]:
     the number or size: these belong to another finding.
     Why CUDA forbids it: the CPU would have to know the number (host-scalar).
     Effect: none by itself: it goes to the host with the number that it is about, or away.
-    Fix: none needed; `torch._assert_async` asserts on the GPU.
+    Fix: none needed; `torch._assert_async` asserts in the graph, where the GPU is here.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py names aten._assert_scalar.
     """
     seen = {place(node)[0] for node, _ in context.calls() if introduces_symbols(node)}

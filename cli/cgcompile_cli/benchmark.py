@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from cgcompile.tools.bench.report import FIRST, Benchmark, ratio
+from cgcompile.tools.generation.measure import GenerationBenchmark
 
 from .output import count, record, safe, shortened, show, size, table
 
@@ -109,6 +110,38 @@ def memory(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]
             peer.name, _ratio(theirs / ours if ours > 0 and theirs >= 0 else None), *device, size(used.resident), size(used.own),
         ])  # fmt: skip
     return ("", ">ratio", *([">GPU, beside the context"] if gpu else []), ">resident", ">of it unshared"), rows
+
+
+def show_generation(report: GenerationBenchmark) -> None:
+    """Writes the tables of `--generate`."""
+    machine, ours = report.machine, report.ways[0]
+    show(record([
+        ("bundle", f"{report.name}, {report.target}, {count(report.rounds, 'round')}; ratio = bundle / peer, of tokens a second"),
+        ("tokens", f"{report.tokens} behind prompts of {report.prompt}, greedily"),
+        ("machine", f"{machine.processor}, {count(machine.cores, 'core')}, load average {machine.load:.1f}"),
+        ("with", ", ".join([f"{name} {version}" for name, version in machine.versions])),
+        ("date", machine.date),
+    ]))  # fmt: skip
+    measured = [way for way in report.ways if way.firsts]
+    rows = [[way.name, number(median(way.firsts)), number(median(way.seconds))] for way in measured]
+    _part("process start to the first token, and to the second, one lane; seconds, medians", (("", ">first", ">second"), rows))
+    rates = [
+        [
+            lanes if way is ours else "",
+            way.name,
+            f"{dict(way.rates)[lanes]:.0f}",
+            _ratio(dict(ours.rates)[lanes] / dict(way.rates)[lanes]),
+        ]
+        for lanes in report.batches
+        for way in measured
+    ]
+    _part("tokens a second, all lanes together, the best", ((">lanes", "", ">tokens/s", ">ratio"), rates))
+    show("")
+    left = [(way.name, way.why) for way in report.ways if way.why]
+    same = [
+        (way.name, f"the first {way.same(ours)} of {len(ours.made)} tokens are the bundle's") for way in measured if way is not ours
+    ]
+    show(record([*left, *same]))
 
 
 def outputs(report: Benchmark) -> str:

@@ -88,3 +88,30 @@ def test_dead_memory_may_hold_anything(stateful: Path) -> None:
             program.poison(exam.POISON)
             for got, want in zip(program(x), network(x), strict=True):
                 checks.near(got, want)
+
+
+class Swapping(torch.nn.Module):
+    """Buffers that take each other's values, one by an addition of nothing; and the largest of a row that is cut into parts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for number, name in enumerate("abcd"):
+            self.register_buffer(name, torch.full((4,), float(number)))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b, c, d = [each.clone() for each in (self.a, self.b, self.c, self.d)]
+        for place, value in zip((self.a, self.b, self.c, self.d), (b, a, d + 0, c), strict=True):
+            place.copy_(value)
+        return torch.stack([self.a, self.b, self.c, self.d]) + x[:, :4], x.argmax(-1)
+
+
+def test_buffers_are_swapped_and_the_largest_is_found(tmp_path: Path) -> None:
+    generator = torch.Generator().manual_seed(0)
+    path = cgcompile.build(Swapping(), lambda: (torch.zeros(4, 20000),), out=tmp_path / "swapping.cgb", target="cuda").path
+    eager = Swapping().cuda()
+    with cgbundle.load(path) as program:
+        for number in range(4):
+            x = torch.randint(0, 900, (4, 20000), generator=generator).float().cuda()  # the first of several that are the largest
+            x[number, [5000, 15000]] = float("nan")
+            for got, want in zip(program(x), eager(x), strict=True):
+                assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0))

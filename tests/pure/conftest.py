@@ -1,8 +1,26 @@
-"""Property tests here are quick, but the machine may be busy: no example fails for the time it took."""
+"""What tests without torch share: quick property tests, and a CUDA driver that is not there."""
 
 from __future__ import annotations
 
+import gc
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import settings
 
-settings.register_profile("pure", deadline=None)
+from tests.helpers.fake_driver import FakeDriver, install
+
+settings.register_profile("pure", deadline=None)  # the machine may be busy: no example fails for the time it took
 settings.load_profile("pure")
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
+    """The driver that the runtime finds; a test leaves nothing on it."""
+    made = FakeDriver()
+    install(monkeypatch, made)
+    yield made
+    if made.live or made.retained:
+        gc.collect()  # sessions and programs that were forgotten
+    assert not made.live
+    assert made.retained == 0

@@ -16,7 +16,7 @@ from torch._higher_order_ops.associative_scan import associative_scan_op, generi
 from torch._inductor.decomposition import select_decomp_table
 
 from ...errors import ModelError
-from ...transforms.vector_products import added_product, product
+from ...transforms.decompositions import added_product, argmax, product
 from .attention import SHORTEST, WIDEST, attend, fits
 from .convolutions import convolution
 from .sort import sort, topk
@@ -43,6 +43,7 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten.bmm.default: product,
         aten.addmm.default: added_product,
         aten._int_mm.default: integer_product,
+        aten.argmax.default: argmax,
         aten.baddbmm.default: added_product,
         aten.convolution.default: convolution,
         aten._trilinear.default: trilinear,

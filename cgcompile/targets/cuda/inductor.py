@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ...errors import BuildError, ModelError
-from ...transforms.vector_products import PRODUCTS, added_product, product, read_in_order
+from ...transforms.decompositions import PRODUCTS, added_product, argmax, product, read_in_order
 from ..compiler_errors import UNPROPAGATED, compares_indices, explain
 
 TESTED = "2.11 and 2.13"
@@ -83,7 +83,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
 
 
 def _decompositions() -> dict[Any, Callable[..., Any]]:
-    """Inductor's table, with products with a vector as sums where that is faster than a library."""
+    """Inductor's table, with products with a vector as sums where that is faster than a library, and with ours."""
     from torch._inductor.decomposition import select_decomp_table
 
     aten, table = torch.ops.aten, dict(select_decomp_table())
@@ -98,7 +98,11 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
         return decompose
 
-    return table | {operation: either(one, table.get(operation)) for operation, one in ours.items()}
+    return {
+        **table,
+        **{operation: either(one, table.get(operation)) for operation, one in ours.items()},
+        aten.argmax.default: argmax,
+    }
 
 
 def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, list[torch.Tensor], list[tuple[int, Node]]]:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from ..errors import FINDINGS, INTERRUPTED
+from ..errors import FINDINGS, INTERRUPTED, UsageError
 from ..options import BundlePath, Threads, check_writable, peer_names, recorded_keys
 from ..output import complain, count, write_json
 from ..progress import begin, watching
@@ -38,9 +38,13 @@ def bench(
         typer.Option(
             "--model",
             metavar="MODEL",
-            help="Let PyTorch run this model.py instead of the bundle's own program.",
+            help="Let PyTorch run this model.py instead of the bundle's own program; with --generate, a folder with config.json.",
         ),
     ] = "",
+    generate: Annotated[
+        bool,
+        typer.Option("--generate", help="Measure tokens of a language model, beside transformers' generate (eager, compile)."),
+    ] = False,
     entry: Annotated[
         str, typer.Option("--entry", metavar="NAME", help="Which of several entries. Default: forward, or the first one.")
     ] = "",
@@ -59,6 +63,7 @@ def bench(
     \b
     cgcompile bench gpt.cgb
     cgcompile bench gpt.cgb --against eager,compile --model gpt.py
+    cgcompile bench qwen.cgb --generate --model ~/models/Qwen3-0.6B
     """
     from cgbundle.format.entries import one_entry
     from cgbundle.validate.bundle import checked_manifest
@@ -69,6 +74,11 @@ def bench(
     from .. import int_keys
     from ..benchmark import show_benchmark
 
+    if generate:
+        if plot or sizes or entry:
+            raise UsageError("--generate takes no --plot, --size or --entry", "leave them out: it measures prefill and decode")
+        _generation(bundle, against.replace(",", " ").split(), model, rounds, threads, quiet, as_json)
+        return
     manifest = one_entry(checked_manifest(bundle), entry)
     if plot:
         check_writable(plot)
@@ -102,3 +112,19 @@ def bench(
         raise typer.Exit(INTERRUPTED)
     if wrong:
         raise typer.Exit(FINDINGS)
+
+
+def _generation(bundle: str, against: list[str], model: str, rounds: int, threads: int | None, quiet: bool, as_json: bool) -> None:
+    """`--generate`."""
+    from cgcompile.tools.generation.measure import measure_generation
+
+    from ..benchmark import show_generation
+
+    if not quiet:
+        begin("measure", f"generation, {count(rounds, 'round')}")
+    with watching(quiet) as progress:
+        found = measure_generation(bundle, model=model, against=against, rounds=rounds, threads=threads, progress=progress)
+    if as_json:
+        write_json(found.plain())
+    else:
+        show_generation(found)

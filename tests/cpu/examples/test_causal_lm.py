@@ -34,9 +34,11 @@ FAMILIES = (
 @pytest.fixture(scope="module")
 def lm() -> Iterator[ModuleType]:
     """The model file, as `python causal_lm.py` would import it."""
-    sys.path.insert(0, str(EXAMPLES))
-    yield importlib.import_module("causal_lm")
-    sys.path.remove(str(EXAMPLES))
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("CAUSAL_LM")]:
+            patch.delenv(name)
+        patch.syspath_prepend(str(EXAMPLES))
+        yield importlib.import_module("causal_lm")
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,9 @@ from tests.cpu.examples.test_examples import load  # noqa: E402
 
 STEPS = 30
 
+ADDED_BY_ATOMICS = {"embedding_dense_backward", "index_put", "index_add", "scatter_add", "scatter_reduce", "_index_put_impl_"}
+"""Operators of whose sums a GPU's threads add each part when they come to it."""
+
 
 def test_steps_of_a_bundle_are_those_of_eager_pytorch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train = load("train")
@@ -36,3 +39,13 @@ def test_steps_of_a_bundle_are_those_of_eager_pytorch(tmp_path: Path, monkeypatc
         again = [float(resumed.step(*each)) for each in drawn[STEPS // 2 :]]
     assert losses == pytest.approx(expected, rel=1e-3) and losses[-1] < losses[0]
     assert again == losses[STEPS // 2 :]
+
+
+def test_no_gradient_depends_on_the_order_of_threads() -> None:
+    gradients = load("train").model().gradients
+    called = {
+        str(node.target).split(".")[1]
+        for node in gradients.graph.nodes
+        if node.op == "call_function" and "aten" in str(node.target)
+    }
+    assert "mm" in called and not called & ADDED_BY_ATOMICS

@@ -32,7 +32,7 @@ from cgcompile.offline.lower.variants import BLOCKS
 from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Lowered, Pointer, Release
 from cgcompile.offline.tuning import cost_model
 from cgcompile.targets.architectures import arch
-from cgcompile.transforms import vector_products
+from cgcompile.transforms import decompositions as shared
 from tests.helpers.raising import raises
 
 H200 = arch("sm_90")
@@ -528,11 +528,16 @@ def test_products_as_sums(dtype: torch.dtype, shape: tuple[int, int, int]) -> No
     m, n, k = shape
     a, b = (torch.randn(m, k) * 9).to(dtype), (torch.randn(k, n) * 9).to(dtype)
     added = torch.ones(n, dtype=dtype)
-    torch.testing.assert_close(vector_products.product(a, b), a @ b)
-    torch.testing.assert_close(vector_products.product(a.expand(2, m, k), b.expand(2, k, n)), (a @ b).expand(2, m, n))
-    torch.testing.assert_close(
-        vector_products.added_product(added, a, b, beta=2, alpha=3), torch.addmm(added, a, b, beta=2, alpha=3)
-    )
+    torch.testing.assert_close(shared.product(a, b), a @ b)
+    torch.testing.assert_close(shared.product(a.expand(2, m, k), b.expand(2, k, n)), (a @ b).expand(2, m, n))
+    torch.testing.assert_close(shared.added_product(added, a, b, beta=2, alpha=3), torch.addmm(added, a, b, beta=2, alpha=3))
+
+
+def test_the_vector_of_a_product_is_computed_once() -> None:
+    """And not for every element of the result."""
+    traced = lowered(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 16)), floats(32), batch=1)
+    first, second = [traced.variants[each.variant].source for each in launches(traced)]
+    assert "erf(" in first and "erf(" not in second and "tl.sum(" in second
 
 
 @pytest.mark.parametrize(("causal", "mask"), [(False, ""), (True, ""), (False, "bool"), (False, "float")])

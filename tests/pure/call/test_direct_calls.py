@@ -23,16 +23,8 @@ from cgbundle.tensors.tensor import Tensor, from_bytes
 from tests.helpers import cuda_bundles
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
-    assert not made.live
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from cgbundle.validate.state import check_alias_spans, check_aliases, check_stat
 from tests.helpers import state_bundles
 from tests.helpers.cuda_bundles import FLOATS, expected, inputs
 from tests.helpers.fabricate import FakeBackend, Numbers, dimension, signature, spec
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 from tests.pure.session.test_sessions import numbers, on_gpu, opened
 
@@ -30,13 +30,6 @@ numpy = pytest.importorskip("numpy")
 
 
 # --- a GPU -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
 
 
 @pytest.fixture

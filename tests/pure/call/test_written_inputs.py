@@ -27,7 +27,7 @@ from tests.helpers import cuda_bundles
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, inputs
 from tests.helpers.fabricate import ELEMENTS, FakeBackend, FakeResults, Numbers, _offsets, dimension, kept_exam, signature, spec
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 
 numpy = pytest.importorskip("numpy")
@@ -384,14 +384,6 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
 def calls_on(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str, lazy: bool = False) -> CudaBackend:
     manifest, folder = bundle
     return CudaBackend(ArchiveOf(folder, manifest), 0, mode, lazy=lazy)
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Any:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
-    assert not made.live and made.retained == 0
 
 
 @pytest.mark.parametrize("mode", ["graph", "stream"])

@@ -7,7 +7,6 @@ import gc
 import threading
 import weakref
 from array import array
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from struct import pack, unpack
@@ -26,19 +25,9 @@ from tests.helpers import state_bundles
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs
 from tests.helpers.cuda_calls import GRANULARITY, planned
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 from tests.helpers.state_bundles import FIRST
-
-
-@pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    yield made
-    gc.collect()
-    assert not made.live
-    assert made.retained == 0
 
 
 @pytest.fixture

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,19 +19,16 @@ from cgcompile.pipeline.best.timing import TimingJob
 from tests.helpers import state_bundles
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import FLOATS, KEYS, RESULT, inputs
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 
 
 @pytest.fixture
-def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeDriver]:
-    made = FakeDriver()
-    install(monkeypatch, made)
-    monkeypatch.setattr(worker, "cu", made)
+def fake(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
+    """The driver that the worker finds, too."""
+    monkeypatch.setattr(worker, "cu", fake)
     monkeypatch.setattr(worker, "inputs_of", lambda exam, manifest, key: [given(*key)])
-    yield made
-    gc.collect()
-    assert not made.live
+    return fake
 
 
 def given(key: int) -> Any:

@@ -1,0 +1,109 @@
+"""The bundle in a process of its own: `python -m cgcompile.tools.generation.bundle_worker JOB`.  cgbundle and the standard
+library alone."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from typing import Any
+
+from ..bench.protocol import Laps, fail, say
+from .job import prompt_of
+
+
+def main(path: str) -> None:
+    """Answers once everything is measured."""
+    laps = Laps()
+    laps.mark("first")
+    sys.excepthook = fail
+    import json
+    from time import perf_counter
+
+    with open(path) as file:
+        job = json.load(file)
+    import cgbundle
+
+    program = cgbundle.load(job["bundle"], threads=job["threads"])
+    lanes = Lanes(program, job)
+    token = lanes.read(0)
+    laps.mark("first")
+    made = [token, *lanes.step(1, [token])]
+    laps.mark("second")
+    rates: dict[str, float] = {}
+    for batch in job["batches"]:
+        best = 0.0
+        for _ in range(job["rounds"]):
+            tokens = [lanes.read(lane) for lane in range(batch)]
+            begin, kept = perf_counter(), tokens[:1]
+            for place in range(job["tokens"]):
+                tokens = lanes.step(1 + place, tokens)
+                kept += tokens[:1]
+            best = max(best, batch * job["tokens"] / (perf_counter() - begin))
+            if batch == job["batches"][0]:
+                made = kept
+        rates[str(batch)] = best
+    say({"laps": laps.seconds, "rates": rates, "made": made, "torch": "torch" in sys.modules})
+
+
+class Lanes:
+    """Texts in lanes, each with pages of its own."""
+
+    def __init__(self, program: Any, job: dict[str, Any]) -> None:
+        self._program, self._job = program, job
+        self._lanes, self._seq, self._blocks = job["prefill"]
+        self._decode = {batch: blocks for batch, blocks in job["decode"]}
+
+    def read(self, lane: int) -> int:
+        """The prompt of a lane in chunks; the token behind it."""
+        prompt = prompt_of(lane, self._job["prompt"], self._job["vocabulary"])
+        token = 0
+        for start in range(0, len(prompt), self._seq):
+            chunk = prompt[start : start + self._seq]
+            rows = [*chunk, *[0] * (self._seq - len(chunk))] + [0] * (self._seq * (self._lanes - 1))
+            made = self._program.prefill(
+                self._integers(rows, self._lanes, self._seq), self._one(len(chunk)), self._one(start),
+                self._pages([lane], self._lanes, self._blocks), self._one(1 + lane), self._sampling(self._lanes),
+            )  # fmt: skip
+            token = made["token"].tolist()[0]
+        return token
+
+    def step(self, place: int, tokens: list[int]) -> list[int]:
+        """The tokens behind one token of each lane, the `place`-th of its answer."""
+        batch = next(size for size in sorted(self._decode) if size >= len(tokens))
+        count = len(tokens)
+        off = [0] * (batch - count)
+        made = self._program.decode(
+            self._integers([*tokens, *off], batch, 1), self._integers([1] * count + off, batch),
+            self._integers([self._job["prompt"] + place - 1] * count + off, batch),
+            self._pages(range(count), batch, self._decode[batch]), self._integers([*range(1, count + 1), *off], batch),
+            self._sampling(batch),
+        )  # fmt: skip
+        found: list[int] = made["token"].tolist()[:count]
+        return found
+
+    def _one(self, value: int) -> Any:
+        return self._integers([value] + [0] * (self._lanes - 1), self._lanes)
+
+    def _pages(self, lanes: Any, batch: int, blocks: int) -> Any:
+        each = self._job["each"]
+        rows = [[*range(1 + lane * each, 1 + (lane + 1) * each), *[0] * (blocks - each)] for lane in lanes]
+        return self._integers([page for row in rows for page in row] + [0] * (blocks * (batch - len(rows))), batch, blocks)
+
+    def _sampling(self, batch: int) -> tuple[Any, ...]:
+        """Greedy: temperature 0, top_k 0, top_p 1, penalty 1, seed 0, no alternatives."""
+        from cgbundle.tensors.tensor import from_bytes
+
+        values = (0, 0, 1, 1, 0, 0)
+        return tuple([
+            from_bytes(array("f" if dtype == "float32" else "q", [value] * batch), dtype, (batch,))
+            for value, dtype in zip(values, self._job["sampling"], strict=True)
+        ])  # fmt: skip
+
+    def _integers(self, values: list[int], *shape: int) -> Any:
+        from cgbundle.tensors.tensor import from_bytes
+
+        return from_bytes(array("q", values), "int64", shape)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,71 @@
+"""What a bundle of a language model was built for, read from its manifest.
+
+The convention is that of examples/causal_lm.py: entries `prefill` and `decode`, which take ids, count, start, pages, slot and the
+fields of sampling, and give `token`; a cache `keys_0` of (pages, heads, tokens in a page, dim); `seen` with a row for every slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from cgbundle.format.entries import one_entry
+from cgbundle.format.schema import Manifest
+
+from ...errors import BuildError
+
+INPUTS = ("ids", "count", "start", "pages", "slot")
+ENTRIES = ("prefill", "decode")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Layout:
+    """`prefill`: the lanes, tokens and blocks of the largest recorded prefill; `decode`: (lanes, blocks) of every recorded decode,
+    the widest tables alone.  `page`: tokens in a page; `pages` and `slots`: how many, those of nobody among them.  `sampling`: the
+    dtypes of its fields.  `vocabulary`, `dtype`: of the model."""
+
+    prefill: tuple[int, int, int]
+    decode: tuple[tuple[int, int], ...]
+    page: int
+    pages: int
+    slots: int
+    sampling: tuple[str, ...]
+    vocabulary: int
+    dtype: str
+
+    def longest(self, lanes: int) -> int:
+        """Tokens that so many lanes have pages for, each."""
+        blocks = min(self.prefill[2], *[blocks for _, blocks in self.decode])
+        return min(blocks, (self.pages - 1) // lanes) * self.page
+
+
+def read_layout(manifest: Manifest) -> Layout:
+    """The layout of a bundle.  Raises bench-failed for one that does not keep to the convention."""
+    names = {manifest.entry, *[entry.name for entry in manifest.entries]}
+    weights = {weight.name: weight for weight in manifest.weights}
+    if not set(ENTRIES) <= names or not {"keys_0", "seen"} <= set(weights):
+        raise BuildError(
+            "bench-failed", "the bundle has no prefill and decode over a paged cache, as examples/causal_lm.py builds them",
+            "leave out --generate: its calls are measured then",
+        )  # fmt: skip
+    prefill, decode = [one_entry(manifest, name) for name in ENTRIES]
+    for entry in (prefill, decode):
+        given = [spec.name for spec in entry.inputs]
+        if tuple(given[: len(INPUTS)]) != INPUTS or any(not name.startswith("sampling") for name in given[len(INPUTS) :]):
+            raise BuildError("bench-failed", f"{entry.entry} takes {', '.join(given)}, expected {', '.join(INPUTS)} and sampling")
+    cache, (slots, vocabulary) = weights["keys_0"], weights["seen"].shape
+    largest = max(prefill.programs, key=lambda program: (_of(prefill, program.key, "seq"), -_of(prefill, program.key, "batch")))
+    widest = max(_of(decode, program.key, "blocks") for program in decode.programs)
+    sizes = {
+        _of(decode, program.key, "batch"): widest for program in decode.programs if _of(decode, program.key, "blocks") == widest
+    }
+    lanes, seq, blocks = [_of(prefill, largest.key, name) for name in ("batch", "seq", "blocks")]
+    return Layout(
+        prefill=(lanes, seq, blocks), decode=tuple(sorted(sizes.items())), page=cache.shape[2], pages=cache.shape[0], slots=slots,
+        sampling=tuple([spec.dtype for spec in decode.inputs[len(INPUTS) :]]), vocabulary=vocabulary, dtype=cache.dtype,
+    )  # fmt: skip
+
+
+def _of(manifest: Manifest, key: Sequence[int], name: str) -> int:
+    """A dimension of an int_key; 1 where it is not declared."""
+    return next((size for row, size in zip(manifest.dimensions, key, strict=True) if row.name == name), 1)

@@ -1,0 +1,158 @@
+"""The benchmark of generation: fresh processes one after the other, the bundle's and those of transformers."""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cgbundle.format.archive import Archive
+from cgbundle.validate import bundle as verify
+
+from ...errors import BuildError
+from ...util.progress import Stages, Watcher, silent
+from ..bench.peers import choose
+from ..bench.processes import WorkerProcess, compiler_cache
+from ..bench.report import BUNDLE, Machine, this_machine
+from .layout import Layout, read_layout
+
+BATCHES, PROMPT, TOKENS = (1, 8, 32), 128, 64
+"""Lanes, tokens of a prompt, and tokens that are timed behind it, at most: as many as the bundle has room for."""
+
+PEERS = ("eager", "compile")
+"""Eager `generate`, and that with a static cache, which transformers compiles."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Generator:
+    """One way to generate.  Of each fresh process the seconds from its start: `firsts` to the first token, `seconds` to the second,
+    for which some ways compile.  `rates`: (lanes, tokens a second of all lanes), the best of all.  `made`: the first
+    prompt's tokens.  `why` says in one line why there is nothing ("" where all was measured)."""
+
+    name: str
+    firsts: tuple[float, ...] = ()
+    seconds: tuple[float, ...] = ()
+    rates: tuple[tuple[int, float], ...] = ()
+    made: tuple[int, ...] = field(default=(), repr=False)
+    why: str = ""
+
+    def same(self, other: Generator) -> int:
+        """How many tokens both begin with."""
+        pairs = list(zip(self.made, other.made, strict=False))
+        return next((place for place, (one, two) in enumerate(pairs) if one != two), len(pairs))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GenerationBenchmark:
+    """The bundle at `path`, first of `ways`, beside the others: `tokens` behind prompts of `prompt` tokens."""
+
+    path: str
+    name: str
+    target: str
+    machine: Machine
+    prompt: int
+    tokens: int
+    batches: tuple[int, ...]
+    rounds: int
+    ways: tuple[Generator, ...]
+
+    def plain(self) -> dict[str, Any]:
+        """All numbers, for JSON."""
+        return asdict(self)
+
+
+def measure_generation(
+    path: str | os.PathLike[str],
+    *,
+    model: str,
+    against: Sequence[str] = (),
+    rounds: int = 3,
+    threads: int | None = None,
+    progress: Watcher | None = None,
+) -> GenerationBenchmark:
+    """Measures how a bundle of examples/causal_lm.py generates, beside transformers with the weights of the folder `model`.
+
+    - `against`: names among PEERS; default: both, where `model` is given.
+    - `rounds`: fresh processes of each, and turns of timed tokens in each process.
+    - `threads`: of a call on the CPU.
+
+    A peer that fails has a row that says why.  Raises bench-failed for a bundle of another kind or one that does not run here,
+    peer-unknown, source-missing for a `model` that is no folder with a config.json, and the errors of a bad bundle.
+    """
+    bundle = Archive(os.fspath(path))
+    verify.check_bundle(bundle)
+    layout, target = read_layout(bundle.manifest), bundle.manifest.target.kind
+    if wrong := [name for name in against if name not in PEERS]:
+        raise BuildError("peer-unknown", f"no peer {wrong[0]!r} of generation: there are {', '.join(PEERS)}")
+    if model and not os.path.isfile(os.path.join(model, "config.json")):
+        raise BuildError("source-missing", f"{model}: no folder with config.json; generation is compared with transformers")
+    wanted = list(against) or list(PEERS)
+    names, skipped = choose(wanted, target) if model else ((), dict.fromkeys(wanted, "skipped: it needs --model FOLDER"))
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(prefix="cgcompile-bench-") as scratch:
+        prompt, tokens, batches = lengths(layout)
+        job = Path(scratch, "job.json")
+        job.write_text(json.dumps({
+            "bundle": os.path.abspath(path), "model": os.path.abspath(model), "dtype": layout.dtype, "target": target,
+            "threads": threads, "prompt": prompt, "tokens": tokens, "batches": batches, "rounds": rounds, "prefill": layout.prefill,
+            "decode": layout.decode, "sampling": layout.sampling, "vocabulary": layout.vocabulary,
+            "each": -(-(prompt + tokens + 1) // layout.page),
+        }))  # fmt: skip
+        found: dict[str, list[dict[str, Any]]] = {}
+        why = dict(skipped)
+        with Stages(progress or silent)("generate") as tell:
+            for turn in range(rounds):
+                for name in (BUNDLE, *names):
+                    if name in why:
+                        continue
+                    tell(f"round {turn + 1} of {rounds}, {name}")
+                    try:
+                        found.setdefault(name, []).append(_answer(name, job, Path(scratch)))
+                    except BuildError as error:
+                        if error.code != "peer-failed":
+                            raise
+                        if name == BUNDLE:
+                            raise BuildError("bench-failed", f"the bundle does not run here: {error}", error.hint) from None
+                        why[name] = f"failed: {error}"
+            tell(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
+    ways = [_way(name, found.get(name, []), why.get(name, "")) for name in (BUNDLE, *PEERS) if name in found or name in why]
+    return GenerationBenchmark(
+        path=os.fspath(path), name=bundle.manifest.name, target=target, machine=this_machine({}, load), prompt=prompt,
+        tokens=tokens, batches=batches, rounds=rounds, ways=tuple(ways),
+    )  # fmt: skip
+
+
+def lengths(layout: Layout) -> tuple[int, int, tuple[int, ...]]:
+    """Tokens of a prompt, tokens behind it, and lanes, as many as the bundle has room for."""
+    most = max(batch for batch, _ in layout.decode)
+    batches = tuple([batch for batch in BATCHES if batch <= min(most, layout.slots - 1) and layout.longest(batch) >= 4])
+    room = layout.longest(max(batches))
+    prompt = min(PROMPT, room // 2)
+    return prompt, min(TOKENS, room - prompt - 1), batches
+
+
+def _answer(name: str, job: Path, scratch: Path) -> dict[str, Any]:
+    worker = f"cgcompile.tools.generation.{'bundle' if name == BUNDLE else 'torch'}_worker"
+    arguments = [job] if name == BUNDLE else [name, job]
+    environment = {} if name == BUNDLE else compiler_cache(scratch / "cache")
+    with WorkerProcess(worker, *arguments, log=scratch / f"{name}.log", environment=environment) as process:
+        answer = process.answer()
+    if name == BUNDLE and answer["torch"]:
+        raise BuildError("bench-failed", "the bundle's process imported torch: it would show nothing about serving without it")
+    return answer
+
+
+def _way(name: str, answers: Sequence[dict[str, Any]], why: str) -> Generator:
+    laps = [answer["laps"] for answer in answers]
+    rates: dict[int, float] = {}
+    for answer in answers:
+        for batch, rate in answer["rates"].items():
+            rates[int(batch)] = max(rate, rates.get(int(batch), 0.0))
+    return Generator(
+        name=name, firsts=tuple([each["first"] for each in laps]), seconds=tuple([each["first"] + each["second"] for each in laps]),
+        rates=tuple(rates.items()), made=tuple(answers[0]["made"]) if answers else (), why=why,
+    )  # fmt: skip

@@ -1,0 +1,127 @@
+"""Many requests to examples/serve_llm.py by OpenAI's client.
+
+    python -m tests.bench.server.llm BUNDLE TOKENIZER [--requests 10000] [--clients 64]
+
+First `--clients` clients ask at once, greedily, prompts and lengths at random, and each again alone: the texts have to be the same.
+Then so many requests, a third of which leave after some tokens: no page may be taken at the end, and the process's memory is told
+before and after.  At last the server is killed and started again.  Needs `openai`; the figures are of this machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import openai
+
+SERVER = Path(__file__).parents[3] / "examples" / "serve_llm.py"
+LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ,."
+
+
+class Served:
+    """A server's process; `seconds` from its start to its first answer."""
+
+    def __init__(self, bundle: str, tokenizer: str) -> None:
+        began = time.perf_counter()
+        command = [sys.executable, str(SERVER), bundle, "--tokenizer", tokenizer, "--port", "0", "--name", "llm", "--limit", "256"]
+        self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        line = self.process.stderr.readline()
+        if not line.startswith("serving "):
+            raise SystemExit(line + self.process.stderr.read())
+        self.address = line.split()[-1]
+        self.client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=20, timeout=120)
+        urllib.request.urlopen(
+            urllib.request.Request(f"{self.address}/v1/completions", json.dumps({"prompt": "a", "max_tokens": 1}).encode())
+        ).read()
+        self.seconds = time.perf_counter() - began
+
+    def health(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"{self.address}/health") as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+        return found
+
+    def resident(self) -> float:
+        """MiB in main memory."""
+        fields = Path(f"/proc/{self.process.pid}/status").read_text().split("\n")
+        return int(next(line for line in fields if line.startswith("VmRSS")).split()[1]) / 1024
+
+    def text(self, prompt: str, count: int) -> str:
+        made = self.client.completions.create(model="llm", prompt=prompt, max_tokens=count, temperature=0)
+        return made.choices[0].text
+
+    def leaves(self, prompt: str, count: int, after: int) -> None:
+        """A stream of which `after` events are read."""
+        with self.client.completions.create(model="llm", prompt=prompt, max_tokens=count, temperature=0.8, stream=True) as stream:
+            for number, _ in enumerate(stream):
+                if number >= after:
+                    return
+
+
+def asked(order: random.Random, longest: int) -> tuple[str, int]:
+    """A prompt and a length, `longest` tokens in all at most."""
+    size = order.randrange(1, longest // 2)
+    return "".join(order.choices(LETTERS, k=size)), order.randrange(1, longest // 2)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle")
+    parser.add_argument("tokenizer")
+    parser.add_argument("--requests", type=int, default=10_000)
+    parser.add_argument("--clients", type=int, default=64)
+    parser.add_argument("--longest", type=int, default=40, help="tokens of prompt and answer")
+    given = parser.parse_args()
+    server = Served(given.bundle, given.tokenizer)
+    print(f"process start to first answer {server.seconds:.2f} s; torch imported: {server.health()['torch']}", flush=True)
+    order = random.Random(0)
+    wanted = [asked(order, given.longest) for _ in range(given.clients)]
+    with ThreadPoolExecutor(given.clients) as threads:
+        together = list(threads.map(lambda each: server.text(*each), wanted))
+    same = sum(text == server.text(*each) for each, text in zip(wanted, together, strict=True))
+    print(f"{given.clients} clients at once: {same} texts as each alone", flush=True)
+    pages, memory, began = server.health()["pages_free"], server.resident(), time.perf_counter()
+
+    def one(number: int) -> bool:
+        own = random.Random(number)
+        prompt, count = asked(own, given.longest)
+        leaves = own.random() < 0.34
+        if leaves:
+            server.leaves(prompt, count, own.randrange(0, 6))
+        else:
+            server.text(prompt, count)
+        return leaves
+
+    with ThreadPoolExecutor(given.clients) as threads:
+        left = sum(threads.map(one, range(given.requests)))
+    seconds = time.perf_counter() - began
+    deadline = time.monotonic() + 30
+    while server.health()["pages_used"] and time.monotonic() < deadline:
+        time.sleep(0.1)
+    health = server.health()
+    print(
+        f"{given.requests} requests in {seconds:.0f} s, {left} of them left early: pages taken {health['pages_used']}, "
+        f"free {health['pages_free']} (before: {pages}), resident {server.resident():.1f} MiB (before: {memory:.1f})",
+        flush=True,
+    )
+    server.process.send_signal(signal.SIGKILL)
+    server.process.wait()
+    again = Served(given.bundle, given.tokenizer)
+    print(f"killed and started again: first answer after {again.seconds:.2f} s", flush=True)
+    again.process.terminate()
+    again.process.wait()
+    if same != given.clients or health["pages_used"] or health["pages_free"] != pages:
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()
