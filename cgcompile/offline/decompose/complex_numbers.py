@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import Node
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ...errors import BuildError
+from ...errors import ModelError
 from .fourier import to_complex, to_complex_halves, to_real
 
 aten = torch.ops.aten
@@ -106,7 +106,7 @@ class _OnPairs(Interpreter):
             return RULES[target](*args, **kwargs)
         if target in EACH:
             return _each(EACH[target] or target, args, kwargs)
-        raise BuildError("operation-needs-gpu", f"{str(target).removesuffix('.default')} of complex numbers")
+        raise ModelError("operation-needs-gpu", f"{str(target).removesuffix('.default')} of complex numbers")
 
     def run_node(self, n: Node) -> Any:
         self._node = n

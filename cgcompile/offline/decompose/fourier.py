@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from ...errors import BuildError
+from ...errors import ModelError
 
 WHOLE = 128
 """Elements of a transform that is always one product."""
@@ -109,7 +109,7 @@ def _parts(length: int) -> tuple[int, int] | None:
     if small >= 8:
         return length // small, small
     if length > LARGEST:
-        raise BuildError("operation-needs-gpu", f"a Fourier transform of {length} elements, a number without two factors from 8 on")
+        raise ModelError("operation-needs-gpu", f"a Fourier transform of {length} elements, a number without two factors from 8 on")
     return None
 
 

@@ -165,7 +165,7 @@ def test_live_weights_are_state_too_and_all_that_lies_in_their_memory() -> None:
 
 
 def test_what_is_filled_later_is_no_constant() -> None:
-    """Circular padding fills an empty tensor with parts of the input: a convolution of it was folded as if it read weights alone."""
+    """Circular padding fills an empty tensor with parts of the input: a convolution of it was folded as if it were of weights."""
     torch.manual_seed(0)
     model = nn.Conv1d(4, 3, 3, padding=1, padding_mode="circular", bias=False)
     x = torch.randn(2, 4, 9)
