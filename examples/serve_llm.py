@@ -312,9 +312,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--turns", type=int, default=8, metavar="N",
         help="tokens that one call may make for each request where no other waits (default: 8; 1: one by one)",
     )  # fmt: skip
+    parser.add_argument("--threads", type=int, metavar="N", help="threads of a call on the CPU; 1 beside other work")
     given = parser.parse_args(arguments)
     try:
-        program = cgbundle.load(given.bundle)
+        program = cgbundle.load(given.bundle, threads=given.threads)
     except cgbundle.CgbundleError as error:
         raise SystemExit(f"serve_llm: {error}" + (f"\nhint: {error.hint}" if error.hint else "")) from None
     with program:

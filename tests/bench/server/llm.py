@@ -10,6 +10,7 @@ before and after.  At last the server is killed and started again.  Needs `opena
 from __future__ import annotations
 
 import argparse
+import atexit
 import json
 import random
 import signal
@@ -32,8 +33,9 @@ class Served:
 
     def __init__(self, bundle: str, tokenizer: str) -> None:
         began = time.perf_counter()
-        command = [sys.executable, str(SERVER), bundle, "--tokenizer", tokenizer, "--port", "0", "--name", "llm", "--limit", "256"]
+        command = [sys.executable, str(SERVER), bundle, "--tokenizer", tokenizer, "--port", "0", "--name", "llm", "--threads", "1"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        atexit.register(self.process.kill)  # whatever happens here, no server stays
         assert self.process.stderr is not None
         line = self.process.stderr.readline()
         if not line.startswith("serving "):

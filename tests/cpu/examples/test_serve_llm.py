@@ -505,7 +505,7 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
 
     tokenizer = tmp_path_factory.mktemp("small")
     write_tokenizer(tokenizer, letters=120)
-    found = Process(llama_bundle() / "llama.cgb", "--tokenizer", tokenizer, "--name", "llama")
+    found = Process(llama_bundle() / "llama.cgb", "--tokenizer", tokenizer, "--name", "llama", "--threads", 1)
     yield found
     found.process.kill()
     found.process.wait()
