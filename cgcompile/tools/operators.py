@@ -29,6 +29,7 @@ LEFT_OUT = ("_foreach", "_fused", "_amp_", "_test", "_nested", "_sparse", "_cudn
 """How operators begin that belong to one library, to training, or to tensors that are not dense: export makes none of them."""
 
 GENERATOR = "a bundle has no generator for it: pass the random tensor as an input"
+PAIRS = "of complex numbers that the program computes, not of inputs and results"
 ON_HOST = "no Triton kernel: keep it on the host with --host-op, or build where the GPU is"
 
 
@@ -104,6 +105,7 @@ def _captured(op: Any) -> tuple[str, str]:
 
 def _traced() -> Callable[[Any], tuple[str, str]]:
     """For a GPU that is not here: all has to come down to Triton."""
+    from ..offline.decompose.complex_numbers import RULES
     from ..offline.decompose.decompositions import REPLACED, decompositions
     from ..offline.lower.coverage import FREE, chooses, falls_back
 
@@ -116,6 +118,8 @@ def _traced() -> Callable[[Any], tuple[str, str]]:
             return "yes", ""
         if not falls_back(op):
             return ("some", "") if chooses(op) else ("yes", "")
+        if op in RULES:
+            return "some", PAIRS
         if _is_composite(op):
             return "parts", ""
         smaller = REPLACED.get(op) or table.get(op)

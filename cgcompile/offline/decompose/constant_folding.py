@@ -1,6 +1,6 @@
-"""Constant folding: what depends on weights alone, such as the scale of a batch normalization, is computed at build time.  Views of
-weights stay.  A large copy in a wider type stays too: it would be read from memory at every call.  Private interfaces (torch 2.11,
-2.13): `torch._ops.OpOverload` and its `_schema`."""
+"""Constant folding: what depends on weights alone, such as the scale of a batch normalization, is computed at build time, and so
+are tables of double precision that depend on nothing.  Views of weights stay.  A large copy in a wider type stays too: it would
+be read from memory at every call.  Private interfaces (torch 2.11, 2.13): `torch._ops.OpOverload` and its `_schema`."""
 
 from __future__ import annotations
 
@@ -30,6 +30,10 @@ SMALL = 64 << 10
 
 GROWTH = 1.25
 """A larger result may have so many times the bytes of the weights that it comes from."""
+
+
+TABLE = 64 << 20
+"""Bytes of a result that depends on nothing, and is folded when it was computed in double precision."""
 
 
 def fold(
@@ -79,11 +83,34 @@ def _weights(retraced: Retraced, live: Collection[str]) -> dict[Node, str]:
 def _derived(graph: torch.fx.Graph, known: Mapping[Node, torch.Tensor]) -> set[Node]:
     """Nodes that compute one tensor from weights, from other such nodes, or from nothing (a range, a constant)."""
     derived: set[Node] = set()
+    written = _written(graph)
     for node in graph.nodes:
         computes = node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor) and _is_pure(node)
-        if computes and all(each in known or each in derived for each in node.all_input_nodes):
+        if computes and node not in written and all(each in known or each in derived for each in node.all_input_nodes):
             derived.add(node)
     return derived
+
+
+def _written(graph: torch.fx.Graph) -> set[Node]:
+    """Nodes whose memory a later operation writes to: torch's decompositions do (a circular padding fills an empty tensor)."""
+    written: set[Node] = set()
+    for node in graph.nodes:
+        if node.op != "call_function" or not isinstance(node.target, torch._ops.OpOverload):
+            continue
+        arguments = zip(node.target._schema.arguments, node.args, strict=False)
+        changed = [value for about, value in arguments if about.alias_info is not None and about.alias_info.is_write]
+        for value in [each for each in changed if isinstance(each, Node)]:
+            below = value
+            written.add(below)
+            while below.op == "call_function" and _is_view(below):
+                below = below.all_input_nodes[0]
+                written.add(below)
+    return written
+
+
+def _is_view(node: Node) -> bool:
+    returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    return bool(node.all_input_nodes) and any(each.alias_info is not None for each in returned)
 
 
 def _is_pure(node: Node) -> bool:
@@ -100,9 +127,21 @@ def _wanted(graph: torch.fx.Graph, derived: set[Node], known: Mapping[Node, torc
             below = each
             while below in derived and below.target in VIEWS and below.all_input_nodes:
                 below = below.all_input_nodes[0]
-            if below in derived and _from_weights(below, known):
+            if below in derived and (_from_weights(below, known) or _is_table(below)):
                 wanted[below] = None
     yield from wanted
+
+
+def _is_table(node: Node) -> bool:
+    """Whether a node that depends on nothing was computed in double precision, as factors of Fourier transforms are."""
+    waiting, seen = [node], {node}
+    while waiting:
+        each = waiting.pop()
+        if isinstance(each.meta.get("val"), torch.Tensor) and each.meta["val"].dtype == torch.float64:
+            return True
+        waiting += [source for source in each.all_input_nodes if source not in seen]
+        seen.update(each.all_input_nodes)
+    return False
 
 
 def _from_weights(node: Node, known: Mapping[Node, torch.Tensor]) -> set[Node]:
@@ -124,8 +163,9 @@ def _computed(node: Node, known: Mapping[Node, torch.Tensor]) -> torch.Tensor | 
     """The value of a node, laid out as the graph has it; None when it is not worth keeping."""
     seen = node.meta["val"]
     size = seen.numel() * seen.element_size()
-    sources = sum(value.numel() * value.element_size() for value in (known[each] for each in _from_weights(node, known)))
-    if size > max(SMALL, GROWTH * sources) or not _is_dense(seen):
+    weights = [known[each] for each in _from_weights(node, known)]
+    limit = max(SMALL, GROWTH * sum(value.numel() * value.element_size() for value in weights)) if weights else TABLE
+    if size > limit or not _is_dense(seen):
         return None
     with torch.no_grad():
         value = _run(node, dict(known))

@@ -274,6 +274,18 @@ def positive_frequencies(n: int, d: float = 1.0, *, dtype: torch.dtype | None = 
     return torch.arange(n // 2 + 1, dtype=dtype or torch.get_default_dtype(), device=device) * (1.0 / (n * d))
 
 
+def window(share: float) -> Callable[..., Tensor]:
+    """`torch.hann_window` or `torch.hamming_window`: (length,), `share` the part of it that is no cosine."""
+
+    def made(length: int, periodic: bool = True, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Tensor:
+        place = torch.arange(length, dtype=torch.float64, device=device)
+        turn = 2 * math.pi / max(1, length if periodic else length - 1)
+        values = share - (1 - share) * torch.cos(place * turn) if length > 1 else torch.ones_like(place)
+        return values.to(dtype or torch.get_default_dtype())
+
+    return made
+
+
 # --- operations as a whole -------------------------------------------------------------------------------------
 
 
@@ -291,6 +303,10 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.gru_cell.default: gru_cell,
     aten.grid_sampler.default: grid_sample,
     aten.fft_fftfreq.default: frequencies,
+    aten.hann_window.default: window(0.5),
+    aten.hann_window.periodic: window(0.5),
+    aten.hamming_window.default: window(0.54),
+    aten.hamming_window.periodic: window(0.54),
     aten.fft_rfftfreq.default: positive_frequencies,
     aten.embedding_bag.default: embedding_bag,
     aten.embedding_bag.padding_idx: embedding_bag,

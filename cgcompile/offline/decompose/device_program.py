@@ -16,6 +16,7 @@ from ...model.user_code import place
 from ...targets.compiler_errors import explain, source_operator
 from ...targets.cuda.lowering import repair
 from .arguments import DEVICE
+from .complex_numbers import Pair, is_complex, joined, run_on_pairs
 from .decompositions import replacement
 
 ASSERTIONS = (
@@ -48,8 +49,8 @@ def _move(value: Any) -> Any:
 
 
 class Replacing(torch.fx.Interpreter):
-    """Runs a program with what `replacement` knows replaced, and names what fails with the user's line, and by its name in
-    `source`, from which the program was made."""
+    """Runs a program with what `replacement` knows replaced and complex numbers as pairs, and names what fails with the user's
+    line, and by its name in `source`, from which the program was made."""
 
     def __init__(self, module: torch.fx.GraphModule, source: torch.fx.GraphModule) -> None:
         super().__init__(module)
@@ -58,6 +59,12 @@ class Replacing(torch.fx.Interpreter):
 
     def run_node(self, n: torch.fx.Node) -> Any:
         try:
+            if n.op == "call_function" and is_complex(n):
+                made = run_on_pairs(n.target, *self.fetch_args_kwargs_from_env(n))
+                parts = [
+                    _in_order_of(part, n.meta.get("val")) for part in ((made.real, made.imag) if isinstance(made, Pair) else ())
+                ]
+                return Pair(*parts) if parts else _in_order_of(made, n.meta.get("val"))
             result = super().run_node(n)
             return _in_order_of(result, n.meta.get("val")) if replacement(n.target) else result
         except BuildError as error:
@@ -77,10 +84,21 @@ class Replacing(torch.fx.Interpreter):
             text = f"{named_node(n)} cannot be traced for cuda: {failure.cause}"
             raise BuildError("lowering-broken", text, failure.hint("eager")) from error
 
+    def output(self, target: Any, args: Any, kwargs: Any) -> Any:
+        return map_aggregate(super().output(target, args, kwargs), joined)
+
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
         instead = replacement(target)
         made = super().call_function(instead, args, kwargs) if instead else NotImplemented
         return super().call_function(target, args, kwargs) if made is NotImplemented else made
+
+
+def _computed(node: torch.fx.Node, made: Any) -> Any:
+    """What an operation on complex numbers made, in the order that its result was exported in, unless it is a view."""
+    if any(each.alias_info is not None for each in node.target._schema.returns):
+        return made
+    parts = [_in_order_of(part, node.meta.get("val")) for part in ((made.real, made.imag) if isinstance(made, Pair) else (made,))]
+    return Pair(*parts) if isinstance(made, Pair) else parts[0]
 
 
 def _in_order_of(result: Any, like: Any) -> Any:

@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import logging
 import operator as python_operators
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -37,6 +37,7 @@ from ...export.weights import weight_placeholders
 from ...model.devices.markers import marker
 from ...targets.architectures import Arch
 from ..decompose.arguments import DEVICE
+from ..decompose.complex_numbers import Pair, is_complex, run_on_pairs
 from ..decompose.decompositions import decompositions, replacement
 from ..decompose.device_program import ASSERTIONS, host_hint
 from ..decompose.retrace import Retraced
@@ -56,7 +57,7 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
     """An operation that no Triton kernel computes, in a program for a GPU that is not here.
 
     What it looks for: operations outside `on_host` that decompose into something which Inductor has no lowering for, or a fallback
-    to torch's own operators; and complex numbers, for which it has fallbacks alone.
+    to torch's own operators; of complex numbers, those that are not done with pairs of real ones, and such inputs and results.
     Why: without the GPU no library can be asked for its kernels.
     Effect: no bundle can be built for it without the GPU.
     Fix: the host can compute it (--host-op), the GPU's libraries can where that GPU is, or another operation does the same.
@@ -69,9 +70,10 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
         for node in _operations(program.graph_module, on_host):
             like = node in folded, _like(node)
             if like not in asked:
-                asked[like] = _missing(node, arch, node in folded)
+                asked[like] = _missing(node, arch, node in folded, on_host)
             if asked[like]:
                 found[node] = asked[like]
+        found |= {node: "a complex result" for node in _complex_results(program.graph_module, on_host)}
     hint = host_hint([str(node.target).removesuffix(".default") for node in found])
     return tuple([_finding(node, missing, hint) for node, missing in found.items()])
 
@@ -83,6 +85,14 @@ def _operations(module: GraphModule, on_host: Collection[str]) -> Iterator[Node]
             for body in bodies(node, module):
                 yield from _operations(body, ())
         elif _is_asked(node) or node.target in TENSOR_ASSERTIONS:
+            yield node
+
+
+def _complex_results(module: GraphModule, on_host: Collection[str]) -> Iterator[Node]:
+    """Operations whose complex results leave the kernels: as results, or for what the host computes."""
+    for node in _operations(module, on_host):
+        readers = [user for user in node.users if user.op == "output" or user.name in on_host]
+        if readers and any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in tree_leaves(node.meta.get("val"))):
             yield node
 
 
@@ -117,7 +127,7 @@ def _finding(node: Node, missing: str, hint: str) -> Finding:
     return replace(made, fix=hint)
 
 
-def _missing(node: Node, arch: Arch, folded: bool) -> str:
+def _missing(node: Node, arch: Arch, folded: bool, on_host: Collection[str]) -> str:
     """The operator without a kernel that an operation comes down to, or ""."""
     if node.target in TENSOR_ASSERTIONS:
         return operator(node)  # a kernel that only asserts would be dropped
@@ -130,20 +140,26 @@ def _missing(node: Node, arch: Arch, folded: bool) -> str:
         return ""  # of sizes that only data decides: on the host, or refused
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors: list[torch.Tensor] = []
-    places: dict[Node, list[tuple[bool, Any]]] = {}
+    places: dict[Node, list[_Place]] = {}
     with mode:
         for source in node.all_input_nodes:
             values, _ = tree_flatten(source.meta.get("val"))
-            places[source] = [_place(value, tensors) for value in values]
+            places[source] = [
+                _place(value, tensors, source.op == "call_function" and source.name not in on_host) for value in values
+            ]
 
     def run(*given: torch.Tensor) -> Any:
         def value(source: Node) -> Any:
             _, spec = tree_flatten(source.meta.get("val"))
-            leaves = [given[what] if tensor else what for tensor, what in places[source]]
+            leaves = [place.of(given) for place in places[source]]
             return tree_unflatten(leaves, spec)
 
         args = map_aggregate(map_arg(node.args, value), _on_device)
         kwargs = map_aggregate(map_arg(node.kwargs, value), _on_device)
+        if is_complex(node):
+            made = run_on_pairs(node.target, args, kwargs)
+            parts = [[leaf.real, leaf.imag] if isinstance(leaf, Pair) else leaf for leaf in tree_leaves(made)]
+            return tuple([leaf for leaf in tree_leaves(parts) if isinstance(leaf, torch.Tensor)])
         instead = replacement(node.target)
         made = instead(*args, **kwargs) if instead else NotImplemented
         made = node.target(*args, **kwargs) if made is NotImplemented else made
@@ -170,13 +186,28 @@ def _missing(node: Node, arch: Arch, folded: bool) -> str:
     return next(iter(unknown), "").removeprefix("torch.ops.").removesuffix(".default")
 
 
-def _place(value: Any, tensors: list[torch.Tensor]) -> tuple[bool, Any]:
-    """(True, a position among `tensors`, which gets the fake tensor) or (False, the number itself)."""
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """Where a value is found: `positions` of one tensor, or of both parts of a complex one; none for a `number` itself."""
+
+    positions: tuple[int, ...]
+    number: Any = None
+
+    def of(self, given: Sequence[torch.Tensor]) -> Any:
+        """The value among `given`."""
+        found = [given[position] for position in self.positions]
+        return self.number if not found else found[0] if len(found) == 1 else Pair(*found)
+
+
+def _place(value: Any, tensors: list[torch.Tensor], computed: bool) -> _Place:
+    """Where a value is, which gets fake tensors behind `tensors`: two if it is complex and `computed`."""
     if not isinstance(value, torch.Tensor):
-        return False, _number(value)
+        return _Place((), _number(value))
     shape, strides = [_number(size) for size in value.shape], [_number(stride) for stride in value.stride()]
-    tensors.append(torch.empty_strided(shape, strides, dtype=value.dtype, device=DEVICE))
-    return True, len(tensors) - 1
+    pair = computed and value.is_complex()
+    dtype = value.dtype.to_real() if pair else value.dtype
+    tensors += [torch.empty_strided(shape, strides, dtype=dtype, device=DEVICE) for _ in range(1 + pair)]
+    return _Place(tuple(range(len(tensors) - 1 - pair, len(tensors))))
 
 
 def _number(value: Any) -> Any:
@@ -197,8 +228,8 @@ def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
         if folded and isinstance(node.meta.get("val"), torch.Tensor):
             continue
         values = [leaf for leaf in tree_leaves([node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]])]
-        is_complex = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
-        if isinstance(node.target, torch._ops.OpOverload) and (is_complex or falls_back(node.target)):
+        unpaired = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
+        if isinstance(node.target, torch._ops.OpOverload) and (unpaired or falls_back(node.target)):
             yield str(node.target).removesuffix(".default")
 
 
@@ -241,4 +272,5 @@ def _like(node: Node) -> Any:
             ]
         )
 
-    return node.target, repr(map_arg((node.args, node.kwargs), told))
+    kinds = [source.op for source in node.all_input_nodes]
+    return node.target, *kinds, repr(map_arg((node.args, node.kwargs), told))

@@ -162,3 +162,26 @@ def test_live_weights_are_state_too_and_all_that_lies_in_their_memory() -> None:
     alias = OutputAlias(output=0, memory="weights", index=0, name="a", views={})
     given = OutputAlias(output=1, memory="inputs", index=0, name="", views={})
     assert live_weights(tensors, [alias, given], ["model.count"]) == ("model.a", "model.count", "model.tied")
+
+
+def test_what_is_filled_later_is_no_constant() -> None:
+    """Circular padding fills an empty tensor with parts of the input: a convolution of it was folded as if it were of weights."""
+    torch.manual_seed(0)
+    model = nn.Conv1d(4, 3, 3, padding=1, padding_mode="circular", bias=False)
+    x = torch.randn(2, 4, 9)
+    made, constants, _ = folded(model, x)
+    torch.testing.assert_close(computed(made, constants, model, x), model(x))
+
+
+class Spectrum(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """The sizes of its frequencies."""
+        return torch.fft.rfft(x).abs()
+
+
+def test_factors_of_a_fourier_transform_are_constants() -> None:
+    x = torch.randn(3, 12)
+    made, constants, left = folded(Spectrum(), x)
+    assert len(constants) == 1 and not constants[0].sources
+    assert torch.ops.aten.cos.default not in left and torch.ops.aten.arange.start_step not in left
+    torch.testing.assert_close(computed(made, constants, Spectrum(), x), Spectrum()(x))

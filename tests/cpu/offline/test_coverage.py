@@ -14,7 +14,7 @@ import cgcompile
 from cgcompile.errors import BuildError
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
-from cgcompile.offline.decompose.decompositions import gru_cell, lstm_cell
+from cgcompile.offline.decompose.decompositions import gru_cell, lstm_cell, window
 from cgcompile.offline.lower.coverage import operators_without_kernel
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.targets.architectures import arch
@@ -50,6 +50,7 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
         "",
         lambda x, w: x + F.grid_sample(w[None, None], x[None, :, :4, None].expand(1, -1, 4, 2), align_corners=True).sum(),
     ),
+    "windows": ("", lambda x, w: x * torch.hann_window(8) * torch.hamming_window(8, periodic=False)),
     "frequencies": ("", lambda x, w: x * torch.fft.fftfreq(8) + torch.fft.rfftfreq(14, 0.5)),
     "its own statistics": (
         "",
@@ -57,8 +58,10 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     ),
     "rrelu": ("", lambda x, w: F.rrelu(x)),
     "batches": ("", lambda x, w: torch.addbmm(x, x[None], w[None], beta=0.5)),
-    "fft": ("aten.fft_rfft", lambda x, w: torch.fft.irfft(torch.fft.rfft(x), n=8)),
-    "complex": ("aten.complex", lambda x, w: torch.complex(x, x).abs()),
+    "fft": ("", lambda x, w: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(w[:1]).conj(), n=8)),
+    "complex": ("", lambda x, w: torch.complex(x, x).abs()),
+    "a complex result": ("aten.fft_rfft", lambda x, w: torch.fft.rfft(x)),
+    "a complex inverse": ("aten.linalg_inv", lambda x, w: torch.linalg.inv(torch.complex(w, w)).real @ x.T),
     "median": ("aten.median.dim", lambda x, w: x.median(-1).values),
     "digamma": ("aten.digamma", lambda x, w: torch.digamma(x)),
     "solve": ("aten.linalg_solve", lambda x, w: torch.linalg.solve(w + x.T @ x, w)),
@@ -97,6 +100,13 @@ def test_cells_are_what_pytorch_computes(biased: bool) -> None:
     for gates, cell, own, given in ((3, torch.gru_cell, gru_cell, hidden), (4, torch.lstm_cell, lstm_cell, (hidden, state))):
         weights = [torch.randn(gates * 5, 5) for _ in range(2)] + [torch.randn(gates * 5) for _ in range(2 * biased)]
         torch.testing.assert_close(own(x, given, *weights), cell(x, given, *weights))
+
+
+@pytest.mark.parametrize("length", [1, 2, 7, 8])
+def test_windows_are_what_pytorch_computes(length: int) -> None:
+    for own, torchs in ((window(0.5), torch.hann_window), (window(0.54), torch.hamming_window)):
+        for periodic in (True, False):
+            torch.testing.assert_close(own(length, periodic), torchs(length, periodic))
 
 
 def test_what_is_on_the_host_needs_no_kernel() -> None:

@@ -1,0 +1,321 @@
+"""Complex numbers as pairs of real ones: Inductor makes no kernels for them, and without the GPU no library can be called.
+
+A program's operations that take or give complex numbers run on `Pair`s while it is retraced.  Operators that are made of others
+(`fft_rfft`, `stft`, `real`) come as what they are made of, which a trace of the one operation tells; for the rest there is a rule.
+Inputs and results of a program stay complex, and are refused as what has no kernel.
+
+Private interfaces (torch 2.11, 2.13): `FakeTensorMode`, `make_fx`, `torch.func.functionalize`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import GraphModule, Interpreter
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.node import Node
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...errors import ModelError
+from .fourier import to_complex, to_complex_halves, to_real
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Real and imaginary part, of one shape."""
+
+    real: Tensor
+    imag: Tensor
+
+
+def is_complex(node: Node) -> bool:
+    """Whether an operation of a program takes or gives complex numbers."""
+    values = [node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]]
+    plain = isinstance(node.target, torch._ops.OpOverload)
+    return plain and any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(values))
+
+
+def run_on_pairs(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """What an operation gives, with a `Pair` for every complex tensor.  Raises operation-needs-gpu for an operator without a
+    rule."""
+    leaves = tree_leaves((args, kwargs))
+    tensors = [leaf for leaf in leaves if isinstance(leaf, Pair | Tensor)]
+    return _OnPairs(_parts(target, args, kwargs)).run(*tensors)
+
+
+def joined(value: Any) -> Any:
+    """A complex tensor of a `Pair`; anything else as it is."""
+    return torch.complex(value.real, value.imag) if isinstance(value, Pair) else value
+
+
+def _parts(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> GraphModule:
+    """The operators that one is made of: a graph of its tensors.  Traced in a thread of its own: the modes of a trace that is
+    going on are the thread's."""
+    leaves, spec = torch.utils._pytree.tree_flatten((tuple(args), dict(kwargs)))
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, Pair | Tensor)]
+    about = [_layout(leaves[index]) for index in places]
+
+    def run(*given: Tensor) -> Any:
+        filled = list(leaves)
+        for index, tensor in zip(places, given, strict=True):
+            filled[index] = tensor
+        own_args, own_kwargs = torch.utils._pytree.tree_unflatten(filled, spec)
+        return target(*own_args, **own_kwargs)
+
+    def trace() -> GraphModule:
+        with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
+            given = [torch.empty_strided(*layout, dtype=dtype, device=device) for *layout, dtype, device in about]
+            made: GraphModule = make_fx(torch.func.functionalize(run, remove="mutations"))(*given)
+            return made
+
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(trace).result()
+
+
+def _layout(value: Pair | Tensor) -> tuple[Any, ...]:
+    """(sizes, strides, dtype, device)"""
+    if isinstance(value, Pair):
+        return tuple(value.real.shape), value.real.stride(), value.real.dtype.to_complex(), value.real.device
+    return tuple(value.shape), value.stride(), value.dtype, value.device
+
+
+class _OnPairs(Interpreter):
+    """Runs operators that are made of no others."""
+
+    def __init__(self, module: GraphModule) -> None:
+        super().__init__(module)
+        self.extra_traceback = False  # torch writes the node, and lines of its own, into the text of whatever is raised
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        values = [self.env[each] for each in self._node.all_input_nodes if each in self.env]
+        made = self._node.meta.get("val")
+        given = [leaf for leaf in tree_leaves(values) if isinstance(leaf, Pair) or (isinstance(leaf, Tensor) and leaf.is_complex())]
+        gives = any(isinstance(leaf, Tensor) and leaf.is_complex() for leaf in tree_leaves(made))
+        if not (given or gives) or not isinstance(target, torch._ops.OpOverload):
+            return super().call_function(target, args, kwargs)
+        args, kwargs = tree_map(_split, (args, kwargs))
+        if target in RULES:
+            return RULES[target](*args, **kwargs)
+        if target in EACH:
+            return _each(EACH[target] or target, args, kwargs)
+        raise ModelError("operation-needs-gpu", f"{str(target).removesuffix('.default')} of complex numbers")
+
+    def run_node(self, n: Node) -> Any:
+        self._node = n
+        return super().run_node(n)
+
+
+def _split(value: Any) -> Any:
+    """A complex tensor as a pair: a weight, or an input."""
+    if isinstance(value, Tensor) and value.is_complex():
+        parts = torch.view_as_real(value)
+        return Pair(parts.select(-1, 0), parts.select(-1, 1))
+    return value
+
+
+def _each(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """An operator that does the same with both parts: of lists of results, pair by pair."""
+    one, other = [target(*tree_map(part, tuple(args)), **tree_map(part, dict(kwargs))) for part in (_real, _imag)]
+    if isinstance(one, Tensor):
+        return Pair(one, other)
+    return [Pair(*each) for each in zip(one, other, strict=True)]
+
+
+def _real(value: Any) -> Any:
+    return value.real if isinstance(value, Pair | complex) else value
+
+
+def _imag(value: Any) -> Any:
+    """The imaginary part of what an operator may be given; of real tensors, in lists with pairs, zeros."""
+    return value.imag if isinstance(value, Pair | complex) else value
+
+
+def pair(value: Any, like: Pair | None = None) -> Pair:
+    """A number or a real tensor as a pair, numbers as tensors of the dtype and device of `like`."""
+    if isinstance(value, Pair):
+        return value
+    if isinstance(value, Tensor):
+        return Pair(value, torch.zeros_like(value))
+    number = complex(value)
+    assert like is not None
+    return Pair(*[torch.full((), part, dtype=like.real.dtype, device=like.real.device) for part in (number.real, number.imag)])
+
+
+def multiply(a: Any, b: Any) -> Pair:
+    if isinstance(a, Pair) and isinstance(b, Pair):
+        return Pair(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
+    if isinstance(b, Pair):
+        a, b = b, a
+    if isinstance(a, Pair):
+        if isinstance(b, complex):
+            return Pair(a.real * b.real - a.imag * b.imag, a.real * b.imag + a.imag * b.real)
+        return Pair(a.real * b, a.imag * b)
+    return Pair(a * complex(b).real, a * complex(b).imag)  # a real tensor by a complex number
+
+
+def divide(a: Any, b: Any) -> Pair:
+    if isinstance(b, complex):
+        return multiply(a, 1 / b)
+    if not isinstance(b, Pair):
+        return Pair(a.real / b, a.imag / b)
+    return multiply(a, reciprocal(b))
+
+
+def reciprocal(x: Pair) -> Pair:
+    square = x.real * x.real + x.imag * x.imag
+    return Pair(x.real / square, -x.imag / square)
+
+
+def add(a: Any, b: Any, *, alpha: Any = 1) -> Pair:
+    scaled: Any = multiply(b, alpha) if isinstance(b, Pair) else b * alpha
+    like = next((each for each in (a, scaled) if isinstance(each, Pair)), None)
+    if like is None:  # a real tensor and a complex number
+        number = complex(scaled)
+        return Pair(a + number.real, torch.full_like(a, number.imag))
+    one, other = pair(a, like), pair(scaled, like)
+    return Pair(one.real + other.real, one.imag + other.imag)
+
+
+def subtract(a: Any, b: Any, *, alpha: Any = 1) -> Pair:
+    return add(a, b, alpha=-alpha)
+
+
+def product(operator: Any) -> Callable[..., Pair]:
+    """A product of matrices, of which either may be real."""
+
+    def multiplied(a: Any, b: Any) -> Pair:
+        if not isinstance(a, Pair):
+            return Pair(operator(a, b.real), operator(a, b.imag))
+        if not isinstance(b, Pair):
+            return Pair(operator(a.real, b), operator(a.imag, b))
+        return Pair(operator(a.real, b.real) - operator(a.imag, b.imag), operator(a.real, b.imag) + operator(a.imag, b.real))
+
+    return multiplied
+
+
+def as_complex(x: Tensor) -> Pair:
+    return Pair(x.select(-1, 0), x.select(-1, 1))
+
+
+def polar(size: Tensor, angle: Tensor) -> Pair:
+    return Pair(size * torch.cos(angle), size * torch.sin(angle))
+
+
+def exponential(x: Pair) -> Pair:
+    return polar(torch.exp(x.real), x.imag)
+
+
+def full(size: Sequence[int], value: Any, *, dtype: torch.dtype | None = None, device: Any = None, **more: Any) -> Pair:
+    part, number = (dtype or torch.complex64).to_real(), complex(value)
+    return Pair(*[torch.full(size, each, dtype=part, device=device) for each in (number.real, number.imag)])
+
+
+def filled(value: complex) -> Callable[..., Pair]:
+    return lambda x, **more: Pair(torch.full_like(x.real, value.real), torch.full_like(x.real, value.imag))
+
+
+def concatenate(operator: Any) -> Callable[..., Pair]:
+    def made(values: Sequence[Any], dim: int = 0) -> Pair:
+        pairs = [pair(each) for each in values]
+        return Pair(operator([each.real for each in pairs], dim), operator([each.imag for each in pairs], dim))
+
+    return made
+
+
+def where(condition: Tensor, a: Any, b: Any) -> Pair:
+    like = a if isinstance(a, Pair) else b
+    one, other = pair(a, like), pair(b, like)
+    return Pair(torch.where(condition, one.real, other.real), torch.where(condition, one.imag, other.imag))
+
+
+def padded(x: Pair, lengths: Sequence[int], value: Any = 0) -> Pair:
+    number = complex(value)
+    return Pair(aten.constant_pad_nd(x.real, lengths, number.real), aten.constant_pad_nd(x.imag, lengths, number.imag))
+
+
+def converted(x: Any, *, dtype: torch.dtype | None = None, **more: Any) -> Any:
+    """To another type: a real one keeps the real part, as PyTorch does."""
+    if isinstance(x, Pair):
+        if dtype is None:
+            return x
+        return Pair(x.real.to(dtype.to_real()), x.imag.to(dtype.to_real())) if dtype.is_complex else x.real.to(dtype)
+    assert dtype is not None
+    return pair(x.to(dtype.to_real()))
+
+
+def transformed(x: Pair, dim: Sequence[int], normalization: int, forward: bool) -> Pair:
+    return Pair(*to_complex(x.real, x.imag, dim, normalization, forward))
+
+
+def halves(x: Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> Pair:
+    return Pair(*to_complex_halves(x, dim, normalization, onesided))
+
+
+def returned(x: Pair, dim: Sequence[int], normalization: int, size: int) -> Tensor:
+    return to_real(x.real, x.imag, dim, normalization, size)
+
+
+def _same(x: Any, *more: Any) -> Any:
+    return x
+
+
+RULES: dict[Any, Callable[..., Any]] = {
+    aten._fft_c2c.default: transformed,
+    aten._fft_r2c.default: halves,
+    aten._fft_c2r.default: returned,
+    aten.view_as_real.default: lambda x: torch.stack([x.real, x.imag], -1),
+    aten.view_as_complex.default: as_complex,
+    aten.complex.default: Pair,
+    aten.polar.default: polar,
+    aten.abs.default: lambda x: torch.hypot(x.real, x.imag),
+    aten.angle.default: lambda x: torch.atan2(x.imag, x.real),
+    aten._conj.default: lambda x: Pair(x.real, -x.imag),
+    aten._conj_physical.default: lambda x: Pair(x.real, -x.imag),
+    aten.conj_physical.default: lambda x: Pair(x.real, -x.imag),
+    aten.resolve_conj.default: _same,
+    aten.resolve_neg.default: _same,
+    aten.mul.Tensor: multiply,
+    aten.mul.Scalar: multiply,
+    aten.div.Tensor: divide,
+    aten.div.Scalar: divide,
+    aten.reciprocal.default: reciprocal,
+    aten.add.Tensor: add,
+    aten.add.Scalar: add,
+    aten.sub.Tensor: subtract,
+    aten.sub.Scalar: subtract,
+    aten.rsub.Scalar: lambda x, other, alpha=1: subtract(pair(other, x), x, alpha=alpha),
+    aten.exp.default: exponential,
+    aten.mm.default: product(torch.mm),
+    aten.bmm.default: product(torch.bmm),
+    aten.cat.default: concatenate(torch.cat),
+    aten.stack.default: concatenate(torch.stack),
+    aten.where.self: where,
+    aten.constant_pad_nd.default: padded,
+    aten.full.default: full,
+    aten.zeros.default: lambda size, **more: full(size, 0, **more),
+    aten.ones.default: lambda size, **more: full(size, 1, **more),
+    aten.scalar_tensor.default: lambda value, **more: full((), value, **more),
+    aten.zeros_like.default: filled(0j),
+    aten.ones_like.default: filled(1 + 0j),
+    aten._to_copy.default: converted,
+}
+"""By operator, what it is on pairs."""
+
+EACH: dict[Any, Any] = dict.fromkeys([
+    aten.alias.default, aten.as_strided.default, aten.clone.default, aten.cumsum.default, aten.detach.default,
+    aten.diagonal.default, aten.expand.default, aten.flip.default, aten.gather.default, aten.index.Tensor,
+    aten.index_select.default, aten.lift_fresh_copy.default, aten.mean.default, aten.mean.dim, aten.neg.default,
+    aten.permute.default, aten.repeat.default, aten.roll.default, aten.select.int, aten.slice.Tensor, aten.split.Tensor,
+    aten.split_with_sizes.default, aten.squeeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.sum.default,
+    aten.sum.dim_IntList, aten.t.default, aten.transpose.int, aten.tril.default, aten.triu.default, aten.unbind.int,
+    aten.unfold.default, aten.unsqueeze.default, aten.view.default, aten._unsafe_view.default, aten._reshape_alias.default,
+]) | {aten.transpose_.default: aten.transpose.int}  # fmt: skip
+"""Operators that do the same with both parts, and which other does so."""

@@ -1,0 +1,132 @@
+"""Fourier transforms as products of matrices, of real and imaginary parts.
+
+A transform of n elements is a product with a matrix of n by n; of n = a * b elements, a longer one is two of a and b elements with
+factors between (Cooley and Tukey, 1965).  The matrices depend on nothing and are folded: constant_folding.py knows them by their
+double precision.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import ModelError
+
+WHOLE = 128
+"""Elements of a transform that is always one product."""
+
+LARGEST = 2048
+"""Of one that cannot be taken apart: its matrices have 32 MB in float32."""
+
+NONE, BY_ROOT, BY_SIZE = range(3)
+"""How transforms are normalized (aten/src/ATen/native/SpectralOpsUtils.h)."""
+
+
+def to_complex(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, forward: bool) -> tuple[Tensor, Tensor]:
+    """`aten._fft_c2c`: along the axes `dim`.  Raises operation-needs-gpu."""
+    scale = _scale([real.shape[axis] for axis in dim], normalization)
+    for axis in dim:
+        made = _transform(real.movedim(axis, -1), imag.movedim(axis, -1), forward)
+        real, imag = [part.movedim(-1, axis) for part in made]
+    return _scaled(real, scale), _scaled(imag, scale)
+
+
+def to_complex_halves(x: Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> tuple[Tensor, Tensor]:
+    """`aten._fft_r2c`: of real numbers, with `onesided` only the first n // 2 + 1 along the last of `dim`.  Raises
+    operation-needs-gpu."""
+    scale = _scale([x.shape[axis] for axis in dim], normalization)
+    last, length = dim[-1], x.shape[dim[-1]]
+    kept = length // 2 + 1 if onesided else length
+    rows = x.movedim(last, -1)
+    if _parts(length) is None:
+        cosines, sines = _matrices(length, x)
+        both = rows @ torch.cat([cosines[:, :kept], -sines[:, :kept]], -1)
+        real, imag = both[..., :kept], both[..., kept:]
+    else:
+        real, imag = [part[..., :kept] for part in _transform(rows, torch.zeros_like(rows), True)]
+    made = _scaled(real.movedim(-1, last), scale), _scaled(imag.movedim(-1, last), scale)
+    return to_complex(*made, dim[:-1], NONE, True) if len(dim) > 1 else made
+
+
+def to_real(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, size: int) -> Tensor:
+    """`aten._fft_c2r`: the inverse; along the last of `dim` the first size // 2 + 1 elements are given.  Raises
+    operation-needs-gpu."""
+    last = dim[-1]
+    scale = _scale([*[real.shape[axis] for axis in dim[:-1]], size], normalization)
+    if len(dim) > 1:
+        real, imag = to_complex(real, imag, dim[:-1], NONE, False)
+    real, imag = real.movedim(last, -1), imag.movedim(last, -1)
+    kept = size // 2 + 1
+    real, imag = real[..., :kept], imag[..., :kept]
+    if _parts(size) is None:
+        cosines, sines = _matrices(size, real)
+        # an element that stands for two, itself and the conjugate behind the middle, counts twice
+        twice = torch.full((kept, 1), 2.0, dtype=torch.float64, device=real.device)
+        place = torch.arange(kept, device=real.device).unsqueeze(-1)
+        twice = torch.where((place == 0) | (place * 2 == size), 1.0, twice)
+        factors = [(part[:kept].to(torch.float64) * twice).to(real.dtype) for part in (cosines, -sines)]
+        made = torch.cat([real, imag], -1) @ torch.cat(factors)
+    else:
+        behind = slice(1, size - kept + 1)
+        whole = torch.cat([real, real[..., behind].flip(-1)], -1)
+        imag = torch.cat([imag[..., :1] * 0, imag[..., 1:]], -1)  # of the first element, and of the middle one, it is ignored
+        if size % 2 == 0:
+            imag = torch.cat([imag[..., :-1], imag[..., -1:] * 0], -1)
+        made, _ = _transform(whole, torch.cat([imag, -imag[..., behind].flip(-1)], -1), False)
+    return _scaled(made.movedim(-1, last), scale)
+
+
+def _transform(real: Tensor, imag: Tensor, forward: bool) -> tuple[Tensor, Tensor]:
+    """Of the last axis, without normalization."""
+    length = real.shape[-1]
+    parts = _parts(length)
+    if parts is None:
+        cosines, sines = _matrices(length, real)
+        sines = -sines if forward else sines
+        matrix = torch.cat([torch.cat([cosines, sines], -1), torch.cat([-sines, cosines], -1)])
+        both = torch.cat([real, imag], -1) @ matrix
+        return both[..., :length], both[..., length:]
+    # element b * j + i goes to k + a * l: a transform over j, factors, and a transform over i
+    a, b = parts
+    real, imag = [part.reshape(*part.shape[:-1], a, b).transpose(-1, -2) for part in (real, imag)]  # (..., i, j)
+    real, imag = _transform(real, imag, forward)  # (..., i, k)
+    turns = torch.arange(b, device=real.device).unsqueeze(-1) * torch.arange(a, device=real.device)
+    cosines, sines = _circle(turns, length, real.dtype)
+    sines = -sines if forward else sines
+    real, imag = real * cosines - imag * sines, real * sines + imag * cosines
+    real, imag = _transform(real.transpose(-1, -2), imag.transpose(-1, -2), forward)  # (..., k, l)
+    return tuple(part.transpose(-1, -2).reshape(*part.shape[:-2], length) for part in (real, imag))
+
+
+def _parts(length: int) -> tuple[int, int] | None:
+    """Two factors of a length that is transformed in two steps, None for one.  Raises operation-needs-gpu."""
+    if length <= WHOLE:
+        return None
+    small = next(each for each in range(math.isqrt(length), 0, -1) if length % each == 0)
+    if small >= 8:
+        return length // small, small
+    if length > LARGEST:
+        raise ModelError("operation-needs-gpu", f"a Fourier transform of {length} elements, a number without two factors from 8 on")
+    return None
+
+
+def _matrices(length: int, like: Tensor) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of every product of two places, (length, length)."""
+    places = torch.arange(length, device=like.device)
+    return _circle(places.unsqueeze(-1) * places, length, like.dtype)
+
+
+def _circle(turns: Tensor, length: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    angle = (turns % length).to(torch.float64) * (2 * math.pi / length)
+    return torch.cos(angle).to(dtype), torch.sin(angle).to(dtype)
+
+
+def _scale(sizes: Sequence[int], normalization: int) -> float:
+    return {NONE: 1.0, BY_ROOT: math.prod(sizes) ** -0.5, BY_SIZE: 1 / math.prod(sizes)}[normalization]
+
+
+def _scaled(x: Tensor, scale: float) -> Tensor:
+    return x if scale == 1 else x * scale
