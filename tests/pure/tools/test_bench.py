@@ -365,8 +365,9 @@ def test_the_picture_of_a_gpus_report_has_all_panels() -> None:
 
 def test_nothing_of_a_benchmark_is_imported_by_a_build_or_by_serving() -> None:
     root = ROOT
-    files = [path for folder in ("cgcompile", "bundles") for path in (root / folder).rglob("*.py") if "bench" not in path.parts]
-    imports = re.compile(r"^\s*(from|import) .*\bbench\b", re.MULTILINE)
+    folders = {"bench", "generation"}
+    files = [path for folder in ("cgcompile", "bundles") for path in (root / folder).rglob("*.py") if not folders & {*path.parts}]
+    imports = re.compile(r"^\s*(from|import) .*\b(bench|generation)\b", re.MULTILINE)
     assert imports.search("    from .bench import measure") and len(files) > 100
     assert not [path for path in files if imports.search(path.read_text())]
 
