@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, cast_symbool_to_symint_guardless
+from torch.fx.node import map_arg
 
 from cgbundle.format.schema import Size
 from cgbundle.format.size_expressions import linear
@@ -157,9 +158,28 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     _drop_ranges_of_floats(program)
     _name_assertions(program)
     _spell_conditions(program)
+    _use_asserted_numbers(program)
     _drop_unread_numbers(program)
     give_sizes_at_once(program)
     return without_composites(expanded(program))
+
+
+def _use_asserted_numbers(program: ExportedProgram) -> None:
+    """A number that Python read and that an assertion gives one value is that value to all but assertions: `torch._check(n == 20)`.
+    What reads it for the assertion alone goes to the host, and the rest stays where it is."""
+    for node in list(program.graph.nodes):
+        value = node.meta.get("val")
+        if node.target is torch.ops.aten.item.default and isinstance(value, int):
+            known = {node: value}
+            for user in [user for user in node.users if not _asserts(user)]:
+                user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda each, known=known: known.get(each, each))
+    program.graph_module.recompile()
+
+
+def _asserts(node: torch.fx.Node) -> bool:
+    """Whether a node compares numbers for assertions alone."""
+    compares = node.target in (operator.eq, operator.ge, operator.le)
+    return compares and all(user.target is torch.ops.aten._assert_scalar.default for user in node.users)
 
 
 def _drop_unread_numbers(program: ExportedProgram) -> None:

@@ -115,7 +115,9 @@ def _of_call(node: Node, made: NodeKinds) -> NodeKind:
     if value is not None and unbacked(value):
         return NodeKind.DATA_DEPENDENT
     if isinstance(value, int | float | bool | torch.SymInt | torch.SymFloat | torch.SymBool):
-        return NodeKind.NUMBER
+        # of a number that an assertion gives one value torch knows that value; whether it is so the data says
+        read = node.target is aten.item.default or any(made[source] is NodeKind.DATA_DEPENDENT for source in node.all_input_nodes)
+        return NodeKind.DATA_DEPENDENT if read else NodeKind.NUMBER
     return NodeKind.OPERATION
 
 

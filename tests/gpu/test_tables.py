@@ -15,6 +15,8 @@ from tests.helpers.places import GOLDEN
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
 
 BUNDLE = GOLDEN / "v6/traced_tables.cgb"
 

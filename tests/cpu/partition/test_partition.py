@@ -83,6 +83,13 @@ def number_checked(m: Model, x: Tensor) -> Any:
     return m.a(x)
 
 
+def number_asserted(m: Model, x: Tensor) -> Any:
+    """An assertion gives the number its one value, which torch then takes for known."""
+    count = (x == x).sum().item()
+    torch._check(count == 512)
+    return m.a(x) * count
+
+
 def boolean(m: Model, x: Tensor) -> Any:
     return m.b(m.a(x) + x[x > 0].sum())
 
@@ -515,6 +522,14 @@ def test_a_part_of_a_host_regions_result_crosses_instead_of_the_whole() -> None:
         8,
         8,
     )
+
+
+def test_an_assertion_that_gives_a_number_its_value_stays() -> None:
+    """It was dropped, and a bundle answered where the model raises."""
+    _, parts = cut_of(number_asserted)
+    kinds = {part.kind: sum("_assert_scalar" in name for name in part.nodes) for part in parts.regions}
+    assert kinds["host"] >= 1 and kinds["graph"] == 0
+    assert any("mul" in name for part in parts.regions if part.kind == "graph" for name in part.nodes)
 
 
 def test_assertions_are_in_every_region_that_reads_their_values() -> None:
