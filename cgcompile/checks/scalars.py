@@ -58,7 +58,7 @@ def assert_scalar(context: RuleContext) -> Iterable[Finding]:
     What it looks for: `aten._assert_scalar` and `aten.sym_constrain_range`.  Not those that torch.export adds at the line that made
     the number or size: these belong to another finding.
     Why CUDA forbids it: the CPU would have to know the number (host-scalar).
-    Effect: none by itself: it goes to the host with the number that it is about, or away.
+    Effect: none by itself: it goes to the host with the number that it is about.
     Fix: none needed; `torch._assert_async` asserts in the graph, where the GPU is here.
     Source: FORBIDDEN_CUDAGRAPH_OPS in torch/_inductor/utils.py names aten._assert_scalar.
     """

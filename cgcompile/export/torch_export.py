@@ -40,6 +40,10 @@ torch.fx.node.has_side_effect(torch.ops.aten._assert_async.default)
 """torch (2.11, 2.13) says so of the one with a message alone, and drops this one from branches that it traces."""
 
 
+NUMBER_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range.default)
+"""Assertions about numbers; `sym_constrain_range_for_size` is of numbers that have no one value."""
+
+
 def export_dynamic(
     source: Source, flat: FlatModule, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> ExportedProgram:
@@ -165,21 +169,20 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
 
 
 def _use_asserted_numbers(program: ExportedProgram) -> None:
-    """A number that Python read and that an assertion gives one value is that value to all but assertions: `torch._check(n == 20)`.
-    What reads it for the assertion alone goes to the host, and the rest stays where it is."""
+    """A number that Python read and that an assertion gives one value, and what follows from it, are constants to all but numbers
+    and assertions: `torch._check(2 * n == 40)`.  So these go to the host with the reading, and the rest stays where it is."""
+    known: dict[torch.fx.Node, int | float] = {}
     for node in list(program.graph.nodes):
         value = node.meta.get("val")
-        if node.target is torch.ops.aten.item.default and isinstance(value, int):
-            known = {node: value}
-            for user in [user for user in node.users if not _asserts(user)]:
-                user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda each, known=known: known.get(each, each))
+        read = node.target is torch.ops.aten.item.default or not known.keys().isdisjoint(node.all_input_nodes)
+        if node.op == "call_function" and isinstance(value, int | float) and read:
+            known[node] = value
+        elif node.op == "call_function" and node.target not in NUMBER_CHECKS:
+            node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda each: known.get(each, each))
+    for node in reversed(known):
+        if not node.users:
+            program.graph.erase_node(node)
     program.graph_module.recompile()
-
-
-def _asserts(node: torch.fx.Node) -> bool:
-    """Whether a node compares numbers for assertions alone."""
-    compares = node.target in (operator.eq, operator.ge, operator.le)
-    return compares and all(user.target is torch.ops.aten._assert_scalar.default for user in node.users)
 
 
 def _drop_unread_numbers(program: ExportedProgram) -> None:

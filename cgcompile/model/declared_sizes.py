@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
 from ..errors import BuildError, ModelError
+from ..util.model_file import closest
 
 
 class SavedDimension(NamedTuple):
@@ -82,12 +82,6 @@ def _shown(part: Any) -> str:
     return repr(next(iter(part)))
 
 
-def _meant(name: str, dimensions: Sequence[str]) -> str:
-    """What a mistyped dimension was most likely to be."""
-    near = difflib.get_close_matches(name, dimensions, 1)
-    return f" (did you mean {near[0]}?)" if near else ""
-
-
 def declared_sizes(
     given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] = (), entry: str = ""
 ) -> dict[str, tuple[int, ...]]:
@@ -108,10 +102,11 @@ def declared_sizes(
     for called, sizes in pairs:
         name = next((each.name for each in saved if called in each.axes), called)
         if name not in dimensions:
-            known = ", ".join(dimensions) or "none"
+            known, near = ", ".join(dimensions) or "none", closest(name, dimensions)
+            meant = f" (did you mean {near}?)" if near else ""
             raise BuildError(
                 "sizes-invalid",
-                f"sizes: {name!r} is no declared dimension{_meant(name, dimensions)} (declared: {known})",
+                f"sizes: {name!r} is no declared dimension{meant} (declared: {known})",
                 _standing(saved) or "dimensions are the parameters of inputs()",
             )
         if name in found:

@@ -14,11 +14,12 @@ from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Parameter, Tree
 
 from ..errors import ModelError
+from ..util.model_file import closest
 from ..util.raw_bytes import moved
 from .class_fields import fields_of
 from .declared_sizes import SavedDimension
 from .pytree import NamedTensor, constant, contexts, describe, located
-from .user_code import call_user, closest, definition, mismatch
+from .user_code import call_user, definition, mismatch
 
 SEED = 0
 """Inputs are drawn after seeding torch with this, so that two builds of one model have the same exam."""

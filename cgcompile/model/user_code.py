@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import linecache
 import os
@@ -18,7 +17,7 @@ import torch
 from torch.fx import Node
 
 from ..errors import ModelError
-from ..util.model_file import not_python
+from ..util.model_file import closest, not_python
 
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """The folder of the compiler."""
@@ -183,11 +182,6 @@ def mismatch(signature: inspect.Signature, args: Sequence[Any], kwargs: Mapping[
         told.append(f"{len(args)} arguments by position, and it takes {len(by_place)}")
     told += [f"{name!r} is missing" for name in missing]
     return ", ".join(told) or wrong
-
-
-def closest(name: str, known: Sequence[str]) -> str:
-    """What of `known` was most likely meant by `name`, or ""."""
-    return next(iter(difflib.get_close_matches(name, known, 1, 0.6)), "")
 
 
 def _unknown(name: str, missing: Sequence[str], free: Sequence[str]) -> str:

@@ -30,11 +30,26 @@ def read_in_order(a: Tensor, b: Tensor) -> bool:
 def product(a: Tensor, b: Tensor) -> Tensor:
     """(..., m, k) by (..., k, n), both with the same leading axes, as a sum: of vectors, and of types outside PRODUCTS.  Sums of
     half precision are float32."""
-    if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
+    made = _summed(a, b)
+    return NotImplemented if made is None else made.to(a.dtype)
+
+
+def added_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
+    """beta * added + alpha * (a by b), with the sum of `product` where that takes a sum."""
+    made = _summed(a, b)
+    if made is None:
         return NotImplemented
+    scaled = alpha * made
+    return (scaled if beta == 0 else beta * added.to(made.dtype) + scaled).to(a.dtype)
+
+
+def _summed(a: Tensor, b: Tensor) -> Tensor | None:
+    """The sum, before it is rounded; None for what stays a product."""
+    if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
+        return None
     wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
     a, b = _computed_once(a, b)
-    return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide).to(a.dtype)
+    return (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide)
 
 
 def _computed_once(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
@@ -50,16 +65,6 @@ def _kept(x: Tensor) -> Tensor:
     import torch._inductor.inductor_prims
 
     return torch.ops.prims.inductor_force_stride_order.default(x, x.stride())
-
-
-def added_product(added: Tensor, a: Tensor, b: Tensor, *, beta: Any = 1, alpha: Any = 1) -> Tensor:
-    """beta * added + alpha * (a by b), with the sum of `product` where that takes a sum."""
-    if a.dtype in PRODUCTS and min(a.shape[-2], b.shape[-1]) > 1 and a.shape[-1] > 0:
-        return NotImplemented
-    wide = torch.float32 if a.dtype in PRODUCTS else a.dtype
-    a, b = _computed_once(a, b)
-    scaled = alpha * (a.to(wide).unsqueeze(-1) * b.to(wide).unsqueeze(-3)).sum(-2, dtype=wide)
-    return (scaled if beta == 0 else beta * added.to(wide) + scaled).to(a.dtype)
 
 
 LONG, PART, ROWS = 8192, 1024, 64

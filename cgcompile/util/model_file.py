@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import ast
+import difflib
 import os
 import tokenize
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,8 @@ def _bound(body: list[ast.stmt], plain: bool) -> Iterator[tuple[str, ast.Functio
             cases = [each.body for each in getattr(statement, "cases", [])]
             for block in (*blocks, *handlers, *cases):
                 yield from _bound(block, plain=False)
+
+
+def closest(name: str, known: Sequence[str]) -> str:
+    """What of `known` was most likely meant by `name`, or ""."""
+    return next(iter(difflib.get_close_matches(name, known, 1, 0.6)), "")

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
-
 from cgbundle.errors import CallError
 from cgbundle.format.entries import one_entry
 from cgbundle.format.schema import Manifest
+from cgcompile.util.model_file import closest
 
 from .output import listed
 
@@ -25,8 +24,8 @@ def parse(manifest: Manifest, text: str) -> tuple[int, ...]:
     names = [dimension.name for dimension in manifest.dimensions]
     for part in text.split(",") if "=" in text else ():
         if (called := part.partition("=")[0].strip()) not in names:
-            near = difflib.get_close_matches(called, names, 1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
+            near = closest(called, names)
+            meant = f" (did you mean {near}?)" if near else ""
             raise CallError("key-missing", f"no dimension {called!r}{meant}: the bundle has {listed(names) or 'none'}")
     if "=" in text:
         given = dict(part.strip().split("=", 1) for part in text.split(",") if "=" in part)

@@ -78,7 +78,7 @@ class Shared:
             cleanup.callback(free, self.base)
         # From here on the weights travel in other threads while this one loads modules and builds graphs.
         for file, parts in pieces.items():
-            self._uploads.append(weights.Upload(self.context, self.bundle.descriptor(file), parts, self.base))
+            self._uploads.append(weights.Upload(self.context, self.bundle.descriptor(file), parts, self.base, name=file))
             cleanup.callback(self._uploads[-1].stop)
         self._states = states(self.bundle)
         own = {f"{KERNELS}{state.image}" for state in self._states}

@@ -161,13 +161,15 @@ Full = tuple[Slot, list[Piece], int]
 class Upload:
     """Weights on their way, by threads that start at once.
 
-    `file`: an open descriptor, the caller's.  `way`: how, by default as the size asks for.
+    `file`: an open descriptor, the caller's, of the file that errors call `name`.  `how`: by default as the size asks for.
 
     `wait` raises the first failure (OutOfMemory, driver-failed, weights-invalid); `wait` or `stop` before memory weights is freed.
     """
 
-    def __init__(self, context: Context, file: int, listed: Sequence[Piece], base: int, how: Way | None = None) -> None:
-        self._context, self._base = context, base
+    def __init__(
+        self, context: Context, file: int, listed: Sequence[Piece], base: int, how: Way | None = None, name: str = WEIGHTS
+    ) -> None:
+        self._context, self._base, self._name = context, base, name
         self._way = how or way(sum(piece.size for piece in listed))
         self._groups = chunks(listed, self._way.chunk)
         self._total, self._sent, self._next, self._announced = len(self._groups), 0, count(), 0
@@ -177,7 +179,7 @@ class Upload:
         self._failure: CgbundleError | OSError | None = None
         self._thread: threading.Thread | None = None
         if listed:
-            self._reader = WeightReader(file, aligned=self._way.pinned)
+            self._reader = WeightReader(file, aligned=self._way.pinned, name=name)
             self._thread = threading.Thread(target=self._run, name="cgbundle-upload", daemon=True)
             self._thread.start()
 
@@ -185,11 +187,11 @@ class Upload:
         """Returns when every byte is in its place; may be called again."""
         self._join()
         if isinstance(self._failure, OSError):
-            raise BundleError("weights-invalid", f"weights.safetensors: {self._failure.strerror}")
+            raise BundleError("weights-invalid", f"{self._name}: {self._failure.strerror}")
         if self._failure is not None:
             raise self._failure
         if self._sent != self._total:  # a thread died of what nobody foresaw and printed it
-            raise BundleError("weights-invalid", f"weights.safetensors: {self._sent} of {self._total} pieces were copied")
+            raise BundleError("weights-invalid", f"{self._name}: {self._sent} of {self._total} pieces were copied")
 
     def stop(self) -> None:
         """Drops what has not been started and waits for the rest; never raises."""
@@ -365,7 +367,7 @@ class Stage:
         """What is left to do when all is there."""
         uploads = []
         for file, pieces in self._pieces.items():
-            uploads.append(Upload(self._context, file.descriptor, sorted(pieces), 0))
+            uploads.append(Upload(self._context, file.descriptor, sorted(pieces), 0, name=file.path))
             self._cleanup.callback(uploads[-1].stop)
         try:
             for upload in uploads:

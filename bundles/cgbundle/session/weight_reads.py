@@ -15,6 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ..errors import BundleError
+from ..format.archive import WEIGHTS
 
 ALIGNMENT = 4096
 """Bytes: of places and lengths of reads around the page cache, and of the memory that they go to."""
@@ -28,14 +29,16 @@ its page there."""
 
 
 class WeightReader:
-    """The open file `file`, the caller's.  `aligned`: whether `read` is given memory that begins at a page.
+    """The open file `file`, the caller's, which errors call `name`.  `aligned`: whether `read` is given memory that begins at a
+    page.
 
     `cold`: something was not in the page cache, and whoever reads on should `announce` what comes next.  Raises weights-invalid.
     """
 
-    __slots__ = ("_around", "_direct", "_drop", "_file", "cold")
+    __slots__ = ("_around", "_direct", "_drop", "_file", "_name", "cold")
 
-    def __init__(self, file: int, *, aligned: bool) -> None:
+    def __init__(self, file: int, *, aligned: bool, name: str = WEIGHTS) -> None:
+        self._name = name
         self._file, self._direct, self._drop, self.cold = file, -1, False, False
         self._around = False
         if 2 * os.fstat(file).st_size <= os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") or is_cached(file):
@@ -87,12 +90,11 @@ class WeightReader:
         self.cold = self.cold or done < len(view)
         return done
 
-    @staticmethod
-    def _fill(file: int, view: memoryview, begin: int, size: int, done: int) -> None:
+    def _fill(self, file: int, view: memoryview, begin: int, size: int, done: int) -> None:
         while done < size:
             step = os.preadv(file, [view[done:]], begin + done)
             if not step:
-                raise BundleError("weights-invalid", "weights.safetensors: the file ends too early")
+                raise BundleError("weights-invalid", f"{self._name}: the file ends too early")
             done += step
 
 

@@ -60,11 +60,7 @@ class Replacing(torch.fx.Interpreter):
     def run_node(self, n: torch.fx.Node) -> Any:
         try:
             if n.op == "call_function" and is_complex(n):
-                made = run_on_pairs(n.target, *self.fetch_args_kwargs_from_env(n))
-                parts = [
-                    _in_order_of(part, n.meta.get("val")) for part in ((made.real, made.imag) if isinstance(made, Pair) else ())
-                ]
-                return Pair(*parts) if parts else _in_order_of(made, n.meta.get("val"))
+                return _in_own_order(n, run_on_pairs(n.target, *self.fetch_args_kwargs_from_env(n)))
             result = super().run_node(n)
             return _in_order_of(result, n.meta.get("val")) if replacement(n.target) else result
         except BuildError as error:
@@ -93,12 +89,15 @@ class Replacing(torch.fx.Interpreter):
         return super().call_function(target, args, kwargs) if made is NotImplemented else made
 
 
-def _computed(node: torch.fx.Node, made: Any) -> Any:
+def _in_own_order(node: torch.fx.Node, made: Any) -> Any:
     """What an operation on complex numbers made, in the order that its result was exported in, unless it is a view."""
-    if any(each.alias_info is not None for each in node.target._schema.returns):
+    returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
+    if not returned or any(each.alias_info is not None for each in returned):
         return made
-    parts = [_in_order_of(part, node.meta.get("val")) for part in ((made.real, made.imag) if isinstance(made, Pair) else (made,))]
-    return Pair(*parts) if isinstance(made, Pair) else parts[0]
+    like = node.meta.get("val")
+    if isinstance(made, Pair):
+        return Pair(_in_order_of(made.real, like), _in_order_of(made.imag, like))
+    return _in_order_of(made, like)
 
 
 def _in_order_of(result: Any, like: Any) -> Any:

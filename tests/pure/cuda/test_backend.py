@@ -408,9 +408,10 @@ def test_a_file_that_ends_too_early_ends_the_upload(readers: int, fake: FakeDriv
     context = driver.Context(0)
     with context, open(folder / "weights.safetensors", "rb") as file:
         base = memory.allocate(4 * size, "test")
-        upload = weights.Upload(context, file.fileno(), [weights.Piece(0, 3 * size, 0)], base, weights.Way(readers, 2, True, 64))
+        way = weights.Way(readers, 2, True, 64)
+        upload = weights.Upload(context, file.fileno(), [weights.Piece(0, 3 * size, 0)], base, way, "tables.safetensors")
         for _ in range(2):
-            with raises("weights-invalid", match="ends too early"):
+            with raises("weights-invalid", match="tables.safetensors: the file ends too early"):
                 upload.wait()
         memory.free(base)
     context.release()
