@@ -19,6 +19,11 @@ AT_ONCE = 1 << 28
 """Elements that are looked at at a time: on a GPU `nonzero` takes fewer than 2^31."""
 
 
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Whether all bytes of a tensor are 0, those of -0.0 are not."""
+    return not any(bool(part.any()) for part in raw(tensor).split(AT_ONCE))
+
+
 def positions(mask: torch.Tensor) -> torch.Tensor:
     """Where a flat bool tensor is true, int64, ascending."""
     found = [part.nonzero().reshape(-1) + number * AT_ONCE for number, part in enumerate(mask.split(AT_ONCE))]
