@@ -28,7 +28,7 @@ class Group(nn.Module):
 
 
 def layer(kind: Callable[..., nn.Module], *options: Any, x: Draw | tuple[Draw, ...], name: str = "", **more: Any) -> Layer:
-    """A layer, how to make it, and its inputs.  No option is a module: made before the seed, it has other weights in every process."""
+    """A layer, how to make it, and its inputs.  No option is a module: made before the seed, it differs in every process."""
     return name or kind.__name__, lambda: kind(*options, **more), x if isinstance(x, tuple) else (x,)
 
 
