@@ -36,6 +36,7 @@ class Options:
     force: bool
     max_keys: int
     chains: Sequence[tuple[str, str]]
+    world: int | None
     progress: Watcher
 
 
