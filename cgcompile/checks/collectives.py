@@ -55,8 +55,8 @@ def unknown_collective(context: RuleContext) -> Iterable[Finding]:
 
 def _reason(node: Node, *, nested: bool) -> str:
     """What keeps a collective out of a bundle, or ""."""
-    name = node.target.name().partition("::")[2].partition(".")[0]  # type: ignore[union-attr]  # an OpOverload
-    if node.target.namespace != "_c10d_functional" or name not in KNOWN:  # type: ignore[union-attr]
+    name = node.target.name().partition("::")[2].partition(".")[0]
+    if node.target.namespace != "_c10d_functional" or name not in KNOWN:
         return "no kernel of ours does that"
     if nested:
         return "in a branch or a loop, which ranks may leave at different times"
@@ -65,14 +65,14 @@ def _reason(node: Node, *, nested: bool) -> str:
         return ""
     if not torch.distributed.is_initialized():
         return "the model is built for one device"
-    if node.args[place] != torch.distributed.group.WORLD.group_name:  # type: ignore[union-attr]
+    if node.args[place] != torch.distributed.group.WORLD.group_name:
         return "over a part of the ranks"
     if name in REDUCED:
         if node.args[REDUCED[name]] != "sum":
             return f"{node.args[REDUCED[name]]!r} is no sum"
-        dtype = node.args[0].meta["val"].dtype  # type: ignore[union-attr]
+        dtype = node.args[0].meta["val"].dtype
         if dtype not in SUMS:
             return f"a sum of {str(dtype).removeprefix('torch.')}"
-    if name == "all_to_all_single" and len({str(size) for sizes in node.args[1:3] for size in sizes}) > 1:  # type: ignore[union-attr]
+    if name == "all_to_all_single" and len({str(size) for sizes in node.args[1:3] for size in sizes}) > 1:
         return "parts of different sizes"
     return ""

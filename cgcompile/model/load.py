@@ -52,7 +52,9 @@ def load_sources(
         return (load_saved(label),)
     if kind == "file":
         module = _load_file(label)
-        made = _from_module(Path(label).stem, label, label, label, _member(module, "model", label), _given_inputs(module, label), share)
+        made = _from_module(
+            Path(label).stem, label, label, label, _member(module, "model", label), _given_inputs(module, label), share
+        )
         return _with_chains(made, module, label)
     path, _, attribute = label.partition(":")
     module = _import(path, label)

@@ -141,9 +141,7 @@ def make_task(
     )
 
 
-def interpret_ranks(
-    tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence[Task]], Sequence[Outcome]]
-) -> tuple[Outcome, ...]:
+def interpret_ranks(tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence[Task]], Sequence[Outcome]]) -> tuple[Outcome, ...]:
     """What came of this rank's tasks.  Those of all ranks at an int_key are one for `run`, which rank 0 calls."""
     each = ranks.gathered(tuple(tasks))
     outcomes: Sequence[Outcome] = ()

@@ -32,7 +32,7 @@ class Exchange(NamedTuple):
     grid: int
     threads: int
     stride: int
-    count: int
+    pieces: int
     senders: int
 
 
@@ -42,13 +42,13 @@ def params(world: int) -> tuple[tuple[int, int], ...]:
     return tuple(places + [(8 * (world + 3) + 4 * place, 4) for place in range(3)])
 
 
-def packed(world: int, stride: int, count: int, rank: int, senders: int) -> bytes:
+def packed(world: int, stride: int, pieces: int, rank: int, senders: int) -> bytes:
     """A parameter block, zeros where addresses go."""
-    return bytes(FIRST_PEER + 8 * world) + _REST.pack(stride, count, rank, senders)
+    return bytes(FIRST_PEER + 8 * world) + _REST.pack(stride, pieces, rank, senders)
 
 
 def unpacked(world: int, block: bytes) -> tuple[int, int, int, int]:
-    """(stride, count, rank, senders) of a parameter block."""
+    """(stride, pieces, rank, senders) of a parameter block."""
     found: tuple[int, int, int, int] = _REST.unpack_from(block, FIRST_PEER + 8 * world)
     return found
 
@@ -92,8 +92,8 @@ def _exchange(table: Table, kernel: int, rows: range, world: World, where: str) 
     if not known or any([memory == PEER for _, memory, _ in places[:2]]):
         raise BundleError("table-invalid", f"{where}.relocations: not those of an exchange between {world.size} ranks")
     begin, size = table.block_offset[kernel], table.block_size[kernel]
-    stride, count, rank, senders = unpacked(world.size, bytes(table.blocks[begin : begin + size]))
+    stride, pieces, rank, senders = unpacked(world.size, bytes(table.blocks[begin : begin + size]))
     if rank != world.rank:
         raise BundleError("table-invalid", f"{where}.block: of rank {rank}, the bundle is rank {world.rank}'s")
     shape = table.grid_x[kernel], table.threads_x[kernel]
-    return Exchange(table.images[function], table.symbols[function], *shape, stride, count, senders)
+    return Exchange(table.images[function], table.symbols[function], *shape, stride, pieces, senders)

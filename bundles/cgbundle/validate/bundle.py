@@ -59,8 +59,7 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
         for error in archive.unlisted_files(bundle.path, manifest):
             raise error
     if manifest.world and not manifest.world[0].rank and level == "full":
-        for each in check_ranks(bundle, level):
-            each.close()
+        _check_all_ranks(bundle)
 
 
 def check_ranks(bundle: Archive, level: str = "load") -> list[Archive]:
@@ -80,6 +79,11 @@ def check_ranks(bundle: Archive, level: str = "load") -> list[Archive]:
             each.close()
         raise
     return found
+
+
+def _check_all_ranks(bundle: Archive) -> None:
+    for each in check_ranks(bundle, "full"):
+        each.close()
 
 
 @contextmanager
@@ -149,7 +153,7 @@ def examine(bundle: Archive) -> list[CgbundleError]:
         holds(check_tables, bundle)
         holds(check_host_code, bundle)
     if not found and manifest.world and not manifest.world[0].rank:
-        holds(check_ranks, bundle, "full")
+        holds(_check_all_ranks, bundle)
     return [*found.values(), *archive.unlisted_files(bundle.path, manifest)]
 
 

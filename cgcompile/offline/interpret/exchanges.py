@@ -81,7 +81,7 @@ def _summed(combine: str, came: Sequence[bytes]) -> Array:
             return total.view(np.uint8)
         if combine == "float16":
             return total.astype(np.float16).view(np.uint8)
-        bits = total.view(np.uint32)
+        bits: Array = total.view(np.uint32)
         rounded = (bits + (0x7FFF + (bits >> 16 & 1))) >> 16
         return np.where(np.isnan(total), 0x7FFF, rounded).astype(np.uint16).view(np.uint8)
 

@@ -205,7 +205,12 @@ class _Log:
         if nbytes:
             self.events.append(
                 Exchange(
-                    kind=kind, dtype=given.tensor().dtype, nbytes=nbytes, sender=sender, source=given.pointer(), target=target.pointer()
+                    kind=kind,
+                    dtype=given.tensor().dtype,
+                    nbytes=nbytes,
+                    sender=sender,
+                    source=given.pointer(),
+                    target=target.pointer(),
                 )
             )
         for part in range(parts if target is not made else 0):

@@ -37,7 +37,9 @@ def build_world(model: Any, options: Options) -> Built:
     label = os.fspath(model)
     chosen = choose(options.target, options.lower, options.specialize, "trace", options.prove)
     with ExitStack() as stack:
-        destination = destination_path(options.out, label.rpartition(":")[2].rpartition(".")[2] if ":" in label else Path(label).stem)
+        destination = destination_path(
+            options.out, label.rpartition(":")[2].rpartition(".")[2] if ":" in label else Path(label).stem
+        )
         folder = stack.enter_context(staged_bundle(destination, options.force))
         scratch = stack.enter_context(scratch_folder())
         told = replace(options, target=chosen.target, record="trace", progress=None)  # type: ignore[arg-type]  # not between processes
@@ -45,7 +47,12 @@ def build_world(model: Any, options: Options) -> Built:
             jobs = {
                 rank: Request(
                     content=RankJob(
-                        model=label, options=told, rank=rank, size=size, meeting=scratch / "meeting", folder=folder / rank_folder(rank)
+                        model=label,
+                        options=told,
+                        rank=rank,
+                        size=size,
+                        meeting=scratch / "meeting",
+                        folder=folder / rank_folder(rank),
                     ),
                     what=f"building rank {rank}",
                 )

@@ -96,9 +96,7 @@ class ExchangeKernels:
         return Function(image=self.sha256, symbol=name, params=params(self.memory.world), attributes=())
 
 
-def exchange_node(
-    function: int, each: Transfer, memory: ExchangeMemory, rank: int, source: Address, target: Address
-) -> KernelNode:
+def exchange_node(function: int, each: Transfer, memory: ExchangeMemory, rank: int, source: Address, target: Address) -> KernelNode:
     """The launch on a rank, from an input to an output, whose addresses are multiples of MULTIPLE."""
     launch = _launch(each)
     senders = 1 << each.sender if each.sender >= 0 else (1 << memory.world) - 1
