@@ -96,7 +96,8 @@ def load(
 
     What was checked is what runs, also when the bundle is replaced or removed later.
     Raises a CgbundleError (see errors.py), option-refused for `threads` where nothing runs on the CPU, for `replicas` where
-    nothing runs on a GPU, and for `devices` of a model for one device without it; ValueError for a value that an option does not have.
+    nothing runs on a GPU, and for `devices` of a model for one device without it; ValueError for a value that an option does not
+    have.
     """
     options: dict[str, Any] = {
         "mode": mode, "on_miss": on_miss, "outputs": outputs, "check": check, "weights": weights, "lazy": lazy, "key": key,

@@ -83,8 +83,8 @@ def build(
     `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
     `max_keys`: the most int_keys that are built.  `chains`: pairs of an output of one entry and an input that takes it where it
     lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `chains` for it.
-    `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share, and
-    `forward` calls functional collectives of torch.distributed.  The launches are traced, whatever GPU is here.
+    `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,
+    and `forward` calls functional collectives of torch.distributed.  The launches are traced, whatever GPU is here.
     `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
     notebook.
 

@@ -1,7 +1,7 @@
 """A small bundle over several GPUs made by hand: what the tests of its runtime run, against `ranks_driver` or on GPUs.
 
-Per key k, on rank r, for n = 16 k floats: a = input + weight(r), an all_reduce of a, and the sum is the output.  The weights of rank
-r are r, r + 1, r + 2, ...
+Per key k, on rank r, for n = 16 k floats: a = input + weight(r), an all_reduce of a, and the sum is the output.  The weights of
+rank r are r, r + 1, r + 2, ...
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Shared:
-    """A bundle on GPU number `device`; `context`, `mode`, `poison`, `threads` and `peer` as for `CudaBackend`, as is what it raises.
+    """A bundle on GPU number `device`; `context`, `mode`, `poison`, `threads` and `peer` as for `CudaBackend`, as is what it
+    raises.
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`, whoever changes the weights, or makes a session over them, `updating`.  `hosted`:

@@ -63,8 +63,8 @@ DTYPES = {
 
 MEMORIES = ("weights", "state", "inputs", "arena", "host", "peer")
 """Where a value or an address may lie.  On the cpu target `host` is memory that a
-host region allocates during the call; beside a GPU it is one pinned buffer, through which values cross.  `peer` is what the ranks of
-a model exchange data through: see `World`.  Addresses alone lie there, no values."""
+host region allocates during the call; beside a GPU it is one pinned buffer, through which values cross.  `peer` is what the ranks
+of a model exchange data through: see `World`.  Addresses alone lie there, no values."""
 
 KERNEL_CODE = "code"
 """Beside MEMORIES, in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
@@ -387,8 +387,8 @@ class Manifest:
     `weights` of the state that a call changes.  `aliases`: outputs that share memory, by output.  `random`: the position in
     `weights` of the state of the random numbers, int64 [seed, calls so far], or -1 for a model that draws none.  `parameters`:
     those of `call`, in its order.  `fixed`: the weights that no update may change, by position.  `tables`: positions in `weights`
-    of what the build computed, whose tensors lie in tables.safetensors.  `world`: of a bundle over several devices which rank it is,
-    () of all others."""
+    of what the build computed, whose tensors lie in tables.safetensors.  `world`: of a bundle over several devices which rank it
+    is, () of all others."""
 
     format: int
     name: Name

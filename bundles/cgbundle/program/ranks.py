@@ -35,8 +35,8 @@ class RanksBackend(CudaBackend):
     """
 
     def __init__(
-        self, bundle: Archive, others: Sequence[Archive], devices: Sequence[int], mode: str = "graph", *, context: Context | None = None,
-        poison: int | None = None, threads: int | None = None, timeout: float = 30.0,
+        self, bundle: Archive, others: Sequence[Archive], devices: Sequence[int], mode: str = "graph", *,
+        context: Context | None = None, poison: int | None = None, threads: int | None = None, timeout: float = 30.0,
     ) -> None:  # fmt: skip
         (world,) = bundle.manifest.world
         self._world, self._timeout, self._failed = world, timeout, ""
@@ -126,8 +126,8 @@ class RanksBackend(CudaBackend):
         return None
 
     def _give_inputs(self, program: int, addresses: Sequence[int], stream: Any) -> None:
-        """Copies inputs on rank 0's device to the static buffers of the others, in the order of its stream, when these are done with
-        the call before; and marks that they are there."""
+        """Copies inputs on rank 0's device to the static buffers of the others, in the order of its stream, when these are done
+        with the call before; and marks that they are there."""
         for number, other in enumerate(self._others):
             check("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, self._done[number], 0))
             theirs, own = self._ranks[number + 1].handle, self._ranks[0].handle

@@ -120,7 +120,7 @@ def _check_exchanges(bundle: Archive, first: Archive) -> None:
     for program, own, others in zip(all_programs(bundle.manifest), *made, strict=True):
         if own != others:
             place = next((at for at, pair in enumerate(zip(own, others, strict=False)) if pair[0] != pair[1]), len(own))
-            text = f"int_key {program.key}: {len(own)} exchanges with other ranks, rank 0 has {len(others)}; they part at number {place}"
+            text = f"int_key {program.key}: {len(own)} exchanges, rank 0 has {len(others)}; they part at number {place}"
             raise BundleError("table-invalid", text)
 
 

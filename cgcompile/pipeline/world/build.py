@@ -7,7 +7,6 @@ has.  All processes go through the same stages, and meet at each collective that
 from __future__ import annotations
 
 import os
-import shutil
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path

@@ -8,12 +8,12 @@ There are two ways to send.  Packets carry 8 bytes of data and twice their epoch
 so that an exchange takes one way through the link, and twice the bytes.  Buffers are written as they are, then a flag per block.
 
 Nothing but memory changes from launch to launch, so a graph with these kernels can be stored and replayed.  All ranks launch the
-same collectives in the same order, each with as many blocks and threads as the others, no fewer threads than ranks, and all blocks
-of a launch have to fit on the GPU at once.  A kernel's parameters are those of `cgbundle.tables.collectives`: the input, the output,
-the exchange memories of all ranks in their order, the own one among them; the bytes from what is sent to one rank to what is sent to
-the next, 0 where all get the same; how many pieces each rank gets; the own rank; and as bits the ranks that send: of buffers side by
-side the others only say they are there.  A kernel that has waited too long writes down for whom and no longer waits; neither
-does any after it.
+same collectives in the same order, each with as many blocks and threads as the others, no fewer threads than ranks, and all
+blocks of a launch have to fit on the GPU at once.  A kernel's parameters are those of `cgbundle.tables.collectives`: the input,
+the output, the exchange memories of all ranks in their order, the own one among them; the bytes from what is sent to one rank to
+what is sent to the next, 0 where all get the same; how many pieces each rank gets; the own rank; and as bits the ranks that send:
+of buffers side by side the others only say they are there.  A kernel that has waited too long writes down for whom and no longer
+waits; neither does any after it.
 """
 
 from __future__ import annotations

@@ -8,18 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given as drawn
-from hypothesis import settings
-from hypothesis import strategies as st
 
 import cgbundle
-from cgbundle.errors import MachineError
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from tests.helpers import fake_driver, rank_bundles
+from tests.helpers import rank_bundles
 from tests.helpers.fake_driver import install
 from tests.helpers.places import GOLDEN
 from tests.helpers.rank_bundles import FLOATS, KEYS, expected, inputs
-from tests.helpers.raising import raises
 from tests.helpers.ranks_driver import RanksDriver
 
 IMAGE = next((GOLDEN / "v1/gpt_two.cgb/kernels").iterdir()).read_bytes()
