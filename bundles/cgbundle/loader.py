@@ -168,8 +168,6 @@ def _open_ranks(
     from .program.ranks import RanksBackend  # few models are over several
     from .validate.bundle import check_ranks
 
-    if bundle.manifest.world[0].rank:
-        raise CallError("ranks-refused", "the bundle is that of one rank", "load the folder that it lies in")
     if not 0 < timeout < LONGEST_WAIT:
         raise ValueError(f"timeout={timeout}: expected more than 0 seconds, and less than {LONGEST_WAIT}")
     others += check_ranks(bundle)
@@ -264,6 +262,8 @@ def _check_once(bundle: Archive, level: str, key: Keys | None) -> None:
         from .trust import manifest_signature  # late: most loads need none
 
         manifest_signature.check(bundle, key)  # before the manifest is as much as parsed
+    if any([world.rank for world in bundle.manifest.world]):
+        raise CallError("ranks-refused", f"{bundle.path}: the bundle of one rank", "load the folder that its `ranks` lies in")
     check_bundle(bundle, level if key is None else "full")
 
 

@@ -46,6 +46,10 @@ class RanksDriver(FakeDriver):
     def do_cuStreamSynchronize(self, stream: int) -> None:
         self._drain(lambda: not self.queues.get(int(stream)))
 
+    def settle(self) -> None:
+        """Waits for all streams."""
+        self._drain(lambda: not any(self.queues.values()))
+
     def do_cuEventSynchronize(self, event: int) -> None:
         wanted = self.events[int(event)][0] if int(event) in self.events else 0
         self._drain(lambda: self.events.get(int(event), [0, 0])[1] >= wanted)
@@ -77,6 +81,17 @@ class RanksDriver(FakeDriver):
         state = self.events.setdefault(int(event), [0, 0])
         number = state[0]
         self._queue(stream, lambda: state[1] >= number)
+
+    def do_cuMemFree(self, address: int) -> None:
+        self.settle()  # as the driver does
+        super().do_cuMemFree(address)
+
+    def do_cuMemFreeHost(self, address: int) -> None:
+        self.settle()
+        super().do_cuMemFreeHost(address)
+
+    def do_cuMemFreeAsync(self, address: int, stream: int) -> None:
+        self._enqueue(stream, lambda: self._drop(address))
 
     # --- what runs on them ------------------------------------------------------------------------------------
 
@@ -122,6 +137,9 @@ class RanksDriver(FakeDriver):
 
     def do_cuMemAddressFree(self, address: int, size: int) -> None:
         assert not any(address <= at < address + size for at in self.mapped)
+        self.settle()
+        self.epochs.clear()
+        self.sent.clear()
         self._drop(address)
 
     def do_cuMemCreate(self, size: int, prop: Any, flags: int) -> Handle:

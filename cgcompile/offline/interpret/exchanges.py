@@ -15,7 +15,7 @@ import numpy as np
 from cgbundle.format.schema import IntKey
 from cgbundle.tables.recording import KernelNode
 
-from ...errors import BuildError
+from ...errors import ModelError
 from ...targets.kernels.exchange_nodes import Transfer
 from .memory import Memory
 from .values import Array
@@ -67,7 +67,7 @@ def together(ranks: Sequence[Steps[Result]], key: IntKey) -> list[Result]:
         first = next(iter(asked.values())).transfer
         if ended or any([each.transfer != first for each in asked.values()]):
             text = f"int_key {key}: one rank sends {first.size} bytes ({first.combine}), another one something else, or nothing"
-            raise BuildError("collectives-unlike", text)
+            raise ModelError("collectives-unlike", text)
         given = [[asked[source].parts[number] for source in range(len(ranks))] for number in range(len(ranks))]
 
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from cgbundle.format.schema import Dimension
 
 from ...checks import Checked
-from ...errors import ModelError
+from ...errors import BuildError
 
 PADS = ("no", "zeros", "rows")
 """From the least to the most that may be done with a dimension."""
@@ -28,4 +28,4 @@ def refuse_host(checked: Sequence[Checked]) -> None:
         first = next((finding for finding in rules.findings if finding.severity == "host"), None)
         if first is not None or rules.on_host:
             where = f"{first.where or 'model'}: {first.rule}: {first.message}" if first else "an operation runs on the host"
-            raise ModelError("world-refused", where, first.fix if first else "")
+            raise BuildError("world-refused", where, first.fix if first else "")
