@@ -44,8 +44,8 @@ class Transfer:
 
 
 def transfer(kind: str, dtype: str, nbytes: int, world: int, sender: int = -1) -> Transfer:
-    """Of a collective, one of KINDS, over an input of `nbytes` bytes, which each rank has.  What is not a multiple of MULTIPLE is rounded
-    up, where nothing is scattered.  Raises ValueError in words for what the kernels do not do."""
+    """Of a collective, one of KINDS, over an input of `nbytes` bytes, which each rank has.  What is not a multiple of MULTIPLE is
+    rounded up, where nothing is scattered.  Raises ValueError in words for what the kernels do not do."""
     if kind in ("all_reduce", "reduce_scatter") and dtype not in SUMS:
         raise ValueError(f"{kind} of {dtype}: expected {', '.join(SUMS[:-1])} or {SUMS[-1]}")
     if dtype not in DTYPES:
