@@ -113,7 +113,8 @@ def _shape(spec: TensorSpec, sizes: Mapping[str, int], where: str) -> tuple[int,
 def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, where: str, *, alias: bool) -> None:
     """`alias`: it is an output that shares memory, whose offset on the cpu target counts from what it shares that with."""
     require(value.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {value.dtype!r}")
-    require(value.memory in MEMORIES and value.memory != "peer", f"{where}.memory", f"no memory of values: {value.memory!r}")
+    require(value.memory in MEMORIES, f"{where}.memory", f"unknown memory {value.memory!r}")
+    require(value.memory != "peer", f"{where}.memory", "a value in memory peer, where addresses alone lie")
     size = checked_span(where, value)
     if manifest.target.kind == "cpu":
         require(value.memory == "host", f"{where}.memory", f"a value of the cpu target in memory {value.memory}")
