@@ -83,9 +83,11 @@ def network(name: str, dtype: torch.dtype) -> PreTrainedModel:
 
 
 def without_collection(network: PreTrainedModel) -> PreTrainedModel:
-    """The model, whose parts no longer collect hidden states for whoever asks: they do so through an object outside of the call,
-    and torch 2.11 refuses a `while_loop` whose body writes to one.  What else the decorators do (transformers 5.17, 5.23) is to fill
-    in arguments, which this model gives."""
+    """The model, whose parts no longer collect hidden states for whoever asks: they do so through an object outside of the call.
+
+    torch 2.11 refuses a `while_loop` whose body writes to one.  What else the decorators do (transformers 5.17, 5.23) is to fill in
+    arguments, which this model gives.
+    """
     for module in network.modules():
         forward = type(module).forward
         while hasattr(forward, "__wrapped__") and not forward.__code__.co_filename.endswith("output_capturing.py"):
