@@ -97,6 +97,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "target-unavailable": Cause(BuildError, 2, "The target cannot be built for on this machine, or does not exist.",
         "name a target that can be built for here: cpu, or --target sm_90 and its kind without a GPU"),
     "compiler-failed": Cause(BuildError, 1, "The C++ compiler, Inductor or Triton failed on the model.", "please report the model"),
+    "not-standalone": Cause(BuildError, 1, "With --standalone, the code for the CPU calls what only torch's libraries have.",
+        "leave --standalone out: the bundle then needs torch's libraries where it is served"),
     "cache-unsafe": Cause(BuildError, 2, "The folder where results are kept belongs to someone else, or others can write to it.",
         "chmod go-w it, or set CGCOMPILE_CACHE to a folder of your own"),
     "cache-unwritable": Cause(BuildError, 2, "The folder where results are kept cannot be made or written to.",

@@ -52,7 +52,8 @@ BEST = "cgcompile.pipeline.best.build"
 def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
     """See `cgcompile.build`."""
     stages = Stages(options.progress)
-    chosen = choose(options.target, options.lower, options.specialize, options.record, options.prove)
+    asked = (options.target, options.lower, options.specialize, options.record, options.prove)
+    chosen = choose(*asked, standalone=options.standalone)
     with ExitStack() as stack:
         with stages("source") as tell:
             loaded = load_sources(model, inputs)
@@ -121,7 +122,7 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             entries=entries, chains=chains_of(checked_chains(options.chains, first.label) or first.chains, entries),
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
             prove_budget=options.prove_budget, budget=options.budget, waive=options.waive,
-            torch_version=torch.__version__.partition("+")[0],
+            standalone=options.standalone, torch_version=torch.__version__.partition("+")[0],
         )  # fmt: skip
         parts = build_parts(spec, folder, stages)
         for entry in spec.entries:
@@ -206,6 +207,8 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
             named["prove_budget"] = f"{options.prove_budget:g}"
     if options.budget is not None:
         named["budget"] = f"{options.budget:g}"
+    if options.standalone:
+        named["standalone"] = "true"
     if options.train:
         named["train"] = "true"
     if options.host_ops:

@@ -48,7 +48,7 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     # where torch has to be asked, `build` chooses when it is there: that it is being imported has been told
     known = not asks_torch(options.target)
     chosen = (options.target, options.lower, options.specialize, options.record, options.prove)
-    recorder = choose(*chosen).recorder if known else ""
+    recorder = choose(*chosen, standalone=options.standalone).recorder if known else ""
     if name:
         check_free(destination_path(options.out, name), options.force)
     if not options.prove_budget > 0:

@@ -54,6 +54,7 @@ class BuildSpec:
     prove_budget: float
     budget: float | None
     waive: tuple[str, ...]
+    standalone: bool
     torch_version: str
 
     @property

@@ -16,6 +16,7 @@ from ..format.spans import span
 from ..session.forks import FORKS
 from ..validate.state import STATE
 from .libtorch import LibTorch, numbers
+from .libtorch import built_with as version_of
 from .shared_object import load_shared_object
 from .weights import Weights
 
@@ -118,8 +119,8 @@ class HostRegion:
 
     def __init__(self, data: bytes, torch: LibTorch, where: str, instances: int = INSTANCES, built_with: str = "") -> None:
         self._torch, self._where = torch, where
-        self._forgets = numbers(built_with) in FORGETFUL
         self._library = load_shared_object(data, where, FUNCTIONS)
+        self._forgets = numbers(built_with or version_of(self._library)) in FORGETFUL
         run = self._library.AOTInductorModelContainerRun
         run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
         self._run = torch.threaded(run)
