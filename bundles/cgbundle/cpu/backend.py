@@ -83,7 +83,7 @@ class Shared:
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
         handed = any(alias.memory == "weights" for each in each_entry(manifest) for alias in each.aliases)
-        self.weights = Weights(bundle.mapped(WEIGHTS, writable=handed))
+        self.weights, self.fixed = Weights(bundle.mapped(WEIGHTS, writable=handed)), not handed
         self.updating, self.updated = RLock(), False
         self.state = dict(manifest.memories).get(STATE, 0)
         self.initial = InitialState(bundle)
@@ -150,7 +150,7 @@ class CpuBackend:
             for row in manifest.regions:
                 opened = open_region(
                     shared.bundle, row, self._weights, weights, self._torch, addressof(self._state), self._instances,
-                    exact=manifest.format < host_code.SINCE,
+                    exact=manifest.format < host_code.SINCE, fixed=shared.fixed,
                 )  # fmt: skip
                 regions.append(opened)
             for program in shared.programs:

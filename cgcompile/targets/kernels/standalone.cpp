@@ -5,6 +5,7 @@
 // undefined, which the build refuses by name.  A function that is given something it cannot do returns an error.
 
 #include <omp.h>
+#include <sys/mman.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
 
@@ -15,7 +16,9 @@
 #include <cstdlib>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <new>
 #include <stdexcept>
 #include <utility>
@@ -28,7 +31,7 @@ namespace {
 // c10::ScalarType, by number: the bytes of an element; 0 for what no bundle holds.
 constexpr int64_t WIDTHS[] = {1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 2, 4, 8};
 constexpr int32_t FLOAT = 6;
-constexpr size_t ALIGNMENT = 64;
+constexpr int64_t ALIGNMENT = 64, HUGE_PAGE = 1 << 21;
 
 struct Tensor {
   std::shared_ptr<void> owner;  // null: the memory is the caller's
@@ -130,6 +133,24 @@ template <int size> typename Lanes<size>::Floats exponential(typename Lanes<size
 
 // --- products -----------------------------------------------------------------------------------------------------------
 
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+// A row of LANES numbers or a multiple; one that is NONE all over becomes zeros, as torch's does.
+void softmax(float* row, int64_t length) {
+  Vector highest = Vector{} + NONE, sums{};
+  for (int64_t j = 0; j < length; j += LANES) {
+    Vector value = *reinterpret_cast<Unaligned*>(row + j);
+    highest = value > highest ? value : highest;
+  }
+  float most = NONE, sum = 0;
+  for (int lane = 0; lane < LANES; lane++) most = std::max(most, highest[lane]);
+  if (most == NONE) most = 0;
+  for (int64_t j = 0; j < length; j += LANES) sums += *reinterpret_cast<Unaligned*>(row + j) = exponential<BYTES>(*reinterpret_cast<Unaligned*>(row + j) - most);
+  for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+  float share = sum == 0 ? 0 : 1 / sum;
+  for (int64_t j = 0; j < length; j += LANES) *reinterpret_cast<Unaligned*>(row + j) *= share;
+}
+
 struct Matrix {
   float* data;
   int64_t rows, columns, row, column;  // sizes; strides
@@ -206,13 +227,14 @@ typedef void (*Tile)(const Matrix&, int64_t, int64_t, int64_t, const float*, con
 template <int... counts> constexpr std::array<Tile, sizeof...(counts)> tiles(std::integer_sequence<int, counts...>) { return {tile<counts + 1>...}; }
 constexpr auto TILES = tiles(std::make_integer_sequence<int, ROWS>());
 
-// c[first:last, j:j+COLUMNS] += alpha * a @ b; the rows in tiles of nearly equal height.
-void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, int64_t first, int64_t last, int64_t j, float alpha) {
-  alignas(ALIGNMENT) thread_local float panel[DEPTH * COLUMNS];
+// c[first:last, j:j+COLUMNS] += alpha * a @ b; the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
+void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, int64_t first, int64_t last, int64_t j, float alpha, const float* kept) {
+  alignas(ALIGNMENT) thread_local float own[DEPTH * COLUMNS];
   int64_t rows = last - first, parts = (rows + ROWS - 1) / ROWS;
   for (int64_t begin = 0; begin < b.rows; begin += DEPTH) {
     int64_t end = std::min<int64_t>(b.rows, begin + DEPTH);
-    pack(b, begin, end, j, panel);
+    const float* panel = kept ? kept + j * b.rows + begin * COLUMNS : own;
+    if (!kept) pack(b, begin, end, j, own);
     for (int64_t part = 0; part < parts; part++) {
       int64_t from = first + rows * part / parts, to = first + rows * (part + 1) / parts;
       TILES[to - from - 1](a, from, begin, end, panel, c, j, alpha);
@@ -220,13 +242,59 @@ void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, int64_t fi
   }
 }
 
+// --- panels that are kept: of weights, which nobody writes to --------------------------------------------------------------
+
+// A product of so many rows spends little of its time on packing.
+constexpr int64_t FEW_ROWS = 128;
+
+struct Kept {
+  int64_t holders = 0;  // how many have said that the memory is not written to
+  int64_t bytes = 0;
+  struct Panels {
+    bool asked = false;  // once: what is multiplied a single time is not worth memory, and the first call is to be quick
+    std::shared_ptr<float> data;
+  };
+  std::map<std::array<int64_t, 5>, Panels> panels;  // by the layout of a matrix, where it begins first
+};
+
+std::mutex keeping;
+std::map<const char*, Kept> fixed;  // by where the memory begins
+
+std::shared_ptr<float> packed(const Matrix& b) {
+  int64_t panels = (b.columns + COLUMNS - 1) / COLUMNS, bytes = panels * b.rows * COLUMNS * sizeof(float);
+  int64_t unit = bytes >= HUGE_PAGE ? HUGE_PAGE : ALIGNMENT;
+  float* data = static_cast<float*>(std::aligned_alloc(unit, (bytes + unit - 1) / unit * unit));
+  if (data == nullptr) return nullptr;
+  if (unit == HUGE_PAGE) madvise(data, bytes, MADV_HUGEPAGE);
+#pragma omp parallel for schedule(static)
+  for (int64_t panel = 0; panel < panels; panel++) pack(b, 0, b.rows, panel * COLUMNS, data + panel * b.rows * COLUMNS);
+  return std::shared_ptr<float>(data, std::free);
+}
+
+// All panels of a matrix in memory that is not written to, from the second time on; else null.
+std::shared_ptr<float> kept_panels(const Matrix& b) {
+  std::lock_guard<std::mutex> lock(keeping);
+  const char* begin = reinterpret_cast<const char*>(b.data);
+  auto found = fixed.upper_bound(begin);
+  if (found == fixed.begin() || b.rows == 0 || b.columns == 0) return nullptr;
+  --found;
+  Kept& memory = found->second;
+  const char* end = reinterpret_cast<const char*>(b.at(b.rows - 1, b.columns - 1) + 1);
+  if (end > found->first + memory.bytes) return nullptr;
+  Kept::Panels& panels = memory.panels[{begin - found->first, b.rows, b.columns, b.row, b.column}];
+  if (panels.asked && !panels.data) panels.data = packed(b);
+  panels.asked = true;
+  return panels.data;
+}
+
 constexpr int64_t WORTH_THREADS = 1 << 18;  // multiplications; fewer are done before another thread has begun
 
 // c += alpha * a @ b.  Tall products are cut into bands, but only as far as there are threads for: each packs its panels anew.
 void product(const Matrix& a, const Matrix& b, const Matrix& c, float alpha, bool parallel) {
   int64_t panels = (c.columns + COLUMNS - 1) / COLUMNS;
+  std::shared_ptr<float> kept = parallel && c.rows <= FEW_ROWS ? kept_panels(b) : nullptr;
   if (!parallel || c.rows * c.columns * b.rows < WORTH_THREADS || omp_get_max_threads() == 1) {
-    for (int64_t panel = 0; panel < panels; panel++) panel_product(a, b, c, 0, c.rows, panel * COLUMNS, alpha);
+    for (int64_t panel = 0; panel < panels; panel++) panel_product(a, b, c, 0, c.rows, panel * COLUMNS, alpha, kept.get());
     return;
   }
   int64_t wanted = std::max<int64_t>(1, 4 * omp_get_max_threads() / panels);
@@ -235,7 +303,7 @@ void product(const Matrix& a, const Matrix& b, const Matrix& c, float alpha, boo
 #pragma omp parallel for schedule(dynamic, 1)
   for (int64_t task = 0; task < panels * bands; task++) {
     int64_t first = task % bands * height;
-    panel_product(a, b, c, first, std::min<int64_t>(c.rows, first + height), task / bands * COLUMNS, alpha);
+    panel_product(a, b, c, first, std::min<int64_t>(c.rows, first + height), task / bands * COLUMNS, alpha, kept.get());
   }
 }
 
@@ -264,6 +332,20 @@ __attribute__((visibility("default"))) int get_num_threads() { return omp_get_ma
 extern "C" {
 
 const char* cgbundle_built_with() { return BUILT_WITH; }
+
+// Memory that is not written to until it is released as often as it was fixed.
+void cgbundle_fix(const char* begin, int64_t bytes) {
+  std::lock_guard<std::mutex> lock(keeping);
+  Kept& memory = fixed[begin];
+  memory.holders++;
+  memory.bytes = std::max(memory.bytes, bytes);
+}
+
+void cgbundle_release(const char* begin) {
+  std::lock_guard<std::mutex> lock(keeping);
+  auto found = fixed.find(begin);
+  if (found != fixed.end() && --found->second.holders == 0) fixed.erase(found);
+}
 
 int32_t aoti_torch_device_type_cpu() { return 0; }
 int32_t aoti_torch_device_type_cuda() { return 1; }
@@ -395,17 +477,16 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
     left.data = left.at(first, 0);
     product(left, {right.data, right.columns, right.rows, right.column, right.row}, scores, factor, false);
     for (int64_t i = 0; i < count; i++) {
-      float *row = scores.at(i, 0), most = -std::numeric_limits<float>::infinity(), sum = 0;
-      for (int64_t j = 0; j < keys; j++) {
-        if (mask) row[j] += mask->floats()[batch * mask->step(0) + head * mask->step(1) + (first + i) * mask->step(2) + j * mask->step(3)];
-        if (causal && j > first + i) row[j] = -std::numeric_limits<float>::infinity();
-        most = std::max(most, row[j]);
+      float* row = scores.at(i, 0);
+      if (mask) {
+        const float* added = mask->floats() + batch * mask->step(0) + head * mask->step(1) + (first + i) * mask->step(2);
+        int64_t j = 0;
+        if (mask->step(3) == 1)
+          for (; j + LANES <= keys; j += LANES) *reinterpret_cast<Unaligned*>(row + j) += *reinterpret_cast<const Unaligned*>(added + j);
+        for (; j < keys; j++) row[j] += added[j * mask->step(3)];
       }
-      // a row that may look at nothing is zeros, as torch's are
-      float least = most == -std::numeric_limits<float>::infinity() ? 0.f : most;
-      for (int64_t j = 0; j < line; j += LANES) *reinterpret_cast<Unaligned*>(row + j) = exponential<BYTES>(*reinterpret_cast<Unaligned*>(row + j) - least);
-      for (int64_t j = 0; j < keys; j++) sum += row[j];
-      for (int64_t j = 0; j < keys; j++) row[j] = sum == 0 ? 0.f : row[j] / sum;
+      std::fill(row + (causal ? std::min<int64_t>(keys, first + i + 1) : keys), row + line, NONE);
+      softmax(row, line);
     }
     Matrix target = matrix(out, {batch, head});
     target.data = target.at(first, 0);
