@@ -115,8 +115,7 @@ def _compiled(
         from .compilations import prefetch_triton_key, side_by_side, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
-        from .parallel_loops import any_number_of_threads, failures_leave_loops
-        from .reshapes import stored_before_reshapes
+        from .loops import any_number_of_threads, failures_leave_loops, stored_before_reshapes
 
     prefetch_triton_key()
     if not hasattr(torch._inductor, "aot_compile"):
@@ -169,12 +168,15 @@ def _compiled(
 
 
 def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
+    from .size_decisions import decided_alike  # late, as what `compile_cpu` imports
+
     module = _apart(with_buffers(program.module()), shared)
     given = [None for _ in module.graph.find_nodes(op="placeholder")]
     state = [each for each in written_tensors(module, given) if isinstance(each, torch.Tensor)]
     before = [each.detach().clone() for each in state]
     try:
-        return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
+        with decided_alike(program):
+            return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
     finally:
         for each, value in zip(
             state, before, strict=True
