@@ -130,6 +130,30 @@ def test_attention_is_torchs(code: Code, data: st.DataObject, batch: int, heads:
     code.library.aoti_torch_delete_tensor_object(rest)
 
 
+def test_panels_are_kept_of_memory_that_is_fixed_alone(code: Code) -> None:
+    a, weight = torch.randn(5, 64), torch.randn(80, 64)
+    begin, out = c_void_p(weight.data_ptr()), torch.empty(5, 80)
+
+    def product() -> torch.Tensor:
+        assert code("mm_out", out, a, weight.T) == 0
+        return out.clone()
+
+    first, before = product(), weight.clone()
+    code.library.cgbundle_fix(begin, c_int64(weight.nbytes))
+    code.library.cgbundle_fix(begin, c_int64(weight.nbytes))
+    assert all(torch.equal(product(), first) for _ in range(3))
+    weight.zero_()
+    assert torch.equal(product(), first)  # what was kept
+    assert code("mm_out", part := torch.empty(5, 40), a, weight[40:].T) == 0
+    assert torch.count_nonzero(part) == 0  # another matrix of the same memory
+    code.library.cgbundle_release(begin)
+    assert torch.equal(product(), first)
+    code.library.cgbundle_release(begin)
+    assert torch.count_nonzero(product()) == 0
+    weight.copy_(before)
+    assert all(torch.equal(product(), first) for _ in range(3))
+
+
 def test_what_it_cannot_do_is_an_error(code: Code) -> None:
     half = torch.zeros(2, 2, dtype=torch.float16)
     assert code("mm_out", half, half, half)
@@ -218,9 +242,15 @@ def test_its_answers_beside_torch_in_the_same_process(standalone_bundle: tuple[P
         weight.div_(2)
 
 
-def test_code_without_its_own_functions_is_told_apart(bundle: Path) -> None:
-    (code,) = bundle.glob("host/*.so")
+def test_code_without_its_own_functions_is_told_apart() -> None:
+    code = ROOT / "tests/golden/v1/cpu_mlp.cgb/host/model.so"
     assert libtorch.of_code(code.read_bytes(), code.name) is None
+
+
+def test_without_openmp_it_is_said(monkeypatch: pytest.MonkeyPatch, standalone_bundle: tuple[Path, nn.Module]) -> None:
+    monkeypatch.setattr(libtorch, "OPENMP", "libnowhere.so.1")
+    with raises("library-missing", match="libnowhere"):
+        cgbundle.load(standalone_bundle[0])
 
 
 def test_for_a_gpu_it_is_refused() -> None:
