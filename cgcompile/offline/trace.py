@@ -31,7 +31,6 @@ from .assemble.kept import Kept, keep_outputs
 from .assemble.merge import LoweredRegion, merge, whole
 from .assemble.plan_check import check_plan
 from .assemble.rows import assemble
-from .compile.dependent_launch import CAPABILITY, with_early_launches
 from .compile.kernels import CompiledKernel, compile_variants
 from .lower.jobs import LoweringJob, lower_all
 from .lowered import KernelVariant, LoweredProgram, SetCondition
@@ -111,8 +110,6 @@ def lower_programs(
     TimeoutError when it takes more than so many `seconds`."""
     table = table_file(target.name)
     lowered = lower_all(jobs, target.name, scratch, code=code, cache=cache_folder(), table=table, tell=tell, seconds=seconds)
-    if target.capability >= CAPABILITY:
-        lowered = {key: with_early_launches(each) for key, each in lowered.items()}
     sources = {name for each in lowered.values() for constant in each.constants for name in constant.sources}
     return LoweredPrograms(by_key=_programs(lowered, split), sources=frozenset(sources))
 

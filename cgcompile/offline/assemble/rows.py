@@ -4,16 +4,15 @@ Inductor's wrapper launches them; so do those of a branch's or loop's body."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from cgbundle.format.schema import MEMORIES, Value
-from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemcpyNode, MemsetNode, Recording, Relocation
+from cgbundle.tables.recording import Address, Function, KernelNode, MemcpyNode, MemsetNode, Recording, Relocation
 
 from ...errors import BuildError
 from ...targets.cuda.bodies import Bodies
 from ...targets.cuda.recorded import RecordedGraph
 from ...targets.kernels.conditions import set_condition
-from ..compile.dependent_launch import waits
 from ..compile.kernels import CompiledKernel
 from ..lowered import (
     INPUT,
@@ -44,9 +43,6 @@ PORTABLE_CLUSTER = 8
 COOPERATIVE, CLUSTER_DIMENSION, CLUSTER_SCHEDULING = 2, 4, 5
 SPREAD = 1
 """CUlaunchAttributeID, and the cluster scheduling policy that triton's launcher sets with a cluster."""
-
-PROGRAMMATIC, FROM_KERNEL = 1, 1
-"""CUgraphDependencyType and CU_GRAPH_KERNEL_NODE_PORT_PROGRAMMATIC: the target may be launched when the source allows it."""
 
 LARGEST_ROW = 1 << 30
 
@@ -122,34 +118,12 @@ def _assemble(
             case End():
                 growing.end()
     nodes, edges, bodies = growing.rows()
-    early = {functions.get(function) for function in _waiting(lowered, compiled)}
-    own = nodes[: bodies[0]] if bodies else nodes
-    waiting = [isinstance(node, KernelNode) and node.function in early for node in own]
     return RecordedGraph(
-        recording=Recording(
-            key=lowered.key, functions=tuple(functions), nodes=nodes, edges=early_edges(edges, waiting), bodies=bodies
-        ),
+        recording=Recording(key=lowered.key, functions=tuple(functions), nodes=nodes, edges=edges, bodies=bodies),
         inputs=tuple(_value(tensor, where, f"int_key {lowered.key}, input {i}") for i, tensor in enumerate(region.inputs)),
         outputs=tuple(_value(tensor, where, f"int_key {lowered.key}, output {i}") for i, tensor in enumerate(region.outputs)),
         arena=arena,
     )
-
-
-def early_edges(edges: Sequence[Edge], waiting: Sequence[bool]) -> tuple[Edge, ...]:
-    """The edges; those between two kernels that wait for what comes before them let the second be launched early.  `waiting`: of
-    the nodes that no conditional node has in its bodies, whether they are such kernels."""
-    return tuple(
-        [
-            replace(edge, from_port=FROM_KERNEL, type=PROGRAMMATIC)
-            if edge.target < len(waiting) and waiting[edge.source] and waiting[edge.target]
-            else edge
-            for edge in edges
-        ]
-    )
-
-
-def _waiting(lowered: Lowered, compiled: Sequence[CompiledKernel]) -> set[Function]:
-    return {_function(kernel) for variant, kernel in zip(lowered.variants, compiled, strict=True) if waits(variant)}
 
 
 def _bases(lowered: Lowered, plan: Plan, weights: Mapping[str, Address], inputs: Sequence[int]) -> list[Address | None]:
