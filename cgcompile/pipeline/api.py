@@ -61,6 +61,7 @@ def build(
     force: bool = False,
     max_keys: int = MAX_KEYS,
     chains: Sequence[tuple[str, str]] = (),
+    world: int | None = None,
     progress: Progress = None,
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
@@ -85,6 +86,8 @@ def build(
     attention, and what else the code calls of torch's libraries is refused by name.  `force`: replace an existing bundle.
     `max_keys`: the most int_keys that are built.  `chains`: pairs of an output of one entry and an input that takes it where it
     lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `chains` for it.
+    `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,
+    and `forward` calls functional collectives of torch.distributed.  The launches are traced, whatever GPU is here.
     `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
     notebook.
 
@@ -98,9 +101,14 @@ def build(
         options = Options(
             sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, budget=budget, train=train, host_ops=tuple(host_ops),
-            standalone=standalone, force=force, max_keys=max_keys, chains=chains, progress=tell,
+            standalone=standalone, force=force, max_keys=max_keys, chains=chains, world=world, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
+        if world is not None:
+            with with_torch(tell, f"{__package__}.world.build"):
+                from .world.build import build_world  # late: it imports torch
+
+                return build_world(model, options)
         with with_torch(tell, f"{__package__}.build"):
             from .build import build as run  # late: it imports torch
 
