@@ -72,7 +72,7 @@ def recalled_or_compiled(
 
 
 def _dependencies(
-    program: ExportedProgram, shared: tuple[int, ...], changing: bool, level: Level | None, standalone: bool
+    program: ExportedProgram, shared: tuple[int, ...], changing: bool, level: Level | None, standalone: bool = False
 ) -> Iterator[object]:
     yield list(_values(program)), shared, changing, standalone_code.SOURCE.read_bytes() if standalone else b""
     yield [tensor_layout(each) if isinstance(each, torch.Tensor) else each for each in tree_leaves(program.example_inputs)]
