@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...transforms.decompositions import PRODUCTS
+from ...transforms.decompositions import PRODUCTS, kept
 
 aten = torch.ops.aten
 
@@ -86,7 +86,8 @@ def _taps(x: Tensor, kernel: Sequence[int], stride: list[int], padding: list[int
 def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
     """One input channel per group: a sum over the kernel's positions, which becomes one kernel without products of matrices.
     Positions side by side are a window and one sum of at most `ROW` elements, which Inductor writes out: an operation for every
-    position made graphs of thousands."""
+    position made graphs of thousands.  The sum of the rows is kept, and each goes into its kernel: else a consumer of another
+    shape takes the last additions alone, and every row has a kernel."""
     wide = torch.float32 if x.dtype in PRODUCTS else x.dtype
     repeated = x.repeat_interleave(weight.shape[0] // x.shape[1], 1) if weight.shape[0] != x.shape[1] else x
     *kernel, width = weight.shape[2:]
@@ -102,7 +103,15 @@ def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int],
             met = tap.narrow(-1, begin * dilation[-1], last - begin * dilation[-1]).unfold(-1, reach, stride[-1])
             met = aten.slice(met, -1, 0, reach, dilation[-1]).to(wide)
             sums.append((met * rows[:, position, begin : begin + count].view(-1, *one, count)).sum(-1))
-    return sum(sums[1:], sums[0]).to(x.dtype)
+    return kept(sum(sums[1:], sums[0]).to(x.dtype), _strides(x, sums[0].shape))
+
+
+def _strides(x: Tensor, shape: Sequence[int]) -> list[int]:
+    """Those of a dense tensor whose axes lie in memory as those of x do."""
+    strides, step = [0] * x.dim(), 1
+    for axis in sorted(range(x.dim()), key=lambda axis: (x.stride(axis), -axis)):
+        strides[axis], step = step, step * shape[axis]
+    return strides
 
 
 def _pointwise(x: Tensor, weight: Tensor) -> Tensor:

@@ -502,6 +502,22 @@ def test_convolutions(case: tuple) -> None:
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_depthwise_convolution_is_one_kernel() -> None:
+    """Also of many positions, and where its consumer goes over another shape: tokens with one more in front, normalized."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(16, 16, 7, padding=3, groups=16), nn.LayerNorm(16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            around = self.convolution(x[:, 1:].transpose(1, 2).unflatten(2, (8, 8)))
+            return self.norm(torch.cat([x[:, :1], around.flatten(2).transpose(1, 2)], 1))
+
+    traced = lowered(Positions().eval(), floats(65, 16), 2)
+    assert len(launches(traced)) == 2
+
+
 def test_convolutions_with_a_template_are_left() -> None:
     given = torch.randn(2, 16, 9, 9), torch.randn(6, 16, 3, 3), None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1
     assert convolutions.convolution(*given) is NotImplemented
