@@ -12,13 +12,14 @@ Where an assertion about a number fails, Inductor's code throws what it calls th
 knows no line of the model: it gets the line that asserts it, or else the one that reads the number.
 
 Private interfaces (torch 2.11, 2.13): `ShapeEnv._check_frozen` and `ShapeEnv._maybe_guard_rel`, `torch._C._select_conv_backend`,
-`canonicalize_bool_expr`, `torch._inductor.ir.AssertScalar`, and the sympy expression of a SymInt or SymBool.
+`canonicalize_bool_expr`, `torch._inductor.ir.AssertScalar`, `GraphLowering.create_deferred_runtime_asserts`, and the expression of
+a SymInt or SymBool.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -27,7 +28,7 @@ from unittest.mock import patch
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._inductor import ir
-from torch._inductor.virtualized import V
+from torch._inductor.graph import GraphLowering
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, canonicalize_bool_expr
@@ -35,6 +36,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, canonicalize_bool_ex
 from ...errors import BuildError
 from ...export.torch_export import asserted
 from ...model.user_code import place
+
+MAKING = "create_deferred_runtime_asserts"
+"""The method of Inductor's that makes assertions of what is known about the numbers that a node reads."""
 
 METHODS = ((ShapeEnv, "_check_frozen"), (ShapeEnv, "_maybe_guard_rel"), (torch._C, "_select_conv_backend"))
 
@@ -118,15 +122,20 @@ def _number(size: Any) -> int:
 @contextmanager
 def named_assertions(program: ExportedProgram) -> Iterator[None]:
     """While it lasts, code that asserts something about a number says which line of the model does.  Raises torch-unsupported."""
-    if not hasattr(ir, "AssertScalar"):
+    if not hasattr(ir, "AssertScalar") or not hasattr(GraphLowering, MAKING):
         raise BuildError("torch-unsupported", f"torch {torch.__version__}: Inductor has no AssertScalar; tested were 2.11 and 2.13")
     lines = _assertions(program)
-    plain = ir.AssertScalar.__init__
+    plain, making = ir.AssertScalar.__init__, getattr(GraphLowering, MAKING)
+    reading: list[Node] = []
+
+    def made(self: Any, node: Node, *given: Any) -> Any:
+        reading[:] = [node]
+        return making(self, node, *given)
 
     def named(self: Any, scalar: Any, msg: str) -> None:
-        plain(self, scalar, lines.get(_form(scalar)) or _bound(getattr(V.graph, "current_node", None), msg))
+        plain(self, scalar, lines.get(_form(scalar)) or _bound(reading, msg))
 
-    with patch.object(ir.AssertScalar, "__init__", named):
+    with patch.object(GraphLowering, MAKING, made), patch.object(ir.AssertScalar, "__init__", named):
         yield
 
 
@@ -143,9 +152,10 @@ def _assertions(program: ExportedProgram) -> dict[str, str]:
     return {form: asserted(nodes) for form, nodes in found.items()}
 
 
-def _bound(node: Node | None, told: str) -> str:
+def _bound(reading: Sequence[Node], told: str) -> str:
     """What to say of a bound that Inductor made of several assertions about one number, at the line that reads it."""
-    return asserted([node], f"{re.sub(NAME, 'a number', told)} in {place(node)[1]}") if node is not None and place(node)[0] else told
+    named = [node for node in reading if place(node)[0]]
+    return asserted(named, f"{re.sub(NAME, 'a number', told)} in {place(named[0])[1]}") if named else told
 
 
 NAME = r"\bu\d+\b"

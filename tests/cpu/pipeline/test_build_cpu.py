@@ -278,20 +278,13 @@ def test_a_model_without_dimensions_and_what_it_asserts(tmp_path: Path) -> None:
     with cgbundle.load(out) as program:
         assert program.int_keys == ((),)
         torch.testing.assert_close(program(torch.ones(1, 3), asked), model(torch.ones(1, 3), asked).detach())
-        lines = [
-            "count.long().item() == 20",
-            "low.long().item() > 3",
-            "half.item() == 0.5",
-            "if known.long() != 20:",
-            "alone == 20",
-        ]
-        for place, line in enumerate([*lines, "the last is 20"]):
-            if "0.5" in line and not NEWER:
+        for place, line in enumerate(["count.long", "low.long().item() > 3", "half.item", "known.long", "alone == 20", "last"]):
+            if "half" in line and not NEWER:
                 continue
             wrong = asked.clone()
             wrong[place] = 3
             with pytest.raises((RuntimeError, ValueError)):
                 model(torch.ones(1, 3), wrong)
-            text = rf"^test_build_cpu.py:\d+: the model asserts what is not so: .*{re.escape(line)}"
+            text = rf"test_build_cpu.py:\d+: the model asserts what is not so: .*{re.escape(line)}"
             with raises("assertion-failed", match=text):
                 program(torch.ones(1, 3), wrong)
