@@ -30,6 +30,7 @@ from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import UNPROPAGATED, compares_indices, explain, source_operator
 from ...transforms.old_values import ReadOldValues
+from ...transforms.repeated_reductions import RepeatReductions
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line
 from ..decompose.outputs import same_layout
@@ -164,7 +165,7 @@ def lower_graph(
     """A retraced graph lowered inside `fake_device`, and what it calls that is no Triton kernel."""
     handler = _Choices(arch, choose, more)
     known = torch._inductor.config.get_config_copy()
-    options = {name: value for name, value in OPTIONS.items() if name in known} | {"post_grad_custom_pre_pass": ReadOldValues()}
+    options = {name: value for name, value in OPTIONS.items() if name in known} | {"post_grad_custom_pre_pass": ReadOldValues(), "post_grad_custom_post_pass": RepeatReductions()}
     # What a product reads through a fused prologue is loaded under a mask without a value for the rest.  Inductor takes that for
     # zero and selects nothing where the prologue keeps zeros; Triton leaves it undefined, and nan times zero is nan.
     masked = mock.patch.object(simd, "prologue_preserves_zero_mask", lambda prologue: False)

@@ -41,6 +41,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
         from ...transforms.old_values import ReadOldValues
+        from ...transforms.repeated_reductions import RepeatReductions
     except ImportError as error:
         text = f"torch {torch.__version__} has no {error.name}: {error}; cgcompile was tested with {TESTED}"
         raise BuildError("torch-unsupported", text) from error
@@ -59,7 +60,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
     def attempt(options: Mapping[str, Any]) -> Any:
         with tracing(TracingContext(mode)), torch.no_grad():
             table = None if dynamic else _decompositions()
-            own = {**options, "post_grad_custom_pre_pass": ReadOldValues()}
+            own = {**options, "post_grad_custom_pre_pass": ReadOldValues(), "post_grad_custom_post_pass": RepeatReductions()}
             return compile_fx(graph, fakes, config_patches=own, decompositions=table)
 
     try:
