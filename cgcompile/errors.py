@@ -96,6 +96,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "pip install 'triton>=3.6,<3.8'"),
     "target-unavailable": Cause(BuildError, 2, "The target cannot be built for on this machine, or does not exist.",
         "name a target that can be built for here: cpu, or --target sm_90 and its kind without a GPU"),
+    "size-decides": Cause(BuildError, 1, "torch compiles other code for some of the sizes than for the others.",
+        "build the sizes that the message names apart, as bundles of their own; and please report the model"),
     "compiler-failed": Cause(BuildError, 1, "The C++ compiler, Inductor or Triton failed on the model.", "please report the model"),
     "cache-unsafe": Cause(BuildError, 2, "The folder where results are kept belongs to someone else, or others can write to it.",
         "chmod go-w it, or set CGCOMPILE_CACHE to a folder of your own"),

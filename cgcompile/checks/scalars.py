@@ -9,7 +9,7 @@ from torch.fx import Node
 
 from cgbundle.format.schema import Finding
 
-from ..model.side_effects import BRANCH_FIX
+from ..model.side_effects import branch_fix
 from ..model.user_code import place
 from .context import HOST, NOTE, REFUSE, RuleContext, finding
 from .host_placement import depends, introduces_symbols
@@ -96,7 +96,8 @@ def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
     What it looks for: Python asks a tensor for its truth during the export, which then goes on as the example inputs did.
     Why CUDA forbids it: a graph is a fixed order of kernels, and torch.export records one path through Python.
     Effect: no bundle can be built, but where one side fails (asserted-value).
-    Fix: `torch.where(condition, a, b)`; or `torch.cond`, whose branches both become part of the graph; for an assertion
+    Fix: `torch.where(condition, a, b)`; or `torch.cond`, whose branches both become part of the graph; for a loop over what was
+    chosen (`for expert in hit.nonzero()`), one over all, with a weight of 0 for the rest; for an assertion
     `torch._assert_async(condition)`.
     Source: torch.export refuses it as GuardOnDataDependentSymNode; "Control flow - Cond" in the torch documentation.
     """
@@ -104,5 +105,5 @@ def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
         yield finding(
             "data-dependent-branch", REFUSE, obstacle.message, obstacle,
             "the bundle would hold only the branch that the example inputs took",
-            BRANCH_FIX,
+            branch_fix(obstacle.source),
         )  # fmt: skip

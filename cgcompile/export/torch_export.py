@@ -30,7 +30,7 @@ from cgbundle.format.size_expressions import linear
 
 from ..errors import ModelError
 from ..model.flat_module import FlatModule, unwatched
-from ..model.side_effects import BRANCH, BRANCH_FIX, NOTHING, Obstacle, SideEffects
+from ..model.side_effects import BRANCH, NOTHING, Obstacle, SideEffects, branch_fix
 from ..model.source import Source
 from ..model.user_code import first_line, place, user_line, user_place
 from .composite_operators import give_sizes_at_once, without_composites
@@ -337,4 +337,4 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
 
 def branch(where: str, line: str) -> ModelError:
     """Python branched on the value of a tensor at `where`."""
-    return ModelError("branch-on-data", f"{where}: data-dependent-branch: {BRANCH}: {line}", BRANCH_FIX)
+    return ModelError("branch-on-data", f"{where}: data-dependent-branch: {BRANCH}: {line}", branch_fix(line))

@@ -29,6 +29,7 @@ from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
 from ..util.content_cache import cache_folder
+from ..util.disk_space import size
 from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
 from .compile.kernels import CompiledKernel
@@ -72,7 +73,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             recorded = planned.recorded
             largest = max(arena_bytes(recorded).values())
             above = f", {largest / planned.bound - 1:.1%} above the least that the lifetimes allow" if planned.bound else ""
-            tell(f"arena {largest:,} bytes{above}")
+            tell(f"arena {size(largest)}{above}")
         with stages("emit") as tell:
             rows = write_weights(stage / archive.WEIGHTS, tensors, layout.rows)
             rows += write_tables(stage / archive.TABLES, recorded.tables)

@@ -45,6 +45,9 @@ from .training_mode import evaluated
 BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "trace": "cgcompile.offline.build"}
 """By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
 
+PADDED = {"rows": "padded", "zeros": "padded with zeros", "no": "never padded"}
+"""What `Dimension.pad` says, for people."""
+
 BEST = "cgcompile.pipeline.best.build"
 """The same where several lowerings are recorded."""
 
@@ -109,8 +112,7 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             dimensions = [
                 prove_padding(source, own, sizes[source.entry], tell) for source, own in zip(sources, prepared, strict=True)
             ]
-            proved = [f"{d.name} by {d.pad}" if d.pad != "no" else f"{d.name} not" for each in dimensions for d in each]
-            tell(", ".join(proved) or "no dimension")
+            tell(", ".join([f"{one.name} {PADDED[one.pad]}" for each in dimensions for one in each]) or "no dimension")
         entries = tuple(
             [
                 EntrySpec(source=source, prepared=own, sizes=sizes[source.entry], dimensions=each, placements=rules.placements)

@@ -25,7 +25,7 @@ from ..export.weights import weight_placeholders
 from ..model.declared_sizes import Given, Inputs, assumed_sizes, declared_sizes, sizes_of_entries
 from ..model.flat_module import PREFIX
 from ..model.load import load_sources
-from ..model.side_effects import BRANCH, BRANCH_FIX
+from ..model.side_effects import BRANCH
 from ..model.source import CPU, CUDA, Source, sample
 from ..model.tracing.held_tensors import own_buffers
 from ..model.user_code import user_place
@@ -133,7 +133,7 @@ def _stopped(error: ModelError) -> Finding:
     cause = error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")
     if error.code == "branch-on-data":
-        rule, message, fix = "data-dependent-branch", BRANCH, BRANCH_FIX
+        rule, message, fix = "data-dependent-branch", BRANCH, error.hint
     elif error.code == "shape-depends-on-data":
         rule, message, fix = "data-dependent-shape", "torch.export cannot follow a size that depends on data", error.hint
     elif isinstance(cause, UnsupportedOperatorException) and re.search("sparse|nested", str(cause.func)):

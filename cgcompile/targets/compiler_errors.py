@@ -42,16 +42,6 @@ CODE = re.compile(
 """What looks like generated code, or like a path of torch's: of no use to anybody who wrote a model."""
 
 
-UNPROPAGATED = {"constant_and_index_propagation": False}
-"""Inductor's options where it fails by comparing indices: `sympy.Min` and `Max` take no expression that `Identity` is a part of
-(torch 2.11; pytorch pull request 172707)."""
-
-
-def compares_indices(error: BaseException) -> bool:
-    """Whether Inductor failed so that UNPROPAGATED helps."""
-    return any("is not comparable" in str(each) for each in _chain(error))
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
     """`operator`: what failed, "" if unknown; `where`: "model.py:12", "" if unknown; `cause`: why, in our words.  `host_op`: the

@@ -115,13 +115,13 @@ def bulk(manifest: Manifest) -> str:
 
 
 def target(row: Target) -> str:
-    """`cpu x86_64 (avx2, fma, 9 more), torch >= 2.13`, or for a level of processors `cpu x86-64-v3, torch >= 2.13`."""
+    """`cpu x86_64 (avx2, fma, 9 more), to run: torch 2.13 or newer`, or for a level of processors `cpu x86-64-v3, to run: ...`."""
     ranked = sorted(row.features, key=lambda name: not name.startswith(TELLING))
     features = f" ({listed(ranked, FEATURES)})" if row.features else ""
-    needs = [f"torch >= {row.torch}"] if row.torch else []
+    needs = [f"torch {row.torch} or newer"] if row.torch else []
     if row.driver:
-        needs.append(f"CUDA driver >= {row.driver // 1000}.{row.driver % 1000 // 10}")
-    return ", ".join([f"{row.kind} {row.level or row.arch + features}", *needs])
+        needs.append(f"CUDA driver {row.driver // 1000}.{row.driver % 1000 // 10} or newer")
+    return f"{row.kind} {row.level or row.arch + features}" + (f", to run: {', '.join(needs)}" if needs else "")
 
 
 def shape(sizes: Sequence[Any]) -> str:

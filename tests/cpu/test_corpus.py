@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,10 @@ import torch
 from tests.corpus.case import Case, Made
 from tests.corpus.jobs import Job, Plan, _gpu, run
 from tests.corpus.judge import BUILT, CHECK, FAILED, REFUSED, RIGHT, TIMEOUT, WRONG, judge, refusal, replayed
-from tests.corpus.models import all_cases, find
+from tests.corpus.models import all_cases, find, layers
 from tests.corpus.report import summary
 from tests.cpu.conftest import MODEL
+from tests.helpers.places import ROOT
 
 
 def test_there_are_enough_models_and_each_has_a_name() -> None:
@@ -28,6 +31,26 @@ def test_there_are_enough_models_and_each_has_a_name() -> None:
     assert len(models) >= 120
     assert sum(name.startswith("transformers/") for name in models) >= 50
     assert sum(len(case.members) for case in cases) >= 100
+
+
+WEIGHTS = """
+from tests.cpu.test_corpus import weights
+print(weights())
+"""
+
+
+def weights() -> dict[str, float]:
+    """The sum of a case's weights by its name, for every layer of torch.nn."""
+    return {
+        case.name: sum([tensor.double().sum().item() for tensor in case.build()[0].state_dict().values()])
+        for case in layers.CASES
+    }  # fmt: skip
+
+
+def test_layers_have_the_same_weights_in_every_process() -> None:
+    # a layer made when the module is imported, before the seed, has others: torch's generator begins anywhere
+    other = subprocess.run([sys.executable, "-c", WEIGHTS], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert other.stdout.strip() == str(weights())
 
 
 CHECKED = ("layers/group-09", "transformers/causal/llama", "transformers/sequence/t5-encoder")

@@ -16,6 +16,7 @@ from ...errors import BuildError
 from ...targets import architectures
 from ...util.workers import serve
 from ..lowered import KernelVariant
+from . import packed_adds
 from .kernel_source import define
 from .kernels import KernelImage
 
@@ -44,6 +45,7 @@ def first_line(kind: str, text: str) -> str:
 
 def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
     """Compile one variant for `arch` ("sm_90").  Raises what Triton raises, and ValueError for an option that it would not heed."""
+    packed_adds.install()
     options: dict[str, Any] = {"num_warps": variant.warps, "num_stages": variant.stages, **dict(variant.options)}
     if unknown := sorted(set(options) - set(CUDAOptions.__dataclass_fields__)):
         raise ValueError(f"triton {triton.__version__} has no option {unknown[0]}")

@@ -23,7 +23,7 @@ from torch.fx.node import Node
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ...errors import ModelError
-from .fourier import to_complex, to_complex_halves, to_real
+from .fourier import inverse_short_time, to_complex, to_complex_halves, to_real
 
 aten = torch.ops.aten
 
@@ -68,7 +68,7 @@ def _parts(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Graph
         for index, tensor in zip(places, given, strict=True):
             filled[index] = tensor
         own_args, own_kwargs = torch.utils._pytree.tree_unflatten(filled, spec)
-        return target(*own_args, **own_kwargs)
+        return WHOLE.get(target, target)(*own_args, **own_kwargs)
 
     def trace() -> GraphModule:
         with FakeTensorMode(allow_non_fake_inputs=True), torch.no_grad():
@@ -266,6 +266,9 @@ def returned(x: Pair, dim: Sequence[int], normalization: int, size: int) -> Tens
 def _same(x: Any, *more: Any) -> Any:
     return x
 
+
+WHOLE: dict[Any, Callable[..., Any]] = {aten.istft.default: inverse_short_time}
+"""Operators that cannot be traced, and what is traced for them."""
 
 RULES: dict[Any, Callable[..., Any]] = {
     aten._fft_c2c.default: transformed,

@@ -24,6 +24,9 @@ from .triton_operators import launching
 
 aten = torch.ops.aten
 
+WINDOW = 25
+"""Elements of a window that Inductor averages itself, however windows lie (`_avg_poolnd` in torch/_inductor/lowering.py)."""
+
 LONGEST = 512
 """Sequences up to here may have their whole matrix of attention scores in memory."""
 
@@ -36,6 +39,8 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
             [aten.upsample_bilinear2d.default, aten.upsample_bicubic2d.default, aten.upsample_trilinear3d.default]
         ),
         aten._adaptive_avg_pool3d.default: averaged,
+        aten.avg_pool2d.default: average_pool,
+        aten.avg_pool3d.default: average_pool,
         aten.adaptive_max_pool3d.default: largest,
         aten.rrelu_with_noise.default: leaky,
         aten.addbmm.default: lambda x, a, b, beta=1, alpha=1: x * beta + torch.bmm(a, b).sum(0) * alpha,
@@ -227,6 +232,38 @@ def averaged(x: Tensor, sizes: Sequence[int]) -> Tensor:
     for axis, size in zip((-3, -2, -1), sizes, strict=True):
         x = torch.stack([x.narrow(axis, *window).mean(axis) for window in _windows(x.shape[axis], size)], axis)
     return x
+
+
+def average_pool(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor: int | None = None,
+) -> Tensor:
+    """Large windows that overlap or leave gaps, of `x` (..., h, w) or (..., d, h, w), summed axis by axis: Inductor asks PyTorch's
+    own kernel."""
+    stride = stride or kernel
+    if math.prod(kernel) <= WINDOW or list(kernel) == list(stride):
+        return NotImplemented
+    dtype, count = x.dtype, torch.ones((), dtype=torch.int64, device=x.device)
+    x = x.to(torch.float32) if dtype in (torch.float16, torch.bfloat16) else x
+    for axis, width in zip(range(-len(kernel), 0), kernel, strict=True):
+        step, before = [(each * len(kernel))[axis] for each in (list(stride), list(padding))]
+        length = x.shape[axis]
+        rest = length + 2 * before - width
+        number = (-(-rest // step) if ceil_mode else rest // step) + 1
+        number -= (number - 1) * step >= length + before  # a window that would begin behind the padding
+        begin = torch.arange(number, device=x.device) * step - before
+        end = (begin + width).clamp(max=length + before)
+        inside = end - begin if count_include_pad else end.clamp(max=length) - begin.clamp(min=0)
+        count = count * inside.view([-1] + [1] * (-1 - axis))
+        behind = max(0, (number - 1) * step + width - before - length)
+        padded = aten.constant_pad_nd(x, [0, 0] * (-1 - axis) + [before, behind])
+        x = padded.unfold(axis, width, step).sum(-1).narrow(axis, 0, number)
+    return (x / (divisor or count)).to(dtype)
 
 
 def largest(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:

@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ...errors import ModelError
 
+aten = torch.ops.aten
+
 WHOLE = 128
 """Elements of a transform that is always one product."""
 
@@ -77,6 +79,47 @@ def to_real(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, 
             imag = torch.cat([imag[..., :-1], imag[..., -1:] * 0], -1)
         made, _ = _transform(whole, torch.cat([imag, -imag[..., behind].flip(-1)], -1), False)
     return _scaled(made.movedim(-1, last), scale)
+
+
+def inverse_short_time(
+    spectrum: Tensor,
+    n_fft: int,
+    hop_length: int | None = None,
+    win_length: int | None = None,
+    window: Tensor | None = None,
+    center: bool = True,
+    normalized: bool = False,
+    onesided: bool | None = None,
+    length: int | None = None,
+    return_complex: bool = False,
+) -> Tensor:
+    """`aten.istft` of complex numbers (..., bins, frames) -> (..., samples), without its question whether windows leave a sample
+    out, which no graph holds: that sample is 0 / 0.  The build has asked it: it runs the model in eager PyTorch."""
+    hop, width = hop_length or n_fft // 4, win_length or n_fft
+    if window is None:
+        window = torch.ones(width, dtype=spectrum.dtype.to_real(), device=spectrum.device)
+    before = (n_fft - width) // 2
+    window = aten.constant_pad_nd(window, [before, n_fft - width - before])
+    frames, norm = spectrum.transpose(-1, -2), "ortho" if normalized else "backward"
+    if return_complex:
+        made = torch.fft.ifft(frames, n_fft, norm=norm)
+    else:
+        made = torch.fft.irfft(frames[..., : n_fft // 2 + 1], n_fft, norm=norm)
+    sums = overlapped(made * window, hop)
+    shares = overlapped((window * window).expand(made.shape[-2:]), hop)
+    begin = n_fft // 2 if center else 0
+    end = sums.shape[-1] - (n_fft // 2 if center else 0) if length is None else begin + length
+    signal = sums[..., begin:end] / shares[begin:end]
+    return signal if length is None else aten.constant_pad_nd(signal, [0, length - signal.shape[-1]])
+
+
+def overlapped(frames: Tensor, hop: int) -> Tensor:
+    """(..., frames, n) -> (..., n + hop * (frames - 1)): every frame lies `hop` behind the one before, and all are added."""
+    count, n = frames.shape[-2:]
+    parts = -(-n // hop)
+    cut = aten.constant_pad_nd(frames, [0, parts * hop - n]).unflatten(-1, (parts, hop))  # (..., frames, parts, hop)
+    rows = [aten.constant_pad_nd(cut[..., part, :], [0, 0, part, parts - 1 - part]) for part in range(parts)]
+    return sum(rows[1:], rows[0]).flatten(-2)[..., : n + hop * (count - 1)]
 
 
 def _transform(real: Tensor, imag: Tensor, forward: bool) -> tuple[Tensor, Tensor]:

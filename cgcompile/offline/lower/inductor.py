@@ -28,9 +28,9 @@ from cgbundle.format.schema import IntKey
 from ...errors import BuildError, ModelError
 from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
-from ...targets.compiler_errors import UNPROPAGATED, compares_indices, explain, source_operator
-from ...transforms.old_values import ReadOldValues
-from ...transforms.repeated_reductions import RepeatReductions
+from ...targets.compiler_errors import explain, source_operator
+from ...transforms.inductor_passes import comparable_indices, passes
+from ...transforms.repeated_reductions import fewer_kernels
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line
 from ..decompose.outputs import same_layout
@@ -165,12 +165,13 @@ def lower_graph(
     """A retraced graph lowered inside `fake_device`, and what it calls that is no Triton kernel."""
     handler = _Choices(arch, choose, more)
     known = torch._inductor.config.get_config_copy()
-    options = {name: value for name, value in OPTIONS.items() if name in known} | {"post_grad_custom_pre_pass": ReadOldValues(), "post_grad_custom_post_pass": RepeatReductions()}
+    options = {name: value for name, value in OPTIONS.items() if name in known} | passes() | fewer_kernels()
     # What a product reads through a fused prologue is loaded under a mask without a value for the rest.  Inductor takes that for
     # zero and selects nothing where the prologue keeps zeros; Triton leaves it undefined, and nan times zero is nan.
     masked = mock.patch.object(simd, "prologue_preserves_zero_mask", lambda prologue: False)
     with (
-        torch._inductor.config.patch(options), V.set_choices_handler(handler), masked, torch.no_grad(), warnings.catch_warnings(),
+        torch._inductor.config.patch(options), V.set_choices_handler(handler), masked, comparable_indices(), torch.no_grad(),
+        warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `exact_products` says how float32 is multiplied
         wrapper = _wrapper(retraced, key, layouts)
@@ -186,18 +187,8 @@ def _wrapper(retraced: Retraced, key: IntKey, layouts: Sequence[tuple[int, ...] 
     fixed = [index for index, strides in enumerate(layouts) if strides is not None]
     output.meta["user_visible_output_idxs"] = fixed  # Inductor may pad others, or make images channels-last
     inputs = list(retraced.tensors)
-
-    def attempt() -> str:
-        return compile_fx_inner(retraced.graph, inputs, static_input_idxs=range(len(inputs)), is_inference=True).source_code
-
     try:
-        try:
-            return attempt()
-        except Exception as error:
-            if not compares_indices(error):
-                raise
-            with torch._inductor.config.patch(UNPROPAGATED):
-                return attempt()
+        return compile_fx_inner(retraced.graph, inputs, static_input_idxs=range(len(inputs)), is_inference=True).source_code
     except Exception as error:  # a compiler may fail with any
         raise _explain(error, key, retraced) from error
 

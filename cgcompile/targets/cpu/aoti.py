@@ -26,7 +26,7 @@ from cgbundle.cpu.processor import processor_flags
 from ...errors import BuildError
 from ...partition.straight_parts import written_tensors
 from ...util.imports import quick_imports
-from ..compiler_errors import UNPROPAGATED, compares_indices, explain
+from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from ..requirements import check_compiler, compiler
 from ..weights import used_weights
@@ -109,12 +109,11 @@ def _compiled(
 ) -> Compiled:
     tell("loading Inductor")
     with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
-        from ...transforms.old_values import ReadOldValues
+        from ...transforms.inductor_passes import comparable_indices, passes
         from .compilations import prefetch_triton_key, side_by_side, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
-        from .parallel_loops import any_number_of_threads, failures_leave_loops
-        from .reshapes import stored_before_reshapes
+        from .loops import any_number_of_threads, failures_leave_loops, stored_before_reshapes
 
     prefetch_triton_key()
     if not hasattr(torch._inductor, "aot_compile"):
@@ -136,24 +135,23 @@ def _compiled(
     options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
     wrapped = wrap(work / "compiler", level)
     options["cpp.cxx"] = (None, str(wrapped.path))
-    options["post_grad_custom_pre_pass"] = ReadOldValues()
+    options |= passes()
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
     compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side(interface))
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
-        for each in (*compiled, *generated, torch.no_grad()):
+        for each in (*compiled, *generated, comparable_indices(), torch.no_grad()):
             stack.enter_context(each)
         options["aot_inductor.output_path"] = str(target)
         try:
             made = _called(program, shared, options)
         except Exception as error:
-            refused = level is None and any(isinstance(each, CppCompileError) for each in _chain(error))
-            if not refused and not compares_indices(error):
+            if level is not None or not any(isinstance(each, CppCompileError) for each in _chain(error)):
                 raise _own(error) or BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
-            tell("the C++ compiler refuses the vectorized code: again without vectors" if refused else "again by plain indices")
+            tell("the C++ compiler refuses the vectorized code: again without vectors")
             try:
-                made = _called(program, shared, options | (UNVECTORIZED if refused else UNPROPAGATED))
+                made = _called(program, shared, options | UNVECTORIZED)
             except Exception as second:
                 raise BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
     if not isinstance(made, str) or not target.exists():
@@ -165,12 +163,15 @@ def _compiled(
 
 
 def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
+    from .size_decisions import decided_alike  # late, as what `compile_cpu` imports
+
     module = _apart(with_buffers(program.module()), shared)
     given = [None for _ in module.graph.find_nodes(op="placeholder")]
     state = [each for each in written_tensors(module, given) if isinstance(each, torch.Tensor)]
     before = [each.detach().clone() for each in state]
     try:
-        return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
+        with decided_alike(program):
+            return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
     finally:
         for each, value in zip(
             state, before, strict=True

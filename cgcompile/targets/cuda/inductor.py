@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from ...errors import BuildError, ModelError
 from ...transforms.decompositions import PRODUCTS, added_product, argmax, product, read_in_order
-from ..compiler_errors import UNPROPAGATED, compares_indices, explain
+from ..compiler_errors import explain
 
 TESTED = "2.11 and 2.13"
 
@@ -40,8 +40,8 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-        from ...transforms.old_values import ReadOldValues
-        from ...transforms.repeated_reductions import RepeatReductions
+        from ...transforms.inductor_passes import comparable_indices, passes
+        from ...transforms.repeated_reductions import fewer_kernels
     except ImportError as error:
         text = f"torch {torch.__version__} has no {error.name}: {error}; cgcompile was tested with {TESTED}"
         raise BuildError("torch-unsupported", text) from error
@@ -57,19 +57,10 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         fake(f"input_{i}", leaves[i], _varying(node, leaves[i]) if dynamic else [False] * leaves[i].dim()) for i, node in taken
     ]
 
-    def attempt(options: Mapping[str, Any]) -> Any:
-        with tracing(TracingContext(mode)), torch.no_grad():
-            table = None if dynamic else _decompositions()
-            own = {**options, "post_grad_custom_pre_pass": ReadOldValues(), "post_grad_custom_post_pass": RepeatReductions()}
-            return compile_fx(graph, fakes, config_patches=own, decompositions=table)
-
+    table = None if dynamic else _decompositions()
     try:
-        try:
-            compiled = attempt(options)
-        except Exception as error:
-            if not compares_indices(error):
-                raise
-            compiled = attempt({**options, **UNPROPAGATED})
+        with tracing(TracingContext(mode)), comparable_indices(), torch.no_grad():
+            compiled: Any = compile_fx(graph, fakes, config_patches={**options, **passes(), **fewer_kernels()}, decompositions=table)
     except Exception as error:
         failure = explain(error, module)
         raise ModelError("lowering-failed", str(failure), failure.hint("inductor")) from error

@@ -27,8 +27,8 @@ class Group(nn.Module):
         return [layer(*tensors) for layer, tensors in zip(self.layers, given, strict=True)]
 
 
-def layer(kind: type[nn.Module], *options: Any, x: Draw | tuple[Draw, ...], name: str = "", **more: Any) -> Layer:
-    """A layer, how to make it, and its inputs."""
+def layer(kind: Callable[..., nn.Module], *options: Any, x: Draw | tuple[Draw, ...], name: str = "", **more: Any) -> Layer:
+    """A layer, how to make it, and its inputs.  No option is a module: made before the seed, it differs in every process."""
     return name or kind.__name__, lambda: kind(*options, **more), x if isinstance(x, tuple) else (x,)
 
 
@@ -73,6 +73,11 @@ def positive(*shape: int) -> Draw:
 def fixed(value: int) -> Draw:
     """The same number for every row."""
     return lambda batch: torch.full((batch,), value)
+
+
+def encoder() -> nn.Module:
+    """Two layers of a transformer's encoder."""
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2)
 
 
 class Pooled(nn.Module):
@@ -153,7 +158,7 @@ LAYERS: list[Layer] = [
     layer(nn.GRUCell, 8, 6, x=X), layer(nn.RNN, 8, 6, batch_first=True, x=noise(5, 8)),
     layer(nn.LSTM, 8, 6, num_layers=2, bidirectional=True, x=steps(5, 8)), layer(nn.GRU, 8, 6, batch_first=True, x=noise(5, 8)),
     layer(nn.LSTM, 8, 6, proj_size=3, batch_first=True, x=noise(5, 8), name="LSTM-projection"),
-    layer(nn.TransformerEncoder, nn.TransformerEncoderLayer(8, 2, 16, batch_first=True), 2, x=noise(5, 8)),
+    layer(encoder, x=noise(5, 8), name="TransformerEncoder"),
     layer(nn.L1Loss, x=(X, X)), layer(nn.MSELoss, x=(X, X)),
     layer(nn.CrossEntropyLoss, label_smoothing=0.1, reduction="none", x=(X, classes(8))),
     layer(nn.NLLLoss, reduction="none", x=(X, classes(8))),

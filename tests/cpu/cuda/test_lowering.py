@@ -162,22 +162,3 @@ def test_layers_of_many_steps_are_not_written_out() -> None:
     assert len(module.graph.nodes) == nodes and torch.ops.aten.lstm.input in [node.target for node in module.graph.nodes]
     assert [each.shape for each in made] == [each.shape for each in want]
     assert all(torch.allclose(one, other, atol=1e-6) for one, other in zip(made, want, strict=True))
-
-
-def test_indices_that_inductor_cannot_compare_are_not_propagated(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor import compile_fx as module
-
-    real, tried = module.compile_fx, []
-
-    def compile_fx(graph: torch.fx.GraphModule, inputs: Any, config_patches: Any = None, **options: Any) -> Any:
-        if config_patches is not None:
-            tried.append(config_patches.get("constant_and_index_propagation", True))
-        if tried[-1]:
-            raise ValueError("The argument '((0)) + 1' is not comparable.")
-        return real(graph, inputs, config_patches=config_patches, **options)
-
-    monkeypatch.setattr(module, "compile_fx", compile_fx)
-    model, x = nn.Linear(4, 4).eval(), torch.randn(2, 4)
-    with torch.no_grad():
-        assert torch.allclose(lower(program(model, x), "inductor", "size")(x)[0], model(x))
-    assert tried == [True, False]

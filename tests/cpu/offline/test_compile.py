@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import pickle
 import subprocess
@@ -26,6 +27,7 @@ from cgcompile.offline.assemble.plan_check import check_plan
 from cgcompile.offline.compile import kernels
 from cgcompile.offline.compile.cubin_info import read_kernel_info
 from cgcompile.offline.compile.kernels import CompiledKernel, KernelImage, compile_variants, finish
+from cgcompile.offline.compile.packed_adds import split_packed_adds
 from cgcompile.offline.compile.worker import first_line
 from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Buffer, BufferView, KernelVariant, Launch, Lowered, Pointer
 from cgcompile.targets.cuda.elf import Cubin, Symbol, read_cubin
@@ -56,6 +58,23 @@ MATMUL = """def matmul(a, b, c, K, M: tl.constexpr, STEP: tl.constexpr):
         total = tl.dot(x, y, total)
     tl.store(c + i[:, None] * M + i[None, :], total)
 """
+
+PADDED = """def padded(x, w, out):
+    m = (tl.program_id(0) * 32 + tl.arange(0, 32)) % 256
+    k = tl.arange(0, 32)
+    n = tl.arange(0, 16)
+    total = tl.zeros((32, 16), tl.float32)
+    for step in range(0, 3):
+        i = k[None, :] + step * 32
+        row = (m // 16)[:, None] - 1 + (i // 24) % 3
+        column = (m % 16)[:, None] - 1 + (i // 8) % 3
+        inside = (row >= 0) & (row < 16) & (column >= 0) & (column < 16) & (i < 72)
+        a = tl.load(x + (8 * m[:, None] - 136 + 128 * ((i // 24) % 3) + i % 24), inside, other=0.0)
+        b = tl.load(w + (k[:, None] + step * 32 + 96 * n[None, :]))
+        total += tl.dot(tl.where(inside, a + 1, 0.0), b, input_precision="tf32x3")
+    tl.store(out + (16 * m[:, None] + n[None, :]), total)
+"""
+"""A padded convolution as a product, 3 by 3 over 8 channels: LLVM computes its indices two at a time, in 16 bits each."""
 
 NUMBERS = """def numbers(out, flag, small, n, scale, half, brain, double, wide):
     i = tl.arange(0, 16)
@@ -359,6 +378,34 @@ def test_metadata_and_image_have_to_agree(cache: Path) -> None:
 )
 def test_the_line_that_says_most_is_shown(text: str, line: str) -> None:
     assert first_line("E", text) == line
+
+
+def test_no_packed_add_comes_to_ptxas(cache: Path, tmp_path: Path) -> None:
+    """ptxas 12.8 and 12.9 drop the immediate of a packed add of which one half is used."""
+    arguments = [("x", "*fp32"), ("w", "*fp32"), ("out", "*fp32")]
+    (made,) = compile_all([variant(PADDED, arguments, ("x", "w", "out"), warps=1)], cache)
+    (tmp_path / "padded.cubin").write_bytes(made.image)
+    found = importlib.util.find_spec("triton")
+    assert found is not None and found.origin is not None
+    disassemble = Path(found.origin).parent / "backends/nvidia/bin/nvdisasm"
+    shown = subprocess.run([disassemble, tmp_path / "padded.cubin"], capture_output=True, text=True, check=True).stdout
+    assert "STG" in shown
+    assert "16x2" not in shown
+
+
+def test_a_packed_add_becomes_two() -> None:
+    adds = "\tadd.s16x2 \t%r120, %r116, %r119;\n\tadd.u16x2 \t%r9, %r8, 65535;\n"
+    before = f"\tmov.b32 \t%r119, -65536;\n{adds}\tmin.s16x2 %r1, %r2, %r3;\n"
+    after = split_packed_adds(before)
+    assert after.startswith("\tmov.b32 \t%r119, -65536;\n\t{\n")
+    assert "mov.b32 {%half0, %half1}, %r116;" in after
+    assert "mov.b32 %second, %r119;" in after
+    assert "mov.b32 %second, 65535;" in after
+    assert after.count("add.s16 ") == 4
+    assert "add.s16x2" not in after
+    assert after.endswith("\tmin.s16x2 %r1, %r2, %r3;\n")
+    with pytest.raises(ValueError, match="a packed add that cannot be split: @%p1 add"):
+        split_packed_adds("@%p1 add.s16x2 %r1, %r2, %r3;\n")
 
 
 # --- together -------------------------------------------------------------------------------------------------

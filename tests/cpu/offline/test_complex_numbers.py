@@ -62,6 +62,11 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "transforms": lambda z, x: torch.fft.ifft2(torch.fft.fft2(z, norm="ortho") * torch.fft.fft2(x)),
     "of real numbers": lambda z, x: torch.fft.irfft(torch.fft.rfft(x, n=6) * torch.fft.rfft(x, n=6).conj(), n=6),
     "a spectrogram": lambda z, x: torch.stft(x.repeat(1, 8), 8, 4, window=torch.hann_window(8), return_complex=True).abs().pow(2),
+    "back to a signal": lambda z, x: (
+        torch.istft(z[:3], 4, 2, window=x[0], length=9)
+        + torch.istft(torch.stack([z, z]), 6, 2, 5, window=torch.hann_window(7)[1:6], normalized=True, onesided=True).sum()
+    ),
+    "a complex signal": lambda z, x: torch.istft(z, 4, 3, window=x[0], onesided=False, return_complex=True, center=False),
     "shifts": lambda z, x: torch.fft.fftshift(torch.fft.fftn(x)).real,
     "constants": lambda z, x: torch.zeros_like(z) + torch.full((4, 4), 2 + 1j) * z,
     "rotations": lambda z, x: torch.view_as_real(torch.view_as_complex(x.reshape(4, 2, 2)) * z[:, :2]).flatten(1),

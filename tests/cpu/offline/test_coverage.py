@@ -14,7 +14,7 @@ import cgcompile
 from cgcompile.errors import BuildError
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
-from cgcompile.offline.decompose.decompositions import gru_cell, lstm_cell, window
+from cgcompile.offline.decompose.decompositions import average_pool, gru_cell, lstm_cell, window
 from cgcompile.offline.lower.coverage import operators_without_kernel
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.targets.architectures import arch
@@ -45,6 +45,8 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     "a gated cell": ("", lambda x, w: torch.gru_cell(x, x, *[torch.cat([w] * 3)] * 2, *[torch.cat([w[0]] * 3)] * 2)),
     "a pool": ("", lambda x, w: F.adaptive_avg_pool3d(x.view(1, 1, -1, 4, 4), (1, 3, 2)).sum() + x),
     "a pool of maxima": ("", lambda x, w: F.adaptive_max_pool3d(x.view(1, 1, -1, 4, 4), (1, 3, 2)).sum() + x),
+    "large windows that overlap": ("", lambda x, w: F.avg_pool2d(x[None] @ w, (4, 7), 1, (2, 3)).sum() + x),
+    "a transform and back": ("", lambda x, w: x + torch.istft(torch.stft(x, 4, 2, return_complex=True, center=False), 4, 2)[:, :1]),
     "truth of all": ("", lambda x, w: x * torch.ops.aten._is_all_true(x > 0) * torch.ops.aten._is_any_true(w > 0)),
     "samples of a grid": (
         "",
@@ -107,6 +109,19 @@ def test_windows_are_what_pytorch_computes(length: int) -> None:
     for own, torchs in ((window(0.5), torch.hann_window), (window(0.54), torch.hamming_window)):
         for periodic in (True, False):
             torch.testing.assert_close(own(length, periodic), torchs(length, periodic))
+
+
+@pytest.mark.parametrize("ceil_mode", [True, False])
+@pytest.mark.parametrize("inner", [True, False])
+def test_averages_of_large_windows_are_what_pytorch_computes(ceil_mode: bool, inner: bool) -> None:
+    x = torch.randn(2, 3, 12, 13)
+    for kernel, stride, padding in (((7, 7), (1, 1), (0, 0)), ((9, 3), (2, 3), (3, 1)), ((6, 6), (5, 5), (2, 2))):
+        given = (kernel, stride, padding, ceil_mode, inner)
+        torch.testing.assert_close(average_pool(x, *given), F.avg_pool2d(x, *given))
+    given3 = ((2, 7, 7), (1, 1, 1), (1, 0, 3), ceil_mode, inner, 5)
+    torch.testing.assert_close(average_pool(x, *given3), F.avg_pool3d(x, *given3))
+    half = x.to(torch.bfloat16)
+    torch.testing.assert_close(average_pool(half, (7, 7), (1, 1)), F.avg_pool2d(half, (7, 7), (1, 1)))
 
 
 def test_what_is_on_the_host_needs_no_kernel() -> None:

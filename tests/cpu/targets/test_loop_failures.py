@@ -31,7 +31,7 @@ class Looking(torch.nn.Module):
 
 def kernels(folder: Path) -> list[str]:
     """The C++ of every loop nest of `Looking`, which nothing compiles."""
-    from cgcompile.targets.cpu.parallel_loops import failures_leave_loops
+    from cgcompile.targets.cpu.loops import failures_leave_loops
 
     program = torch.export.export(Looking(), (torch.zeros(64, 128, dtype=torch.int64), torch.zeros(1 << 18)))
     options = {"aot_inductor.package": True, "aot_inductor.package_cpp_only": True, "cpp.vec_isa_ok": True, **NO_HEADERS}
@@ -58,12 +58,12 @@ def test_checks_throw_behind_the_loops(tmp_path: Path) -> None:
 
 
 def test_a_torch_without_the_method_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    from cgcompile.targets.cpu import parallel_loops
+    from cgcompile.targets.cpu import loops
 
-    monkeypatch.setattr(parallel_loops, "FAILING", (("CppKernel", "gen_bodies"),))
+    monkeypatch.setattr(loops, "FAILING", (("CppKernel", "gen_bodies"),))
     with (
-        pytest.raises(parallel_loops.BuildError, match=r"Inductor has no CppKernel\.gen_bodies") as caught,
-        parallel_loops.failures_leave_loops(),
+        pytest.raises(loops.BuildError, match=r"Inductor has no CppKernel\.gen_bodies") as caught,
+        loops.failures_leave_loops(),
     ):
         pass
     assert caught.value.code == "torch-unsupported"

@@ -24,7 +24,7 @@ class Sums(torch.nn.Module):
 
 def generated(folder: Path) -> str:
     """The kernels of `Sums` as C++, which nothing compiles."""
-    from cgcompile.targets.cpu.parallel_loops import any_number_of_threads
+    from cgcompile.targets.cpu.loops import any_number_of_threads
 
     given = (torch.zeros(1 << 20), torch.zeros(8))
     program = torch.export.export(Sums(), given)

@@ -62,6 +62,18 @@ def test_nothing_is_built_from_one_branch_of_several(function: Callable[..., Any
     assert "\n" not in str(caught.value) and "torch.where" in caught.value.hint
 
 
+def test_a_loop_over_what_was_chosen_is_told_to_take_all() -> None:
+    def experts(model: Model, x: torch.Tensor) -> torch.Tensor:
+        made = torch.zeros_like(x)
+        for column in (x.sum(0) > 0).nonzero():
+            made[:, column] = x[:, column] * int(column)
+        return made
+
+    with raises("branch-on-data") as caught:
+        refuse_branches(export(load_source(Model(experts), rows), {"batch": (1, 8)}))
+    assert "for column in" in str(caught.value) and "every expert" in caught.value.hint
+
+
 @pytest.mark.parametrize(
     "condition", [lambda m, x: x.shape[0] > 3, lambda m, x: m.training, lambda m, x: bool(torch.tensor(1) > 0)]
 )

@@ -1,4 +1,4 @@
-"""Buffers that take each other's values: Inductor reads what they held before."""
+"""Buffers that take each other's values, what numbers are scattered into, and numbers that `Identity` is a part of."""
 
 from __future__ import annotations
 
@@ -9,11 +9,14 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+import sympy  # noqa: E402
 from torch.fx import symbolic_trace  # noqa: E402
+from torch.utils._sympy.functions import Identity  # noqa: E402
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgcompile.transforms.old_values import ReadOldValues, read_old_values  # noqa: E402
+from cgcompile.targets.cuda.inductor import compile_graph  # noqa: E402
+from cgcompile.transforms.inductor_passes import comparable_indices, passes, read_old_values  # noqa: E402
 
 aten, rev = torch.ops.aten, torch.ops.prims.rev.default
 
@@ -88,4 +91,42 @@ def test_only_values_of_what_is_written_before_are_made_first() -> None:
 
 
 def test_caches_know_the_pass_by_its_text() -> None:
-    assert ReadOldValues().uuid() == ReadOldValues().uuid()
+    assert [each.uuid() for each in passes().values()] == [each.uuid() for each in passes().values()]
+
+
+class Scattered(torch.nn.Module):
+    """Numbers in one column of every row, in each dtype."""
+
+    def forward(self, columns: Any) -> Any:
+        def one(dtype: Any, number: Any) -> Any:
+            return torch.zeros(2, 8, dtype=dtype).scatter_(1, columns, number)
+
+        masks = [
+            one(torch.float32, 1),
+            one(torch.float32, 0.5),
+            one(torch.bfloat16, 1.5),
+            one(torch.int32, 3),
+            one(torch.bool, True),
+        ]
+        return *masks, one(torch.bool, True), torch.full((2, 8), 2).scatter_(1, columns, 5)
+
+
+def test_numbers_that_are_scattered_keep_the_dtype() -> None:
+    columns = torch.tensor([[1], [3]])
+    exported = torch.export.export(Scattered(), (columns,)).module()
+    with torch.no_grad():
+        made = compile_graph(exported, [columns], {"force_disable_caches": True}, dynamic=False)(columns)
+    for one, want in zip(made, Scattered()(columns), strict=True):
+        assert one.dtype == want.dtype and torch.equal(one, want)
+
+
+def test_a_number_that_identity_is_a_part_of_is_compared() -> None:
+    three = Identity(sympy.Integer(2)) + 1
+    x = sympy.Symbol("x", integer=True, nonnegative=True)
+    with pytest.raises(ValueError, match="not comparable"):
+        sympy.Max(three, 0)
+    with comparable_indices():
+        assert sympy.Max(three, 0) == three and sympy.Min(three, 2) == 2
+        assert sympy.Max(Identity(x) - 1, 1).xreplace({x: sympy.Integer(0)}) == 1
+    with pytest.raises(ValueError, match="not comparable"):
+        sympy.Max(Identity(sympy.Integer(0)) + 1, 0)

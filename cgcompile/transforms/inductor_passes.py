@@ -1,0 +1,128 @@
+"""What Inductor gets wrong, made right by passes of its own graphs and by one method of its numbers.
+
+**Values of inputs that a graph writes to are read before it writes.** A graph ends with copies of new values to what it writes to.
+Inductor takes operations out that change nothing, copies too (`remove_noop_ops` in torch/_inductor/fx_passes/post_grad.py).  Two
+buffers that are swapped then get one and the same value: the second one reads the first when that is written already (torch 2.11
+and 2.13).  The pass runs before, and makes such values by an operation that stays: turning a tensor over along no axis.
+
+**What a number is scattered into keeps its dtype.** Inductor makes `where(..., number, other number)` of it, whose dtype is that of
+the numbers (torch 2.11, `scatter_upon_const_tensor` in fx_passes/joint_graph.py; 2.13 converts it): a mask of bfloat16 became
+float32, one of float32 int64.
+
+**Indices are compared.** `Max` and `Min` refuse a number that `Identity` is a part of, since sympy cannot evaluate it: a gather at
+such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 mends the case of `Identity` alone).
+
+Private interfaces (torch 2.11, 2.13): the options `post_grad_custom_pre_pass` and `joint_custom_pre_pass`, `CustomGraphPass`,
+`get_hash_for_files`, `torch.utils._sympy.functions.Identity`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.utils._sympy.functions import Identity
+
+aten = torch.ops.aten
+COPY = aten.copy_.default
+
+INPUTS = ("placeholder", "get_attr")
+"""Kinds of nodes for what a graph is given; code that is compiled ahead for a processor has buffers as attributes."""
+
+SIMPLE = frozenset({
+    "clone", "contiguous", "to", "_to_copy", "add", "sub", "mul", "div", "pow", "copy", "cat", "repeat", "where", "alias", "slice",
+    "slice_scatter", "constant_pad_nd", "convert_element_type", "device_put", "ceil", "floor", "round", "trunc",
+})  # fmt: skip
+"""Operations beside views that may change nothing, depending on what they are given."""
+
+
+def passes() -> dict[str, CustomGraphPass]:
+    """Options of Inductor's."""
+    return {"post_grad_custom_pre_pass": ReadOldValues(), "joint_custom_pre_pass": KeepScatteredDtypes()}
+
+
+@contextmanager
+def comparable_indices() -> Iterator[None]:
+    """Inside, sympy evaluates `Identity` of a number."""
+    evaluated = mock.patch.object(Identity, "_eval_evalf", lambda self, precision: self.args[0]._eval_evalf(precision))
+    with evaluated:
+        yield
+
+
+KINDS: dict[torch.dtype, Callable[[Any], Any]] = {torch.bool: bool, torch.int64: int, torch.float32: float}
+"""Of what kind the numbers are that `torch.where` makes a dtype of."""
+
+
+class ReadOldValues(CustomGraphPass):
+    """The first pass."""
+
+    def __call__(self, graph: Graph) -> None:
+        read_old_values(graph)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+
+class KeepScatteredDtypes(CustomGraphPass):
+    """The second one."""
+
+    def __call__(self, graph: Graph) -> None:
+        keep_scattered_dtypes(graph)
+
+    def uuid(self) -> Any:
+        return get_hash_for_files((__file__,))
+
+
+def keep_scattered_dtypes(graph: Graph) -> None:
+    """Changes the graph in place: numbers are of the kind whose dtype is wanted; where there is none, Inductor's pattern does not
+    find the two operations."""
+    for node in graph.find_nodes(op="call_function", target=aten.scatter.value):
+        full, *place, value = node.args
+        if full.target is not aten.full.default:
+            continue
+        shape, background = full.args
+        kind = KINDS.get(full.meta["val"].dtype)
+        if kind is not None and isinstance(value, int | float) and isinstance(background, int | float):
+            full.args, node.args = (shape, kind(background)), (full, *place, kind(value))
+        else:
+            with graph.inserting_before(node):
+                made = graph.call_function(torch.ops.prims.rev.default, (full, []))
+            made.meta = {name: full.meta[name] for name in ("val", "tensor_meta") if name in full.meta}
+            node.args = (made, *place, value)
+
+
+def read_old_values(graph: Graph) -> None:
+    """Changes the graph in place: what is copied to an input, and may be another one that was written before it, is made first.
+    What may be an attribute that is written at all is: Inductor does not keep the order of such copies."""
+    copies = [node for node in graph.find_nodes(op="call_function", target=COPY) if node.args[0].op in INPUTS]
+    written = {str(copy.args[0].target) for copy in copies if copy.args[0].op == "get_attr"}
+    for copy in copies:
+        place, value = copy.args[:2]
+        if simple_sources(value) & (written - {str(place.target)}):
+            first = next(node for node in graph.nodes if node.op != "placeholder")
+            with graph.inserting_before(first) if value.op == "placeholder" else graph.inserting_after(value):
+                made = graph.call_function(torch.ops.prims.rev.default, (value, []))
+            made.meta = {name: value.meta[name] for name in ("val", "tensor_meta") if name in value.meta}
+            copy.update_arg(1, made)
+        written.add(str(place.target))
+
+
+def simple_sources(value: Node) -> set[str]:
+    """The inputs that a value may be, for all that a compiler can find out about its operations, by name."""
+    found: set[str] = set()
+    waiting = [value]
+    while waiting:
+        each = waiting.pop()
+        packet = getattr(each.target, "overloadpacket", None)
+        view = getattr(each.target, "is_view", False) or each.target is operator.getitem
+        if each.op in INPUTS:
+            found.add(str(each.target))
+        elif view or getattr(packet, "__name__", "") in SIMPLE:
+            waiting += each.all_input_nodes
+    return found

@@ -1,0 +1,75 @@
+"""Code for all sizes: what the example's sizes decide narrows none of them."""
+
+from __future__ import annotations
+
+import re
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from cgcompile.targets.cpu.size_decisions import decided_alike  # noqa: E402
+from tests.helpers.raising import raises  # noqa: E402
+
+OPTIONS = {
+    "aot_inductor.package": True,
+    "aot_inductor.package_cpp_only": True,
+    "aot_inductor.precompile_headers": False,
+    "cpp.vec_isa_ok": True,
+}
+"""Nothing that Inductor writes is compiled."""
+
+
+class Filtered(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = torch.nn.Conv2d(1, 4, 3)
+
+    def forward(self, x: Any) -> Any:
+        return self.filter(x).relu()
+
+
+def exported(rows: int) -> tuple[Any, Any]:
+    """A convolution over at most 16 rows, with an example of `rows`, and the symbol of its rows."""
+    sizes = {0: torch.export.Dim("batch", min=1, max=16)}
+    program = torch.export.export(Filtered().eval(), (torch.zeros(rows, 1, 8, 8),), dynamic_shapes=(sizes,))
+    placeholder = program.graph.find_nodes(op="placeholder")[-1]
+    return program, placeholder.meta["val"].shape[0]
+
+
+def ends_of_loops(folder: Path, decided: bool) -> list[str]:
+    """Where loops end that do so at an expression, and not at a number."""
+    program, _ = exported(16)
+    context: AbstractContextManager[None] = decided_alike(program) if decided else nullcontext()
+    with pytest.MonkeyPatch.context() as patch, torch.no_grad(), context:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folder))
+        files = torch._inductor.aot_compile(program.module(), program.example_inputs[0], options=OPTIONS)
+    code = "\n".join([Path(file).read_text() for file in files if str(file).endswith(".cpp")])
+    return [end for end in re.findall(r"<static_cast<int64_t>\(([^)]+)\)", code) if not end.removesuffix("L").isdigit()]
+
+
+def test_a_convolution_of_sixteen_rows_is_one_of_any_number(tmp_path: Path) -> None:
+    """It was not: the code wrote 16 rows into the memory of one, and the build ended with a segmentation fault."""
+    assert not ends_of_loops(tmp_path / "plain", decided=False), "torch narrows nothing any more: is this still needed?"
+    assert ends_of_loops(tmp_path / "decided", decided=True)
+
+
+def test_answers_narrow_nothing_and_have_to_be_alike_for_all_sizes() -> None:
+    program, rows = exported(16)
+    environment = rows.node.shape_env
+    environment.freeze()
+    with raises("size-decides") as caught, decided_alike(program):
+        assert rows >= 9
+    assert "=1 than at the largest" in str(caught.value)
+    with decided_alike(program):
+        assert rows * 3 < 49
+    assert (rows + 1).node.expr.free_symbols, "the symbol is a number now"
+
+
+def test_a_torch_without_the_methods_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.fx.experimental.symbolic_shapes.ShapeEnv, "_maybe_guard_rel")
+    with raises("torch-unsupported"), decided_alike(exported(4)[0]):
+        pass

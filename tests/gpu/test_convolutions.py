@@ -1,0 +1,35 @@
+"""Convolutions in Triton, beside eager PyTorch: their padding is a mask, whose indices LLVM and ptxas compute in 16 bits."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+if not torch.cuda.is_available():
+    pytest.skip("no GPU", allow_module_level=True)
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from cgcompile.util.tolerance import compare, tolerance  # noqa: E402
+
+
+def test_the_padding_of_a_traced_convolution_is_zeros(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """DPT's first convolution behind its upsampling, which ptxas 12.8 compiled wrongly (`offline/compile/packed_adds.py`)."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.ConvTranspose2d(16, 8, 4, stride=4), torch.nn.Conv2d(8, 16, 3, padding=1, bias=False))
+
+    def images(batch: int) -> torch.Tensor:
+        return torch.randn(batch, 16, 4, 4)
+
+    path = cgcompile.build(
+        model.eval(), images, sizes={"batch": (1, 2)}, out=tmp_path / "m.cgb", target="cuda", record="trace", prove="none"
+    ).path
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    model.cuda()
+    with cgbundle.load(path) as program, torch.no_grad():
+        for batch in (1, 2):
+            given = images(batch).cuda()
+            found = compare(model(given), program(given))
+            assert found.error <= tolerance(torch.float32), found.text
