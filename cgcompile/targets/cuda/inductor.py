@@ -60,7 +60,8 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
     table = None if dynamic else _decompositions()
     try:
         with tracing(TracingContext(mode)), comparable_indices(), torch.no_grad():
-            compiled: Any = compile_fx(graph, fakes, config_patches={**options, **passes(), **fewer_kernels()}, decompositions=table)
+            patches = {**options, **passes(), **fewer_kernels()}
+            compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
     except Exception as error:
         failure = explain(error, module)
         raise ModelError("lowering-failed", str(failure), failure.hint("inductor")) from error
