@@ -63,8 +63,11 @@ def decided_alike(program: ExportedProgram) -> Iterator[None]:
 
 def _limits(program: ExportedProgram) -> dict[Any, tuple[int, int]]:
     """The smallest and the largest size of each symbol that the inputs decide."""
-    ranges = program.range_constraints
-    return {symbol: (int(each.lower), int(each.upper)) for symbol, each in ranges.items() if each.upper.is_finite}
+    values = [node.meta.get("val") for node in program.graph.find_nodes(op="placeholder")]
+    sizes = [size for value in values if isinstance(value, torch.Tensor) for size in value.shape if isinstance(size, torch.SymInt)]
+    symbols = {symbol for size in sizes for symbol in size.node.expr.free_symbols} & program.range_constraints.keys()
+    ranges = {symbol: program.range_constraints[symbol] for symbol in symbols}
+    return {symbol: (int(each.lower), int(each.upper)) for symbol, each in ranges.items() if isinstance(each.upper, sympy.Integer)}
 
 
 def _known(expr: Any, limits: Mapping[Any, tuple[int, int]]) -> bool:
