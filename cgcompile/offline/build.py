@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -35,7 +36,7 @@ from ..util.scratch import scratch_folder
 from .compile.kernels import CompiledKernel
 from .interpret.interpret import Outcome, WeightFiles, interpret
 from .lowered import KernelVariant
-from .proof import Trial, kernel_sources, make_task, make_trial, proved, weight_files
+from .proof import Trial, interpret_ranks, kernel_sources, make_task, make_trial, proved, weight_files
 from .trace import (
     KERNELS,
     compile_programs,
@@ -91,17 +92,19 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 )
                 parts = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
                 tell(_proved(spec, parts))
+    peer = [("peer", world.size * world.stride) for world in planned.world]
     driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
         fixed=fixed_weights(stage, written.weights, exported, lowered.sources | hosts.unbound, tables),
         tables=tables,
-        memories=written.memories,
+        memories=(*written.memories, *peer),
         regions=written.regions,
         module_state="",
         entries=tuple(parts),
         reserved=planned.kept.reserved,
+        world=planned.world,
     )
 
 
@@ -154,7 +157,8 @@ def _interpret(
             key = build_key(spec, number, program.key)
             trials[key] = make_trial(program, exam, entry.prepared, written.weights, written.recordings, split, key)
             tasks.append(make_task(trials[key], key, program, sources, written.memories, weights))
-    done = interpret(tasks, scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
+    run = partial(interpret, folder=scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
+    done = run(tasks) if spec.ranks is None else interpret_ranks(tasks, spec.ranks, run)
     pairs = {outcome.key: (trials[outcome.key], outcome) for outcome in done}
     return [list(spec.own(number, pairs).values()) for number in range(len(spec.entries))]
 

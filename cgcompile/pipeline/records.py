@@ -37,6 +37,7 @@ class Options:
     force: bool
     max_keys: int
     chains: Sequence[tuple[str, str]]
+    world: int | None
     progress: Watcher
 
 
