@@ -205,6 +205,13 @@ CATALOGUE: Mapping[str, Cause] = {
         "this may be a defect of cgcompile: please report the model"),
     "measurements-broken": Cause(BuildError, 1, "The table of measured configurations cannot be read; the message names the file.",
         "install cgcompile again"),
+    # --- a model over several devices ---
+    "world-refused": Cause(BuildError, 2, "A model, a target or an option that a build over several GPUs does not take.",
+        "`--world N` takes a model file with model(rank, world), for one architecture, all of it in graphs"),
+    "collective-refused": Cause(ModelError, 1, "A collective of a dtype, or of a number of bytes, that its kernels do not take.",
+        "cast before it, or pad: sums are of bfloat16, float16 or float32, and each rank gets a multiple of 16 bytes"),
+    "collectives-unlike": Cause(ModelError, 1, "The ranks of a model do not call the same collectives in the same order.",
+        "let what model(rank, world) gives differ in its weights, not in what it calls"),
     # --- offline: compiling ---
     "kernel-failed": Cause(BuildError, 1, "Triton or ptxas could not compile a kernel; the message has the compiler's first line.",
         "please report the kernel's source: it was made for this architecture and should compile"),

@@ -17,7 +17,7 @@ import sys
 from tests.helpers.places import ROOT
 
 TESTS = (
-    "tests/pure/tensors", "tests/pure/call", "tests/pure/session", "tests/pure/tables", "tests/pure/test_program.py",
+    "tests/pure/tensors", "tests/pure/call", "tests/pure/session", "tests/pure/tables", "tests/pure/program",
     "tests/pure/test_exam.py", "tests/pure/test_golden.py::test_the_exam_of_a_cpu_golden_passes_here",
     "tests/pure/format/test_safetensors.py", "tests/cpu/call", "tests/cpu/session",
 )  # fmt: skip

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, Literal, overload
 
+    from .cuda.backend import CudaBackend
     from .format.archive import Archive
     from .format.schema import Manifest
     from .program import Program
@@ -28,6 +29,9 @@ CUDA, GLANCE = b'"kind":"cuda"', 16 << 20
 """How a manifest for a GPU spells its target, and the bytes that are searched.  A wrong guess costs an unused context, or the time
 that one takes, nothing else."""
 
+LONGEST_WAIT = 1 << 32
+"""Seconds: as nanoseconds they fit into 64 bits."""
+
 ATTEMPTS = 100
 """How often a bundle that is replaced while it is read is read again."""
 
@@ -38,6 +42,7 @@ if TYPE_CHECKING:
         path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[False] = False,
         mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
         lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
+        timeout: float = 30.0,
     ) -> Program: ...  # fmt: skip
 
     @overload
@@ -45,6 +50,7 @@ if TYPE_CHECKING:
         path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[True],
         mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
         lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
+        timeout: float = 30.0,
     ) -> Replicas: ...  # fmt: skip
 
 
@@ -63,6 +69,7 @@ def load(
     key: Keys | None = None,
     threads: int | None = None,
     cast: bool = False,
+    timeout: float = 30.0,
 ) -> Program | Replicas:
     """Loads the bundle at `path`.
 
@@ -84,10 +91,13 @@ def load(
     `cast`: inputs of another dtype are cast where every value has an equal one in the expected dtype: int32 to int64, float16 or
     bfloat16 to float32, bool to any.  This is NumPy's "safe" rule, without int64 to float64.  An input that the model writes to is
     never cast.
+    `devices` of a model over several GPUs: that of each rank, None for the first ones.  The process drives all of them; a call's
+    inputs are given once, its outputs are rank 0's.  `timeout`: the seconds that a rank waits for another one.
 
     What was checked is what runs, also when the bundle is replaced or removed later.
     Raises a CgbundleError (see errors.py), option-refused for `threads` where nothing runs on the CPU, for `replicas` where
-    nothing runs on a GPU, and for `devices` without it; ValueError for a value that an option does not have.
+    nothing runs on a GPU, and for `devices` of a model for one device without it; ValueError for a value that an option does not
+    have.
     """
     options: dict[str, Any] = {
         "mode": mode, "on_miss": on_miss, "outputs": outputs, "check": check, "weights": weights, "lazy": lazy, "key": key,
@@ -95,21 +105,19 @@ def load(
     }  # fmt: skip
     if replicas:
         return _open_replicas(path, device, devices, **options)
-    if devices is not None:
-        text = f"devices={list(devices)}: the bundle is for one device"
-        raise CallError("option-refused", text, "give replicas=True for a copy of it on each, or device= for another one")
-    return open_program(path, device, **options)
+    return open_program(path, device, devices=devices, timeout=timeout, **options)
 
 
 def open_program(
     path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
     check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool | None = None, key: Keys | None = None,
-    threads: int | None = None, cast: bool = False,
+    threads: int | None = None, cast: bool = False, devices: Sequence[int] | None = None, timeout: float = 30.0,
 ) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
-    context = _begin_context(os.fspath(path), device)
+    context = _begin_context(os.fspath(path), devices[0] if devices else device)
     bundle: Archive | None = None
+    others: list[Archive] = []
     try:
         from .format.archive import EXAM, Archive  # this too while the context is made
 
@@ -120,6 +128,9 @@ def open_program(
         _check(bundle, check, key)
         if threads is not None:
             _check_threads(bundle.manifest, threads)
+        if devices is not None and not bundle.manifest.world:
+            text = f"devices={list(devices)}: the bundle is for one device"
+            raise CallError("option-refused", text, "give replicas=True for a copy of it on each, or device= for another one")
         if bundle.manifest.target.kind == "cpu":
             from .cpu.backend import CpuBackend
 
@@ -129,18 +140,40 @@ def open_program(
             from .cuda.driver import check_driver
 
             check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
-            backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads)
+            if bundle.manifest.world:
+                backend = _open_ranks(
+                    bundle, others, devices, mode, context=context, poison=poison, threads=threads, timeout=timeout
+                )
+            else:
+                backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads)
             program = Program(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(EXAM))
         try:
-            bundle.check_unchanged()
+            for each in (bundle, *others):
+                each.check_unchanged()
         except BundleError:
             program.close()
             raise
         return program
     finally:
         context.drop()
-        if bundle is not None:
-            bundle.close()
+        for opened in (*others, *([bundle] if bundle is not None else [])):
+            opened.close()
+
+
+def _open_ranks(
+    bundle: Archive, others: list[Archive], devices: Sequence[int] | None, mode: str, *, context: ContextFuture, poison: int | None,
+    threads: int | None, timeout: float,
+) -> CudaBackend:  # fmt: skip
+    """The backend of a model over several devices; the bundles of the other ranks are added to `others`, to be closed."""
+    from .program.ranks import RanksBackend  # few models are over several
+    from .validate.bundle import check_ranks
+
+    if not 0 < timeout < LONGEST_WAIT:
+        raise ValueError(f"timeout={timeout}: expected more than 0 seconds, and less than {LONGEST_WAIT}")
+    others += check_ranks(bundle)
+    chosen = range(bundle.manifest.world[0].size) if devices is None else devices
+    own = context.take()
+    return RanksBackend(bundle, others, chosen, mode, context=own, poison=poison, threads=threads, timeout=timeout)
 
 
 def _open_replicas(
@@ -229,6 +262,8 @@ def _check_once(bundle: Archive, level: str, key: Keys | None) -> None:
         from .trust import manifest_signature  # late: most loads need none
 
         manifest_signature.check(bundle, key)  # before the manifest is as much as parsed
+    if any([world.rank for world in bundle.manifest.world]):
+        raise CallError("ranks-refused", f"{bundle.path}: the bundle of one rank", "load the folder that its `ranks` lies in")
     check_bundle(bundle, level if key is None else "full")
 
 

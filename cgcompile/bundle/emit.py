@@ -20,6 +20,7 @@ from cgbundle.validate.exam import check_exam
 from ..errors import BuildError
 from ..export.programs import Programs
 from ..export.torch_program import without_weights
+from ..util.disk_space import size
 
 TRACES = ("stack_trace", "custom", "from_node")
 """What a node's metadata says of the source."""
@@ -80,5 +81,4 @@ def _write_checked(stage: Path, sealed: schema.Manifest) -> None:
 
 def describe_size(stage: Path) -> str:
     """The bytes of all files so far, for people."""
-    total = sum(file.stat().st_size for file in stage.rglob("*") if file.is_file())
-    return f"{total / 1e6:.1f} MB" if total >= 1e6 else f"{total / 1e6:.3f} MB"
+    return size(sum(file.stat().st_size for file in stage.rglob("*") if file.is_file()))

@@ -53,8 +53,8 @@ WITHOUT_CODE, WITHOUT_KERNEL = "operator-without-code", "operator-without-kernel
 """Rules about what an operator runs as: on the host (`operators_without_code`), and on a GPU that is not here
 (offline/lower/coverage.py)."""
 
-PYTORCH = frozenset({"aten", "prim", "prims", "higher_order", "cgcompile", "inductor", "quantized_decomposed"})
-"""Namespaces whose operators are PyTorch's or ours."""
+PYTORCH = frozenset({"aten", "prim", "prims", "higher_order", "cgcompile", "inductor", "quantized_decomposed", "_c10d_functional"})
+"""Namespaces whose operators are PyTorch's or ours; those of collectives have a rule of their own."""
 
 
 def boolean_index_put(context: RuleContext) -> Iterable[Finding]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from cgbundle.format.schema import Finding
 
-from . import control, devices, operators, randomness, scalars, shapes, sizes, writes
+from . import collectives, control, devices, operators, randomness, scalars, shapes, sizes, writes
 from .context import RuleContext
 
 Rule = Callable[[RuleContext], Iterable[Finding]]
@@ -25,6 +25,7 @@ RULES: tuple[Rule, ...] = (
     devices.cpu_operation,
     devices.several_devices,
     control.control_flow,
+    collectives.unknown_collective,
     operators.boolean_index_put,
     operators.incompatible_operator,
     operators.sparse_output,

@@ -109,7 +109,14 @@ class FlatModule(torch.nn.Module):
         with located(f"{written}: {self.entry}() gives "):
             self.result = describe(made, "", leaves)
         self.names = [name or "output" for name, _ in leaves]
-        return tuple([tensor for _, tensor in leaves])
+        return tuple([_waited(tensor) for _, tensor in leaves])
+
+
+def _waited(tensor: torch.Tensor) -> torch.Tensor:
+    """What a collective gives outside of a trace is a tensor that is waited for when it is used: a private class of torch's with
+    `trigger_wait` (2.11, 2.13)."""
+    wait = getattr(tensor, "trigger_wait", None)
+    return tensor if wait is None else wait()
 
 
 def _write_back(owner: Any, leaf: str, tensor: torch.Tensor) -> None:

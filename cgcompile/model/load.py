@@ -30,8 +30,10 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
     return load_sources(model, inputs)[0]
 
 
-def load_sources(model: str | os.PathLike[str] | torch.nn.Module, inputs: Inputs | None = None) -> tuple[Source, ...]:
-    """A source for each entry of a model, `forward` first where it is one.
+def load_sources(
+    model: str | os.PathLike[str] | torch.nn.Module, inputs: Inputs | None = None, share: tuple[int, int] | None = None
+) -> tuple[Source, ...]:
+    """A source for each entry of a model, `forward` first where it is one.  `share`: (rank, world) of a model over several devices.
 
     Raises source-missing or source-invalid, with the user's file and line where it is their code that failed.
     """
@@ -50,12 +52,14 @@ def load_sources(model: str | os.PathLike[str] | torch.nn.Module, inputs: Inputs
         return (load_saved(label),)
     if kind == "file":
         module = _load_file(label)
-        made = _from_module(Path(label).stem, label, label, label, _member(module, "model", label), _given_inputs(module, label))
+        made = _from_module(
+            Path(label).stem, label, label, label, _member(module, "model", label), _given_inputs(module, label), share
+        )
         return _with_chains(made, module, label)
     path, _, attribute = label.partition(":")
     module = _import(path, label)
     made = _from_module(
-        attribute.rpartition(".")[2], label, path, path, _attribute(module, attribute, label), _given_inputs(module, label)
+        attribute.rpartition(".")[2], label, path, path, _attribute(module, attribute, label), _given_inputs(module, label), share
     )
     return _with_chains(made, module, label)
 
@@ -133,9 +137,22 @@ def _given_inputs(module: ModuleType, label: str) -> Any:
     return made
 
 
-def _from_module(name: str, label: str, code: str, where: str, maker: Any, inputs: Any) -> tuple[Source, ...]:
+def _from_module(
+    name: str, label: str, code: str, where: str, maker: Any, inputs: Any, share: tuple[int, int] | None
+) -> tuple[Source, ...]:
     there = isinstance(maker, torch.nn.Module)
-    made = maker if there else call_user(maker, "model()", label)
+    ranked = not there and "world" in getattr(getattr(maker, "__code__", None), "co_varnames", ())
+    if ranked and share is None:
+        raise ModelError("source-invalid", f"{where}: model(rank, world) is over several GPUs", "say how many: --world 2")
+    if there:
+        made = maker
+    elif share is None:
+        made = call_user(maker, "model()", label)
+    elif ranked:
+        made = call_user(maker, f"model(rank={share[0]}, world={share[1]})", label, rank=share[0], world=share[1])
+    if share is not None and not ranked:
+        text = f"{where}: model() takes no rank and world: it would be the same on all {share[1]} GPUs"
+        raise ModelError("source-invalid", text, "define model(rank, world), or leave --world out")
     if not callable(inputs) and not isinstance(inputs, Mapping):
         raise ModelError("source-invalid", f"{where}: inputs is a {type(inputs).__name__}, expected a function")
     return _sources(name, label, code, made, inputs, owned=not there)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,12 +30,13 @@ from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
 from ..util.content_cache import cache_folder
+from ..util.disk_space import size
 from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
 from .compile.kernels import CompiledKernel
 from .interpret.interpret import Outcome, WeightFiles, interpret
 from .lowered import KernelVariant
-from .proof import Trial, kernel_sources, make_task, make_trial, proved, weight_files
+from .proof import Trial, interpret_ranks, kernel_sources, make_task, make_trial, proved, weight_files
 from .trace import (
     KERNELS,
     compile_programs,
@@ -72,7 +74,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             recorded = planned.recorded
             largest = max(arena_bytes(recorded).values())
             above = f", {largest / planned.bound - 1:.1%} above the least that the lifetimes allow" if planned.bound else ""
-            tell(f"arena {largest:,} bytes{above}")
+            tell(f"arena {size(largest)}{above}")
         with stages("emit") as tell:
             rows = write_weights(stage / archive.WEIGHTS, tensors, layout.rows)
             rows += write_tables(stage / archive.TABLES, recorded.tables)
@@ -90,17 +92,19 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 )
                 parts = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
                 tell(_proved(spec, parts))
+    peer = [("peer", world.size * world.stride) for world in planned.world]
     driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
         fixed=fixed_weights(stage, written.weights, exported, lowered.sources | hosts.unbound, tables),
         tables=tables,
-        memories=written.memories,
+        memories=(*written.memories, *peer),
         regions=written.regions,
         module_state="",
         entries=tuple(parts),
         reserved=planned.kept.reserved,
+        world=planned.world,
     )
 
 
@@ -153,7 +157,8 @@ def _interpret(
             key = build_key(spec, number, program.key)
             trials[key] = make_trial(program, exam, entry.prepared, written.weights, written.recordings, split, key)
             tasks.append(make_task(trials[key], key, program, sources, written.memories, weights))
-    done = interpret(tasks, scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
+    run = partial(interpret, folder=scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
+    done = run(tasks) if spec.ranks is None else interpret_ranks(tasks, spec.ranks, run)
     pairs = {outcome.key: (trials[outcome.key], outcome) for outcome in done}
     return [list(spec.own(number, pairs).values()) for number in range(len(spec.entries))]
 

@@ -108,6 +108,19 @@ class SetCondition:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Exchange:
+    """A collective over `nbytes` bytes of a dtype, which lie densely at `source`; what comes goes to `target`.  `kind` is one of
+    `exchange_nodes.KINDS`; `sender` is the only rank whose data comes, or -1."""
+
+    kind: str
+    dtype: str
+    nbytes: int
+    sender: int
+    source: Pointer
+    target: Pointer
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Begin:
     """The events from here on are the first body of a branch ("if", "switch") or the body of a loop ("while"), numbered by
     `conditional`."""
@@ -130,7 +143,7 @@ class End:
     conditional: int
 
 
-Event = Allocate | Release | Launch | Copy | Fill | HostRead | SetCondition | Begin | NextBody | End
+Event = Allocate | Release | Launch | Copy | Fill | HostRead | SetCondition | Exchange | Begin | NextBody | End
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

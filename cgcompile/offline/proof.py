@@ -4,8 +4,8 @@ run: what they make is what eager PyTorch makes of the same inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -18,6 +18,7 @@ from cgbundle.tables.recording import Recording
 
 from ..bundle.exam import KeyExam, state_after
 from ..bundle.proof import REPORT, accepted, measured
+from ..bundle.ranks import Ranks
 from ..errors import BuildError
 from ..model.flat_module import PREFIX
 from ..partition.isolated import eager_values
@@ -138,6 +139,16 @@ def make_task(
         sizes=(*shared, ("inputs", program.static), ("arena", program.arena)),
         weights=weights,
     )
+
+
+def interpret_ranks(tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence[Task]], Sequence[Outcome]]) -> tuple[Outcome, ...]:
+    """What came of this rank's tasks.  Those of all ranks at an int_key are one for `run`, which rank 0 calls."""
+    each = ranks.gathered(tuple(tasks))
+    outcomes: Sequence[Outcome] = ()
+    if not ranks.rank:
+        outcomes = run([replace(own, others=tuple(others)) for own, *others in zip(*each, strict=True)])
+    found = [tuple([(outcome, *outcome.others)[rank] for outcome in outcomes]) for rank in range(ranks.size if outcomes else 0)]
+    return ranks.scattered(found or [()] * ranks.size)
 
 
 def proved(

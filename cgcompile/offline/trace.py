@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.format.schema import MEMORIES, IntKey, Weight
+from cgbundle.format.schema import MEMORIES, IntKey, Weight, World
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables.recording import Address, Function
 
@@ -22,7 +22,9 @@ from ..targets.cuda.chains import chained_outputs
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
+from ..targets.kernels.collectives import collective_image
 from ..targets.kernels.conditions import condition_function, condition_image
+from ..targets.kernels.exchange_nodes import ExchangeKernels, needed_memory, transfer
 from ..targets.memory_layout import PAD, Table, WeightLayout, align
 from ..util.content_cache import cache_folder
 from ..util.progress import Tell
@@ -33,7 +35,7 @@ from .assemble.plan_check import check_plan
 from .assemble.rows import assemble
 from .compile.kernels import CompiledKernel, compile_variants
 from .lower.jobs import LoweringJob, lower_all
-from .lowered import KernelVariant, LoweredProgram, SetCondition
+from .lowered import Exchange, KernelVariant, LoweredProgram, SetCondition
 from .lowered import Lowered as LoweredGraph
 from .lowering_jobs import live_weights, region_jobs, whole_jobs
 from .tuning.measurements import table_file
@@ -73,11 +75,13 @@ class CompiledPrograms:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PlacedPrograms:
-    """What a recorder gives, and the most bytes that the lifetimes of a key's temporaries need at least."""
+    """What a recorder gives, and the most bytes that the lifetimes of a key's temporaries need at least.  `world`: which rank of a
+    model over several devices it is."""
 
     recorded: RecordedProgram = field(repr=False)
     kept: Kept
     bound: int
+    world: tuple[World, ...] = ()
 
 
 def live_weights_of(spec: BuildSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
@@ -140,18 +144,32 @@ def place_programs(
     kept = keep_outputs(lowered.by_key, chained_outputs(spec, split))
     written = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared.written) for entry in spec.entries})
     places = _places(layout.rows, folded)
-    graphs, bound = _assemble(lowered.by_key, kept, compiled.kernels, places, calls, split, written, compiled.conditions)
+    exchanges = _exchange_kernels(spec, lowered) if spec.ranks else None
+    graphs, bound = _assemble(lowered.by_key, kept, compiled.kernels, places, calls, split, written, compiled.conditions, exchanges)
     uploads = split.uploads if split else {}
     recorded = RecordedProgram(
         graphs=graphs,
-        images=compiled.images,
+        images=dict(compiled.images) | ({exchanges.sha256: exchanges.image} if exchanges else {}),
         static={key: static_bytes(given, uploads.get(key, ())) + PAD for key, given in calls.items()},
         weights=layout.rows,
         tables=tuple(folded.values()),
         weights_bytes=end + PAD,
         state_bytes=layout.state_end + PAD if layout.state_end else 0,
     )
-    return PlacedPrograms(recorded=recorded, kept=kept, bound=bound)
+    return PlacedPrograms(recorded=recorded, kept=kept, bound=bound, world=(exchanges.world,) if exchanges else ())
+
+
+def _exchange_kernels(spec: BuildSpec, lowered: LoweredPrograms) -> ExchangeKernels:
+    """The kernels for all collectives of the programs.  Raises collective-refused without any, kernel-failed."""
+    assert spec.ranks is not None
+    sent = [
+        transfer(event.kind, event.dtype, event.nbytes, spec.ranks.size, event.sender)
+        for each in lowered.traced.values()
+        for event in each.events
+        if isinstance(event, Exchange)
+    ]
+    memory = needed_memory(spec.ranks.size, sent)
+    return ExchangeKernels(rank=spec.ranks.rank, memory=memory, image=collective_image(spec.target, memory))
 
 
 def summary(lowered: LoweredPrograms) -> str:
@@ -222,16 +240,18 @@ def _assemble(
     split: SplitProgram | None,
     written: Mapping[IntKey, Collection[int]],
     conditions: Function | None,
+    exchanges: ExchangeKernels | None,
 ) -> tuple[dict[RegionKey, RecordedGraph], int]:
     """The rows of every region and key, and the largest lower bound of their arenas.  `places`: of weights and state by name;
-    `written`: positions of the inputs that a call changes; `conditions` as `assemble` takes it."""
+    `written`: positions of the inputs that a call changes; `conditions` and `exchanges` as `assemble`
+    takes them."""
     graphs, bound = {}, 0
     for key, program in programs.items():
         planned = plan(program.lowered, kept.offsets.get(key, {}), kept.start)
         check_plan(program.lowered, planned)
         starts = [*input_offsets(calls[key])[:-1], *[value.offset for value in (split.uploads[key] if split else ())]]
         kernels = [compiled[variant] for variant in program.lowered.variants]
-        made = assemble(program, kernels, planned, places, starts, written[key], conditions)
+        made = assemble(program, kernels, planned, places, starts, written[key], conditions, exchanges)
         graphs.update({(region.name, key): graph for region, graph in zip(program.regions, made, strict=True)})
         bound = max(bound, planned.bound)
     return graphs, bound

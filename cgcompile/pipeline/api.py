@@ -60,6 +60,7 @@ def build(
     force: bool = False,
     max_keys: int = MAX_KEYS,
     chains: Sequence[tuple[str, str]] = (),
+    world: int | None = None,
     progress: Progress = None,
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
@@ -82,6 +83,8 @@ def build(
     `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
     `max_keys`: the most int_keys that are built.  `chains`: pairs of an output of one entry and an input that takes it where it
     lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `chains` for it.
+    `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,
+    and `forward` calls functional collectives of torch.distributed.  The launches are traced, whatever GPU is here.
     `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
     notebook.
 
@@ -95,9 +98,14 @@ def build(
         options = Options(
             sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, budget=budget, train=train, host_ops=tuple(host_ops),
-            force=force, max_keys=max_keys, chains=chains, progress=tell,
+            force=force, max_keys=max_keys, chains=chains, world=world, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
+        if world is not None:
+            with with_torch(tell, f"{__package__}.world.build"):
+                from .world.build import build_world  # late: it imports torch
+
+                return build_world(model, options)
         with with_torch(tell, f"{__package__}.build"):
             from .build import build as run  # late: it imports torch
 

@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from cgbundle.validate import host_code
 from ..bundle.emit import seal, write_programs
 from ..bundle.proof import replay
 from ..bundle.provenance import provenance
+from ..bundle.ranks import Ranks
 from ..checks import Checked, check, refuse
 from ..export.export import export, refuse_branches
 from ..export.exported import Exported
@@ -41,9 +43,13 @@ from .kernel_coverage import operators_without_kernel
 from .manifest import made_manifest, with_mismatches
 from .records import Built, Options
 from .training_mode import evaluated
+from .world.agreement import agreed, refuse_host
 
 BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "trace": "cgcompile.offline.build"}
 """By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
+
+PADDED = {"rows": "padded", "zeros": "padded with zeros", "no": "never padded"}
+"""What `Dimension.pad` says, for people."""
 
 BEST = "cgcompile.pipeline.best.build"
 """The same where several lowerings are recorded."""
@@ -51,15 +57,24 @@ BEST = "cgcompile.pipeline.best.build"
 
 def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
     """See `cgcompile.build`."""
+    return _build(model, inputs, options, None, None)
+
+
+def build_rank(model: str, options: Options, ranks: Ranks, folder: Path) -> Built:
+    """One rank of a model over several devices, beside the processes that build the others, into `folder`."""
+    return _build(model, None, options, ranks, folder)
+
+
+def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | None, given: Path | None) -> Built:
     stages = Stages(options.progress)
     chosen = choose(options.target, options.lower, options.specialize, options.record, options.prove)
     with ExitStack() as stack:
         with stages("source") as tell:
-            loaded = load_sources(model, inputs)
+            loaded = load_sources(model, inputs, (ranks.rank, ranks.size) if ranks else None)
             sizes = _sizes(loaded, options.sizes)
             keys = count_keys(sizes, options.max_keys)
-            destination = destination_path(options.out, loaded[0].name)
-            folder = stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
+            destination = given or destination_path(options.out, loaded[0].name)
+            folder = given or stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
             mode = stack.enter_context(evaluated(loaded[0], options.train))
             stack.enter_context(own_buffers(loaded[0].model))
             first = stack.enter_context(placed(loaded[0], chosen.device))
@@ -104,13 +119,16 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
                     replace(rules, findings=(*rules.findings, *found)) for rules, found in zip(checked, without, strict=True)
                 ]
                 _refuse(checked, options)
+            if ranks:
+                refuse_host(checked)
             tell(_counted(sum(len(rules.findings) for rules in checked), "finding"))
         with stages("padding") as tell:
             dimensions = [
                 prove_padding(source, own, sizes[source.entry], tell) for source, own in zip(sources, prepared, strict=True)
             ]
-            proved = [f"{d.name} by {d.pad}" if d.pad != "no" else f"{d.name} not" for each in dimensions for d in each]
-            tell(", ".join(proved) or "no dimension")
+            if ranks:
+                dimensions = [agreed(each) for each in zip(*ranks.gathered(dimensions), strict=True)]
+            tell(", ".join([f"{one.name} {PADDED[one.pad]}" for each in dimensions for one in each]) or "no dimension")
         entries = tuple(
             [
                 EntrySpec(source=source, prepared=own, sizes=sizes[source.entry], dimensions=each, placements=rules.placements)
@@ -121,7 +139,7 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
             entries=entries, chains=chains_of(checked_chains(options.chains, first.label) or first.chains, entries),
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
             prove_budget=options.prove_budget, budget=options.budget, waive=options.waive,
-            torch_version=torch.__version__.partition("+")[0],
+            torch_version=torch.__version__.partition("+")[0], ranks=ranks,
         )  # fmt: skip
         parts = build_parts(spec, folder, stages)
         for entry in spec.entries:
@@ -204,6 +222,8 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
         named |= {"record": recorder, "prove": options.prove}
         if options.prove != "none":
             named["prove_budget"] = f"{options.prove_budget:g}"
+    if options.world is not None:
+        named["world"] = str(options.world)
     if options.budget is not None:
         named["budget"] = f"{options.budget:g}"
     if options.train:

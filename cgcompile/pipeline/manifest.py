@@ -37,6 +37,7 @@ def made_manifest(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tupl
             weights=parts.weights,
             fixed=parts.fixed,
             tables=parts.tables,
+            world=parts.world,
             memories=parts.memories,
             regions=parts.regions,
             programs=own.programs,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..model.declared_sizes import Given
+from ..util.disk_space import size
 from ..util.progress import Watcher
 
 if TYPE_CHECKING:
@@ -36,6 +37,7 @@ class Options:
     force: bool
     max_keys: int
     chains: Sequence[tuple[str, str]]
+    world: int | None
     progress: Watcher
 
 
@@ -65,7 +67,7 @@ class Built:
         return f"<pre>{html.escape(str(self))}</pre>"
 
     def _size(self) -> str:
-        return f"{sum(file.bytes for file in self.manifest.files) / 1e6:.1f} MB"
+        return size(sum(file.bytes for file in self.manifest.files))
 
     def _spent(self) -> float:
         return sum(seconds for _, seconds in self.seconds)

@@ -14,10 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from cgbundle.format.entries import FORWARD
+from cgbundle.validate.memories import WORLDS
 
 from ..errors import BuildError, ModelError
 from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
 from ..targets.choice import ALL_LOWERINGS, asks_torch, choose, recorder_for
+from ..targets.instruction_sets import level_of
 from ..targets.requirements import check_compiler, check_packages
 from ..util.explanations import explanations, nearest
 from ..util.model_file import (
@@ -38,7 +40,8 @@ NO_PROOF = "--prove none leaves the proof out"
 
 def check_build(model: Any, inputs: Any, options: Options) -> None:
     """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, waiver-unknown,
-    sizes-invalid, too-many-keys, limit-invalid, output-exists, output-unwritable, target-unavailable, compiler-failed."""
+    sizes-invalid, too-many-keys, limit-invalid, world-refused, output-exists, output-unwritable, target-unavailable,
+    compiler-failed."""
     check_arguments(model, inputs)
     check_packages("host")
     _check_waived(options.waive)
@@ -47,7 +50,8 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
         check_budget(options.budget, options.lower)
     # where torch has to be asked, `build` chooses when it is there: that it is being imported has been told
     known = not asks_torch(options.target)
-    chosen = (options.target, options.lower, options.specialize, options.record, options.prove)
+    record = options.record if options.world is None else _check_world(model, options)
+    chosen = (options.target, options.lower, options.specialize, record, options.prove)
     recorder = choose(*chosen).recorder if known else ""
     if name:
         check_free(destination_path(options.out, name), options.force)
@@ -57,6 +61,22 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
         check_packages(recorder)
     if recorder == "host":
         check_compiler()
+
+
+def _check_world(model: Any, options: Options) -> str:
+    """The recorder of a model over several devices.  Raises world-refused for what cannot be built so."""
+    if options.world not in WORLDS:
+        raise BuildError("world-refused", f"world is {options.world}: expected {WORLDS[0]} to {WORLDS[-1]} GPUs")
+    if not isinstance(model, str | os.PathLike) or kind_of(os.fspath(model)) == "saved":
+        text = f"world={options.world}: every rank is made in a process of its own, which a module in memory or a .pt2 cannot be"
+        raise BuildError("world-refused", text, "give a model.py or package.module:attribute with model(rank, world)")
+    if options.target == "cpu" or level_of(options.target) is not None:
+        raise BuildError("world-refused", f"world={options.world}: the target {options.target} is one device")
+    if options.record == "capture":
+        raise BuildError("world-refused", f"world={options.world}: NCCL's kernels cannot be recorded, the launches are traced")
+    if options.chains:
+        raise BuildError("world-refused", f"world={options.world}: chains are of one device")
+    return "trace"
 
 
 def check_budget(budget: float, lower: str) -> None:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cgbundle.format.schema import Chain, Dimension, Exam, FixedWeight, IntKey, Program, Region, Reserved, Target, Weight
+from cgbundle.format.schema import Chain, Dimension, Exam, FixedWeight, IntKey, Program, Region, Reserved, Target, Weight, World
 
+from ..bundle.ranks import Ranks
 from ..export.programs import Programs
 from ..model.source import Source, all_keys
 from ..transforms.prepared import Prepared
@@ -39,7 +40,7 @@ class EntrySpec:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSpec:
     """What is built: the entries of one model, the chains between them, and how.  `recorder` is that of `targets.Chosen`, the rest,
-    `waive` too, are options of `build`.
+    `waive` too, are options of `build`.  `ranks`: the processes that build the others of a model over several devices.
 
     A recorder works on all entries together, in mappings by *build key*: see `build_key`.
     """
@@ -55,6 +56,7 @@ class BuildSpec:
     budget: float | None
     waive: tuple[str, ...]
     torch_version: str
+    ranks: Ranks | None = None
 
     @property
     def programs(self) -> Programs:
@@ -135,3 +137,4 @@ class ManifestParts:
     entries: tuple[EntryParts, ...]
     reserved: tuple[Reserved, ...] = ()
     tables: tuple[int, ...] = ()
+    world: tuple[World, ...] = ()

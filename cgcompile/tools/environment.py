@@ -11,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from cgbundle.errors import CgbundleError
 
 from ..targets.architectures import ARCHES
 from ..targets.instruction_sets import LEVELS, Level, check_level
-from ..targets.requirements import BINDINGS, DRIVER, EXTRA, check_compiler, check_packages, compiler
+from ..targets.requirements import BINDINGS, DRIVER, EXTRA, check_compiler, check_packages, compiler, installed
 from ..util.version import VERSION
 
 TELLING = {
@@ -101,7 +100,12 @@ def _parts() -> tuple[Part, ...]:
     return (
         Part(name="cgcompile", found=f"{VERSION}, {Path(__file__).parents[1]}", use="", fix=""),
         Part(name="python", found=python, use="", fix=""),
-        _package("torch", "building, and running bundles for processors", EXTRA, _cuda_of_torch()),
+        _package(
+            "torch",
+            "building, and running bundles for processors; a build for the CPU is enough without a GPU",
+            EXTRA,
+            _cuda_of_torch(),
+        ),
         _package("numpy", "building", EXTRA),
         _package("triton", "building for GPUs", EXTRA),
         Part(name="C++ compiler", found=_compiler(), use="building for processors", fix="install g++, or set CXX"),
@@ -111,11 +115,8 @@ def _parts() -> tuple[Part, ...]:
 
 
 def _package(name: str, use: str, fix: str, more: str = "") -> Part:
-    try:
-        found = distribution(name)
-    except PackageNotFoundError:
-        return Part(name=name, found="", use=use, fix=fix)
-    return Part(name=name, found=found.version + more, use=use, fix="")
+    found = installed(name)
+    return Part(name=name, found=found + more if found else "", use=use, fix="" if found else fix)
 
 
 def _cuda_of_torch() -> str:

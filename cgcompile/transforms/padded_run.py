@@ -92,6 +92,10 @@ class _Call:
 
         args, kwargs = tree_map(concrete, given)
         made = self.node.target(*args, **kwargs)
+        if (
+            getattr(self.node.target, "namespace", "") == "_c10d_functional"
+        ):  # what a collective gives is there when it was waited for
+            made = tree_map(torch.ops._c10d_functional.wait_tensor, made)
         return tree_map(lambda leaf: torch.zeros_like(leaf), made) if self.name in UNWRITTEN else made
 
 

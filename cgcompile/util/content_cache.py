@@ -20,7 +20,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TypeVar
 
@@ -269,6 +268,8 @@ def _told(folder: Path) -> Iterator[None]:
 
 @cache
 def _version(package: str) -> str:
+    from importlib.metadata import PackageNotFoundError, version  # late: a build has it, and `doctor` only wants the folder's name
+
     try:
         return version(package)
     except PackageNotFoundError:

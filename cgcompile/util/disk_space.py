@@ -1,4 +1,4 @@
-"""A full disk, told by the folder that the user chose: the output's, the temporary one, the cache."""
+"""Bytes for people, and a full disk, told by the folder that the user chose: the output's, the temporary one, the cache."""
 
 from __future__ import annotations
 
@@ -35,10 +35,19 @@ SCRATCH = Chosen(what="temporary files of the build", other="set TMPDIR to anoth
 CACHE = Chosen(what="compiled kernels for the next build", other="set CGCOMPILE_CACHE to another folder")
 
 
+def size(number: int) -> str:
+    """Bytes for people: `0 B`, `80.5 KiB`, `1.2 GiB`."""
+    if number < 1024:
+        return f"{number} B"
+    units = ("KiB", "MiB", "GiB", "TiB")
+    power = next((power for power in range(1, len(units)) if number / 1024**power < 1023.95), len(units))
+    return f"{number / 1024**power:.1f} {units[power - 1]}"
+
+
 def disk_full(folder: Path, chosen: Chosen) -> BuildError:
     """The error for a folder on a full disk."""
     free = _free(folder)
-    left = f"{free / 1e6:.1f} MB free" + (", which was too little, or a quota is used up" if free > LITTLE else "")
+    left = f"{size(free)} free" + (", which was too little, or a quota is used up" if free > LITTLE else "")
     text = f"{folder}: no space left for {chosen.what}: {left}"
     return BuildError("disk-full", text, f"free some space there, or {chosen.other}")
 

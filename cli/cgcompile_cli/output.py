@@ -13,6 +13,8 @@ import sys
 from collections.abc import Iterable, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
+from cgcompile.util.disk_space import size as size  # the same words as a build's
+
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
     from rich.table import Table
@@ -138,15 +140,6 @@ def listed(words: Sequence[object], limit: int = SHOWN) -> str:
 def count(number: int, thing: str) -> str:
     """`1 file`, `5 files`."""
     return f"{number} {thing}" + ("" if number == 1 else "s")
-
-
-def size(number: int) -> str:
-    """Bytes for people: `0 B`, `80.5 KiB`, `1.2 GiB`."""
-    if number < 1024:
-        return f"{number} B"
-    units = ("KiB", "MiB", "GiB", "TiB")
-    power = next((power for power in range(1, len(units)) if number / 1024**power < 1023.95), len(units))
-    return f"{number / 1024**power:.1f} {units[power - 1]}"
 
 
 def duration(seconds: float) -> str:

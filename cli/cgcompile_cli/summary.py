@@ -61,6 +61,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "entries": [plain_entry(one) for one in each],
         "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
         "state": [weight.name for weight in stateful(manifest)],
+        "world": manifest.world[0].size if manifest.world else 1,
         "update": {"names": names, "fixed": fixed} if manifest.format >= SINCE else None,
         "chains": chains(manifest),
         "reserved": {row.entry: row.bytes for row in manifest.reserved},
@@ -115,13 +116,13 @@ def bulk(manifest: Manifest) -> str:
 
 
 def target(row: Target) -> str:
-    """`cpu x86_64 (avx2, fma, 9 more), torch >= 2.13`, or for a level of processors `cpu x86-64-v3, torch >= 2.13`."""
+    """`cpu x86_64 (avx2, fma, 9 more), to run: torch 2.13 or newer`, or for a level of processors `cpu x86-64-v3, to run: ...`."""
     ranked = sorted(row.features, key=lambda name: not name.startswith(TELLING))
     features = f" ({listed(ranked, FEATURES)})" if row.features else ""
-    needs = [f"torch >= {row.torch}"] if row.torch else []
+    needs = [f"torch {row.torch} or newer"] if row.torch else []
     if row.driver:
-        needs.append(f"CUDA driver >= {row.driver // 1000}.{row.driver % 1000 // 10}")
-    return ", ".join([f"{row.kind} {row.level or row.arch + features}", *needs])
+        needs.append(f"CUDA driver {row.driver // 1000}.{row.driver % 1000 // 10} or newer")
+    return f"{row.kind} {row.level or row.arch + features}" + (f", to run: {', '.join(needs)}" if needs else "")
 
 
 def shape(sizes: Sequence[Any]) -> str:
@@ -187,6 +188,18 @@ def axes(manifest: Manifest) -> list[str]:
     """`batch: axis 0 of ids, mask` of every dimension."""
     shapes = [(spec.name, spec.shape) for spec in manifest.inputs]
     return [f"{each.name}: {cut(standing(each.name, shapes))}" for each in manifest.dimensions]
+
+
+def world(manifest: Manifest) -> list[str]:
+    """Over how many GPUs the model goes, and what each rank has on disk; [] for a model for one device."""
+    if not manifest.world:
+        return []
+    (own,) = manifest.world
+    folders = [archive.rank_folder(rank) for rank in range(1, own.size)]
+    others = [sum(file.bytes for file in manifest.files if file.path.startswith(folder)) for folder in folders]
+    first = total(manifest) - sum(others)
+    rows = [f"rank {rank}: {size(number)}" for rank, number in enumerate([first, *others])]
+    return [f"{own.size} GPUs that write to each other's memory; this is rank {own.rank}", *(rows if not own.rank else [])]
 
 
 def memory(manifest: Manifest) -> str:
@@ -343,7 +356,8 @@ def files(manifest: Manifest) -> Table:
 
 def load_lines(path: str, manifest: Manifest) -> list[str]:
     """Python that loads the bundle and calls it, each of its entries."""
-    lines = ["import cgbundle", f"program = cgbundle.load({path!r})"]
+    devices = f", devices={list(range(manifest.world[0].size))}" if manifest.world else ""
+    lines = ["import cgbundle", f"program = cgbundle.load({path!r}{devices})"]
     each = each_entry(manifest)
     for one in each:
         called = "program" if one.entry == FORWARD or len(each) == 1 else attribute(one.entry)

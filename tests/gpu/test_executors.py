@@ -209,7 +209,7 @@ class Bench:
 
         self.context, self.image = context, image
         self.cleanup = ExitStack()
-        self.memories = Memories({"arena": cuda_bundles.ARENA}, 0, self.cleanup, context.stream)
+        self.memories = Memories({"arena": cuda_bundles.ARENA}, {}, self.cleanup, context.stream)
         self.modules = Modules(ArchiveOf(folder, manifest), (), self.memories)
         self.cleanup.callback(self.modules.close)
 

@@ -36,7 +36,7 @@ class Bench:
         self.context = Context(0)
         cleanup.callback(self.context.release)
         cleanup.enter_context(self.context)
-        self.memories = Memories({"arena": BYTES}, 0, cleanup, self.context.stream)
+        self.memories = Memories({"arena": BYTES}, {}, cleanup, self.context.stream)
         self.modules = Modules(ArchiveOf(folder, manifest), (), self.memories)
         cleanup.callback(self.modules.close)
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 from array import array
+from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
@@ -173,6 +174,23 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
                 "small": ("uint8", (3,), lambda: b"abc"),
             },
         )
+    return replace(
+        manifest(arch, driver),
+        weights=(
+            Weight(name="small", tensor="small", dtype="uint8", shape=(3,), strides=(1,), memory="weights", offset=0),
+            Weight(
+                name="offsets", tensor="offsets", dtype="float32", shape=(len(offsets),), strides=(1,), memory="weights", offset=256
+            ),
+            Weight(
+                name="tied", tensor="offsets", dtype="float32", shape=(len(offsets),), strides=(1,), memory="weights", offset=256
+            ),
+        ),
+        files=describe_files(str(folder)),
+    )
+
+
+def manifest(arch: str = "sm_90", driver: int = 12000) -> Manifest:
+    """The bundle's manifest, but for its weights and files."""
     return Manifest(
         format=FORMAT_VERSION,
         name="tiny",
@@ -191,15 +209,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
         call={},
         parameters=(),
         result={},
-        weights=(
-            Weight(name="small", tensor="small", dtype="uint8", shape=(3,), strides=(1,), memory="weights", offset=0),
-            Weight(
-                name="offsets", tensor="offsets", dtype="float32", shape=(len(offsets),), strides=(1,), memory="weights", offset=256
-            ),
-            Weight(
-                name="tied", tensor="offsets", dtype="float32", shape=(len(offsets),), strides=(1,), memory="weights", offset=256
-            ),
-        ),
+        weights=(),
         fixed=(),
         tables=(),
         memories=(("weights", 1024), ("state", 0), ("inputs", STATIC), ("arena", ARENA)),
@@ -210,7 +220,7 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
         waivers=(),
         exam=Exam(compare="bits", calls=1, expected="recording", bounds=(), proofs=()),
         provenance=Provenance(source="", created="", versions=(), machine="", options=()),
-        files=describe_files(str(folder)),
+        files=(),
     )
 
 

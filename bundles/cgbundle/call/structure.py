@@ -76,11 +76,16 @@ class _Names:
         return values
 
     def _stranger(self, kwargs: Mapping[str, Any]) -> CallError | None:
-        """The error of a name that no input has: told first, for it may be a missing one misspelt."""
-        for name in kwargs:
-            if name not in self.trees:
-                return CallError("input-structure", f"no input is called {name!r}: the bundle takes {self._needed()}")
-        return None
+        """The error of names that no input has: told first, for they may be missing ones misspelt."""
+        unknown = [name for name in kwargs if name not in self.trees]
+        if not unknown:
+            return None
+        from difflib import get_close_matches  # only where something is wrong
+
+        free = [name for name in self.trees if name not in kwargs]
+        near = [(name, *get_close_matches(name, free, 1, 0.5)) for name in unknown]
+        told = " or ".join([f"{name!r}" + "".join([f" (did you mean {match}?)" for match in matches]) for name, *matches in near])
+        return CallError("input-structure", f"no input is called {told}: the bundle takes {self._needed()}")
 
     def _missing(self, name: str, args: tuple[Any, ...]) -> CallError:
         if holds_tensor(self.trees[name]):

@@ -24,7 +24,7 @@ from ..session.locks import AnyLock, SessionLock, closed
 from ..tensors.detection import caller_captures
 from . import driver, memory
 from .driver import Context, Relaxed, cu
-from .memory import WEIGHTS, Memories, Output
+from .memory import PEER, WEIGHTS, Memories, Output
 from .programs import BoundProgram, DeviceOutputs, Elsewhere, Executors, HostOutputs, bind, static_buffers
 from .shared import Shared
 from .stream_order import StepClock, StreamOrder
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from .host_steps import HostSteps
     from .weights import Copy
 
-SHARED = (WEIGHTS, KERNEL_CODE)
+SHARED = (WEIGHTS, KERNEL_CODE, PEER)
 """Memories that belong to no session alone."""
 
 EAGER = 8
@@ -52,7 +52,7 @@ class CudaBackend:
     has made, which belongs to the backend from then on.  `poison`: a byte that fills the arena, memory `host`, and all bytes of
     parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its first call; None:
     the first EAGER programs now, the others in the background, or at a call that comes before.  `threads`: how many the operations
-    on the host use, None for OpenMP's own number.
+    on the host use, None for OpenMP's own number.  `peer`: where memory peer lies, for a bundle that has one; the caller's to free.
 
     Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid and
     file-damaged; nothing is left on the GPU then.
@@ -68,8 +68,9 @@ class CudaBackend:
         poison: int | None = None,
         lazy: bool | None = None,
         threads: int | None = None,
+        peer: int = 0,
     ) -> None:
-        self._start(Shared(bundle, device, mode, poison, context, threads), alone=False, lazy=lazy)
+        self._start(Shared(bundle, device, mode, poison, context, threads, peer), alone=False, lazy=lazy)
 
     @property
     def code_bytes(self) -> int:
@@ -128,7 +129,7 @@ class CudaBackend:
         hosted = any(region.kind == "host" for region in self._manifest.regions)
         self._order = StreamOrder(stream, cleanup, HOSTED if hosted else "")
         own = {name: size for name, size in shared.sizes.items() if name not in SHARED}
-        self._memories = Memories(own, shared.base, cleanup, stream)
+        self._memories = Memories(own, {WEIGHTS: shared.base, PEER: shared.peer}, cleanup, stream)
         self._memories.fill_state(shared.initial, stream)
         with shared.lock:
             modules = shared.modules(self._memories, cleanup)

@@ -28,6 +28,8 @@ CAPTURE_MODE_RELAXED, SET_CAPTURE_DEPENDENCIES, INSTANTIATE_USE_NODE_PRIORITY = 
 MEMORY_TYPE_HOST, MEMORY_TYPE_DEVICE = 1, 2
 NODE_TYPE_CONDITIONAL, CONDITION_IF, CONDITION_WHILE, CONDITION_SWITCH = 13, 0, 1, 2
 COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
+MEM_PINNED, MEM_DEVICE, MEM_FILE_DESCRIPTOR, MEM_ACCESS_READ_WRITE = 1, 1, 1, 3
+PEER_ENABLED_BEFORE = 704
 
 _Pointer, _Size, _Int, _Unsigned, _Byte = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_ubyte
 _Address = ctypes.c_uint64
@@ -111,6 +113,27 @@ class ConditionalNodeParams(ctypes.Structure):
     )  # fmt: skip
 
 
+class MemLocation(ctypes.Structure):
+    """CUmemLocation."""
+
+    _fields_ = (("type", _Int), ("id", _Int))
+
+
+class AllocationProp(ctypes.Structure):
+    """CUmemAllocationProp."""
+
+    _fields_ = (
+        ("type", _Int), ("requestedHandleTypes", _Int), ("location", MemLocation), ("win32HandleMetaData", _Pointer),
+        ("allocFlags", _Byte * 8),
+    )  # fmt: skip
+
+
+class AccessDesc(ctypes.Structure):
+    """CUmemAccessDesc."""
+
+    _fields_ = (("location", MemLocation), ("flags", _Int))
+
+
 class _Out:
     """A parameter that points to where the driver writes an answer."""
 
@@ -137,6 +160,18 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuMemFree": ("cuMemFree_v2", (_Pointer,)),
     "cuMemAllocAsync": ("cuMemAllocAsync", (_HANDLE, _Size, _Pointer)),
     "cuMemFreeAsync": ("cuMemFreeAsync", (_Pointer, _Pointer)),
+    "cuMemAddressReserve": ("cuMemAddressReserve", (_HANDLE, _Size, _Size, _Address, ctypes.c_ulonglong)),
+    "cuMemAddressFree": ("cuMemAddressFree", (_Address, _Size)),
+    "cuMemCreate": ("cuMemCreate", (_HANDLE, _Size, POINTER(AllocationProp), ctypes.c_ulonglong)),
+    "cuMemRelease": ("cuMemRelease", (_Address,)),
+    "cuMemMap": ("cuMemMap", (_Address, _Size, _Size, _Address, ctypes.c_ulonglong)),
+    "cuMemUnmap": ("cuMemUnmap", (_Address, _Size)),
+    "cuMemSetAccess": ("cuMemSetAccess", (_Address, _Size, POINTER(AccessDesc), _Size)),
+    "cuMemExportToShareableHandle": ("cuMemExportToShareableHandle", (_NUMBER, _Address, _Int, ctypes.c_ulonglong)),
+    "cuMemImportFromShareableHandle": ("cuMemImportFromShareableHandle", (_HANDLE, _Pointer, _Int)),
+    "cuMemcpyPeerAsync": ("cuMemcpyPeerAsync", (_Address, _Pointer, _Address, _Pointer, _Size, _Pointer)),
+    "cuDeviceCanAccessPeer": ("cuDeviceCanAccessPeer", (_NUMBER, _Int, _Int)),
+    "cuCtxEnablePeerAccess": ("cuCtxEnablePeerAccess", (_Pointer, _Unsigned)),
     "cuMemHostAlloc": ("cuMemHostAlloc", (_HANDLE, _Size, _Unsigned)),
     "cuMemHostRegister": ("cuMemHostRegister_v2", (_Pointer, _Size, _Unsigned)),
     "cuMemHostUnregister": ("cuMemHostUnregister", (_Pointer,)),

@@ -20,8 +20,8 @@ SMALLEST = 256
 FILLED = (STATE, "inputs")
 """Memories that start as zeros: `state` by definition, `inputs` so that padding never holds another process's data."""
 
-WEIGHTS = "weights"
-"""The memory that all sessions share."""
+WEIGHTS, PEER = "weights", "peer"
+"""The memory that all sessions share, and the one that all ranks do."""
 
 HOST = "host"
 """The memory that is pinned and the host's: what crosses between host and graph steps lies there on the host's side."""
@@ -29,17 +29,18 @@ HOST = "host"
 
 class Memories:
     """A session's memories on the current context's GPU.  `bases` holds their addresses in the order of MEMORIES, 0 where there
-    is none and for memory `host`, to which no graph refers; that one's address is `host`.  `sizes` are those of all but memory
-    weights, which lies at `weights`; `cleanup` frees the others.  Raises OutOfMemory with the needed and free bytes."""
+    is none and for memory `host`, to which no graph refers; that one's address is `host`.  `sizes` are those of all but the `given`
+    ones, weights and peer, whose addresses these are; `cleanup` frees the others.  Raises OutOfMemory with the needed and free
+    bytes."""
 
     __slots__ = ("bases", "host", "sizes")
 
-    def __init__(self, sizes: Mapping[str, int], weights: int, cleanup: ExitStack, stream: Any) -> None:
+    def __init__(self, sizes: Mapping[str, int], given: Mapping[str, int], cleanup: ExitStack, stream: Any) -> None:
         self.sizes = dict(sizes)
         found = []
         for name in MEMORIES:
             if name not in sizes or name == HOST:
-                found.append(weights if name == WEIGHTS else 0)
+                found.append(given.get(name, 0))
                 continue
             size = max(sizes[name], SMALLEST)
             base = allocate(size, f"memory {name}")

@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 
 class Shared:
-    """A bundle on GPU number `device`; `context`, `mode`, `poison` and `threads` as for `CudaBackend`, as is what it raises.
+    """A bundle on GPU number `device`; `context`, `mode`, `poison`, `threads` and `peer` as for `CudaBackend`, as is what it
+    raises.
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`, whoever changes the weights, or makes a session over them, `updating`.  `hosted`:
@@ -36,10 +37,11 @@ class Shared:
     """
 
     def __init__(
-        self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None, threads: int | None
-    ) -> None:
+        self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None, threads: int | None,
+        peer: int = 0,
+    ) -> None:  # fmt: skip
         manifest = bundle.manifest
-        self.threads = threads
+        self.threads, self.peer = threads, peer
         self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
         self.entries = [each for each in each_entry(manifest) for _ in each.programs]
         self.programs = [program for each in each_entry(manifest) for program in each.programs]

@@ -24,7 +24,7 @@ SIGNATURE, SIGNATURE_BYTES = "manifest.json.sig", 96
 PROGRAM, PROGRAMS = "program.pt2", "programs/"
 WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
 EXAM = "exam.safetensors"
-GRAPHS, KERNELS, HOST = "graphs/", "kernels/", "host/"
+GRAPHS, KERNELS, HOST, RANKS = "graphs/", "kernels/", "host/", "ranks/"
 
 
 class Archive:
@@ -37,8 +37,9 @@ class Archive:
     Raises bundle-missing and not-a-bundle; manifest-invalid for a manifest that is larger than the limit.
     """
 
-    def __init__(self, path: str, *, copy_weights: bool = False) -> None:
-        self.path, self._copy_weights = path, copy_weights
+    def __init__(self, path: str, *, copy_weights: bool = False, outer: Archive | None = None) -> None:
+        """`outer`: the bundle in which this one is of another rank; kernel images that it has are read there."""
+        self.path, self._copy_weights, self._outer = path, copy_weights, outer
         self._folders: dict[str, int] = {}
         self._files: dict[str, int] = {}
         self._held: dict[str, bytes] = {}
@@ -97,6 +98,8 @@ class Archive:
 
     def check_size(self, file: File) -> None:
         """Raises file-damaged unless the file is there, a plain one, and has its length."""
+        if self._is_outer(file):
+            return
         found = os.fstat(self.descriptor(file.path)).st_size
         self.drop(file.path)
         if found != file.bytes:
@@ -122,6 +125,9 @@ class Archive:
 
     def contents(self, file: File) -> bytes:
         """The contents of a file, read now, its hash checked.  Raises file-damaged."""
+        if self._is_outer(file):
+            assert self._outer is not None
+            return self._outer.data(file.path)
         if file.bytes > limits.HELD_BYTES:
             raise BundleError("file-damaged", f"{file.path}: {file.bytes} bytes, more than the limit of {limits.HELD_BYTES}")
         with self._reading:
@@ -171,6 +177,21 @@ class Archive:
             if os.fstat(descriptor).st_mtime_ns != self._changed[name]:
                 raise BundleError("file-damaged", f"{name}: was written to while the bundle was loaded", "load it again")
 
+    def rank(self, number: int) -> Archive:
+        """The bundle of another rank of a model over several devices, in this one's directory.  Raises file-damaged unless it is
+        the one that this manifest names."""
+        folder = rank_folder(number)
+        try:
+            made = Archive(os.path.join(self.path, folder), copy_weights=self._copy_weights, outer=self)
+        except BundleError as error:
+            raise BundleError("file-damaged", f"{folder}{MANIFEST}: {error}") from None
+        try:
+            _check_digest(self._row(f"{folder}{MANIFEST}"), hashlib.sha256(made.text).hexdigest())
+        except BundleError:
+            made.close()
+            raise
+        return made
+
     def close(self) -> None:
         """Closes every descriptor; what is held or mapped stays."""
         for opened in (self._files, self._folders):
@@ -195,6 +216,10 @@ class Archive:
                 return file.read(limit + 1)
         finally:
             os.close(descriptor)
+
+    def _is_outer(self, file: File) -> bool:
+        """Whether a file is read where rank 0's are: an image that it has."""
+        return self._outer is not None and file.path.startswith(KERNELS) and file in self._outer.manifest.files
 
     def _row(self, name: str) -> File:
         row = next((file for file in self.manifest.files if file.path == name), None)
@@ -234,6 +259,11 @@ def weight_files(manifest: Manifest) -> dict[str, list[Weight]]:
     for weight in manifest.weights:
         found[TABLES if weight.tensor in tables else WEIGHTS].append(weight)
     return found
+
+
+def rank_folder(number: int) -> str:
+    """Where the bundle of a rank other than 0 lies: `ranks/1/`."""
+    return f"{RANKS}{number}/"
 
 
 def kernel_images(manifest: Manifest) -> set[str]:

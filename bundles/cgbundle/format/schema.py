@@ -38,6 +38,7 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Dimension", "uncut"): (6, ""),
     ("Manifest", "tables"): (6, ()),
     ("Program", "lowerings"): (6, ()),
+    ("Manifest", "world"): (6, ()),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
@@ -47,6 +48,7 @@ SPARSE = {
     ("Dimension", "uncut"),
     ("Manifest", "tables"),
     ("Program", "lowerings"),
+    ("Manifest", "world"),
 }
 """(record, field) of those in ADDED that are left out where they have the value of before: few bundles have any."""
 
@@ -59,9 +61,10 @@ DTYPES = {
 }  # fmt: skip
 """Bytes of one element of every dtype that a bundle may hold."""
 
-MEMORIES = ("weights", "state", "inputs", "arena", "host")
+MEMORIES = ("weights", "state", "inputs", "arena", "host", "peer")
 """Where a value or an address may lie.  On the cpu target `host` is memory that a
-host region allocates during the call; beside a GPU it is one pinned buffer, through which values cross."""
+host region allocates during the call; beside a GPU it is one pinned buffer, through which values cross.  `peer` is what the ranks
+of a model exchange data through: see `World`.  Addresses alone lie there, no values."""
 
 KERNEL_CODE = "code"
 """Beside MEMORIES, in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
@@ -357,6 +360,22 @@ class Reserved:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """The bundle is that of rank number `rank` of `size`: one device's share of a model over several.
+
+    Memory `peer` is a range of addresses with a part of `stride` bytes for each rank, in their order.  Rank r's part lies on its
+    device, begins as zeros, and all ranks can write to it.  Of its part a rank reads, as little-endian numbers: the 4 bytes at
+    `status`, 0 or 1 + the rank that a kernel has waited for in vain; the 8 bytes at `limit` are the nanoseconds that kernels wait.
+    """
+
+    rank: int
+    size: int
+    stride: int
+    status: int
+    limit: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Everything about a bundle but its bulk.
 
@@ -368,7 +387,8 @@ class Manifest:
     `weights` of the state that a call changes.  `aliases`: outputs that share memory, by output.  `random`: the position in
     `weights` of the state of the random numbers, int64 [seed, calls so far], or -1 for a model that draws none.  `parameters`:
     those of `call`, in its order.  `fixed`: the weights that no update may change, by position.  `tables`: positions in `weights`
-    of what the build computed, whose tensors lie in tables.safetensors."""
+    of what the build computed, whose tensors lie in tables.safetensors.  `world`: of a bundle over several devices which rank it
+    is, () of all others."""
 
     format: int
     name: Name
@@ -387,6 +407,7 @@ class Manifest:
     weights: tuple[Weight, ...]
     fixed: tuple[FixedWeight, ...]
     tables: tuple[int, ...]
+    world: tuple[World, ...] = ()
     memories: tuple[tuple[Name, int], ...]
     regions: tuple[Region, ...]
     programs: tuple[Program, ...]

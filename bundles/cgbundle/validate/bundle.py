@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 
 from ..errors import BundleError, CgbundleError
 from ..format import archive, limits
@@ -15,7 +17,7 @@ from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
 from . import host_code
 from .exam import check_exam, check_exam_rows
-from .memories import check_computed, check_memories, check_weight_rows
+from .memories import check_computed, check_memories, check_weight_rows, check_world
 from .programs import check_programs, check_size_evaluations
 from .require import require
 from .signature import check_signature
@@ -44,7 +46,8 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
     manifest = bundle.manifest
     check_manifest(manifest)
     for file in manifest.files:
-        bundle.check_hash(file) if level == "full" or file.path not in LARGE else bundle.check_size(file)
+        later = file.path in LARGE or file.path.startswith(archive.RANKS)
+        bundle.check_hash(file) if level == "full" or not later else bundle.check_size(file)
     check_weights(bundle)
     check_host_code(bundle)
     untold = manifest.target.kind == CPU and manifest.format < host_code.SINCE
@@ -55,6 +58,70 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
     if level == "full":
         for error in archive.unlisted_files(bundle.path, manifest):
             raise error
+    if manifest.world and not manifest.world[0].rank and level == "full":
+        _check_all_ranks(bundle)
+
+
+def check_ranks(bundle: Archive, level: str = "load") -> list[Archive]:
+    """The bundles of a bundle's ranks other than 0, opened and checked as it is.  Raises as `check_bundle`, and manifest-invalid or
+    table-invalid for a rank that is called otherwise than rank 0, or exchanges other data."""
+    first = bundle.manifest
+    found: list[Archive] = []
+    try:
+        for number in range(1, first.world[0].size):
+            found.append(bundle.rank(number))
+            with _of_rank(number):
+                check_bundle(found[-1], level)
+                _check_alike(found[-1].manifest, first, number)
+                _check_exchanges(found[-1], bundle)
+    except BundleError:
+        for each in found:
+            each.close()
+        raise
+    return found
+
+
+def _check_all_ranks(bundle: Archive) -> None:
+    for each in check_ranks(bundle, "full"):
+        each.close()
+
+
+@contextmanager
+def _of_rank(number: int) -> Iterator[None]:
+    try:
+        yield
+    except BundleError as error:
+        raise BundleError(error.code, f"{archive.rank_folder(number)}: {error}", error.hint) from None
+
+
+def _check_alike(manifest: Manifest, first: Manifest, number: int) -> None:
+    """A rank is called as rank 0 is, with the same sizes, and they exchange data through one memory."""
+    require(manifest.world == (replace(first.world[0], rank=number),), "world", f"{manifest.world}, rank 0 has {first.world}")
+    require(manifest.target == first.target, "target", "is not rank 0's")
+    each, others = each_entry(manifest), each_entry(first)
+    require([one.entry for one in each] == [one.entry for one in others], "entries", "are not rank 0's")
+    for one, other in zip(each, others, strict=True):
+        for field in ("dimensions", "inputs", "outputs", "written"):
+            require(getattr(one, field) == getattr(other, field), field, f"of {one.entry} differ from rank 0's")
+        own, expected = [[program.key for program in entry.programs] for entry in (one, other)]
+        require(own == expected, "programs", f"of {one.entry} are for {own}, rank 0's for {expected}")
+
+
+def _check_exchanges(bundle: Archive, first: Archive) -> None:
+    """At every int_key two ranks exchange the same data in the same order: a kernel waits for its like on the other ones."""
+    from ..tables.collectives import exchanges
+    from ..tables.table import Table
+
+    made = []
+    for each in (bundle, first):
+        world = each.manifest.world[0]
+        files = [[step.file for step in program.steps if step.file] for program in all_programs(each.manifest)]
+        made.append([[one for file in own for one in exchanges(Table(each.data(file), file), world)] for own in files])
+    for program, own, others in zip(all_programs(bundle.manifest), *made, strict=True):
+        if own != others:
+            place = next((at for at, pair in enumerate(zip(own, others, strict=False)) if pair[0] != pair[1]), len(own))
+            text = f"int_key {program.key}: {len(own)} exchanges, rank 0 has {len(others)}; they part at number {place}"
+            raise BundleError("table-invalid", text)
 
 
 def examine(bundle: Archive) -> list[CgbundleError]:
@@ -85,6 +152,8 @@ def examine(bundle: Archive) -> list[CgbundleError]:
     if not broken:
         holds(check_tables, bundle)
         holds(check_host_code, bundle)
+    if not found and manifest.world and not manifest.world[0].rank:
+        holds(_check_all_ranks, bundle)
     return [*found.values(), *archive.unlisted_files(bundle.path, manifest)]
 
 
@@ -95,6 +164,7 @@ def check_manifest(manifest: Manifest) -> None:
     _of_each(check_signature, each)
     _check_target(manifest)
     check_memories(manifest)
+    check_world(manifest)
     check_weight_rows(manifest)
     _check_regions(manifest)
     check_state(manifest)
@@ -178,7 +248,8 @@ def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[We
 
 def check_tables(bundle: Archive) -> None:
     """Raises table-invalid unless every recording is sound and that of its program's key, and the module states are sound."""
-    from ..tables.module_state import decode_states  # late: a cpu bundle has no tables
+    from ..tables.collectives import exchanges  # late: a cpu bundle has no tables
+    from ..tables.module_state import decode_states
     from ..tables.table import Table
     from .lifetimes import check_overwrites, check_untouched
     from .recordings import check_module_states, check_recording
@@ -193,6 +264,7 @@ def check_tables(bundle: Archive) -> None:
                 continue
             table = Table(bundle.data(step.file), step.file)
             check_recording(table, memories, images)
+            exchanges(table, manifest.world[0] if manifest.world else None)
             if manifest.reserved:
                 check_untouched(table, reserved)
             if tuple(table.key) != program.key:

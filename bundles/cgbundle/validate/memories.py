@@ -13,6 +13,12 @@ from .programs import checked_span
 from .require import require
 from .state import STATE
 
+WORLDS = range(2, 9)
+"""How many ranks there may be: as many GPUs as hosts with NVLink have."""
+
+GRANULARITY = 2 << 20
+"""Bytes in which the driver gives memory that several GPUs may write to."""
+
 
 def check_memories(manifest: Manifest) -> None:
     """Raises manifest-invalid unless each memory stands once.  On a CPU they are as large as what lies in them."""
@@ -20,6 +26,28 @@ def check_memories(manifest: Manifest) -> None:
     require(len(set(seen)) == len(seen) and set(seen) <= {*MEMORIES, KERNEL_CODE}, "memories", f"unknown or double name in {seen}")
     for name, size in manifest.memories:
         require(size >= 0, f"memories.{name}", f"{size} bytes")
+
+
+def check_world(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless a bundle over several devices is one of graphs for GPUs, and its memory peer holds a part for
+    each rank; other bundles have no such memory."""
+    peer = dict(manifest.memories).get("peer")
+    if not manifest.world:
+        require(peer is None, "memories.peer", "a bundle for one device has none")
+        return
+    (world, *more) = manifest.world
+    require(not more, "world", "stands more than once")
+    require(manifest.target.kind == "cuda", "world", "the ranks of a model are GPUs")
+    require(world.size in WORLDS, "world.size", f"{world.size}, expected {WORLDS[0]} to {WORLDS[-1]}")
+    require(0 <= world.rank < world.size, "world.rank", f"{world.rank} of {world.size}")
+    require(world.stride > 0 and not world.stride % GRANULARITY, "world.stride", f"no multiple of {GRANULARITY}")
+    for name, at, size in (("status", world.status, 4), ("limit", world.limit, 8)):
+        inside = 0 <= at <= world.stride - size and not at % size
+        require(inside, f"world.{name}", f"{at} is no place of {size} bytes in {world.stride}")
+    require(peer == world.size * world.stride, "memories.peer", f"{peer}, {world.size} parts of {world.stride} bytes are expected")
+    hosted = next((index for index, region in enumerate(manifest.regions) if region.kind == "host"), None)
+    require(hosted is None, f"regions[{hosted}]", "a bundle over several GPUs has no operations on the host")
+    require(not manifest.chains and not manifest.module_state, "world", "with chains, or variables of kernels")
 
 
 def check_weight_rows(manifest: Manifest) -> None:

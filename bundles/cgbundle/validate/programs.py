@@ -114,6 +114,7 @@ def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, whe
     """`alias`: it is an output that shares memory, whose offset on the cpu target counts from what it shares that with."""
     require(value.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {value.dtype!r}")
     require(value.memory in MEMORIES, f"{where}.memory", f"unknown memory {value.memory!r}")
+    require(value.memory != "peer", f"{where}.memory", "a value in memory peer, where addresses alone lie")
     size = checked_span(where, value)
     if manifest.target.kind == "cpu":
         require(value.memory == "host", f"{where}.memory", f"a value of the cpu target in memory {value.memory}")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import BundleError
 from ..format.schema import MEMORIES
+from ..tables.collectives import PEER
 from ..tables.column_file import invalid
 from ..tables.table import KERNEL, MEMCPY, MEMSET, Table, launch_order
 from .conditionals import check_conditionals
@@ -56,6 +57,8 @@ def check_recording(table: Table, memories: Mapping[str, int], images: Collectio
     _check_memcpys(table, sizes)
     _check_edges(table)
     check_conditionals(table)
+    if PEER in bytes(table.memset_memory) or PEER in bytes(table.memcpy_memory):
+        raise invalid(f"{table.where}: memory", "a memset or memcpy in memory peer, which kernels alone write to")
 
 
 def _check_functions(table: Table, images: Collection[str]) -> list[int]:

@@ -21,6 +21,7 @@ from ..lowered import (
     Copy,
     End,
     Event,
+    Exchange,
     Fill,
     Launch,
     Lowered,
@@ -125,7 +126,7 @@ def uses(event: Event) -> Iterator[int]:
     """The buffers that an event reads or writes, by position."""
     if isinstance(event, Launch):
         yield from (argument.buffer for argument in event.arguments if isinstance(argument, Pointer))
-    elif isinstance(event, Copy):
+    elif isinstance(event, Copy | Exchange):
         yield from (event.source.buffer, event.target.buffer)
     elif isinstance(event, Fill):
         yield event.target.buffer

@@ -21,6 +21,7 @@ from ..lowered import (
     Copy,
     End,
     Event,
+    Exchange,
     Fill,
     FoldedConstant,
     HostRead,
@@ -210,7 +211,7 @@ def _moved(event: Event, places: Sequence[Pointer], variants: Sequence[int]) -> 
         case Launch():
             arguments = tuple([_at(each, places) if isinstance(each, Pointer) else each for each in event.arguments])
             return replace(event, variant=variants[event.variant], arguments=arguments)
-        case Copy():
+        case Copy() | Exchange():
             return replace(event, source=_at(event.source, places), target=_at(event.target, places))
         case Fill():
             return replace(event, target=_at(event.target, places))

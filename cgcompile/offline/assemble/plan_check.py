@@ -8,7 +8,7 @@ from bisect import bisect_left, insort
 from heapq import heappop, heappush
 
 from ...errors import BuildError
-from ..lowered import TEMPORARY, Begin, Copy, End, Fill, HostRead, Launch, Lowered, Pointer, SetCondition
+from ..lowered import TEMPORARY, Begin, Copy, End, Exchange, Fill, HostRead, Launch, Lowered, Pointer, SetCondition
 from .arena import Plan
 
 ALIGNMENT = 256
@@ -70,7 +70,7 @@ def _needed(lowered: Lowered) -> dict[int, tuple[int, int]]:
         match event:
             case Launch(arguments=arguments):
                 named = [argument.buffer for argument in arguments if isinstance(argument, Pointer)]
-            case Copy(source=source, target=target):
+            case Copy(source=source, target=target) | Exchange(source=source, target=target):
                 named = [source.buffer, target.buffer]
             case Fill(target=target):
                 named = [target.buffer]

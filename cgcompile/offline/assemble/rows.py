@@ -13,6 +13,7 @@ from ...errors import BuildError
 from ...targets.cuda.bodies import Bodies
 from ...targets.cuda.recorded import RecordedGraph
 from ...targets.kernels.conditions import set_condition
+from ...targets.kernels.exchange_nodes import ExchangeKernels, exchange_node, transfer
 from ..compile.kernels import CompiledKernel
 from ..lowered import (
     INPUT,
@@ -22,6 +23,7 @@ from ..lowered import (
     BufferView,
     Copy,
     End,
+    Exchange,
     Fill,
     Launch,
     Lowered,
@@ -77,10 +79,12 @@ def assemble(
     inputs: Sequence[int],
     written: Collection[int] = (),
     conditions: Function | None = None,
+    exchanges: ExchangeKernels | None = None,
 ) -> tuple[RecordedGraph, ...]:
     """The rows of one key, a graph per region; launches, copies and fills of nothing are left out.  `compiled`: one per variant.
     `weights`: where a WEIGHT buffer lies, by its name; `inputs`: the offsets of INPUT buffers in memory inputs, by their number.
     `written`: the numbers of those that calls may change.  `conditions`: the kernel that sets conditions, where any are set.
+    `exchanges`: those of collectives, of a model over several devices.
 
     Raises parameter-mismatch, and place-invalid for a buffer without a place, bytes outside their buffer, and a weight or input
     that is changed and must not be.
@@ -88,12 +92,13 @@ def assemble(
     lowered = program.lowered
     where = _Where(lowered=lowered, bases=tuple(_bases(lowered, plan, weights, inputs)))
     _check_written(where, written)
-    return tuple([_assemble(region, compiled, where, conditions, plan.arena) for region in program.regions])
+    return tuple([_assemble(region, compiled, where, conditions, exchanges, plan.arena) for region in program.regions])
 
 
 def _assemble(
-    region: RegionEvents, compiled: Sequence[CompiledKernel], where: _Where, conditions: Function | None, arena: int
-) -> RecordedGraph:
+    region: RegionEvents, compiled: Sequence[CompiledKernel], where: _Where, conditions: Function | None,
+    exchanges: ExchangeKernels | None, arena: int,
+) -> RecordedGraph:  # fmt: skip
     lowered = where.lowered
     functions: dict[Function, int] = {}
     growing = Bodies()
@@ -111,6 +116,9 @@ def _assemble(
                 assert conditions is not None  # `branches` says when it is needed
                 function = functions.setdefault(conditions, len(functions))
                 growing.add([set_condition(function, where.address(event.byte, 1, spot), event.conditional)])
+            case Exchange() if event.nbytes:
+                assert exchanges is not None  # only a model over several devices has collectives
+                growing.add([_exchange(event, functions, exchanges, where, spot)])
             case Begin():
                 growing.begin(event.conditional, event.type)
             case NextBody():
@@ -182,6 +190,15 @@ def _kernel(launch: Launch, function: int, compiled: CompiledKernel, where: _Whe
         undefined=(),
         attributes=tuple(attributes),
     )
+
+
+def _exchange(event: Exchange, functions: dict[Function, int], kernels: ExchangeKernels, where: _Where, spot: str) -> KernelNode:
+    world = kernels.memory.world
+    sent = transfer(event.kind, event.dtype, event.nbytes, world, event.sender)
+    source = where.address(event.source, sent.size * (world if sent.scattered else 1), spot)
+    target = where.address(event.target, sent.output(world), spot)
+    function = functions.setdefault(kernels.function(sent), len(functions))
+    return exchange_node(function, sent, kernels.memory, kernels.rank, source, target)
 
 
 def _copies(copy: Copy, where: _Where, spot: str) -> Iterator[MemcpyNode]:

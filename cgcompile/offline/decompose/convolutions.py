@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...transforms.decompositions import PRODUCTS, kept
+from ...transforms.few_rows.decompositions import PRODUCTS, kept
 
 aten = torch.ops.aten
 

@@ -16,7 +16,8 @@ from torch._higher_order_ops.associative_scan import associative_scan_op, generi
 from torch._inductor.decomposition import select_decomp_table
 
 from ...errors import ModelError
-from ...transforms.decompositions import added_product, argmax, product
+from ...transforms.few_rows.decompositions import added_product, argmax, product
+from ..collectives import COLLECTIVES
 from .attention import SHORTEST, WIDEST, attend, fits
 from .convolutions import convolution
 from .sort import sort, topk
@@ -348,6 +349,7 @@ REPLACED: dict[Any, Callable[..., Any]] = {
     aten.embedding_bag.default: embedding_bag,
     aten.embedding_bag.padding_idx: embedding_bag,
     associative_scan_op: associative_scan,
+    **COLLECTIVES,
     **get_decompositions([aten.lstm.input, aten.gru.input, aten.rnn_tanh.input, aten.rnn_relu.input]),
 }
 """Operations of exported programs that are replaced as a whole."""

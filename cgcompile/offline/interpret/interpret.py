@@ -54,13 +54,14 @@ WeightFiles = tuple[tuple[Path, tuple[Weight, ...]], ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Task:
     """One int_key to run, stage by stage over the same memory.  `variants`: what each (image's sha256, symbol) was compiled from.
-    `sizes`: (name, bytes) of each memory."""
+    `sizes`: (name, bytes) of each memory.  `others`: of a model over several devices, those of the ranks after this one."""
 
     key: IntKey
     stages: tuple[Stage, ...]
     variants: tuple[tuple[tuple[str, str], KernelVariant], ...]
     sizes: tuple[tuple[str, int], ...]
     weights: WeightFiles
+    others: tuple[Task, ...] = ()
 
     @property
     def recordings(self) -> tuple[Recording, ...]:
@@ -70,18 +71,20 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outcome:
-    """What was read, stage after stage: bytes, row-major.  `seconds`: what the rows took, without starting the process."""
+    """What was read, stage after stage: bytes, row-major.  `seconds`: what the rows took, without starting the process.  `others`:
+    of the ranks after this one."""
 
     key: IntKey
     read: tuple[bytes, ...] = field(repr=False)
     seconds: float
+    others: tuple[Outcome, ...] = ()
 
 
 def estimate(task: Task) -> float:
     """How much work a key is, to compare keys of one program: elements of blocks times lines of the kernel, over all instances."""
     variants = dict(task.variants)
     total = 0.0
-    for recording, node in [(each, node) for each in task.recordings for node in each.nodes]:
+    for recording, node in [(each, node) for each in task.recordings for node in each.nodes]:  # other ranks have as much
         match node:
             case KernelNode() if (fill := memset_of(recording.functions[node.function], node)) is not None:
                 total += fill.width
@@ -109,7 +112,7 @@ def interpret(
     then the others from the smallest on.  What has not ended after `budget` seconds ends, but for the smallest: it has no Outcome.
     `workers` processes run at a time (default: one for each processor); `folder` takes their logs.  Raises order-broken,
     parameter-mismatch, function-not-interpretable, access-outside, kernel-asserted, kernel-unreadable, worker-died."""
-    for recording in [recording for task in tasks for recording in task.recordings]:
+    for recording in [recording for task in tasks for each in (task, *task.others) for recording in each.recordings]:
         check_order(recording)
     kept = _kept(tasks, cache) if cache else {}
     known = {key: outcome for key, path in kept.items() if (outcome := recall(path, Outcome))}
@@ -124,14 +127,15 @@ def interpret(
 
 def _kept(tasks: Sequence[Task], cache: Path) -> dict[IntKey, Path]:
     """The file of each outcome in the cache."""
-    found, hashes = (
-        {},
-        {path: _hash(path) for path in {path for task in tasks for path, _ in task.weights}},
-    )  # mostly one, and large
+    paths = {path for task in tasks for each in (task, *task.others) for path, _ in each.weights}
+    found, hashes = {}, {path: _hash(path) for path in paths}  # mostly one, and large
     for task in tasks:
-        stages = [(stage.given, stage.recording, stage.read) for stage in task.stages]  # `repr` of a stage leaves the bytes out
-        rest = (task.key, stages, task.variants, task.sizes, [placed for _, placed in task.weights])
-        found[task.key] = cache_path(cache, "interpreted", [hashes[path] for path, _ in task.weights], rest)
+        rest = []
+        for each in (task, *task.others):
+            stages = [(stage.given, stage.recording, stage.read) for stage in each.stages]  # `repr` of a stage leaves bytes out
+            rest.append((each.key, stages, each.variants, each.sizes, [placed for _, placed in each.weights]))
+        weights = [hashes[path] for each in (task, *task.others) for path, _ in each.weights]
+        found[task.key] = cache_path(cache, "interpreted", weights, *rest)
     return found
 
 

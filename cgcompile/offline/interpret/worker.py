@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
@@ -25,10 +26,13 @@ from cgbundle.tables.recording import (
 )
 
 from ...errors import BuildError
+from ...targets.kernels.exchange_nodes import transfer_of
 from ...targets.kernels.fills import memset_of
 from ...util.workers import serve
 from ..assemble.block_reader import arguments, check_order, programs
 from . import front_end, libdevice
+from .builder import Builder
+from .exchanges import Steps, exchange, together
 from .interpret import Outcome, Task
 from .launch import launch
 from .memory import Memory
@@ -39,14 +43,27 @@ TURNS = 1 << 20
 
 
 def execute(task: Task) -> Outcome:
-    """Run all rows of all stages in order.  Once in a process, which Triton is changed in."""
-    for recording in task.recordings:
-        check_order(recording)
-    memory = Memory(task.sizes)
-    memory.where = f"int_key {task.key}"
-    _fill(memory, task)
-    kernels = _Kernels(memory, task)
+    """Run all rows of all stages in order, of several ranks side by side.  Once in a process, which Triton is changed in."""
+    ranks = (task, *task.others)
+    memories = []
+    for each in ranks:
+        for recording in each.recordings:
+            check_order(recording)
+        memories.append(Memory(each.sizes))
+        memories[-1].where = f"int_key {each.key}"
+        _fill(memories[-1], each)
+    builder, control_flow = front_end.install(memories[0])
+    libdevice.install(builder, control_flow.semantic)
+    kernels = [_Kernels(memory, each, builder, control_flow) for memory, each in zip(memories, ranks, strict=True)]
     began = time.monotonic()
+    read = together([_stages(memory, own, each) for memory, own, each in zip(memories, kernels, ranks, strict=True)], task.key)
+    seconds = time.monotonic() - began
+    first, *others = [Outcome(key=tuple(task.key), read=tuple(each), seconds=seconds) for each in read]
+    return replace(first, others=tuple(others))
+
+
+def _stages(memory: Memory, kernels: _Kernels, task: Task) -> Steps[list[bytes]]:
+    """What one rank reads, stage after stage."""
     read: list[bytes] = []
     for stage in task.stages:
         memory.where = f"int_key {task.key}, what it is given"
@@ -54,18 +71,18 @@ def execute(task: Task) -> Outcome:
             view = _view(memory, value, "writes")
             view[...] = np.frombuffer(contents, view.dtype).reshape(view.shape)
         if stage.recording:
-            _run(memory, kernels, stage.recording)
+            yield from _run(memory, kernels, stage.recording)
         memory.where = f"int_key {task.key}, its outputs"
         read += [_view(memory, value, "reads").tobytes() for value in stage.read]
-    return Outcome(key=tuple(task.key), read=tuple(read), seconds=time.monotonic() - began)
+    return read
 
 
-def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> None:
+def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> Steps[None]:
     begins = [0, *recording.bodies, len(recording.nodes)]
     conditionals = [row for row, node in enumerate(recording.nodes) if isinstance(node, ConditionalNode)]
     conditions: dict[int, int] = {}
 
-    def run(graph: int) -> None:
+    def run(graph: int) -> Steps[None]:
         for row in range(begins[graph], begins[graph + 1]):
             match recording.nodes[row]:
                 case KernelNode(handles=(handle,)) as node:
@@ -78,13 +95,16 @@ def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> None:
                             break
                         if turn == TURNS:
                             raise BuildError("proof-failed", f"the loop of row {row} has not ended after {TURNS} turns")
-                        run(body + 1)
+                        yield from run(body + 1)
                 case ConditionalNode(type=kind, bodies=bodies):
                     chosen = conditions[row] if kind == "switch" else int(not conditions[row])
                     for body in bodies[chosen : chosen + 1]:
-                        run(body + 1)
+                        yield from run(body + 1)
                 case KernelNode() as node if (fill := memset_of(recording.functions[node.function], node)) is not None:
                     _set(memory, fill, f"memset, row {row}")
+                case KernelNode() as node if (sent := transfer_of(recording.functions[node.function], node)) is not None:
+                    memory.where = f"collective, row {row}"
+                    yield from exchange(memory, sent, node)
                 case KernelNode() as node:
                     kernels.launch(row, recording.functions[node.function], node)
                 case MemsetNode() as node:
@@ -94,19 +114,18 @@ def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> None:
                 case EmptyNode():
                     pass
 
-    run(0)
+    yield from run(0)
 
 
 class _Kernels:
-    """Launches by row; every kernel's source is read once."""
+    """Launches by row; every kernel's source is read once.  `builder` is what kernels run on, over one memory after another."""
 
-    def __init__(self, memory: Memory, task: Task) -> None:
+    def __init__(self, memory: Memory, task: Task, builder: Builder, control_flow: front_end.ControlFlow) -> None:
         self.memory = memory
         self.task = task
         self.variants = dict(task.variants)
         self.functions: dict[tuple[str, str], Callable[..., Any]] = {}
-        self.builder, self.control_flow = front_end.install(memory)
-        libdevice.install(self.builder, self.control_flow.semantic)
+        self.builder, self.control_flow = builder, control_flow
 
     def launch(self, row: int, function: Function, node: KernelNode) -> None:
         which = function.image, function.symbol
@@ -117,6 +136,7 @@ class _Kernels:
         if which not in self.functions:
             self.functions[which] = front_end.function_of(variant.source, variant.name, self.control_flow)
         self.memory.where = where
+        self.builder.memory = self.memory
         kinds = dict(variant.signature)
         given: dict[str, Any] = dict(variant.constants)
         for name, value in arguments(variant, function, node).items():

@@ -36,6 +36,7 @@ from ...export.higher_order.conditionals import bodies, is_conditional
 from ...export.weights import weight_placeholders
 from ...model.devices.markers import marker
 from ...targets.architectures import Arch
+from ..collectives import COLLECTIVE
 from ..decompose.arguments import DEVICE
 from ..decompose.complex_numbers import Pair, is_complex, run_on_pairs
 from ..decompose.decompositions import decompositions, replacement
@@ -229,7 +230,8 @@ def _without_lowering(graph: Graph, folded: bool) -> Iterator[str]:
             continue
         values = [leaf for leaf in tree_leaves([node.meta.get("val"), [each.meta.get("val") for each in node.all_input_nodes]])]
         unpaired = any(isinstance(leaf, torch.Tensor) and leaf.is_complex() for leaf in values)
-        if isinstance(node.target, torch._ops.OpOverload) and (unpaired or falls_back(node.target)):
+        own = node.target is COLLECTIVE  # a launch of a kernel of ours
+        if isinstance(node.target, torch._ops.OpOverload) and not own and (unpaired or falls_back(node.target)):
             yield str(node.target).removesuffix(".default")
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +17,8 @@ import torch
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError, ModelError
+from ...targets.kernels.exchange_nodes import MULTIPLE, transfer
+from ..collectives import NAME
 from ..lowered import (
     INPUT,
     TEMPORARY,
@@ -25,6 +27,7 @@ from ..lowered import (
     BufferView,
     Copy,
     Event,
+    Exchange,
     Fill,
     KernelVariant,
     Launch,
@@ -165,14 +168,55 @@ class _Log:
         handle = _Handle(len(self.buffers) - 1, lambda buffer: None)
         return WrapperTensor(self, handle, 0, tuple(tensor.shape), tensor.stride(), tensor.dtype)
 
-    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> WrapperTensor:
-        """A new temporary."""
+    def empty(self, shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, multiple: int = 1) -> WrapperTensor:
+        """A new temporary; its bytes are rounded up to a multiple."""
         buffer = len(self.buffers)
-        nbytes = span(shape, strides) * dtype.itemsize
+        nbytes = -(-span(shape, strides) * dtype.itemsize // multiple) * multiple
         self.buffers.append(Buffer(kind=TEMPORARY, name=f"t{buffer}", nbytes=nbytes))
         self.events.append(Allocate(buffer=buffer))
         handle = _Handle(buffer, lambda gone: self.events.append(Release(buffer=gone)))
         return WrapperTensor(self, handle, 0, tuple(shape), tuple(strides), dtype)
+
+    def exchange(self, given: Any, kind: Any, world: int, sender: int) -> Any:
+        """As the wrapper calls the operator of `collectives`.  Kernels send multiples of 16 bytes from multiples of 16: what is
+        none is copied to where they may read on."""
+        if isinstance(given, UnknownCall):
+            return given
+        dtype, nbytes = given.dtype, given.span()
+        if span(given.shape, given.strides) != math.prod(given.shape):
+            raise BuildError("lowering-broken", f"{kind} of a tensor with gaps: {given.shape}, strides {given.strides}")
+        try:
+            sent = transfer(kind, given.tensor().dtype, nbytes, world or 1, sender)
+        except ValueError as error:
+            raise ModelError("collective-refused", str(error)) from None
+        first, *rest = given.shape or (1,)
+        parts = world if kind == "all_gather" else 1
+        shape = (first * parts, *rest) if given.shape or parts > 1 else ()
+        shape = (first // world, *rest) if kind == "reduce_scatter" else shape
+        strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
+        target = made = self.empty(shape, strides, dtype, MULTIPLE)
+        padded = nbytes % MULTIPLE
+        if padded or given.offset % MULTIPLE:
+            own = self.empty(given.shape, given.strides, dtype, MULTIPLE)
+            self.events.append(Copy(source=given.pointer(), target=own.pointer(), nbytes=nbytes))
+            given = own
+        if padded and parts > 1:
+            target = self.empty((sent.size * parts,), (1,), torch.uint8)
+        if nbytes:
+            self.events.append(
+                Exchange(
+                    kind=kind,
+                    dtype=given.tensor().dtype,
+                    nbytes=nbytes,
+                    sender=sender,
+                    source=given.pointer(),
+                    target=target.pointer(),
+                )
+            )
+        for part in range(parts if target is not made else 0):
+            source, place = [replace(each.pointer(), offset=part * size) for each, size in ((target, sent.size), (made, nbytes))]
+            self.events.append(Copy(source=source, target=place, nbytes=nbytes))
+        return made
 
     def launch(self, source: KernelSource, *arguments: Any, stream: Any = 0, **others: Any) -> None:
         """As the wrapper runs a kernel."""
@@ -263,5 +307,18 @@ class _Torch:
         self.cuda = cuda
 
     def __getattr__(self, name: str) -> Any:
+        if name == "ops":
+            return _Operators(self._log)
         real = getattr(torch, name)
         return real if isinstance(real, torch.dtype) or name == "device" else UnknownCall(self._log, f"torch.{name}")
+
+
+class _Operators:
+    """`torch.ops` for the wrapper: that of `collectives` is recorded, all others are unknown."""
+
+    def __init__(self, log: _Log) -> None:
+        self._log = log
+        self.cgcompile = SimpleNamespace(**{NAME: SimpleNamespace(default=log.exchange)})
+
+    def __getattr__(self, name: str) -> Any:
+        return UnknownCall(self._log, f"torch.ops.{name}")

@@ -26,6 +26,7 @@ from ...model.pytree import dtype_name
 from ...transforms.error_bounds import error_bounds
 from ...transforms.inlining import inlined
 from ...transforms.output_aliases import with_aliases
+from ...util.disk_space import size
 from ...util.progress import Stages, Tell
 from ...util.scratch import scratch_folder
 from ..build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
@@ -150,12 +151,12 @@ def _entry_parts(
 
 
 def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
-    """`host/model.so, 150 KB`, or `3 files, 460 KB, 2 of them compiled by an earlier build`."""
-    size = sum(each.path.stat().st_size for _, each in compiled) >> 10
+    """`host/model.so, 150.2 KiB`, or `3 files, 460.1 KiB, 2 of them compiled by an earlier build`."""
+    total = size(sum(each.path.stat().st_size for _, each in compiled))
     before = sum(each.recalled for _, each in compiled)
     if len(compiled) == 1:
-        return f"{compiled[0][0]}, {size} KB{', compiled by an earlier build' if before else ''}"
-    return f"{len(compiled)} files, {size} KB{f', {before} of them compiled by an earlier build' if before else ''}"
+        return f"{compiled[0][0]}, {total}{', compiled by an earlier build' if before else ''}"
+    return f"{len(compiled)} files, {total}{f', {before} of them compiled by an earlier build' if before else ''}"
 
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> tuple[Weight, ...]:

@@ -25,12 +25,12 @@ class CollectiveLaunch:
     threads: int
 
 
-def collective_launch(size: int) -> CollectiveLaunch:
-    """How `size` bytes go from each rank to each other one: the same on all ranks.  Raises ValueError unless they are a multiple
-    of 16."""
+def collective_launch(size: int, way: Way | None = None) -> CollectiveLaunch:
+    """How `size` bytes go from each rank to each other one: the same on all ranks.  `way`: the one that they have to go, None for
+    the faster.  Raises ValueError unless they are a multiple of 16."""
     if size % 16 or size <= 0:
         raise ValueError(f"{size} bytes: expected a multiple of 16")
-    way: Way = "packets" if size <= PACKETS else "buffers"
+    way = way or ("packets" if size <= PACKETS else "buffers")
     count, most = size // PIECE[way], _BLOCKS[way]
     threads = _NARROW if count <= _NARROW * most // 2 else _WIDE if way == "packets" else _WIDE // 2
     return CollectiveLaunch(way=way, count=count, blocks=min(most, -(-count // threads)), threads=threads)

@@ -8,14 +8,19 @@ There are two ways to send.  Packets carry 8 bytes of data and twice their epoch
 so that an exchange takes one way through the link, and twice the bytes.  Buffers are written as they are, then a flag per block.
 
 Nothing but memory changes from launch to launch, so a graph with these kernels can be stored and replayed.  All ranks launch the
-same collectives in the same order, each with as many blocks and threads as the others, no fewer threads than ranks, and all blocks
-of a launch have to fit on the GPU at once.  A kernel that has waited too long writes down for whom and no longer waits; neither
-does any after it.
+same collectives in the same order, each with as many blocks and threads as the others, no fewer threads than ranks, and all
+blocks of a launch have to fit on the GPU at once.  A kernel's parameters are those of `cgbundle.tables.collectives`: the input,
+the output, the exchange memories of all ranks in their order, the own one among them; the bytes from what is sent to one rank to
+what is sent to the next, 0 where all get the same; how many pieces each rank gets; the own rank; and as bits the ranks that send:
+of buffers side by side the others only say they are there.  A kernel that has waited too long writes down for whom and no longer
+waits; neither does any after it.
 """
 
 from __future__ import annotations
 
 from typing import Literal
+
+from cgbundle.tables.collectives import params as params
 
 from . import collective_ptx as ptx
 from .exchange_memory import ExchangeMemory
@@ -35,13 +40,6 @@ _COMBINES: tuple[Combine, ...] = ("bfloat16", "float16", "float32", "side by sid
 def symbol(way: Way, combine: Combine) -> str:
     """The name of a kernel in the image of `collective_image`."""
     return f"cgcompile_{way}_{combine.replace(' ', '_')}"
-
-
-def params(world: int) -> tuple[tuple[int, int], ...]:
-    """(offset, size) of a kernel's parameters: the input, the output, the exchange memories of all ranks in their order, the own
-    one among them; the bytes from what is sent to one rank to what is sent to the next, 0 where all get the same; how many pieces
-    each rank gets; the own rank; and as bits the ranks that send: of buffers side by side the others only say they are there."""
-    return tuple([(8 * place, 8) for place in range(world + 3)] + [(8 * (world + 3) + 4 * place, 4) for place in range(3)])
 
 
 def collective_image(name: str, memory: ExchangeMemory) -> bytes:

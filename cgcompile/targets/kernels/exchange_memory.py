@@ -17,11 +17,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from cgbundle.validate.memories import WORLDS as WORLDS
+
 BLOCKS = 256
 """The most blocks that a collective's kernel is launched with."""
-
-WORLDS = range(2, 9)
-"""How many ranks there may be: as many GPUs as hosts with NVLink have."""
 
 LINE = 32
 """Bytes between flags, so that no two of them share a sector."""

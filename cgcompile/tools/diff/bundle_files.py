@@ -28,6 +28,11 @@ class BundleFiles:
     manifest: Manifest
     files: dict[str, File]
 
+    def rank(self, number: int) -> BundleFiles:
+        """The bundle of another rank of a model over several GPUs.  Raises as `open_bundle`."""
+        with _about(self.path):
+            return _opened(self.path, self.bundle.rank(number))
+
 
 def open_bundle(path: str) -> BundleFiles:
     """The bundle at `path`: its manifest is checked, and every file has its length.
@@ -35,11 +40,14 @@ def open_bundle(path: str) -> BundleFiles:
     Raises bundle-missing, not-a-bundle, format-unsupported, manifest-invalid, file-damaged.
     """
     with _about(path):
-        bundle = Archive(path)
-        manifest = bundle.manifest
-        verify.check_manifest(manifest)
-        for file in manifest.files:
-            bundle.check_size(file)
+        return _opened(path, Archive(path))
+
+
+def _opened(path: str, bundle: Archive) -> BundleFiles:
+    manifest = bundle.manifest
+    verify.check_manifest(manifest)
+    for file in manifest.files:
+        bundle.check_size(file)
     return BundleFiles(path=path, bundle=bundle, manifest=manifest, files={file.path: file for file in manifest.files})
 
 

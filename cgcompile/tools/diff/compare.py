@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from cgbundle.format import archive
 
@@ -33,8 +34,21 @@ def compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
     if _state_hash(a) != _state_hash(b):
         rows += recordings.compare_module_states(module_states(a), module_states(b))
     told = {row.part for row in rows}
-    rows += contents.files(a, b, {*_told(a, launched[0], told), *_told(b, launched[1], told)})
+    ranks = set(_of_ranks(a, b))
+    known = {*_told(a, launched[0], told), *_told(b, launched[1], told)}
+    if ranks:
+        rows += ranks
+        known |= {path for each in (a, b) for path in each.files if path.startswith(archive.RANKS)}
+    rows += contents.files(a, b, known)
     return tuple(sorted(rows, key=lambda row: PARTS.index(row.part)))
+
+
+def _of_ranks(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
+    """What differs of the ranks other than 0 that both have: see `schema.World`."""
+    sizes = [each.manifest.world[0].size if each.manifest.world and not each.manifest.world[0].rank else 1 for each in (a, b)]
+    for number in range(1, min(sizes)):
+        for row in compare(a.rank(number), b.rank(number)):
+            yield replace(row, name=" ".join(filter(None, [f"rank {number}", row.name])))
 
 
 def _state_hash(bundle: BundleFiles) -> str:

@@ -72,6 +72,10 @@ def build(
         float, typer.Option("--prove-budget", metavar="SECONDS", help="How long --prove may take; one int_key is always proved.")
     ] = 120,
     train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,
+    world: Annotated[
+        int | None,
+        typer.Option("--world", metavar="N", help="Over how many GPUs the model goes: model(rank, world) gives each share."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
     waive: Annotated[
         list[str] | None,
@@ -102,6 +106,7 @@ def build(
     cgcompile build minilm.py --sizes batch=1,8 --sizes seq=32,128
     cgcompile build gpt.py --sizes 1,8,32 --target sm_90
     cgcompile build gpt.py --sizes 1,8,32 --target x86-64-v3
+    cgcompile build llama.py --sizes 1,8 --target sm_90 --world 2
     """
     import cgcompile
 
@@ -115,7 +120,7 @@ def build(
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
             specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, budget=budget, train=train,
-            host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys, progress=progress or "silent",
+            host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys, world=world, progress=progress or "silent",
         )  # fmt: skip
     if not quiet:
         show(_summary(built, time.perf_counter() - begin), sys.stderr)
@@ -139,6 +144,7 @@ def _summary(built: Built, seconds: float) -> Table:
     fields: list[Field] = [
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
         ("target", summary.target(manifest.target)),
+        *([("world", summary.world(manifest))] if manifest.world else []),
     ]
     for one in each:
         fields += [("entry", [one.entry, *summary.changes(one)])] if len(each) > 1 else []

@@ -132,7 +132,7 @@ def _regions(report: Report) -> RenderableType:
     from rich.tree import Tree
 
     if report.target == "cpu":
-        return Text("\nthe cpu target is one host region: nothing is cut")
+        return Text("\nthe CPU runs the whole model as one piece: nothing is cut out of graphs")
     if report.unpartitioned:
         return Text(f"\nno regions: {safe(report.unpartitioned)}")
     graphs = sum(region.kind == "graph" for region in report.regions)

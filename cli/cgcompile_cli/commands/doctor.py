@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..output import count, record, show, size, table, write_json
+from ..output import record, show, size, table, write_json
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,20 +26,18 @@ def doctor(as_json: Annotated[bool, typer.Option("--json", help="Print it as JSO
     why, and what to install. Nothing is imported, and no GPU is used.
     """
     from cgcompile.tools.environment import environment
-    from cgcompile.util.content_cache import cache_place, kept
+    from cgcompile.util.content_cache import cache_place
 
     found = environment()
-    results = kept()
     if as_json:
-        cache = {"path": str(cache_place()), "bytes": sum(each.bytes for each in results)}
+        cache = {"path": str(cache_place())}
         write_json(_without_targets(found) | {"cache": cache, "targets": [_plain(each) for each in found.targets]})
         return
-    size_of_cache = f"{count(sum(each.files for each in results), 'file')}, {size(sum(each.bytes for each in results))}"
     show(record([
         *[(part.name, _part(part)) for part in found.parts],
         ("processor", found.processor),
         ("GPU", _gpus(found)),
-        ("cache", f"{cache_place()}, {size_of_cache}"),
+        ("cache", f"{cache_place()} (`cgcompile cache dir` counts what is in it)"),
     ]))  # fmt: skip
     show("")
     show(_table(found.targets))

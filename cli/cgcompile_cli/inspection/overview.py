@@ -41,6 +41,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
     fields: list[Field] = [
         ("bundle", f"{manifest.name}, format {manifest.format}, {summary.bulk(manifest)}"),
         ("target", summary.target(manifest.target)),
+        *([("world", summary.world(manifest))] if manifest.world else []),
     ]
     for one in each:
         fields += [("entry", [one.entry, *summary.changes(one)])] if several else []
@@ -81,6 +82,8 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
 
 def _update(manifest: Manifest) -> list[str]:
     """Which weights `program.update` replaces, and the others by the reason."""
+    if manifest.world:
+        return ["refused: each GPU has weights of its own; build the bundle again with other ones"]
     if manifest.format < SINCE:
         return [f"refused: format {manifest.format} does not say what the code holds of the weights"]
     names, fixed = updatable(manifest)

@@ -104,6 +104,7 @@ def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) ->
     found = [finding.severity for one in each_entry(manifest) for finding in one.findings]
     facts = [
         ("int_keys", len(all_programs(manifest))),
+        *([("GPUs", manifest.world[0].size)] if manifest.world else []),
         ("on disk", size(summary.total(manifest))),
         ("weights", size(memories.get("weights", 0))),
         *([("state", size(memories["state"]))] if memories.get("state") else []),

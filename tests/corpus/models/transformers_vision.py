@@ -43,7 +43,10 @@ def rt_detr() -> Made:
         use_pretrained_backbone=False, use_timm_backbone=False, backbone=None,
     )  # fmt: skip
     model = RTDetrForObjectDetection(config)
-    torch.nn.init.normal_(model.model.enc_score_head.weight)  # else all scores are equal, and any ten of them the best
+    for each in model.modules():  # else nothing but rounding is left of the image: all scores are equal, and any ten are the best
+        if isinstance(each, torch.nn.Conv2d):
+            torch.nn.init.kaiming_normal_(each.weight)
+    torch.nn.init.normal_(model.model.enc_score_head.weight, std=1000.0)
     return model, pixels(64)
 
 

@@ -140,3 +140,15 @@ def test_tokenize_without_torch(minilm: ModuleType) -> None:
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=EXAMPLES, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[[101, 2028, 102, 0, 0], [101, 2028, 2048, 2093, 102]] [[1, 1, 1, 0, 0], [1, 1, 1, 1, 1]]"
+
+
+def test_tensor_parallel_shares_make_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank has its part of every matrix: rows of some, columns of others."""
+    module = load("tensor_parallel")
+    whole, *parts = [dict(module.model(rank, world).named_parameters()) for rank, world in ((0, 1), (0, 2), (1, 2))]
+    for name, weight in whole.items():
+        own = [part[name] for part in parts]
+        joined = [torch.cat(own, axis) for axis in range(weight.dim())] if own[0].shape != weight.shape else own
+        assert any(torch.equal(each, weight) for each in joined if each.shape == weight.shape), name
+    with torch.no_grad():
+        assert module.model(0, 1)(*module.inputs(3)).shape == (3, module.VOCABULARY)

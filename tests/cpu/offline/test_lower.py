@@ -32,7 +32,7 @@ from cgcompile.offline.lower.variants import BLOCKS
 from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Lowered, Pointer, Release
 from cgcompile.offline.tuning import cost_model
 from cgcompile.targets.architectures import arch
-from cgcompile.transforms import decompositions as shared
+from cgcompile.transforms.few_rows import decompositions as shared
 from tests.helpers.raising import raises
 
 H200 = arch("sm_90")

@@ -18,7 +18,7 @@ from cgbundle.validate.bundle import check_bundle, check_manifest
 from tests.helpers import support
 from tests.helpers.fabricate import FakeBackend, Numbers, dimension, signature, spec
 from tests.helpers.raising import raises
-from tests.pure.test_program import numbers
+from tests.pure.program.test_program import numbers
 
 
 def entry(made: Manifest, name: str) -> Manifest:

@@ -144,7 +144,12 @@ def test_a_call_without_inputs_takes_nothing() -> None:
         ((0, NESTED, 2, 9), {}, "expected at most 3 inputs"),
         ((0, NESTED), {"ids": 1}, "input 'ids' is given by position and by name"),
         ((0, NESTED), {"mask": 1}, "no input is called 'mask': the bundle takes ids, cache"),
-        ((0,), {"caches": NESTED}, "no input is called 'caches': the bundle takes ids, cache"),
+        ((0,), {"caches": NESTED}, "no input is called 'caches' (did you mean cache?): the bundle takes ids, cache"),
+        (
+            (),
+            {"id": 0, "caches": NESTED},
+            "no input is called 'id' (did you mean ids?) or 'caches' (did you mean cache?): the bundle takes ids, cache",
+        ),
         ((0, NESTED, 3), {}, "input 'scale': the bundle was built for the constant 2, got 3"),
         ((0, NESTED, True), {}, "input 'scale': the bundle was built for the constant 2, got True"),
         ((0, NESTED, 2.0), {}, "input 'scale': the bundle was built for the constant 2, got 2.0"),

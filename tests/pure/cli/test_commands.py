@@ -149,7 +149,15 @@ def test_inspect_shows_one_screen(bundle: Path) -> None:
     assert result.exit_code == 0 and result.stderr == ""
     lines = result.stdout.splitlines()
     assert len(lines) <= 30 and not any(line.endswith(" ") for line in lines)
-    expected = ("torch >= 2.11", "[batch, 3]", "2 int_keys", "first.bias = tied.bias", "1.0e-07", "host/model.so", "tiny.py")
+    expected = (
+        "to run: torch 2.11 or newer",
+        "[batch, 3]",
+        "2 int_keys",
+        "first.bias = tied.bias",
+        "1.0e-07",
+        "host/model.so",
+        "tiny.py",
+    )
     assert [text for text in expected if text not in result.stdout] == []
     assert f"cgbundle.load({str(bundle)!r})" in result.stdout
 

@@ -93,7 +93,7 @@ def test_what_is_missing_is_named_with_its_cure(here: Any, lacking: str, target:
 def test_a_triton_that_kernels_cannot_be_interpreted_with_is_named(
     here: Any, monkeypatch: pytest.MonkeyPatch, version: str, known: bool
 ) -> None:
-    monkeypatch.setattr("importlib.metadata.version", lambda name: version)
+    monkeypatch.setattr("cgcompile.targets.requirements.installed", lambda name: version)
     found = here()["sm_90"]
     assert found.recorder == ("trace" if known else "")
     if not known:

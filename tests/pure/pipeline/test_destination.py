@@ -112,4 +112,4 @@ def test_a_disk_that_runs_full(tmp_path: Path, how: str) -> None:
         [*ALONE, sys.executable, "-c", FULL, str(tmp_path), how], env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'bundles'}"},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
-    assert done.stdout == f"disk-full {tmp_path}: no space left for the bundle: 0.0 MB free []\n", done.stderr
+    assert done.stdout == f"disk-full {tmp_path}: no space left for the bundle: 0 B free []\n", done.stderr

@@ -15,7 +15,7 @@ from cgbundle.tensors.detection import library_of
 from cgbundle.tensors.tensor import Tensor, decode, from_bytes
 from tests.helpers.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
-from tests.pure.test_program import program
+from tests.pure.program.test_program import program
 
 SAFE = [(source, target) for source in DTYPES for target in DTYPES if source != target and is_safe(source, target)]
 LOSSY = {(source, target) for source in ("int64", "uint64") for target in ("float64", "complex128")}

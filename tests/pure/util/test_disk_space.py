@@ -48,7 +48,7 @@ def told(folder: Path, error: Exception) -> Exception:
 def test_the_folder_that_is_full_is_named(tmp_path: Path, make) -> None:
     made = told(tmp_path / "stage", make(tmp_path / "stage"))
     assert isinstance(made, BuildError) and made.code == "disk-full"
-    assert str(made) == f"{tmp_path}: no space left for the bundle: 0.0 MB free" and made.hint.endswith("-o")
+    assert str(made) == f"{tmp_path}: no space left for the bundle: 0 B free" and made.hint.endswith("-o")
 
 
 @pytest.mark.usefixtures("full")

@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cgcompile.targets.cpu.size_decisions import decided_alike  # noqa: E402
+from cgcompile.targets.cpu.symbols import _limits, decided_alike  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402
 
 OPTIONS = {
@@ -67,6 +67,22 @@ def test_answers_narrow_nothing_and_have_to_be_alike_for_all_sizes() -> None:
     with decided_alike(program):
         assert rows * 3 < 49
     assert (rows + 1).node.expr.free_symbols, "the symbol is a number now"
+
+
+def test_numbers_that_are_read_are_no_sizes() -> None:
+    """They have no largest value, and what the model asserts about them narrows them."""
+
+    class Reading(torch.nn.Module):
+        def forward(self, x: Any, count: Any) -> Any:
+            number = count.item()
+            torch._check(number > 3)
+            return x * number
+
+    sizes = ({0: torch.export.Dim("batch")}, None)
+    program = torch.export.export(Reading(), (torch.ones(2), torch.tensor(9)), dynamic_shapes=sizes)
+    assert len(program.range_constraints) == 2 and list(_limits(program).values()) == []
+    (limits,) = _limits(exported(16)[0]).values()
+    assert limits == (1, 16)
 
 
 def test_a_torch_without_the_methods_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,243 @@
+"""A model over several GPUs, driven by one process and called as one."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from ..cuda import memory
+from ..cuda.backend import CudaBackend
+from ..cuda.driver import Context, check, check_device, cu
+from ..cuda.libcuda import EVENT_DISABLE_TIMING, PEER_ENABLED_BEFORE
+from ..cuda.programs import DeviceOutputs, HostOutputs
+from ..errors import CallError, MachineError
+from ..format.archive import Archive
+from ..tensors.detection import caller_captures
+from .peer_memory import begin_part, create_part, map_parts, within
+
+if TYPE_CHECKING:
+    from ..session.weight_contents import Contents, OpenFile
+
+SECOND = 10**9
+
+
+class RanksBackend(CudaBackend):
+    """Rank 0's backend, which drives those of the other ranks too.
+
+    A call's inputs are given once and copied to every rank; its outputs are rank 0's.  `others` are the bundles of the ranks behind
+    rank 0, `devices` the GPUs of all; one of them may have several ranks, as far as their kernels fit on it at once.  `timeout`:
+    seconds after which a rank that waits for another one gives up: from then on all calls raise rank-timeout.
+
+    Raises as `CudaBackend`, and wrong-machine for devices that cannot reach each other's memory.
+    """
+
+    def __init__(
+        self, bundle: Archive, others: Sequence[Archive], devices: Sequence[int], mode: str = "graph", *,
+        context: Context | None = None, poison: int | None = None, threads: int | None = None, timeout: float = 30.0,
+    ) -> None:  # fmt: skip
+        (world,) = bundle.manifest.world
+        self._world, self._timeout, self._failed = world, timeout, ""
+        self._others: list[CudaBackend] = []
+        with ExitStack() as undo:
+            contexts = _contexts(bundle, devices, context, undo)
+            outside = undo.enter_context(ExitStack())  # what outlives the backends: memory peer, events
+            handles = []
+            for each in contexts:
+                with each:
+                    handles.append(create_part(world, each, outside))
+            with contexts[0]:
+                base = map_parts(world, handles, contexts, outside)
+                self._words = memory.allocate_pinned(4 * world.size, "statuses of the ranks")
+                outside.callback(within, contexts[0], "cuMemFreeHost", self._words)
+                ctypes.memset(self._words, 0, 4 * world.size)
+            for rank, each in enumerate(contexts):
+                with each:
+                    begin_part(world, base, rank, int(timeout * SECOND), each.stream)
+            self._base, self._ranks = base, contexts
+            self._ready = _event(contexts[0], outside)
+            self._done = [_event(each, outside) for each in contexts[1:]]
+
+            def opened(rank: int) -> CudaBackend:
+                contexts[rank].retain()
+                return CudaBackend(
+                    others[rank - 1],
+                    devices[rank],
+                    mode,
+                    context=contexts[rank],
+                    poison=poison,
+                    lazy=False,
+                    threads=threads,
+                    peer=base,
+                )
+
+            with ThreadPoolExecutor(len(others), "cgbundle-rank") as pool:
+                loading = [pool.submit(opened, rank) for rank in range(1, world.size)]
+                try:
+                    contexts[0].retain()
+                    super().__init__(
+                        bundle, devices[0], mode, context=contexts[0], poison=poison, lazy=False, threads=threads, peer=base
+                    )
+                    undo.callback(super().close)
+                finally:
+                    for future in loading:
+                        if future.exception() is None:
+                            undo.callback(future.result().close)
+            self._others = [future.result() for future in loading]
+            self._outside = undo.pop_all()
+
+    # --- running ----------------------------------------------------------------------------------------------
+
+    def begin(self, stream: int | None) -> Any:
+        if self._failed:
+            raise MachineError("rank-timeout", self._failed)
+        handle = super().begin(stream)
+        if self._order.captured:
+            super().end(handle)
+            text = "a call over several GPUs cannot become part of a CUDA graph, which is of one"
+            raise CallError("capture-refused", text, "call it outside the capture")
+        return handle
+
+    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
+        """Replays on all ranks, those behind rank 0 first.  What went wrong on one of them before is raised now, of a call from the
+        CPU after it."""
+        self._check_ranks()
+        if device is None and caller_captures():
+            return super().run(program, addresses, device, stream)  # which refuses it
+        if device is not None:
+            self._give_inputs(program, addresses, stream)
+        for number, other in enumerate(self._others):
+            self._follow(number, other, program, addresses if device is None else None)
+        made = super().run(program, addresses, device, stream)
+        self._note(0, stream)
+        if device is None:
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+            for other in self._others:
+                with other.locked(None) as own:
+                    check("cuStreamSynchronize", cu.cuStreamSynchronize(own))
+            self._check_ranks()
+        return made
+
+    def direct(
+        self, program: int, stream: Callable[[int], int | None], counts: Sequence[Any], finish: Callable[[Any], Any]
+    ) -> Callable[..., Any] | None:
+        return None
+
+    def _give_inputs(self, program: int, addresses: Sequence[int], stream: Any) -> None:
+        """Copies inputs on rank 0's device to the static buffers of the others, in the order of its stream, when these are done
+        with the call before; and marks that they are there."""
+        for number, other in enumerate(self._others):
+            check("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, self._done[number], 0))
+            theirs, own = self._ranks[number + 1].handle, self._ranks[0].handle
+            for address, place in zip(addresses, other._programs[program].inputs, strict=True):
+                if place.size:
+                    check("cuMemcpyPeerAsync", cu.cuMemcpyPeerAsync(place.target, theirs, address, own, place.size, stream))
+        check("cuEventRecord", cu.cuEventRecord(self._ready, stream))
+
+    def _follow(self, number: int, other: CudaBackend, program: int, addresses: Sequence[int] | None) -> None:
+        """A replay on a rank behind rank 0; `addresses` of inputs on the CPU, None where they were copied before."""
+        with other.locked(None) as own:
+            bound = other._programs[program]
+            if addresses is None:
+                check("cuStreamWaitEvent", cu.cuStreamWaitEvent(own, self._ready, 0))
+            else:
+                for address, place in zip(addresses, bound.inputs, strict=True):
+                    memory.copy(place.target, address, place.size, own, source_on_device=False)
+            for step in bound.steps:
+                step(own)
+            self._note(number + 1, own)
+            check("cuEventRecord", cu.cuEventRecord(self._done[number], own))
+
+    def _note(self, rank: int, stream: Any) -> None:
+        """Copies a rank's status to where this process reads it, in the order of its stream."""
+        at = self._base + rank * self._world.stride + self._world.status
+        memory.copy(self._words + 4 * rank, at, 4, stream, target_on_device=False)
+
+    def _check_ranks(self) -> None:
+        """Raises rank-timeout where a rank has waited for another one in vain."""
+        words = (ctypes.c_uint32 * self._world.size).from_address(self._words)
+        for rank, word in enumerate(words):
+            if word:
+                where = f"rank {rank} on device {self._ranks[rank].index}"
+                self._failed = f"{where} has waited {self._timeout:g} s for rank {word - 1} in vain"
+                raise MachineError("rank-timeout", self._failed)
+
+    # --- what lasts from call to call -------------------------------------------------------------------------
+
+    def session(self) -> CudaBackend:
+        raise _refused("sessions: the ranks exchange data through one memory")
+
+    def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
+        """The state of random numbers, which is the same on all ranks.  Other state is each rank's own."""
+        if weight != self._manifest.random:
+            raise _refused("state that is written from outside: each rank has its own")
+        super().store(weight, address, device, stream)
+        for other in self._others:
+            with other.locked(None) as own:
+                other.store(weight, address, device, own)
+
+    def update(
+        self,
+        contents: Mapping[int, Contents],
+        sessions: Sequence[CudaBackend],
+        files: Sequence[OpenFile],
+        ready: Callable[[], None],
+    ) -> None:
+        raise _refused("other weights in place: each rank has its own")
+
+    def reset(self, stream: Any) -> None:
+        super().reset(stream)
+        for other in self._others:
+            with other.locked(None) as own:
+                other.reset(own)
+
+    def poison(self, byte: int, *, reserved: bool = True) -> None:
+        super().poison(byte, reserved=reserved)
+        for other in self._others:
+            other.poison(byte, reserved=reserved)
+
+    def close(self) -> None:
+        """As `CudaBackend.close`, for all ranks; the memory that they share goes last."""
+        if self._context.inherited:
+            return
+        with self._gate:
+            self._outside.close()
+
+
+def _contexts(bundle: Archive, devices: Sequence[int], first: Context | None, cleanup: ExitStack) -> list[Context]:
+    """A context for each rank, with a share that `cleanup` gives back.  Raises ranks-refused, wrong-machine."""
+    (world,) = bundle.manifest.world
+    if len(devices) != world.size:
+        if first is not None:
+            first.release()
+        text = f"the model is over {world.size} GPUs, devices={list(devices)} are {len(devices)}"
+        raise CallError("ranks-refused", text, f"devices={list(range(world.size))}, or leave devices out")
+    made: list[Context] = []
+    for rank, device in enumerate(devices):
+        made.append(first if first is not None and not rank else Context(device))
+        cleanup.callback(made[-1].release)
+        check_device(bundle.manifest.target, made[-1])
+    for each in made:
+        with each:
+            for other in made:
+                if other.device != each.device:
+                    error = cu.cuCtxEnablePeerAccess(other.handle, 0)
+                    if error not in (0, PEER_ENABLED_BEFORE):
+                        raise MachineError(
+                            "wrong-machine", f"device {each.index} cannot reach the memory of device {other.index}",
+                            "`nvidia-smi topo -p2p w` shows which GPUs of this machine reach each other",
+                        )  # fmt: skip
+    return made
+
+
+def _event(context: Context, cleanup: ExitStack) -> Any:
+    with context:
+        made = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
+    cleanup.callback(within, context, "cuEventDestroy", made)
+    return made
+
+
+def _refused(what: str) -> CallError:
+    return CallError("ranks-refused", f"a model over several GPUs has no {what}")

@@ -1,0 +1,70 @@
+"""Collectives of an exported program as one operator of ours, which Inductor does not see into.
+
+`torch.distributed`'s functional collectives are operators `_c10d_functional::...`, each followed by one that waits for it.  The
+operator here stands for both; the wrapper that Inductor writes calls it by its name, and `lower/launches.py` records the call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed._functional_collectives  # registers the shapes of what its operators give
+from torch import Tensor
+
+NAME = "collective"
+"""Of the operator: (input, one of `exchange_nodes.KINDS`, ranks, the rank that sends or -1) -> what comes."""
+
+_LIBRARY = torch.library.Library("cgcompile", "FRAGMENT")
+_LIBRARY.define(f"{NAME}(Tensor given, str kind, int world, int sender) -> Tensor")
+
+
+def _shape(given: Tensor, kind: str, world: int, sender: int) -> Tensor:
+    first, *rest = given.shape if given.dim() else (1,)
+    if kind == "all_gather":
+        return given.new_empty((first * world, *rest))
+    if kind == "reduce_scatter":
+        return given.new_empty((first // world, *rest))
+    return given.new_empty(given.shape)
+
+
+torch.library.register_fake(f"cgcompile::{NAME}", _shape, lib=_LIBRARY)
+
+COLLECTIVE = torch.ops.cgcompile.collective.default
+
+UNSAID = 0
+"""The ranks of operators that do not say how many there are: those of the build."""
+
+
+def _all_reduce(given: Tensor, reduction: str, group: str) -> Tensor:
+    return COLLECTIVE(given.contiguous(), "all_reduce", UNSAID, -1)
+
+
+def _all_gather(given: Tensor, size: int, group: str) -> Tensor:
+    return COLLECTIVE(given.contiguous(), "all_gather", size, -1)
+
+
+def _reduce_scatter(given: Tensor, reduction: str, size: int, group: str) -> Tensor:
+    return COLLECTIVE(given.contiguous(), "reduce_scatter", size, -1)
+
+
+def _all_to_all(given: Tensor, outputs: Any, inputs: Any, group: str) -> Tensor:
+    return COLLECTIVE(given.contiguous(), "all_to_all", len(outputs), -1)
+
+
+def _broadcast(given: Tensor, sender: int, group: str) -> Tensor:
+    return COLLECTIVE(given.contiguous(), "broadcast", UNSAID, sender)
+
+
+_FUNCTIONAL = torch.ops._c10d_functional
+
+COLLECTIVES: Mapping[Any, Callable[..., Any]] = {
+    _FUNCTIONAL.all_reduce.default: _all_reduce,
+    _FUNCTIONAL.all_gather_into_tensor.default: _all_gather,
+    _FUNCTIONAL.reduce_scatter_tensor.default: _reduce_scatter,
+    _FUNCTIONAL.all_to_all_single.default: _all_to_all,
+    _FUNCTIONAL.broadcast.default: _broadcast,
+    _FUNCTIONAL.wait_tensor.default: lambda given: given,
+}
+"""What replaces functional collectives.  `checks/collectives.py` refuses all others, and those of groups beside the whole world."""

@@ -1,0 +1,31 @@
+"""What the ranks of a model have to have in common beyond their calls."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cgbundle.format.schema import Dimension
+
+from ...checks import Checked
+from ...errors import BuildError
+
+PADS = ("no", "zeros", "rows")
+"""From the least to the most that may be done with a dimension."""
+
+
+def agreed(each: Sequence[Sequence[Dimension]]) -> tuple[Dimension, ...]:
+    """The dimensions of an entry as all ranks can have them, given those that each has proved: all of them are called alike."""
+    found = []
+    for own in zip(*each, strict=True):
+        least = min(own, key=lambda dimension: (PADS.index(dimension.pad), dimension.chunk))
+        found.append(least)
+    return tuple(found)
+
+
+def refuse_host(checked: Sequence[Checked]) -> None:
+    """Raises world-refused for operations that would run on the host, between the graphs of one rank alone."""
+    for rules in checked:
+        first = next((finding for finding in rules.findings if finding.severity == "host"), None)
+        if first is not None or rules.on_host:
+            where = f"{first.where or 'model'}: {first.rule}: {first.message}" if first else "an operation runs on the host"
+            raise BuildError("world-refused", where, first.fix if first else "")

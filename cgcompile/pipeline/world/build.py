@@ -1,0 +1,97 @@
+"""One bundle of several: every rank is built as a model for one device is, by a process of its own, side by side with the others.
+
+Rank 0's bundle is the whole one's own; those of the others lie in its folder, `ranks/1` and on, without the kernel images that it
+has.  All processes go through the same stages, and meet at each collective that eager PyTorch runs: see `bundle/ranks.py`.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cgbundle.errors import BundleError
+from cgbundle.format import archive
+from cgbundle.format.archive import Archive, rank_folder
+from cgbundle.format.schema import Manifest
+from cgbundle.validate import bundle as verify
+
+from ...bundle.emit import describe_size, seal
+from ...errors import BuildError
+from ...targets.choice import choose
+from ...util.progress import Stages
+from ...util.scratch import scratch_folder
+from ...util.workers import Kind, Request, ask, processors
+from ..destination import destination_path, staged_bundle
+from ..records import Built, Options
+from .worker import RankJob
+
+
+def build_world(model: Any, options: Options) -> Built:
+    """`cgcompile.build` with `world`.  Raises what building a rank does, and bundle-refused where the ranks do not fit together."""
+    assert options.world is not None
+    size, stages = options.world, Stages(options.progress)
+    label = os.fspath(model)
+    chosen = choose(options.target, options.lower, options.specialize, "trace", options.prove)
+    with ExitStack() as stack:
+        destination = destination_path(
+            options.out, label.rpartition(":")[2].rpartition(".")[2] if ":" in label else Path(label).stem
+        )
+        folder = stack.enter_context(staged_bundle(destination, options.force))
+        scratch = stack.enter_context(scratch_folder())
+        told = replace(options, target=chosen.target, record="trace", progress=None)  # type: ignore[arg-type]  # not between processes
+        with stages("ranks") as tell:
+            jobs = {
+                rank: Request(
+                    content=RankJob(
+                        model=label,
+                        options=told,
+                        rank=rank,
+                        size=size,
+                        meeting=scratch / "meeting",
+                        folder=folder / rank_folder(rank),
+                    ),
+                    what=f"building rank {rank}",
+                )
+                for rank in range(size)
+            }
+            tell(f"{size} processes, for {chosen.target}")
+            threads = str(max(1, processors() // size))
+            kind = Kind(
+                module="cgcompile.pipeline.world.worker", folder=scratch, died="worker-died",
+                environment={"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"},
+            )  # fmt: skip
+            seconds = dict(ask(kind, jobs, workers=size))
+            tell(", ".join([f"{name} {spent:.1f} s" for name, spent in seconds[0]]))
+        with stages("verify") as tell:
+            manifest = _joined(folder, size)
+            tell(f"{size} ranks, {describe_size(folder)}: every hash and invariant, the same exchanges on all of them")
+    return Built(path=destination, manifest=manifest, seconds=tuple(stages.seconds))
+
+
+def _joined(folder: Path, size: int) -> Manifest:
+    """The bundles of all ranks in `folder` as one.  Raises bundle-refused."""
+    own = folder / rank_folder(0)
+    for path in list(own.iterdir()):
+        path.rename(folder / path.name)
+    own.rmdir()
+    manifest = archive.read_manifest(str(folder))
+    for rank in range(1, size):
+        kernels = folder / rank_folder(rank) / archive.KERNELS
+        for image in list(kernels.iterdir()):
+            if (folder / archive.KERNELS / image.name).exists():
+                image.unlink()
+        with suppress(OSError):
+            kernels.rmdir()
+    sealed = seal(folder, replace(manifest, files=()))
+    whole = Archive(str(folder))
+    try:
+        for each in verify.check_ranks(whole, "full"):
+            each.close()
+    except BundleError as error:
+        raise BuildError("bundle-refused", f"the ranks of the bundle that was built: {error}") from None
+    finally:
+        whole.close()
+    return sealed

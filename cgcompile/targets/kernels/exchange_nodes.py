@@ -1,0 +1,130 @@
+"""A collective of a program as the launch of a kernel of `collectives`, and back.  Pure."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import get_args
+
+from cgbundle.format.schema import DTYPES, MEMORIES, World
+from cgbundle.tables.collectives import FIRST_PEER, INPUT, OUTPUT, packed, params, unpacked
+from cgbundle.tables.recording import Address, Function, KernelNode, Relocation
+from cgbundle.validate.memories import GRANULARITY
+
+from .collective_launches import CollectiveLaunch, collective_launch
+from .collectives import PIECE, Combine, symbol
+from .exchange_memory import LIMIT, STATUS, ExchangeMemory
+
+KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
+
+SUMS = ("bfloat16", "float16", "float32")
+"""Dtypes whose numbers are added up."""
+
+MULTIPLE = 16
+"""What the bytes from one rank to another are a multiple of, and addresses too."""
+
+_PEER = MEMORIES.index("peer")
+_SYMBOLS = {symbol(way, combine): (way, combine) for way in PIECE for combine in get_args(Combine)}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Transfer:
+    """What every rank sends to every other one: `size` bytes, the same ones or, `scattered`, those of the input that are that
+    rank's.  What comes is combined in the order of the ranks.  `sender`: the only rank whose data comes, -1 for all."""
+
+    combine: Combine
+    size: int
+    scattered: bool
+    sender: int = -1
+
+    def output(self, world: int) -> int:
+        """Bytes of what comes."""
+        return self.size * (world if self.combine == "side by side" and self.sender < 0 else 1)
+
+
+def transfer(kind: str, dtype: str, nbytes: int, world: int, sender: int = -1) -> Transfer:
+    """Of a collective, one of KINDS, over an input of `nbytes` bytes, which each rank has.  What is not a multiple of MULTIPLE is
+    rounded up, where nothing is scattered.  Raises ValueError in words for what the kernels do not do."""
+    if kind in ("all_reduce", "reduce_scatter") and dtype not in SUMS:
+        raise ValueError(f"{kind} of {dtype}: expected {', '.join(SUMS[:-1])} or {SUMS[-1]}")
+    if dtype not in DTYPES:
+        raise ValueError(f"{kind} of {dtype}")
+    scattered = kind in ("reduce_scatter", "all_to_all")
+    if scattered and nbytes % (world * MULTIPLE):
+        raise ValueError(f"{kind} of {nbytes} bytes: expected a multiple of {MULTIPLE} for each of {world} ranks")
+    size = nbytes // world if scattered else -(-nbytes // MULTIPLE) * MULTIPLE
+    summed = kind in ("all_reduce", "reduce_scatter")
+    combine: Combine = dtype if summed else "side by side"  # type: ignore[assignment]  # it is one of SUMS
+    return Transfer(combine=combine, size=size, scattered=scattered, sender=sender if kind == "broadcast" else -1)
+
+
+def needed_memory(world: int, transfers: Iterable[Transfer]) -> ExchangeMemory:
+    """The memory through which all of them can go, one after the other."""
+    most = {"packets": MULTIPLE, "buffers": MULTIPLE}
+    for each in transfers:
+        way = _launch(each).way
+        most[way] = max(most[way], each.size)
+    return ExchangeMemory(world=world, **most)
+
+
+def stride(memory: ExchangeMemory) -> int:
+    """Bytes from one rank's part of memory peer to the next one's."""
+    return -(-memory.bytes // GRANULARITY) * GRANULARITY
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExchangeKernels:
+    """The kernels of one rank, in an image of `collective_image` for `memory`."""
+
+    rank: int
+    memory: ExchangeMemory
+    image: bytes
+
+    @property
+    def sha256(self) -> str:
+        return hashlib.sha256(self.image).hexdigest()
+
+    @property
+    def world(self) -> World:
+        """The manifest's row."""
+        return World(rank=self.rank, size=self.memory.world, stride=stride(self.memory), status=STATUS, limit=LIMIT)
+
+    def function(self, each: Transfer) -> Function:
+        """The kernel that sends it."""
+        name = symbol(_launch(each).way, each.combine)
+        return Function(image=self.sha256, symbol=name, params=params(self.memory.world), attributes=())
+
+
+def exchange_node(function: int, each: Transfer, memory: ExchangeMemory, rank: int, source: Address, target: Address) -> KernelNode:
+    """The launch on a rank, from an input to an output, whose addresses are multiples of MULTIPLE."""
+    launch = _launch(each)
+    senders = 1 << each.sender if each.sender >= 0 else (1 << memory.world) - 1
+    parts = [Address(memory=_PEER, offset=number * stride(memory)) for number in range(memory.world)]
+    places = [(INPUT, source), (OUTPUT, target), *[(FIRST_PEER + 8 * number, part) for number, part in enumerate(parts)]]
+    return KernelNode(
+        function=function,
+        grid=(launch.blocks, 1, 1),
+        threads=(launch.threads, 1, 1),
+        shared=0,
+        block=packed(memory.world, each.size if each.scattered else 0, launch.count, rank, senders),
+        relocations=tuple([Relocation(at=at, target=place) for at, place in places]),
+        undefined=(),
+        attributes=(),
+    )
+
+
+def transfer_of(function: Function, node: KernelNode) -> Transfer | None:
+    """What a launch of `exchange_node` sends; None for every other kernel."""
+    world = sum(1 for each in node.relocations if each.target.memory == _PEER)
+    if function.symbol not in _SYMBOLS or function.params != params(world):
+        return None
+    way, combine = _SYMBOLS[function.symbol]
+    scattered, count, _, senders = unpacked(world, node.block)
+    sender = senders.bit_length() - 1 if senders != (1 << world) - 1 else -1
+    return Transfer(combine=combine, size=count * PIECE[way], scattered=bool(scattered), sender=sender)
+
+
+def _launch(each: Transfer) -> CollectiveLaunch:
+    """Of packets side by side all ranks' come."""
+    return collective_launch(each.size, "buffers" if each.sender >= 0 else None)

@@ -1,0 +1,191 @@
+"""A model over several GPUs, called as one, against a fake driver whose streams work in any order."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+from array import array
+from collections.abc import Iterator
+from itertools import count
+from pathlib import Path
+
+import pytest
+from hypothesis import given as drawn
+from hypothesis import settings
+from hypothesis import strategies as st
+
+import cgbundle
+from cgbundle.exam import replay_exam
+from cgbundle.program.ranks import RanksBackend
+from cgbundle.tensors.tensor import Tensor, from_bytes
+from tests.helpers import rank_bundles
+from tests.helpers.fake_driver import install
+from tests.helpers.places import GOLDEN
+from tests.helpers.raising import raises
+from tests.helpers.rank_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.ranks_driver import RanksDriver
+
+IMAGE = next((GOLDEN / "v1/gpt_two.cgb/kernels").iterdir()).read_bytes()
+"""An ELF file for sm_90; the fake driver has kernels of its own."""
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return written(tmp_path_factory.mktemp("ranks") / "two.cgb", 2)
+
+
+def written(folder: Path, world: int) -> Path:
+    rank_bundles.write(folder, IMAGE, world)
+    return folder
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[RanksDriver]:
+    yield from installed(monkeypatch, RanksDriver())
+
+
+def installed(monkeypatch: pytest.MonkeyPatch, made: RanksDriver) -> Iterator[RanksDriver]:
+    install(monkeypatch, made)
+    yield made
+    check_nothing_is_left(made)
+
+
+def check_nothing_is_left(fake: RanksDriver) -> None:
+    fake.settle()
+    assert not fake.live and not fake.mapped
+    assert fake.retained == 0
+
+
+def given(key: int, seed: int = 0, device: int | None = None) -> Tensor:
+    """Numbers of the CPU, or the same memory taken for a GPU's."""
+    made = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
+    return made if device is None else Tensor(made.address, made.dtype, made.shape, made.strides, made, device)
+
+
+def flat(made: Tensor) -> list[float]:
+    return array("f", ctypes.string_at(made.address, made.shape[0] * FLOATS * 4)).tolist()
+
+
+def wanted(key: int, seed: int = 0, world: int = 2) -> list[float]:
+    return expected(inputs(key, seed), world).tolist()
+
+
+@pytest.mark.parametrize("mode", ["graph", "stream"])
+def test_it_is_called_like_any_program(fake: RanksDriver, path: Path, mode: str) -> None:
+    with cgbundle.load(path, devices=[0, 1], mode=mode) as program:
+        for seed, key in enumerate((4, 8, 4, 8, 8)):
+            assert flat(program(given(key, seed))) == wanted(key, seed)
+        assert program.int_keys == tuple((key,) for key in KEYS)
+        assert [each.passed("bits") for each in replay_exam(program)] == [True, True]
+    with cgbundle.load(path) as program:  # the first devices
+        assert flat(program(given(4))) == wanted(4)
+
+
+def test_two_ranks_may_be_on_one_gpu(fake: RanksDriver, path: Path) -> None:
+    with cgbundle.load(path, devices=[1, 1]) as program:
+        assert flat(program(given(4))) == wanted(4)
+
+
+@settings(max_examples=25, deadline=None)
+@drawn(
+    calls=st.lists(st.tuples(st.sampled_from(KEYS), st.sampled_from((None, 0))), min_size=1, max_size=8),
+    seed=st.integers(0, 1 << 30),
+    world=st.sampled_from((2, 3)),
+)
+def test_any_order_of_the_streams(
+    tmp_path_factory: pytest.TempPathFactory, calls: list[tuple[int, int | None]], seed: int, world: int
+) -> None:
+    """Inputs of the CPU and of the GPU, sizes mixed: every output is right whichever stream goes on."""
+    folder = BUNDLES.get(world) or BUNDLES.setdefault(world, written(tmp_path_factory.mktemp("any") / "many.cgb", world))
+    with pytest.MonkeyPatch.context() as patch:
+        for fake in installed(patch, RanksDriver(world, seed)):
+            with cgbundle.load(folder, outputs="view") as program:
+                for number, (key, device) in zip(count(), calls):
+                    held = given(key, number, device)  # it lasts until the stream has read it, as a stream's allocator sees to
+                    made = program(held)
+                    if device is not None:
+                        fake.settle()
+                    assert flat(made.tensor) == wanted(key, number, world)
+
+
+BUNDLES: dict[int, Path] = {}
+
+
+def test_calls_that_nobody_waits_for_do_not_write_over_each_others_inputs(fake: RanksDriver, path: Path) -> None:
+    with cgbundle.load(path, outputs="copy") as program:
+        held = [given(8, seed, 0) for seed in range(6)]
+        last = [program(each) for each in held][-1]
+        fake.settle()
+        assert flat(last) == wanted(8, 5)
+
+
+def test_a_rank_that_does_not_come_is_named(fake: RanksDriver, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program = cgbundle.load(path, timeout=0.5)
+    backend = program._backend
+    assert isinstance(backend, RanksBackend)
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_follow", lambda *_: None)
+        with raises("rank-timeout", match=r"rank 0 on device 0 has waited 0.5 s for rank 1 in vain"):
+            program(given(4))
+    with raises("rank-timeout"):  # the flags of the two are no longer in step
+        program(given(4))
+    program.close()
+    check_nothing_is_left(fake)
+    with cgbundle.load(path) as again:
+        assert flat(again(given(4))) == wanted(4)
+
+
+def test_what_it_does_not_do(fake: RanksDriver, path: Path) -> None:
+    for devices in ([0], [0, 1, 0]):
+        with raises("ranks-refused", match=r"over 2 GPUs, devices="):
+            cgbundle.load(path, devices=devices)
+    with raises("wrong-machine", match="device 2"):
+        cgbundle.load(path, devices=[0, 2])
+    with raises("ranks-refused", match="one rank"):
+        cgbundle.load(path / "ranks/1")
+    with pytest.raises(ValueError, match="timeout"):
+        cgbundle.load(path, timeout=0)
+    with cgbundle.load(path) as program:
+        with raises("ranks-refused", match="sessions"):
+            program.session()
+        with raises("ranks-refused", match="weights"):
+            program.update({"offsets": from_bytes(bytes(512), "float32", (128,))})
+        stream = 0x7000
+        fake.capturing.add(stream)
+        with raises("capture-refused"), program._backend.locked(stream):
+            pass
+
+
+GIVING_BACK = ("Destroy", "Free", "Unmap", "Unload", "Release", "PopCurrent", "ExchangeStreamCaptureMode")
+"""In the names of calls after whose failure something may stay."""
+
+
+def test_every_failure_of_the_driver_gives_all_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At load: each call of the driver fails once."""
+    for at in count():
+        fake = RanksDriver()
+        install(monkeypatch, fake)
+        fake.fail_at = at
+        try:
+            program = cgbundle.load(path)
+        except cgbundle.CgbundleError:
+            failed, fake.fail_at = fake.calls[at], -1
+            if not any(word in failed for word in GIVING_BACK):
+                fake.settle()
+                left = [thing for thing in fake.live.values() if thing != "stream" or failed != "cuCtxPushCurrent"]
+                assert not left and not fake.mapped and (fake.retained == 0 or failed == "cuCtxPushCurrent"), (at, failed)
+        else:
+            fake.fail_at = -1
+            program.close()
+            if len(fake.calls) <= at:
+                break
+    assert at > 60
+
+
+def test_a_rank_of_another_build_is_refused(fake: RanksDriver, path: Path, tmp_path: Path) -> None:
+    other = tmp_path / "other.cgb"
+    shutil.copytree(path, other)
+    three = written(tmp_path / "three.cgb", 3)
+    shutil.copy(three / "ranks/1/manifest.json", other / "ranks/1/manifest.json")
+    with raises("file-damaged", match="ranks/1/manifest.json"):
+        cgbundle.load(other)
