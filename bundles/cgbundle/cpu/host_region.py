@@ -9,7 +9,7 @@ from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_
 from functools import lru_cache
 from weakref import finalize
 
-from ..errors import MachineError
+from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..format.schema import Region, Value, Weight
 from ..format.spans import span
@@ -31,6 +31,9 @@ POINTER_BYTES = ctypes.sizeof(c_void_p)
 
 CONSTANT_BYTES = 64
 """What AOTInductor rounds the bytes of a constant up to (AOTI_CONST_ALIGNMENT)."""
+
+ASSERTS = "the model asserts what is not so"
+"""What a build writes into the text of every assertion of the model's, behind its line."""
 
 MODEL_PREFIX = "model."
 """What the shared object's names of constants begin with, beside the model's own."""
@@ -245,11 +248,13 @@ class HostRegion:
     def _check(self, code: int) -> None:
         if code:
             text = c_char_p()
-            last = getattr(self._library, "AOTInductorGetLastError", None)
+            last = getattr(self._library, "AOTInductorGetLastError", None)  # of torch 2.13, else of silent_errors.h
             if last is not None:
                 last.argtypes, last.restype = (POINTER(c_char_p),), c_int32
                 last(byref(text))
-            message = (text.value or b"").decode(errors="replace").strip()
+            message = (text.value or b"").decode(errors="replace").strip().removeprefix("Error: ")
+            if ASSERTS in message:
+                raise CallError("assertion-failed", message.splitlines()[0].removeprefix("Expected "))
             raise MachineError(
                 "library-refused", f"{self._where}: {message.splitlines()[0] if message else 'the shared object failed'}"
             )

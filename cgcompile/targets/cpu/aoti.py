@@ -168,14 +168,14 @@ def _compiled(
 
 
 def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
-    from .size_decisions import decided_alike  # late, as what `compile_cpu` imports
+    from .symbols import decided_alike, named_assertions  # late, as what `compile_cpu` imports
 
     module = _apart(with_buffers(program.module()), shared)
     given = [None for _ in module.graph.find_nodes(op="placeholder")]
     state = [each for each in written_tensors(module, given) if isinstance(each, torch.Tensor)]
     before = [each.detach().clone() for each in state]
     try:
-        with decided_alike(program):
+        with decided_alike(program), named_assertions(program):
             return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
     finally:
         for each, value in zip(
