@@ -89,7 +89,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "give --max and --multiple a number of 1 or more"),
     # --- the environment ---
     "extra-missing": Cause(BuildError, 2, "A package that building, signing, push or pull needs is not installed.",
-        "pip install 'torch>=2.11' 'triton>=3.6,<3.8' numpy to build, 'cryptography>=43' to sign, fsspec to push and pull"),
+        "pip install 'torch>=2.11,<2.14' 'triton>=3.6,<3.8' numpy to build, 'cryptography>=43' to sign, fsspec to push and pull"),
     "torch-unsupported": Cause(BuildError, 2, "This torch lacks something that the compiler uses; the message names it.",
         "install a version of torch that cgcompile was tested with: 2.11 or 2.13"),
     "triton-unsupported": Cause(BuildError, 2, "Kernels for a GPU that is not there are not built with this version of Triton.",
@@ -99,6 +99,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "size-decides": Cause(BuildError, 1, "torch compiles other code for some of the sizes than for the others.",
         "build the sizes that the message names apart, as bundles of their own; and please report the model"),
     "compiler-failed": Cause(BuildError, 1, "The C++ compiler, Inductor or Triton failed on the model.", "please report the model"),
+    "not-standalone": Cause(BuildError, 1, "With --standalone, the code for the CPU calls what only torch's libraries have.",
+        "leave --standalone out: the bundle then needs torch's libraries where it is served"),
     "cache-unsafe": Cause(BuildError, 2, "The folder where results are kept belongs to someone else, or others can write to it.",
         "chmod go-w it, or set CGCOMPILE_CACHE to a folder of your own"),
     "cache-unwritable": Cause(BuildError, 2, "The folder where results are kept cannot be made or written to.",
