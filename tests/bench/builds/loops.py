@@ -37,12 +37,11 @@ class Layer(nn.Module):
         super().__init__()
         self.heads = width // HEAD
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.out = [nn.Linear(width, width) for _ in range(4)]
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
     def forward(self, x: Tensor, place: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        y = self.attention_norm(x)
-        query, key, value = [each(y).view(1, self.heads, 1, HEAD) for each in (self.q, self.k, self.v)]
+        query, key, value = self.qkv(self.attention_norm(x)).view(1, 3, self.heads, 1, HEAD).unbind(1)
         keys, values = keys.index_copy(2, place.view(1), key), values.index_copy(2, place.view(1), value)
         scores = (query @ keys.transpose(-2, -1)).float() / HEAD**0.5
         later = torch.arange(keys.shape[2], device=x.device) > place

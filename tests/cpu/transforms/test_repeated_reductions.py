@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 from cgcompile.targets.cuda.inductor import _decompositions  # noqa: E402
-from cgcompile.transforms.few_rows.repeated_reductions import LONGEST, MOST, REDUCTIONS, SOFTMAX, repeat_reductions  # noqa: E402
+from cgcompile.transforms.few_rows.products import LONGEST  # noqa: E402
+from cgcompile.transforms.few_rows.repeated_reductions import MOST, REDUCTIONS, SOFTMAX, repeat_reductions  # noqa: E402
 
 F = torch.nn.functional
 aten = torch.ops.aten
