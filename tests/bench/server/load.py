@@ -220,7 +220,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     here = Path(__file__).parent
     served = [str(children.ROOT / "examples" / "serve.py"), str(path), "--port", "0"]
     batch, length = [dimension.sizes for dimension in read_manifest(str(path)).dimensions]
-    torch = [str(here / "serve_eager.py"), str(batch[-1]), ",".join(map(str, length)), given.device]
+    lengths = given.lengths or ",".join(map(str, length))
+    torch = [str(here / "serve_eager.py"), str(batch[-1]), lengths, given.device]
     commands = {"bundle": served, **{how: [*torch, how] for how in ("eager", *(["compile"] if given.compile else []))}}
     counts = (given.clients, 1)
     found: dict[str, Any] = {"clients": given.clients, "processors": len(os.sched_getaffinity(0)), "threads": given.threads}
@@ -302,6 +303,9 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--requests", type=int, default=16, help="of each client in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--lengths", help="that PyTorch's requests are grouped by (default: those of the bundle): fewer, larger calls may suit it"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of the model in either server: HTTP and the clients need some, too")
     parser.add_argument("--device", default="cpu", help="where PyTorch computes (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="torch.compile too")
