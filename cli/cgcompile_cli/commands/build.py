@@ -87,6 +87,9 @@ def build(
         ),
     ] = None,
     host_ops: HostOps = None,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="For the CPU: put into the bundle what its code calls of torch's libraries.")
+    ] = False,
     max_keys: Annotated[
         int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")
     ] = 64,
@@ -120,7 +123,8 @@ def build(
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
             specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, budget=budget, train=train,
-            host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys, world=world, progress=progress or "silent",
+            host_ops=tuple(host_ops or ()), standalone=standalone, force=force, max_keys=max_keys, world=world,
+            progress=progress or "silent",
         )  # fmt: skip
     if not quiet:
         show(_summary(built, time.perf_counter() - begin), sys.stderr)
@@ -136,6 +140,7 @@ def _summary(built: Built, seconds: float) -> Table:
     from cgbundle.format.entries import each_entry
 
     from .. import summary
+    from ..inspection import program_rows
 
     manifest = built.manifest
     each = each_entry(manifest)
@@ -154,7 +159,7 @@ def _summary(built: Built, seconds: float) -> Table:
     fields += [("memory", summary.memory(manifest)), ("files", summary.files(manifest))]
     for one in each:
         of = f" {one.entry}" if len(each) > 1 else ""
-        fields += [(f"programs{of}", summary.programs(one)), *summary.lowering_fields(one, of)]
+        fields += [(f"programs{of}", program_rows.programs(one)), *program_rows.lowering_fields(one, of)]
         fields.append((f"proof{of}", _proof(one, dict(built.seconds))))
     return record([
         *fields,
@@ -171,7 +176,7 @@ def _line(finding: Finding) -> str:
 
 def _proof(manifest: Manifest, seconds: Mapping[str, float]) -> list[str]:
     """A line per method: how many int_keys, and the error that came nearest to its bound.  `seconds` by the stages of the build."""
-    from ..summary import near_recording
+    from ..inspection.program_rows import near_recording
 
     proofs, lines = manifest.exam.proofs, []
     for method, meaning in PROVED.items():
