@@ -125,9 +125,14 @@ def _repeated(graph: Graph, product: Product, cone: Collection[Node], made: dict
         if not isinstance(node, Node):
             return node
         if node not in made:
-            sizes = {"row": [*product.lead, 1, product.length], "statistic": [*product.lead, 1, 1], "shared": [product.length]}
-            kind = _kind(node, product)
-            made[node] = call(graph, aten.reshape.default, node, sizes.get(kind, []))
+            sizes = {
+                "row": [*product.lead, 1, product.length],
+                "statistic": [*product.lead, 1, 1],
+                "shared": [product.length],
+                "element": [],
+            }
+            kind = "row" if _is_rows(node, product) else _kind(node, product)
+            made[node] = call(graph, aten.reshape.default, node, sizes[kind])
             if kind == "row":
                 made[node] = call(graph, aten.expand.default, made[node], [*product.lead, product.columns, product.length])
         return made[node]
