@@ -99,6 +99,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "size-decides": Cause(BuildError, 1, "torch compiles other code for some of the sizes than for the others.",
         "build the sizes that the message names apart, as bundles of their own; and please report the model"),
     "compiler-failed": Cause(BuildError, 1, "The C++ compiler, Inductor or Triton failed on the model.", "please report the model"),
+    "not-standalone": Cause(BuildError, 1, "With --standalone, the code for the CPU calls what only torch's libraries have.",
+        "leave --standalone out: the bundle then needs torch's libraries where it is served"),
     "cache-unsafe": Cause(BuildError, 2, "The folder where results are kept belongs to someone else, or others can write to it.",
         "chmod go-w it, or set CGCOMPILE_CACHE to a folder of your own"),
     "cache-unwritable": Cause(BuildError, 2, "The folder where results are kept cannot be made or written to.",

@@ -149,6 +149,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "out-of-memory": Cause(OutOfMemory, 2, "The device has too little free memory; the message gives needed and free bytes.",
         "give memory back first (nvidia-smi shows who has it), or build with smaller sizes"),
     # --- the call ---
+    "assertion-failed": Cause(CallError, 2, "The call is one that the model forbids: what a line of it asserts is not so.",
+        "give the call what that line of the model asserts, or build the model without it"),
     "key-invalid": Cause(CallError, 2, "A key is none of ed25519, cannot be read, or is the private one where the public is meant.",
         "a key is a PEM file of `openssl pkey -pubout`, or 64 hexadecimal digits"),
     "option-refused": Cause(CallError, 2, "An option of `load` that means nothing for what the bundle was built for.",

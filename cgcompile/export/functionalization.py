@@ -7,13 +7,15 @@ meanwhile, `_special_op_to_preserve_cia`, `_is_preservable_cia_op`.  Without one
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram, ExportGraphSignature, exported_program
+from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
 
 from ..errors import ModelError
 from ..model.flat_module import PREFIX
@@ -28,7 +30,8 @@ RNG_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsaf
 
 def functional(program: ExportedProgram) -> ExportGraphSignature:
     """The signature of the functional form: export itself leaves writes in place as operations of the graph.  That of a program
-    without any is its own: making the form traces the program anew, which takes as long as exporting it.
+    without any is its own, and that of one whose writes are all to buffers and inputs themselves follows from its graph: making the
+    form traces the program anew, which takes as long as exporting it.
 
     torch makes none of a program that saves states of random generators: it is the program's own then, and the rule
     rng-state-operation refuses the program.  Raises state-changed, state-shared, shape-depends-on-data, export-failed.
@@ -36,8 +39,9 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     if any(keeps_rng_state(node) for part in parts for node in part.graph.nodes):
         return program.graph_signature
-    if all(_only_reads(node) for part in parts for node in part.graph.nodes):
-        return program.graph_signature
+    writes = _direct_writes(program, parts)
+    if writes is not None:
+        return _with_writes(program.graph_signature, writes)
     if any(node.target is torch.ops.aten.lstm.input for part in parts for node in part.graph.nodes):
         # on CUDA, torch before 2.13 writes it with states that have an extra axis (pytorch issue 151200)
         program = without_weights(program)
@@ -74,10 +78,74 @@ def _only_reads(node: Node) -> bool:
     operator = node.target
     if not isinstance(operator, torch._ops.OpOverload):
         return getattr(operator, "__module__", "") in ("_operator", "math")
-    if operator.namespace not in ("aten", "prims") or operator._schema.is_mutable or not DATA_DEPENDENT.isdisjoint(operator.tags):
+    if operator.namespace not in ("aten", "prims") or operator._schema.is_mutable or _sized_by_data(node):
         return False
     given = arguments(node)
     return not any(name in given for name in UNANNOUNCED) or given.get("training", given.get("use_input_stats")) is False
+
+
+def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> dict[Node, str] | None:
+    """Where a program writes to buffers and inputs: operator -> name of the placeholder.  None where that takes a trace to know: it
+    writes to a view or to a value of its own, inside of a branch or loop, or an operator may write that does not say so."""
+    plain = program.graph_signature
+    known = {*plain.inputs_to_buffers, *plain.user_inputs}
+    found: dict[Node, str] = {}
+    for part in parts:
+        for node in part.graph.nodes:
+            if _only_reads(node) or _calls_graphs(node) or _reads_by_schema(node):
+                continue
+            if part is not program.graph_module or not _writes_in_place(node):
+                return None
+            for name, given in arguments(node).items():
+                if _writes(node.target, name):
+                    # what an earlier write gives is the very tensor that it wrote to
+                    target = found.get(given, given.name) if isinstance(given, Node) else ""
+                    if target not in known or node in found:
+                        return None
+                    found[node] = target
+    return None if found and _shared_buffers(program) else found
+
+
+def _with_writes(signature: ExportGraphSignature, writes: Mapping[Node, str]) -> ExportGraphSignature:
+    """The signature with an output for everything that is written to, as the functional form has it: the last write's."""
+    made = []
+    for placeholder, node in {placeholder: node for node, placeholder in writes.items()}.items():
+        buffer = signature.inputs_to_buffers.get(placeholder)
+        kind = OutputKind.BUFFER_MUTATION if buffer else OutputKind.USER_INPUT_MUTATION
+        made.append(OutputSpec(kind=kind, arg=TensorArgument(name=node.name), target=buffer or placeholder))
+    return ExportGraphSignature(input_specs=list(signature.input_specs), output_specs=[*made, *signature.output_specs])
+
+
+def _calls_graphs(node: Node) -> bool:
+    """Whether a node is a branch or a loop, whose bodies are graphs that can be looked at."""
+    return isinstance(node.target, torch._ops.HigherOrderOperator) and node.target.name() in ("cond", "while_loop")
+
+
+def _reads_by_schema(node: Node) -> bool:
+    """Whether a node is an operator of others that a trace calls as a whole, so that it would see no more than its schema says."""
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace in ("aten", "prims"):
+        return False
+    whole = not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    return whole and not operator._schema.is_mutable and not _sized_by_data(node)
+
+
+def _writes_in_place(node: Node) -> bool:
+    """Whether a node is an operator of aten that writes where its schema says, and changes no shape of what it writes to."""
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten" or not operator._schema.is_mutable:
+        return False
+    plain = torch.Tag.inplace_view not in operator.tags and not _sized_by_data(node)
+    return plain and not set(UNANNOUNCED) & arguments(node).keys()
+
+
+def _sized_by_data(node: Node) -> bool:
+    """Whether a size of what an operator gives may follow from data: that of indexing does where an index is a mask."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    if node.target is torch.ops.aten.index.Tensor:
+        indices = [each.meta.get("val") for each in tree_leaves(node.args[1]) if isinstance(each, Node)]
+        return any(not isinstance(each, torch.Tensor) or each.dtype in (torch.bool, torch.uint8) for each in indices)
+    return not DATA_DEPENDENT.isdisjoint(node.target.tags)
 
 
 DATA_DEPENDENT = frozenset({torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape})

@@ -22,9 +22,11 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.export import Dim, ExportedProgram
+from torch.fx import Node
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, cast_symbool_to_symint_guardless
 from torch.fx.node import map_arg
 
+from cgbundle.cpu.host_region import ASSERTS
 from cgbundle.format.schema import Size
 from cgbundle.format.size_expressions import linear
 
@@ -201,13 +203,25 @@ def _drop_ranges_of_floats(program: ExportedProgram) -> None:
 
 
 def _name_assertions(program: ExportedProgram) -> None:
-    """An assertion about a tensor without a message gets one: without, Inductor (2.11, 2.13) makes nothing of it."""
+    """What an assertion about a tensor says begins with its line.  Without a message Inductor (2.11, 2.13) makes nothing of it."""
+    aten = torch.ops.aten
     for module in [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]:
-        for node in module.graph.find_nodes(op="call_function", target=torch.ops.aten._assert_async.default):
-            where, line = place(node)
-            node.target = torch.ops.aten._assert_async.msg
-            node.args = (*node.args, f"{where or 'model'}: the model asserts what is not so: {line or 'torch._assert_async'}")
+        for target in (aten._assert_async.default, aten._assert_async.msg):
+            for node in module.graph.find_nodes(op="call_function", target=target):
+                message = str(node.args[1]) if len(node.args) > 1 else ""
+                if ASSERTS not in message:
+                    node.args = (node.args[0], asserted([node], message))
+                node.target = aten._assert_async.msg
         module.recompile()
+
+
+def asserted(nodes: Sequence[Node], message: str = "") -> str:
+    """What the failure of one of these assertions says: `model.py:12: the model asserts what is not so: torch._check(n > 3)`.
+    Inductor writes it into C++ between quotes as it is, so it has no quotes, backslashes or line breaks."""
+    places = dict([place(node) for node in nodes])
+    where = " or ".join(places) or "model"
+    what = message or next((line for line in places.values() if line), "") or "torch._assert_async"
+    return re.sub(r"\s+", " ", f"{where}: {ASSERTS}: {what}".replace('"', "'").replace("\\", "/"))
 
 
 def _spell_conditions(program: ExportedProgram) -> None:

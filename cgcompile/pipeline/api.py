@@ -57,6 +57,7 @@ def build(
     budget: float | None = None,
     train: bool = False,
     host_ops: Sequence[str] = (),
+    standalone: bool = False,
     force: bool = False,
     max_keys: int = MAX_KEYS,
     chains: Sequence[tuple[str, str]] = (),
@@ -80,7 +81,9 @@ def build(
     trace (without), or auto.  `prove`: interpret or none, for a bundle whose GPU is not here; all others are replayed.
     `prove_budget`: seconds after which interpreting ends; what is not done then is listed as not proved, but the smallest int_key
     always is.  `train`: a model in training mode is built as it is, not in eval(); in memory it gets its modes back.
-    `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".  `force`: replace an existing bundle.
+    `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".
+    `standalone`: a bundle for the CPU that needs no torch where it is served, and starts sooner; it has float32 products and
+    attention, and what else the code calls of torch's libraries is refused by name.  `force`: replace an existing bundle.
     `max_keys`: the most int_keys that are built.  `chains`: pairs of an output of one entry and an input that takes it where it
     lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `chains` for it.
     `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,
@@ -98,7 +101,7 @@ def build(
         options = Options(
             sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, budget=budget, train=train, host_ops=tuple(host_ops),
-            force=force, max_keys=max_keys, chains=chains, world=world, progress=tell,
+            standalone=standalone, force=force, max_keys=max_keys, chains=chains, world=world, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
         if world is not None:

@@ -67,7 +67,8 @@ def build_rank(model: str, options: Options, ranks: Ranks, folder: Path) -> Buil
 
 def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | None, given: Path | None) -> Built:
     stages = Stages(options.progress)
-    chosen = choose(options.target, options.lower, options.specialize, options.record, options.prove)
+    asked = (options.target, options.lower, options.specialize, options.record, options.prove)
+    chosen = choose(*asked, standalone=options.standalone)
     with ExitStack() as stack:
         with stages("source") as tell:
             loaded = load_sources(model, inputs, (ranks.rank, ranks.size) if ranks else None)
@@ -139,7 +140,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             entries=entries, chains=chains_of(checked_chains(options.chains, first.label) or first.chains, entries),
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
             prove_budget=options.prove_budget, budget=options.budget, waive=options.waive,
-            torch_version=torch.__version__.partition("+")[0], ranks=ranks,
+            standalone=options.standalone, torch_version=torch.__version__.partition("+")[0], ranks=ranks,
         )  # fmt: skip
         parts = build_parts(spec, folder, stages)
         for entry in spec.entries:
@@ -226,6 +227,8 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
         named["world"] = str(options.world)
     if options.budget is not None:
         named["budget"] = f"{options.budget:g}"
+    if options.standalone:
+        named["standalone"] = "true"
     if options.train:
         named["train"] = "true"
     if options.host_ops:

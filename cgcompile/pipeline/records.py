@@ -34,6 +34,7 @@ class Options:
     budget: float | None
     train: bool
     host_ops: tuple[str, ...]
+    standalone: bool
     force: bool
     max_keys: int
     chains: Sequence[tuple[str, str]]

@@ -52,7 +52,7 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     known = not asks_torch(options.target)
     record = options.record if options.world is None else _check_world(model, options)
     chosen = (options.target, options.lower, options.specialize, record, options.prove)
-    recorder = choose(*chosen).recorder if known else ""
+    recorder = choose(*chosen, standalone=options.standalone).recorder if known else ""
     if name:
         check_free(destination_path(options.out, name), options.force)
     if not options.prove_budget > 0:

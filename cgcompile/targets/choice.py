@@ -50,9 +50,25 @@ class Chosen:
         return torch.device("cuda", 0) if self.recorder == "capture" else torch.device("cpu")
 
 
-def choose(target: str, lower: str, specialize: str = "size", record: str = "auto", prove: str = "interpret") -> Chosen:
+def choose(
+    target: str,
+    lower: str,
+    specialize: str = "size",
+    record: str = "auto",
+    prove: str = "interpret",
+    *,
+    standalone: bool = False,
+) -> Chosen:
     """What is built, and how.  A GPU that is here is captured; for every other architecture, or with record="trace", launches are
     traced.  Raises target-unavailable."""
+    chosen = _chosen(target, lower, specialize, record, prove)
+    if standalone and chosen.recorder != "host":
+        reason = "a bundle for a GPU needs torch's libraries for operations on the host alone"
+        raise BuildError("target-unavailable", f"standalone: {reason}", "leave --standalone out, or give --target cpu")
+    return chosen
+
+
+def _chosen(target: str, lower: str, specialize: str, record: str, prove: str) -> Chosen:
     for name, value, known in (
         ("lower", lower, LOWERINGS),
         ("specialize", specialize, SPECIALIZE),

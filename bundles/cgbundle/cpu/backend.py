@@ -80,13 +80,27 @@ class Shared:
         manifest = bundle.manifest
         check_machine(manifest.target)
         self.bundle, self.manifest = bundle, manifest
-        self.torch = libtorch.load(manifest.target.torch, threads)
+        self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
         handed = any(alias.memory == "weights" for each in each_entry(manifest) for alias in each.aliases)
-        self.weights = Weights(bundle.mapped(WEIGHTS, writable=handed))
+        self.weights, self.fixed = Weights(bundle.mapped(WEIGHTS, writable=handed)), not handed
         self.updating, self.updated = RLock(), False
         self.state = dict(manifest.memories).get(STATE, 0)
         self.initial = InitialState(bundle)
+
+
+def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
+    """Of torch's libraries, or of the bundle's own code, whose regions are all alike.  Raises library-refused where it has none."""
+    target, regions = bundle.manifest.target, bundle.manifest.regions
+    if target.torch or not regions:
+        return libtorch.load(target.torch, threads)
+    file = regions[0].file
+    own = libtorch.of_code(bundle.data(file), file, threads)
+    if own is None:
+        raise MachineError(
+            "library-refused", f"{file}: does not bring what the bundle says that it brings", "build the bundle again"
+        )
+    return own
 
 
 class CpuBackend:
@@ -136,7 +150,7 @@ class CpuBackend:
             for row in manifest.regions:
                 opened = open_region(
                     shared.bundle, row, self._weights, weights, self._torch, addressof(self._state), self._instances,
-                    exact=manifest.format < host_code.SINCE,
+                    exact=manifest.format < host_code.SINCE, fixed=shared.fixed,
                 )  # fmt: skip
                 regions.append(opened)
             for program in shared.programs:

@@ -9,13 +9,14 @@ from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_
 from functools import lru_cache
 from weakref import finalize
 
-from ..errors import MachineError
+from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..format.schema import Region, Value, Weight
 from ..format.spans import span
 from ..session.forks import FORKS
 from ..validate.state import STATE
 from .libtorch import LibTorch, numbers
+from .libtorch import built_with as version_of
 from .shared_object import load_shared_object
 from .weights import Weights
 
@@ -30,6 +31,9 @@ POINTER_BYTES = ctypes.sizeof(c_void_p)
 
 CONSTANT_BYTES = 64
 """What AOTInductor rounds the bytes of a constant up to (AOTI_CONST_ALIGNMENT)."""
+
+ASSERTS = "the model asserts what is not so"
+"""What a build writes into the text of every assertion of the model's, behind its line."""
 
 MODEL_PREFIX = "model."
 """What the shared object's names of constants begin with, beside the model's own."""
@@ -79,10 +83,11 @@ def open_region(
     instances: int = INSTANCES,
     *,
     exact: bool,
+    fixed: bool = False,
 ) -> HostRegion:
     """A host region of a bundle, ready to run.  Its constants are used in place, where the weights are `placed` (None for a
     region without constants) or in memory state at `state`; both must stay until it is closed.  `exact` as for `check_constants`.
-    Raises library-refused."""
+    `fixed`: nobody writes to the weights meanwhile.  Raises library-refused."""
     opened = HostRegion(bundle.data(region.file), torch, region.file, instances, bundle.manifest.target.torch)
     try:
         opened.check_constants([(name, weights[index]) for name, index in region.constants], exact=exact)
@@ -94,6 +99,8 @@ def open_region(
             else:
                 assert placed is not None
                 address = placed.address(weight.tensor)
+                if fixed:
+                    opened.fix(address, span(weight))
             constants[name] = (address, layout_of(weight, torch))
         opened.bind(constants)
     except BaseException:
@@ -118,8 +125,8 @@ class HostRegion:
 
     def __init__(self, data: bytes, torch: LibTorch, where: str, instances: int = INSTANCES, built_with: str = "") -> None:
         self._torch, self._where = torch, where
-        self._forgets = numbers(built_with) in FORGETFUL
         self._library = load_shared_object(data, where, FUNCTIONS)
+        self._forgets = numbers(built_with or version_of(self._library)) in FORGETFUL
         run = self._library.AOTInductorModelContainerRun
         run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
         self._run = torch.threaded(run)
@@ -127,6 +134,14 @@ class HostRegion:
         create = self._library.AOTInductorModelContainerCreateWithDevice
         self._check(create(byref(self._container), c_size_t(instances), b"cpu", None))
         self._handles: list[c_void_p] = []
+        self._fixed: list[int] = []
+
+    def fix(self, address: int, size: int) -> None:
+        """Says that nobody writes there until this is closed: code that brings its own products keeps what it makes of them."""
+        function = getattr(self._library, "cgbundle_fix", None)
+        if function is not None:
+            function(c_void_p(address), ctypes.c_int64(size))
+            self._fixed.append(address)
 
     def constants(self) -> list[tuple[str, str]]:
         """(the shared object's name, the name in the model) of every constant."""
@@ -223,38 +238,44 @@ class HostRegion:
     def close(self) -> None:
         """Frees the container and the constants' handles; the shared object stays mapped (dlclose of C++ code is not safe)."""
         container, self._container = self._container, c_void_p()
-        _free(self._library.AOTInductorModelContainerDelete, container, self._torch.delete, self._handles)
+        _free(self._library, container, self._torch.delete, self._handles, self._fixed)
 
     def close_when_unused(self) -> None:
         """`close`, as soon as nobody holds this object any more, as a run does.  Not in a forked process."""
-        delete = self._library.AOTInductorModelContainerDelete
-        finalize(self, _free, delete, self._container, self._torch.delete, self._handles, FORKS.number).atexit = False
+        left = (self._library, self._container, self._torch.delete, self._handles, self._fixed)
+        finalize(self, _free, *left, FORKS.number).atexit = False
 
     def _check(self, code: int) -> None:
         if code:
             text = c_char_p()
-            last = getattr(self._library, "AOTInductorGetLastError", None)
+            last = getattr(self._library, "AOTInductorGetLastError", None)  # of torch 2.13, else of silent_errors.h
             if last is not None:
                 last.argtypes, last.restype = (POINTER(c_char_p),), c_int32
                 last(byref(text))
-            message = (text.value or b"").decode(errors="replace").strip()
+            message = (text.value or b"").decode(errors="replace").strip().removeprefix("Error: ")
+            if ASSERTS in message:
+                raise CallError("assertion-failed", message.splitlines()[0].removeprefix("Expected "))
             raise MachineError(
                 "library-refused", f"{self._where}: {message.splitlines()[0] if message else 'the shared object failed'}"
             )
 
 
 def _free(
-    delete: Callable[[c_void_p], object],
+    library: ctypes.CDLL,
     container: c_void_p,
     delete_tensor: Callable[[c_void_p], object],
     handles: list[c_void_p],
+    fixed: list[int],
     process: int | None = None,
 ) -> None:
     """`process`: the number of forks behind the process that may, None for any."""
     if process not in (None, FORKS.number):
         return
     if container.value:
-        delete(container)
+        library.AOTInductorModelContainerDelete(container)
+    for address in fixed:
+        library.cgbundle_release(c_void_p(address))
+    fixed.clear()
     for handle in handles:
         delete_tensor(handle)
     handles.clear()

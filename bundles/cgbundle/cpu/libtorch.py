@@ -15,6 +15,7 @@ from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
 from ..errors import MachineError
 from ..session.forks import FORKS
 from .quota import threads_of_quota
+from .shared_object import load_shared_object
 
 LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 VARIABLE = "CGBUNDLE_TORCH_LIB"
@@ -82,6 +83,43 @@ def load(needed: str, threads: int | None = None) -> LibTorch:
     except OSError as error:
         raise MachineError("library-refused", f"cannot load torch's libraries from {folder}: {error}") from None
     return LibTorch(handles[1], threads_of_quota() if threads is None else threads)
+
+
+OPENMP = "libgomp.so.1"
+
+BUILT_WITH = "cgbundle_built_with"
+"""The function of code that brings its own C interface: the version of torch whose headers it was compiled with."""
+
+
+def of_code(data: bytes, where: str, threads: int | None = None) -> LibTorch | None:
+    """The C interface that a shared object brings with it, None where it brings none.  `where`: its name for messages; `threads` as
+    for `load`.  Raises image-invalid, library-refused, library-missing without OpenMP's library, and process-forked."""
+    if BUILT_WITH.encode() not in data:
+        return None
+    FORKS.check_threads()
+    _load_openmp()
+    library = load_shared_object(data, where, (BUILT_WITH,))
+    return LibTorch(library, threads_of_quota() if threads is None else threads)
+
+
+def built_with(library: ctypes.CDLL) -> str:
+    """The version of torch that such code was built with, "" of other code."""
+    version = getattr(library, BUILT_WITH, None)
+    if version is None:
+        return ""
+    version.restype = ctypes.c_char_p
+    return str(version().decode())
+
+
+def _load_openmp() -> None:
+    """The system's library, else the one that torch brings."""
+    try:
+        ctypes.CDLL(OPENMP)
+    except OSError:
+        found = [path for entry in sys.path if os.path.exists(path := os.path.join(entry or ".", "torch", "lib", OPENMP))]
+        if not found:
+            raise MachineError("library-missing", f"{OPENMP} not found: OpenMP's library", "apt install libgomp1") from None
+        ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
 
 
 class LibTorch:

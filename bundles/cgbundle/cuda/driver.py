@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 cu: Any = libcuda.Driver()
 
-OUT_OF_MEMORY = 2
-"""CUDA_ERROR_OUT_OF_MEMORY."""
+OUT_OF_MEMORY, ASSERT = 2, 710
+"""CUDA_ERROR_OUT_OF_MEMORY, CUDA_ERROR_ASSERT."""
 
 
 def require() -> None:
@@ -45,6 +45,12 @@ def check(call: str, result: int | tuple[Any, ...], detail: str = "") -> Any:
         about = f" ({detail})" if detail else ""
         if error == OUT_OF_MEMORY:
             raise OutOfMemory("out-of-memory", f"{call}{about}: the GPU has too little free memory")
+        if error == ASSERT:
+            raise MachineError(
+                "driver-failed",
+                f"{call}{about}: {_name(error)}: a kernel found an index out of range, or what the model asserts is not so",
+                "start a new process: this one cannot use the GPU any more; its standard error names the assertion",
+            )
         raise MachineError("driver-failed", f"{call}{about}: {_name(error)}")
     return None if isinstance(result, int) else result[1] if len(result) == 2 else result[1:]
 

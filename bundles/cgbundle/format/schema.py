@@ -122,8 +122,8 @@ class Target:
     """`arch` is the machine ("x86_64") or "sm_90"; `driver` the lowest version of the CUDA driver, as it reports it (13000 = 13.0).
 
     `features` are the processor flags that host code uses, `torch` the lowest version whose shared libraries it needs: both are
-    empty without host regions.  `level` is what a bundle for a CPU was asked to be for, such as "x86-64-v3", or "" for processors
-    like the one that built it.
+    empty without host regions, and `torch` where the code for a CPU brings all that it needs.  `level` is what a bundle for a CPU
+    was asked to be for, such as "x86-64-v3", or "" for processors like the one that built it.
     """
 
     kind: Name

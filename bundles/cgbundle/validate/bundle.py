@@ -315,7 +315,8 @@ def _check_target(manifest: Manifest) -> None:
     require(bool(manifest.target.arch), "target.arch", "empty")
     require(not manifest.target.level or manifest.target.kind == CPU, "target.level", "a bundle for a GPU has none")
     hosted = any(region.kind == "host" for region in manifest.regions)
-    require(bool(manifest.target.torch) or not hosted, "target.torch", "empty: host regions run on torch's shared libraries")
+    beside = hosted and manifest.target.kind == CUDA
+    require(bool(manifest.target.torch) or not beside, "target.torch", "empty: host regions beside a GPU run on torch's libraries")
 
 
 def _check_regions(manifest: Manifest) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 
 import torch
 
+from cgbundle.cpu.host_region import ASSERTS
+
 from ..side_effects import ASSERTED, BRANCH, UNFINISHED, Asserted, SideEffects
 from ..user_code import here
 from .known_values import KnownValues, is_known
@@ -90,4 +92,4 @@ class DataReads:
         same = same.reshape(()) if value is not False else same.reshape(()).logical_not()
         if places.told != CPU:
             same = places.moved(places.noted(same, places.place(tensor)), HOST)
-        called(torch.ops.aten._assert_async.msg, [same, f"{where}: the model fails where this is not {value}: {line}"], {})
+        called(torch.ops.aten._assert_async.msg, [same, f"{where}: {ASSERTS}: that this is {value}: {line}"], {})

@@ -9,12 +9,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ...transforms.decompositions import PRODUCTS
+from ...transforms.few_rows.decompositions import PRODUCTS, kept
 
 aten = torch.ops.aten
 
 FEW = 8
 """Input channels up to which a convolution is a product over a copy of the input."""
+
+ROW = 8
+"""Elements of a sum that Inductor writes out at the options of ../lower/inductor.py, where it is a factor of what is fused."""
 
 BLOCKS, DEEP = 32, 2048
 """A convolution with fewer blocks of 64 by 64 and an inner axis of at least so many elements has too little to run side by side."""
@@ -81,16 +84,34 @@ def _taps(x: Tensor, kernel: Sequence[int], stride: list[int], padding: list[int
 
 
 def _depthwise(x: Tensor, weight: Tensor, stride: list[int], padding: list[int], dilation: list[int]) -> Tensor:
-    """One input channel per group: a sum over the kernel's positions, which becomes one kernel without products of matrices."""
+    """One input channel per group: a sum over the kernel's positions, which becomes one kernel without products of matrices.
+    Positions side by side are a window and one sum of at most `ROW` elements, which Inductor writes out: an operation for every
+    position made graphs of thousands.  The sum of the rows is kept, and each goes into its kernel: else a consumer of another
+    shape takes the last additions alone, and every row has a kernel."""
     wide = torch.float32 if x.dtype in PRODUCTS else x.dtype
     repeated = x.repeat_interleave(weight.shape[0] // x.shape[1], 1) if weight.shape[0] != x.shape[1] else x
-    flat = weight.reshape(weight.shape[0], -1).to(wide)
+    *kernel, width = weight.shape[2:]
+    rows = weight.reshape(weight.shape[0], -1, width).to(wide)
     one = [1] * (x.dim() - 2)
-    taps = _taps(repeated, weight.shape[2:], stride, padding, dilation)
-    total = taps[0].to(wide) * flat[:, 0].view(-1, *one)
-    for position, tap in enumerate(taps[1:], 1):
-        total = total + tap.to(wide) * flat[:, position].view(-1, *one)
-    return total.to(x.dtype)
+    sums = []
+    for begin in range(0, width, ROW):
+        count = min(ROW, width - begin)
+        reach = (count - 1) * dilation[-1] + 1
+        taps = _taps(repeated, [*kernel, 1], [*stride[:-1], 1], padding, dilation)
+        for position, tap in enumerate(taps):
+            last = tap.shape[-1] - (width - begin - count) * dilation[-1]
+            met = tap.narrow(-1, begin * dilation[-1], last - begin * dilation[-1]).unfold(-1, reach, stride[-1])
+            met = aten.slice(met, -1, 0, reach, dilation[-1]).to(wide)
+            sums.append((met * rows[:, position, begin : begin + count].view(-1, *one, count)).sum(-1))
+    return kept(sum(sums[1:], sums[0]).to(x.dtype), _strides(x, sums[0].shape))
+
+
+def _strides(x: Tensor, shape: Sequence[int]) -> list[int]:
+    """Those of a dense tensor whose axes lie in memory as those of x do."""
+    strides, step = [0] * x.dim(), 1
+    for axis in sorted(range(x.dim()), key=lambda axis: (x.stride(axis), -axis)):
+        strides[axis], step = step, step * shape[axis]
+    return strides
 
 
 def _pointwise(x: Tensor, weight: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from torch._higher_order_ops.associative_scan import associative_scan_op, generi
 from torch._inductor.decomposition import select_decomp_table
 
 from ...errors import ModelError
-from ...transforms.decompositions import added_product, argmax, product
+from ...transforms.few_rows.decompositions import added_product, argmax, product
 from ..collectives import COLLECTIVES
 from .attention import SHORTEST, WIDEST, attend, fits
 from .convolutions import convolution

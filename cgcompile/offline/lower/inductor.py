@@ -29,6 +29,7 @@ from ...errors import BuildError, ModelError
 from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
+from ...transforms.few_rows.repeated_reductions import fewer_kernels
 from ...transforms.inductor_passes import comparable_indices, passes
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line
@@ -164,7 +165,7 @@ def lower_graph(
     """A retraced graph lowered inside `fake_device`, and what it calls that is no Triton kernel."""
     handler = _Choices(arch, choose, more)
     known = torch._inductor.config.get_config_copy()
-    options = {name: value for name, value in OPTIONS.items() if name in known} | passes()
+    options = {name: value for name, value in OPTIONS.items() if name in known} | passes() | fewer_kernels()
     # What a product reads through a fused prologue is loaded under a mask without a value for the rest.  Inductor takes that for
     # zero and selects nothing where the prologue keeps zeros; Triton leaves it undefined, and nan times zero is nan.
     masked = mock.patch.object(simd, "prologue_preserves_zero_mask", lambda prologue: False)

@@ -86,16 +86,17 @@ def compile_cpu(
     changing: bool = False,
     level: Level | None = None,
     interface: Interface | None = None,
+    standalone: bool = False,
 ) -> Compiled:
     """Compiles `program` to a shared object in the folder `work`.
 
     `changing`: its weights may change.  `shared`: outputs of which it gives copies.  Else it would hand out one tensor under two
     names, or a constant, which the caller would free twice (seen with torch 2.13).  `level`: the processors that it is for, None
-    for those that are like this one.  `interface`: begun before, by default here.  Raises compiler-failed, torch-unsupported,
-    cache-unsafe.
+    for those that are like this one.  `interface`: begun before, by default here.  `standalone`: with what it calls of torch's
+    libraries in it.  Raises compiler-failed, not-standalone, torch-unsupported, cache-unsafe.
     """
     with nullcontext(interface) if interface is not None else begun_interface() as known:
-        return _compiled(program, work, tell, shared, changing, level, known)
+        return _compiled(program, work, tell, shared, changing, level, known, standalone)
 
 
 def _compiled(
@@ -106,6 +107,7 @@ def _compiled(
     changing: bool,
     level: Level | None,
     interface: Interface | None,
+    standalone: bool,
 ) -> Compiled:
     tell("loading Inductor")
     with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
@@ -138,7 +140,8 @@ def _compiled(
     options |= passes()
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), side_by_side(interface))
+    beside = side_by_side(interface, wrapped.path if standalone else None)
+    compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), beside)
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
         for each in (*compiled, *generated, comparable_indices(), torch.no_grad()):
@@ -147,13 +150,15 @@ def _compiled(
         try:
             made = _called(program, shared, options)
         except Exception as error:
+            if (own := _own(error)) is not None:
+                raise own from error
             if level is not None or not any(isinstance(each, CppCompileError) for each in _chain(error)):
-                raise _own(error) or BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
+                raise BuildError("compiler-failed", str(explain(error, program.graph_module))) from error
             tell("the C++ compiler refuses the vectorized code: again without vectors")
             try:
                 made = _called(program, shared, options | UNVECTORIZED)
             except Exception as second:
-                raise BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
+                raise _own(second) or BuildError("compiler-failed", str(explain(second, program.graph_module))) from second
     if not isinstance(made, str) or not target.exists():
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
@@ -163,14 +168,14 @@ def _compiled(
 
 
 def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:
-    from .size_decisions import decided_alike  # late, as what `compile_cpu` imports
+    from .symbols import decided_alike, named_assertions  # late, as what `compile_cpu` imports
 
     module = _apart(with_buffers(program.module()), shared)
     given = [None for _ in module.graph.find_nodes(op="placeholder")]
     state = [each for each in written_tensors(module, given) if isinstance(each, torch.Tensor)]
     before = [each.detach().clone() for each in state]
     try:
-        with decided_alike(program):
+        with decided_alike(program), named_assertions(program):
             return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
     finally:
         for each, value in zip(

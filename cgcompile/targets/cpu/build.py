@@ -67,7 +67,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
     with scratch_folder() as scratch:
         with stages("lower") as tell:
             changing = any(entry.prepared.state or any(each.name for each in entry.prepared.aliases) for entry in spec.entries)
-            entries = [_compile(entry, scratch, tell, changing, level, interface) for entry in spec.entries]
+            entries = [_compile(entry, scratch, tell, changing, level, interface, spec.standalone) for entry in spec.entries]
             tell(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
@@ -87,7 +87,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
     return ManifestParts(
         target=Target(
             kind="cpu", arch=platform.machine(), level=level.name if level else "", features=tuple(sorted(features)),
-            torch=spec.torch_version, driver=0,
+            torch="" if spec.standalone else spec.torch_version, driver=0,
         ),
         weights=weights,
         fixed=fixed_weights(stage, weights, spec.programs, folded),
@@ -99,7 +99,13 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
 
 
 def _compile(
-    entry: EntrySpec, scratch: Path, tell: Tell, changing: bool, level: Level | None, interface: Interface | None
+    entry: EntrySpec,
+    scratch: Path,
+    tell: Tell,
+    changing: bool,
+    level: Level | None,
+    interface: Interface | None,
+    standalone: bool,
 ) -> _CompiledEntry:
     """`changing`: weights may change, whichever entry does it."""
     inner = entry.prepared.programs.changed(inlined)
@@ -109,7 +115,9 @@ def _compile(
     for key, program in inner.each:
         work = scratch / made.name(key)
         work.mkdir()
-        made.compiled[key] = recalled_or_compiled(program, contents[id(program)], work, tell, shared, changing, level, interface)
+        made.compiled[key] = recalled_or_compiled(
+            program, contents[id(program)], work, tell, shared, changing, level, interface, standalone
+        )
     return made
 
 

@@ -23,6 +23,7 @@ from torch._inductor import codecache, cpp_builder, cpu_vec_isa, exc
 from ...errors import BuildError
 from ...util.workers import end_group
 from ..instruction_sets import macros
+from ..kernels import standalone as standalone_code
 from ..requirements import compiler as own_compiler
 from .interface import Interface
 
@@ -66,14 +67,19 @@ class Source:
 
 
 @contextmanager
-def side_by_side(interface: Interface | None) -> Iterator[None]:
+def side_by_side(interface: Interface | None, standalone: Path | None = None) -> Iterator[None]:
     """While it lasts, Inductor goes on when it has begun to compile a source of a program, and the interface in it is taken from
-    `interface`.  Before it links anything it waits for all of them.  Raises torch-unsupported."""
+    `interface`.  Before it links anything it waits for all of them.  `standalone`: the compiler, for what is linked in libtorch's
+    place.  Raises torch-unsupported, not-standalone."""
     plain = getattr(cpp_builder.CppBuilder, "build", None)
     if plain is None or not hasattr(cpp_builder.CppBuilder, "get_command_line"):
         raise _unsupported("torch._inductor.cpp_builder.CppBuilder.build")
     begun: list[Source] = []
     with ExitStack() as stack:
+        library, made = None, Path()
+        if standalone is not None:
+            made = standalone.parent / "standalone.o"
+            library = _start(standalone_code.command(str(standalone), made), standalone.parent, stack)
 
         def build(self: Any) -> None:
             command = shlex.split(self.get_command_line())
@@ -85,7 +91,11 @@ def side_by_side(interface: Interface | None) -> Iterator[None]:
                 while begun:
                     linked += _finish(begun.pop(0), stack)
                 target = Path(command[command.index("-o") + 1])
-                _start([command[0], *linked, *command[1:]], target.parent, stack).wait()
+                if library is not None:
+                    library.wait()
+                    _link_whole([command[0], *linked, *command[1:], str(made), *standalone_code.LINKED], target.parent, stack)
+                else:
+                    _start([command[0], *linked, *command[1:]], target.parent, stack).wait()
             else:
                 plain(self)
 
@@ -114,6 +124,15 @@ def _finish(source: Source, stack: ExitStack) -> list[str]:
     source.path.write_text(source.whole)
     _start(source.given, source.path.parent, stack).wait()
     return []
+
+
+def _link_whole(command: list[str], folder: Path, stack: ExitStack) -> None:
+    linking = _start(command, folder, stack)
+    try:
+        linking.wait()
+    except exc.CppCompileError as error:
+        linking.said.seek(0)
+        raise standalone_code.missing(linking.said.read().decode(errors="replace")) or error from error
 
 
 def _start(command: list[str], folder: Path, stack: ExitStack) -> Running:

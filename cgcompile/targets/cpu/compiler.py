@@ -92,9 +92,9 @@ def wrap(folder: Path, level: Level | None) -> WrappedCompiler:
 
 def included(wrapper: bool) -> tuple[str, ...]:
     """The options by which generated code finds headers of ours; `wrapper`: the file around a model, besides."""
-    silent = "AOTInductorGetLastError" in INTERFACE.read_text()  # else what is printed is all that is known
+    kept = () if "AOTInductorGetLastError" in INTERFACE.read_text() else ("-DCGCOMPILE_KEEPS_ERRORS",)  # torch 2.11 only prints
     text = MODEL.read_text()
-    found = ("-include", str(HEADER)) if silent else ()
+    found = ("-include", str(HEADER), *kept)
     if wrapper and EXPRESSION in text and text.count("std::regex ") == 1:
         return (*found, "-I", str(HEADERS))
     return found

@@ -22,10 +22,12 @@ from ..weights import unbound
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bound:
-    """A loaded shared object and, for the manifest, (its name of a constant, position of the weight).  `state`: what it writes to,
+    """A loaded shared object and, for the manifest, (its name of a constant, position of the weight).  `functions`: the C interface
+    that it uses.  `state`: what it writes to,
     with what that held at first.  `unbound`: as `weights.unbound` has it."""
 
     region: HostRegion
+    functions: libtorch.LibTorch
     constants: tuple[tuple[str, int], ...]
     state: tuple[tuple[torch.Tensor, torch.Tensor], ...]
     unbound: frozenset[str]
@@ -39,8 +41,9 @@ class Bound:
 def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weight]) -> Bound:
     """Loads the shared object of `program` here, with the model's own tensors as constants, and copies of those that it writes to.
     Raises constant-unknown for a constant that is no weight."""
-    torch_library = libtorch.load(torch.__version__)
-    region = HostRegion(path.read_bytes(), torch_library, path.name)
+    code = path.read_bytes()
+    torch_library = libtorch.of_code(code, path.name) or libtorch.load(torch.__version__)
+    region = HostRegion(code, torch_library, path.name)
     tensors = weight_tensors(program)
     positions = {row.name: index for index, row in enumerate(weights)}
     pairs, bound, state = [], {}, []
@@ -59,13 +62,13 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
         bound[own] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))
     region.bind(bound)
     left = frozenset(unbound(program, [model for _, model in region.constants()]))
-    return Bound(region=region, constants=tuple(pairs), state=tuple(state), unbound=left)
+    return Bound(region=region, functions=torch_library, constants=tuple(pairs), state=tuple(state), unbound=left)
 
 
 def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequence[torch.Tensor]) -> list[tuple[int, ...]]:
     """Runs the region once, from its first state, and returns the strides of its outputs.  Raises compiler-failed when their
     number, dtype or shape is not eager PyTorch's."""
-    torch_library = libtorch.load(torch.__version__)
+    torch_library = bound.functions
     layouts = [Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()) for value in inputs]
     bound.restore()
     handles = bound.region.run([value.data_ptr() for value in inputs], layouts, len(outputs))

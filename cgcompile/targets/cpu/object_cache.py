@@ -22,6 +22,7 @@ from cgbundle.cpu.processor import processor_flags, processor_name
 
 from ...util.content_cache import cache_folder, cache_optional, cache_path, recall, remember
 from ..instruction_sets import Level
+from ..kernels import standalone as standalone_code
 from ..program_contents import tensor_layout
 from ..requirements import compiler, described
 from .aoti import Compiled, compile_cpu
@@ -52,25 +53,28 @@ def recalled_or_compiled(
     changing: bool = False,
     level: Level | None = None,
     interface: Interface | None = None,
+    standalone: bool = False,
 ) -> Compiled:
     """What `compile_cpu` makes of the same arguments, in the folder `work`.  `contents`: the program's, of `program_contents`.
     Raises what `compile_cpu` raises, and cache-unsafe.  A cache that cannot be written to is none."""
     path = None
     with cache_optional():
-        path = cache_path(cache_folder(), "host", contents, *_dependencies(program, tuple(shared), changing, level))
+        path = cache_path(cache_folder(), "host", contents, *_dependencies(program, tuple(shared), changing, level, standalone))
     if path is not None and (found := recall(path, SharedObject)) is not None:
         target = work / "model.so"
         target.write_bytes(found.code)
         return Compiled(path=target, features=found.features, recalled=True)
-    compiled = compile_cpu(program, work, tell, shared, changing, level, interface)
+    compiled = compile_cpu(program, work, tell, shared, changing, level, interface, standalone)
     if path is not None:
         with cache_optional():
             remember(path, SharedObject(code=compiled.path.read_bytes(), features=compiled.features))
     return compiled
 
 
-def _dependencies(program: ExportedProgram, shared: tuple[int, ...], changing: bool, level: Level | None) -> Iterator[object]:
-    yield list(_values(program)), shared, changing
+def _dependencies(
+    program: ExportedProgram, shared: tuple[int, ...], changing: bool, level: Level | None, standalone: bool = False
+) -> Iterator[object]:
+    yield list(_values(program)), shared, changing, standalone_code.SOURCE.read_bytes() if standalone else b""
     yield [tensor_layout(each) if isinstance(each, torch.Tensor) else each for each in tree_leaves(program.example_inputs)]
     yield str(sorted((str(symbol), str(limits)) for symbol, limits in program.range_constraints.items()))
     yield level, processor_name(), sorted(processor_flags()), os.uname().machine, platform.libc_ver(), os.environ.get(ATEN)

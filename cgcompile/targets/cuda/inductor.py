@@ -17,7 +17,7 @@ from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
 from ...errors import BuildError, ModelError
-from ...transforms.decompositions import PRODUCTS, added_product, argmax, product, read_in_order
+from ...transforms.few_rows.decompositions import PRODUCTS, added_product, argmax, product, read_in_order
 from ..compiler_errors import explain
 
 TESTED = "2.11 and 2.13"
@@ -40,6 +40,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
+        from ...transforms.few_rows.repeated_reductions import fewer_kernels
         from ...transforms.inductor_passes import comparable_indices, passes
     except ImportError as error:
         text = f"torch {torch.__version__} has no {error.name}: {error}; cgcompile was tested with {TESTED}"
@@ -59,7 +60,8 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
     table = None if dynamic else _decompositions()
     try:
         with tracing(TracingContext(mode)), comparable_indices(), torch.no_grad():
-            compiled: Any = compile_fx(graph, fakes, config_patches={**options, **passes()}, decompositions=table)
+            patches = {**options, **passes(), **fewer_kernels()}
+            compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
     except Exception as error:
         failure = explain(error, module)
         raise ModelError("lowering-failed", str(failure), failure.hint("inductor")) from error

@@ -87,6 +87,9 @@ def build(
         ),
     ] = None,
     host_ops: HostOps = None,
+    standalone: Annotated[
+        bool, typer.Option("--standalone", help="For the CPU: put into the bundle what its code calls of torch's libraries.")
+    ] = False,
     max_keys: Annotated[
         int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")
     ] = 64,
@@ -120,7 +123,8 @@ def build(
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
             specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, budget=budget, train=train,
-            host_ops=tuple(host_ops or ()), force=force, max_keys=max_keys, world=world, progress=progress or "silent",
+            host_ops=tuple(host_ops or ()), standalone=standalone, force=force, max_keys=max_keys, world=world,
+            progress=progress or "silent",
         )  # fmt: skip
     if not quiet:
         show(_summary(built, time.perf_counter() - begin), sys.stderr)

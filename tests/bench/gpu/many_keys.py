@@ -174,7 +174,7 @@ def zeros(program: Any, key: tuple[int, ...]) -> list[Any]:
 
     row = program.manifest.programs[program.int_keys.index(key)]
     rows = [row.values[index] for index in row.inputs]
-    return [tensor.from_bytes(bytes(tensor.empty(each.dtype, each.shape).nbytes), each.dtype, each.shape) for each in rows]
+    return [tensor.from_bytes(bytes(len(tensor.empty(each.dtype, each.shape).tobytes())), each.dtype, each.shape) for each in rows]
 
 
 if __name__ == "__main__":

@@ -184,10 +184,18 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
     return {
         "throughput": [len(made.answers) / made.seconds for made in rounds],
         "processor": sum([made.processor for made in rounds]) / len(latencies),
+        "mean": statistics.mean(latencies),
         "p50": statistics.median(latencies),
         "p99": latencies[min(len(latencies) - 1, round(0.99 * len(latencies)))],
         "requests": len(latencies),
     }
+
+
+def spell(name: str, clients: int, made: Round) -> str:
+    """A round in a line, while the others go on."""
+    found = summary([made])
+    spent = f"{found['processor'] * 1e3:.2f} ms of the processors' time each"
+    return f"{name}, {clients} clients: {found['throughput'][0]:.0f} requests/s, p99 {found['p99'] * 1e3:.1f} ms, {spent}"
 
 
 def processor_time(server: Server) -> float:
@@ -226,7 +234,8 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
             each = given.requests if count > 1 else given.requests * 4
             for _ in range(given.rounds):
                 for server in servers:
-                    rounds[server.name, count].append(drive(server, sentences, count, each))
+                    rounds[server.name, count].append(made := drive(server, sentences, count, each))
+                    print(spell(server.name, count, made), file=sys.stderr, flush=True)
             if count > 1:
                 after = {server.name: health(server) for server in servers}
         for server in servers:
@@ -241,6 +250,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
                 "torch": after[server.name]["torch"], "start": server.start, "resident": resident(server), "difference": worst,
                 "rows per call": rows / calls, "waited": waited / rows, "call": computing / calls,
                 "busy": computing / sum(made.seconds for made in rounds[server.name, given.clients]),
+                "rest": many["mean"] - waited / rows - computing / calls,
                 "many": many, "one": summary(rounds[server.name, 1]),
             }  # fmt: skip
     return found
@@ -274,6 +284,7 @@ def show(found: dict[str, Any]) -> None:
     many = f"{found['clients']} clients"
     rows.append(row(f"{many}, a request's time in the queue", "waited", lambda seconds: f"{seconds * 1e3:.1f} ms"))
     rows.append(row(f"{many}, a call of the model", "call", lambda seconds: f"{seconds * 1e3:.1f} ms"))
+    rows.append(row(f"{many}, the rest: HTTP, tokens, JSON", "rest", lambda seconds: f"{seconds * 1e3:.1f} ms"))
     rows.append((f"{many}, the model's share of the time", *(f"{way['busy']:.0%}" for way in ways), ""))
     rows.append((f"{many}, rows of a call", *(f"{way['rows per call']:.1f}" for way in ways), ""))
     total = sum(way[key]["requests"] for way in ways for key in ("many", "one"))

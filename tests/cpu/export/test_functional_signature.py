@@ -20,6 +20,7 @@ class Model(nn.Module):
         self.instance = nn.InstanceNorm1d(4, track_running_stats=True)
         self.linear = nn.Linear(4, 4)
         self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("cache", torch.zeros(2, 3, 4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.code(self, x)
@@ -42,17 +43,59 @@ READING = {
     "sizes": lambda model, x: x.reshape(x.shape[0] * 2, 2) * x.shape[0],
     "normalized": lambda model, x: model.norm(x),
     "dropout": lambda model, x: nn.functional.dropout(x),
+    "rows by number": lambda model, x: x[torch.arange(2), torch.arange(2)],
+}
+
+
+def stored(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.cache[0, :2] = x[:2]
+    return model.cache.sum() + x
+
+
+def rows_stored(model: Model, x: torch.Tensor) -> torch.Tensor:
+    model.cache[torch.arange(2), torch.arange(2)] = x[:2]
+    model.cache[torch.arange(2), :, torch.arange(2)] = x[:2, :3]
+    x.mul_(2)
+    return torch.cond(model.cache.sum() > 0, torch.sin, torch.cos, (x,))
+
+
+@torch.library.custom_op("functional_signature::doubled", mutates_args=())
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    return x * 2
+
+
+@doubled.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("functional_signature::marked", mutates_args=("x",))
+def marked(x: torch.Tensor) -> None:
+    x.add_(1)
+
+
+def marks(model: Model, x: torch.Tensor) -> torch.Tensor:
+    marked(x)
+    return x * 2
+
+
+DIRECT = {
+    "input": lambda model, x: x.add_(1),
+    "buffer": counted,
+    "rows of a buffer, an input, and a branch": rows_stored,
+    "a graph inside": lambda model, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
+    "an operator of others": lambda model, x: doubled(x),
 }
 
 MAYBE_WRITING = {
     "in place": (lambda model, x: x.clone().relu_(), False),
-    "input": (lambda model, x: x.add_(1), False),
-    "buffer": (counted, False),
+    "through a view": (stored, False),
+    "another's write": (marks, False),
     "trained": (lambda model, x: model.norm(x), True),
     "trained instances": (lambda model, x: model.instance(x[..., None].expand(-1, -1, 3)), True),
     "read out": (lambda model, x: x * x.sum().item(), False),
     "shape from data": (lambda model, x: x.nonzero(), False),
-    "a graph inside": (lambda model, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)), False),
+    "rows by a mask": (lambda model, x: x[x > 0], False),
 }
 
 
@@ -63,6 +106,16 @@ def test_what_only_reads_is_not_traced_again(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(ExportedProgram, "run_decompositions", lambda *given: pytest.fail("traced again"))
     found = functional(made)
     assert (state_buffers(found), written_inputs(found)) == (state_buffers(traced), written_inputs(traced)) == ((), ())
+    assert found.user_inputs == traced.user_inputs
+
+
+@pytest.mark.parametrize("name", DIRECT)
+def test_writes_to_buffers_and_inputs_themselves_need_no_trace(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = program(DIRECT[name], train=False)
+    traced = made.run_decompositions({}).graph_signature
+    monkeypatch.setattr(ExportedProgram, "run_decompositions", lambda *given: pytest.fail("traced again"))
+    found = functional(made)
+    assert (state_buffers(found), written_inputs(found)) == (state_buffers(traced), written_inputs(traced))
     assert found.user_inputs == traced.user_inputs
 
 
@@ -78,5 +131,5 @@ def test_what_may_write_is_traced(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ExportedProgram, "run_decompositions", trace)
     found = functional(program(code, train))
     assert len(traced) == 1
-    assert bool(written_inputs(found)) == (name == "input")
-    assert bool(state_buffers(found)) == (name in ("buffer", "trained"))
+    assert bool(written_inputs(found)) == (name == "another's write")
+    assert bool(state_buffers(found)) == (name in ("through a view", "trained"))

@@ -32,7 +32,7 @@ from cgcompile.offline.lower.variants import BLOCKS
 from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Lowered, Pointer, Release
 from cgcompile.offline.tuning import cost_model
 from cgcompile.targets.architectures import arch
-from cgcompile.transforms import decompositions as shared
+from cgcompile.transforms.few_rows import decompositions as shared
 from tests.helpers.raising import raises
 
 H200 = arch("sm_90")
@@ -483,6 +483,7 @@ CONVOLUTIONS = {
     "1d": ((2, 4, 9), (6, 4, 3), [2], [1], [1], False, [0], 1),
     "depthwise": ((2, 4, 9), (8, 1, 3), [1], [2], [1], False, [0], 4),
     "depthwise dilated": ((2, 4, 9, 8), (4, 1, 3, 2), [2, 1], [2, 0], [2, 3], False, [0, 0], 4),
+    "depthwise long": ((2, 4, 60), (4, 1, 19), [2], [9], [2], False, [0], 4),
     "dilated": ((2, 4, 9, 8), (6, 4, 3, 2), [2, 1], [1, 2], [2, 3], False, [0, 0], 1),
     "dilated groups": ((2, 4, 9, 8), (6, 2, 3, 2), [1, 2], [1, 2], [2, 1], False, [0, 0], 2),
     "transposed": ((2, 4, 5), (4, 6, 3), [2], [1], [1], True, [1], 1),
@@ -499,6 +500,22 @@ def test_convolutions(case: tuple) -> None:
     given = torch.randn(x), torch.randn(weight), torch.randn(weight[1] * settings[5] if settings[3] else weight[0])
     made, expected = convolutions.convolution(*given, *settings), torch.convolution(*given, *settings)
     torch.testing.assert_close(made, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_depthwise_convolution_is_one_kernel() -> None:
+    """Also of many positions, and where its consumer goes over another shape: tokens with one more in front, normalized."""
+
+    class Positions(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.convolution, self.norm = nn.Conv2d(16, 16, 7, padding=3, groups=16), nn.LayerNorm(16)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            around = self.convolution(x[:, 1:].transpose(1, 2).unflatten(2, (8, 8)))
+            return self.norm(torch.cat([x[:, :1], around.flatten(2).transpose(1, 2)], 1))
+
+    traced = lowered(Positions().eval(), floats(65, 16), 2)
+    assert len(launches(traced)) == 2
 
 
 def test_convolutions_with_a_template_are_left() -> None:

@@ -38,9 +38,16 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
     number = 0
 
     def compiled(
-        program: ExportedProgram, work: Path, tell: object, shared: object, changing: bool, level: Level | None, interface: object
+        program: ExportedProgram,
+        work: Path,
+        tell: object,
+        shared: object,
+        changing: bool,
+        level: Level | None,
+        interface: object,
+        standalone: bool,
     ) -> Compiled:
-        (work / "model.so").write_bytes(f"{shared} {changing} {level}".encode())
+        (work / "model.so").write_bytes(f"{shared} {changing} {level} {standalone}".encode())
         return Compiled(path=work / "model.so", features=("avx2",))
 
     monkeypatch.setattr(object_cache, "compile_cpu", compiled)
@@ -97,7 +104,11 @@ def test_another_program_is_compiled(build: Build, other: Callable[[], ExportedP
     assert not build(other()).recalled
 
 
-@pytest.mark.parametrize("options", [([0],), ([], True), ([], False, level_of("x86-64-v2"))], ids=["shared", "changing", "level"])
+@pytest.mark.parametrize(
+    "options",
+    [([0],), ([], True), ([], False, level_of("x86-64-v2")), ([], False, None, None, True)],
+    ids=["shared", "changing", "level", "standalone"],
+)
 def test_other_options_compile(build: Build, options: tuple[object, ...]) -> None:
     build(exported())
     assert not build(exported(), *options).recalled and build(exported(), *options).recalled

@@ -9,7 +9,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from cgcompile.targets.cuda.inductor import _decompositions  # noqa: E402
-from cgcompile.transforms.decompositions import LONG, PART, ROWS, SMALL, argmax, read_in_order  # noqa: E402
+from cgcompile.transforms.few_rows.decompositions import LONG, PART, ROWS, SMALL, argmax, read_in_order  # noqa: E402
 
 aten = torch.ops.aten
 

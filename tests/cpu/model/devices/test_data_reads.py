@@ -123,7 +123,9 @@ def test_the_one_way_to_go_on_is_asserted_on_the_host(function: Callable[..., An
     x = rows(4)
     program(x)
     if bad is not None:
-        with pytest.raises(RuntimeError, match=r"test_data_reads.py:\d+: the model fails where this is not (True|False)"):
+        with pytest.raises(
+            RuntimeError, match=r"test_data_reads.py:\d+: the model asserts what is not so: that this is (True|False)"
+        ):
             program(torch.full_like(x, bad))
 
 

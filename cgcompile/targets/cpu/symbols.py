@@ -1,4 +1,6 @@
-"""Code for every size: what torch decides by the sizes of the example holds for the others, too, or nothing is compiled.
+"""Symbols in the code of the CPU: sizes that the example does not fix, and numbers that the model asserts something about.
+
+What torch decides by the sizes of the example holds for the others, too, or nothing is compiled.
 
 While Inductor lowers a program, the symbols of its sizes are frozen: where torch needs to know whether `batch >= 16`, the example
 answers, and no guard is kept.  But the answer narrows the symbol's range.  With sizes 1 and 16, the range 1 to 16 becomes 16 alone,
@@ -6,13 +8,18 @@ and the code writes 16 rows whatever the call has (torch 2.11 and 2.13: a 3 x 3 
 one for convolutions, by which an implementation is chosen, decides the layout of memory alone, and is taken of the example's sizes.
 Any other answer has to be that of the smallest and of the largest sizes.
 
+Where an assertion about a number fails, Inductor's code throws what it calls the number ("Expected u8 >= 20 but received 12"), and
+knows no line of the model: it gets the line that asserts it, or else the one that reads the number.
+
 Private interfaces (torch 2.11, 2.13): `ShapeEnv._check_frozen` and `ShapeEnv._maybe_guard_rel`, `torch._C._select_conv_backend`,
-and the sympy expression of a SymInt.
+`canonicalize_bool_expr`, `torch._inductor.ir.AssertScalar`, `GraphLowering.create_deferred_runtime_asserts`, and the expression of
+a SymInt or SymBool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import product
 from typing import Any
@@ -20,10 +27,18 @@ from unittest.mock import patch
 
 import sympy  # type: ignore[import-untyped]
 import torch
+from torch._inductor import ir
+from torch._inductor.graph import GraphLowering
 from torch.export import ExportedProgram
-from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, canonicalize_bool_expr
 
 from ...errors import BuildError
+from ...export.torch_export import asserted
+from ...model.user_code import place
+
+MAKING = "create_deferred_runtime_asserts"
+"""The method of Inductor's that makes assertions of what is known about the numbers that a node reads."""
 
 METHODS = ((ShapeEnv, "_check_frozen"), (ShapeEnv, "_maybe_guard_rel"), (torch._C, "_select_conv_backend"))
 
@@ -102,3 +117,51 @@ def _plain(value: Any) -> Any:
 
 def _number(size: Any) -> int:
     return int(size.node.hint) if isinstance(size, torch.SymInt) else int(size)
+
+
+@contextmanager
+def named_assertions(program: ExportedProgram) -> Iterator[None]:
+    """While it lasts, code that asserts something about a number says which line of the model does.  Raises torch-unsupported."""
+    if not hasattr(ir, "AssertScalar") or not hasattr(GraphLowering, MAKING):
+        raise BuildError("torch-unsupported", f"torch {torch.__version__}: Inductor has no AssertScalar; tested were 2.11 and 2.13")
+    lines = _assertions(program)
+    plain, making = ir.AssertScalar.__init__, getattr(GraphLowering, MAKING)
+    reading: list[Node] = []
+
+    def made(self: Any, node: Node, *given: Any) -> Any:
+        reading[:] = [node]
+        return making(self, node, *given)
+
+    def named(self: Any, scalar: Any, msg: str) -> None:
+        plain(self, scalar, lines.get(_form(scalar)) or _bound(reading, msg))
+
+    with patch.object(GraphLowering, MAKING, made), patch.object(ir.AssertScalar, "__init__", named):
+        yield
+
+
+def _assertions(program: ExportedProgram) -> dict[str, str]:
+    """What to say of every assertion about a number that a line of the model makes, by its form; several lines of one form are all
+    named."""
+    found: dict[str, list[Node]] = {}
+    for module in program.graph_module.modules():
+        nodes = module.graph.nodes if isinstance(module, GraphModule) else ()
+        for node in [each for each in nodes if each.target is torch.ops.aten._assert_scalar.default]:
+            condition = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else None
+            if isinstance(condition, torch.SymBool) and place(node)[0]:
+                found.setdefault(_form(condition.node.expr), []).append(node)
+    return {form: asserted(nodes) for form, nodes in found.items()}
+
+
+def _bound(reading: Sequence[Node], told: str) -> str:
+    """What to say of a bound that Inductor made of several assertions about one number, at the line that reads it."""
+    named = [node for node in reading if place(node)[0]]
+    return asserted(named, f"{re.sub(NAME, 'a number', told)} in {place(named[0])[1]}") if named else told
+
+
+NAME = r"\bu\d+\b"
+"""What Inductor calls a number that is read."""
+
+
+def _form(condition: Any) -> str:
+    """A condition without the names of its numbers: Inductor has others than export."""
+    return re.sub(r"[a-z]+\d+", "_", str(canonicalize_bool_expr(condition)))

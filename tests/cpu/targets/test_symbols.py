@@ -11,7 +11,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from cgcompile.targets.cpu.size_decisions import _limits, decided_alike  # noqa: E402
+from cgcompile.targets.cpu.symbols import _limits, decided_alike  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402
 
 OPTIONS = {

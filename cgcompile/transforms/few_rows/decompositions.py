@@ -5,6 +5,7 @@ Private interfaces (torch 2.11, 2.13): `torch._inductor.inductor_prims.force_str
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,14 +58,15 @@ def _computed_once(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
     compute it again for every element of the result: GELU's, of 3072 for 768, took 3.7 us of 6 on an H100 (torch 2.11)."""
     if a.dim() != 2:
         return a, b
-    return (_kept(a), b) if a.shape[0] == 1 else (a, _kept(b)) if b.shape[1] == 1 else (a, b)
+    return (kept(a, a.stride()), b) if a.shape[0] == 1 else (a, kept(b, b.stride())) if b.shape[1] == 1 else (a, b)
 
 
-def _kept(x: Tensor) -> Tensor:
-    """`x`, which Inductor writes to memory: its operation for a layout, which `x` has."""
+def kept(x: Tensor, strides: Sequence[int]) -> Tensor:
+    """`x`, which Inductor writes to memory unless it is used in the kernel that makes it: its operation for a layout."""
     import torch._inductor.inductor_prims
 
-    return torch.ops.prims.inductor_force_stride_order.default(x, x.stride())
+    made: Tensor = torch.ops.prims.inductor_force_stride_order.default(x, strides)
+    return made
 
 
 LONG, PART, ROWS = 8192, 1024, 64

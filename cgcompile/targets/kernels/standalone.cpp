@@ -1,0 +1,508 @@
+// What a shared object of AOTInductor calls of libtorch, in the small: tensors, products of float32, attention, the exponential.
+//
+// Linked into the object with -Bsymbolic, so that a process that has torch loaded as well keeps the two apart.  torch's own headers
+// declare the functions: where a version of torch changes a signature, this does not compile.  Whatever is missing here stays
+// undefined, which the build refuses by name.  A function that is given something it cannot do returns an error.
+
+#include <omp.h>
+#include <sys/mman.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
+#include <torch/csrc/inductor/aoti_torch/generated/c_shim_cpu.h>
+
+#include <algorithm>
+#include <array>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <limits>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <new>
+#include <stdexcept>
+#include <utility>
+#include <vector>
+
+namespace {
+
+// --- tensors ------------------------------------------------------------------------------------------------------------
+
+// c10::ScalarType, by number: the bytes of an element; 0 for what no bundle holds.
+constexpr int64_t WIDTHS[] = {1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 2, 4, 8};
+constexpr int32_t FLOAT = 6;
+constexpr int64_t ALIGNMENT = 64, HUGE_PAGE = 1 << 21;
+
+struct Tensor {
+  std::shared_ptr<void> owner;  // null: the memory is the caller's
+  char* storage;
+  int64_t bytes, offset;  // of the storage; of the first element, in elements
+  std::vector<int64_t> sizes, strides;
+  int32_t dtype;
+
+  int64_t width() const { return WIDTHS[dtype]; }
+  int64_t rank() const { return static_cast<int64_t>(sizes.size()); }
+  int64_t count() const {
+    int64_t made = 1;
+    for (auto size : sizes) made *= size;
+    return made;
+  }
+  char* data() const { return storage + offset * width(); }
+  float* floats() const { return reinterpret_cast<float*>(data()); }
+  // The stride of an axis, 0 where it has one element: operands are broadcast.
+  int64_t step(int64_t axis) const { return sizes[axis] == 1 ? 0 : strides[axis]; }
+};
+
+Tensor& of(AtenTensorHandle handle) { return *reinterpret_cast<Tensor*>(handle); }
+AtenTensorHandle handle(Tensor made) { return reinterpret_cast<AtenTensorHandle>(new Tensor(std::move(made))); }
+
+int64_t span(int64_t rank, const int64_t* sizes, const int64_t* strides) {
+  int64_t last = 0;
+  for (int64_t axis = 0; axis < rank; axis++) {
+    if (sizes[axis] == 0) return 0;
+    last += (sizes[axis] - 1) * strides[axis];
+  }
+  return last + 1;
+}
+
+bool known(int32_t dtype) { return dtype >= 0 && dtype < static_cast<int32_t>(std::size(WIDTHS)) && WIDTHS[dtype]; }
+
+AOTITorchError allocated(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, AtenTensorHandle* result) {
+  if (!known(dtype)) return AOTI_TORCH_FAILURE;
+  int64_t bytes = span(rank, sizes, strides) * WIDTHS[dtype];
+  void* memory = std::aligned_alloc(ALIGNMENT, (bytes / ALIGNMENT + 1) * ALIGNMENT);
+  if (memory == nullptr) return AOTI_TORCH_FAILURE;
+  *result = handle({std::shared_ptr<void>(memory, std::free), static_cast<char*>(memory), bytes, 0, {sizes, sizes + rank}, {strides, strides + rank}, dtype});
+  return AOTI_TORCH_SUCCESS;
+}
+
+std::vector<int64_t> row_major(const std::vector<int64_t>& sizes) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t step = 1;
+  for (size_t axis = sizes.size(); axis-- > 0; step *= std::max<int64_t>(1, sizes[axis])) strides[axis] = step;
+  return strides;
+}
+
+void copy_axes(const Tensor& from, const Tensor& into, int64_t axis, int64_t source, int64_t target) {
+  if (axis == from.rank()) {
+    std::memcpy(into.data() + target * from.width(), from.data() + source * from.width(), from.width());
+    return;
+  }
+  for (int64_t index = 0; index < from.sizes[axis]; index++)
+    copy_axes(from, into, axis + 1, source + index * from.strides[axis], target + index * into.strides[axis]);
+}
+
+// --- vectors ------------------------------------------------------------------------------------------------------------
+
+#if defined(__AVX512F__)
+constexpr int BYTES = 64, ROWS = 12;
+#elif defined(__AVX__)
+constexpr int BYTES = 32, ROWS = 6;
+#else
+constexpr int BYTES = 16, ROWS = 6;
+#endif
+constexpr int LANES = BYTES / 4, COLUMNS = 2 * LANES, DEPTH = 384, BAND = 8 * ROWS, AHEAD = 2 * LANES;
+
+template <int size> struct Lanes {
+  typedef float Floats __attribute__((vector_size(size)));
+  typedef int32_t Ints __attribute__((vector_size(size)));
+};
+typedef Lanes<BYTES>::Floats Vector;
+typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4)));
+
+// exp(x): 2^n times a polynomial of the rest (S. L. Moshier, Cephes, expf.c); error below 2 units in the last place.
+template <int size> typename Lanes<size>::Floats exponential(typename Lanes<size>::Floats x) {
+  typedef typename Lanes<size>::Ints Ints;
+  typename Lanes<size>::Floats none{};
+  x = x > 89.f ? none + 89.f : x;  // NaN stays
+  x = x < -104.f ? none - 104.f : x;
+  auto shifted = x * 1.44269504088896341f + 12582912.f;  // 1.5 * 2^23: the rounded number stands in the lowest digits
+  Ints n = reinterpret_cast<Ints>(shifted) - 0x4B400000;
+  auto whole = shifted - 12582912.f;
+  auto rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
+  auto sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
+  sum = sum * rest + 8.3334519073e-3f;
+  sum = sum * rest + 4.1665795894e-2f;
+  sum = sum * rest + 1.6666665459e-1f;
+  sum = sum * rest + 5.0000001201e-1f;
+  sum = sum * rest * rest + rest + 1.f;
+  Ints half = n >> 1;  // twice half of the exponent: small results are denormal, large ones infinite
+  sum *= reinterpret_cast<typename Lanes<size>::Floats>((half + 127) << 23);
+  return sum * reinterpret_cast<typename Lanes<size>::Floats>((n - half + 127) << 23);
+}
+
+// --- products -----------------------------------------------------------------------------------------------------------
+
+constexpr float NONE = -std::numeric_limits<float>::infinity();
+
+// A row of LANES numbers or a multiple; one that is NONE all over becomes zeros, as torch's does.
+void softmax(float* row, int64_t length) {
+  Vector highest = Vector{} + NONE, sums{};
+  for (int64_t j = 0; j < length; j += LANES) {
+    Vector value = *reinterpret_cast<Unaligned*>(row + j);
+    highest = value > highest ? value : highest;
+  }
+  float most = NONE, sum = 0;
+  for (int lane = 0; lane < LANES; lane++) most = std::max(most, highest[lane]);
+  if (most == NONE) most = 0;
+  for (int64_t j = 0; j < length; j += LANES) sums += *reinterpret_cast<Unaligned*>(row + j) = exponential<BYTES>(*reinterpret_cast<Unaligned*>(row + j) - most);
+  for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
+  float share = sum == 0 ? 0 : 1 / sum;
+  for (int64_t j = 0; j < length; j += LANES) *reinterpret_cast<Unaligned*>(row + j) *= share;
+}
+
+struct Matrix {
+  float* data;
+  int64_t rows, columns, row, column;  // sizes; strides
+  float* at(int64_t i, int64_t j) const { return data + i * row + j * column; }
+};
+
+// LANES vectors of LANES elements each -> their transpose, in registers: blocks of 1, 2, 4, ... elements change places.
+template <int width, int... lanes> inline void exchange(Vector (&rows)[LANES], std::integer_sequence<int, lanes...>) {
+#pragma GCC unroll 16
+  for (int row = 0; row < LANES; row++) {
+    if (row & width) continue;
+    Vector first = rows[row], second = rows[row + width];
+    rows[row] = __builtin_shufflevector(first, second, (lanes & width ? LANES + lanes - width : lanes)...);
+    rows[row + width] = __builtin_shufflevector(first, second, (lanes & width ? LANES + lanes : lanes + width)...);
+  }
+}
+
+template <int width = 1> inline void transpose(Vector (&rows)[LANES]) {
+  exchange<width>(rows, std::make_integer_sequence<int, LANES>());
+  if constexpr (2 * width < LANES) transpose<2 * width>(rows);
+}
+
+// Rows [begin, end) of b, its columns from j on, as a panel of COLUMNS; what is missing of them is zero.  Weights lie transposed: they
+// are read AHEAD of where they are needed, as the processor does not foresee LANES rows at once.
+void pack(const Matrix& b, int64_t begin, int64_t end, int64_t j, float* panel) {
+  int64_t columns = std::min<int64_t>(COLUMNS, b.columns - j), p = begin;
+  if (columns < COLUMNS) std::fill(panel, panel + (end - begin) * COLUMNS, 0.f);
+  if (b.row == 1 && columns == COLUMNS) {
+    for (int64_t c = 0; c < COLUMNS; c += LANES)
+      for (p = begin; p + LANES <= end; p += LANES) {
+        Vector rows[LANES];
+#pragma GCC unroll 16
+        for (int lane = 0; lane < LANES; lane++) {
+          __builtin_prefetch(b.at(p, j + c + lane) + AHEAD);
+          rows[lane] = *reinterpret_cast<const Unaligned*>(b.at(p, j + c + lane));
+        }
+        transpose(rows);
+#pragma GCC unroll 16
+        for (int lane = 0; lane < LANES; lane++) *reinterpret_cast<Vector*>(panel + (p - begin + lane) * COLUMNS + c) = rows[lane];
+      }
+  } else if (b.column == 1 && columns == COLUMNS) {
+    for (; p < end; p++) std::memcpy(panel + (p - begin) * COLUMNS, b.at(p, j), COLUMNS * sizeof(float));
+  }
+  for (; p < end; p++)
+    for (int64_t c = 0; c < columns; c++) panel[(p - begin) * COLUMNS + c] = *b.at(p, j + c);
+}
+
+// Adds count rows of a, from (i, begin) on, times the panel to c; the sums are in registers.
+template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_t end, const float* panel, const Matrix& c, int64_t j, float alpha) {
+  Vector sums[count][2] = {};
+  const float* factors = a.at(i, begin);
+  for (int64_t p = begin; p < end; p++, panel += COLUMNS, factors += a.column) {
+    Vector left = *reinterpret_cast<const Vector*>(panel), right = *reinterpret_cast<const Vector*>(panel + LANES);
+    for (int r = 0; r < count; r++) {
+      float factor = factors[r * a.row];
+      sums[r][0] += factor * left;
+      sums[r][1] += factor * right;
+    }
+  }
+  int64_t columns = std::min<int64_t>(COLUMNS, c.columns - j);
+  for (int r = 0; r < count; r++) {
+    float* target = c.at(i + r, j);
+    if (columns == COLUMNS && c.column == 1) {
+      *reinterpret_cast<Unaligned*>(target) += alpha * sums[r][0];
+      *reinterpret_cast<Unaligned*>(target + LANES) += alpha * sums[r][1];
+      continue;
+    }
+    const float* made = reinterpret_cast<const float*>(sums[r]);
+    for (int64_t column = 0; column < columns; column++) target[column * c.column] += alpha * made[column];
+  }
+}
+
+typedef void (*Tile)(const Matrix&, int64_t, int64_t, int64_t, const float*, const Matrix&, int64_t, float);
+template <int... counts> constexpr std::array<Tile, sizeof...(counts)> tiles(std::integer_sequence<int, counts...>) { return {tile<counts + 1>...}; }
+constexpr auto TILES = tiles(std::make_integer_sequence<int, ROWS>());
+
+// c[first:last, j:j+COLUMNS] += alpha * a @ b; the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
+void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, int64_t first, int64_t last, int64_t j, float alpha, const float* kept) {
+  alignas(ALIGNMENT) thread_local float own[DEPTH * COLUMNS];
+  int64_t rows = last - first, parts = (rows + ROWS - 1) / ROWS;
+  for (int64_t begin = 0; begin < b.rows; begin += DEPTH) {
+    int64_t end = std::min<int64_t>(b.rows, begin + DEPTH);
+    const float* panel = kept ? kept + j * b.rows + begin * COLUMNS : own;
+    if (!kept) pack(b, begin, end, j, own);
+    for (int64_t part = 0; part < parts; part++) {
+      int64_t from = first + rows * part / parts, to = first + rows * (part + 1) / parts;
+      TILES[to - from - 1](a, from, begin, end, panel, c, j, alpha);
+    }
+  }
+}
+
+// --- panels that are kept: of weights, which nobody writes to --------------------------------------------------------------
+
+// A product of so many rows spends little of its time on packing.
+constexpr int64_t FEW_ROWS = 128;
+
+struct Kept {
+  int64_t holders = 0;  // how many have said that the memory is not written to
+  int64_t bytes = 0;
+  struct Panels {
+    bool asked = false;  // once: what is multiplied a single time is not worth memory, and the first call is to be quick
+    std::shared_ptr<float> data;
+  };
+  std::map<std::array<int64_t, 5>, Panels> panels;  // by the layout of a matrix, where it begins first
+};
+
+std::mutex keeping;
+std::map<const char*, Kept> fixed;  // by where the memory begins
+
+std::shared_ptr<float> packed(const Matrix& b) {
+  int64_t panels = (b.columns + COLUMNS - 1) / COLUMNS, bytes = panels * b.rows * COLUMNS * sizeof(float);
+  int64_t unit = bytes >= HUGE_PAGE ? HUGE_PAGE : ALIGNMENT;
+  float* data = static_cast<float*>(std::aligned_alloc(unit, (bytes + unit - 1) / unit * unit));
+  if (data == nullptr) return nullptr;
+  if (unit == HUGE_PAGE) madvise(data, bytes, MADV_HUGEPAGE);
+#pragma omp parallel for schedule(static)
+  for (int64_t panel = 0; panel < panels; panel++) pack(b, 0, b.rows, panel * COLUMNS, data + panel * b.rows * COLUMNS);
+  return std::shared_ptr<float>(data, std::free);
+}
+
+// All panels of a matrix in memory that is not written to, from the second time on; else null.
+std::shared_ptr<float> kept_panels(const Matrix& b) {
+  std::lock_guard<std::mutex> lock(keeping);
+  const char* begin = reinterpret_cast<const char*>(b.data);
+  auto found = fixed.upper_bound(begin);
+  if (found == fixed.begin() || b.rows == 0 || b.columns == 0) return nullptr;
+  --found;
+  Kept& memory = found->second;
+  const char* end = reinterpret_cast<const char*>(b.at(b.rows - 1, b.columns - 1) + 1);
+  if (end > found->first + memory.bytes) return nullptr;
+  Kept::Panels& panels = memory.panels[{begin - found->first, b.rows, b.columns, b.row, b.column}];
+  if (panels.asked && !panels.data) panels.data = packed(b);
+  panels.asked = true;
+  return panels.data;
+}
+
+constexpr int64_t WORTH_THREADS = 1 << 18;  // multiplications; fewer are done before another thread has begun
+
+// c += alpha * a @ b.  Tall products are cut into bands, but only as far as there are threads for: each packs its panels anew.
+void product(const Matrix& a, const Matrix& b, const Matrix& c, float alpha, bool parallel) {
+  int64_t panels = (c.columns + COLUMNS - 1) / COLUMNS;
+  std::shared_ptr<float> kept = parallel && c.rows <= FEW_ROWS ? kept_panels(b) : nullptr;
+  if (!parallel || c.rows * c.columns * b.rows < WORTH_THREADS || omp_get_max_threads() == 1) {
+    for (int64_t panel = 0; panel < panels; panel++) panel_product(a, b, c, 0, c.rows, panel * COLUMNS, alpha, kept.get());
+    return;
+  }
+  int64_t wanted = std::max<int64_t>(1, 4 * omp_get_max_threads() / panels);
+  int64_t height = std::max<int64_t>(BAND, (c.rows + wanted - 1) / wanted + ROWS - 1) / ROWS * ROWS;
+  int64_t bands = (c.rows + height - 1) / height;
+#pragma omp parallel for schedule(dynamic, 1)
+  for (int64_t task = 0; task < panels * bands; task++) {
+    int64_t first = task % bands * height;
+    panel_product(a, b, c, first, std::min<int64_t>(c.rows, first + height), task / bands * COLUMNS, alpha, kept.get());
+  }
+}
+
+// The matrix in the last two axes, at `index` of the axes before.
+Matrix matrix(const Tensor& tensor, std::initializer_list<int64_t> index = {}) {
+  int64_t axis = 0, start = 0, rank = tensor.rank();
+  for (int64_t each : index) start += each * tensor.step(axis++);
+  return {tensor.floats() + start, tensor.sizes[rank - 2], tensor.sizes[rank - 1], tensor.strides[rank - 2], tensor.strides[rank - 1]};
+}
+
+bool all_floats(std::initializer_list<const Tensor*> tensors, int64_t rank) {
+  return std::all_of(tensors.begin(), tensors.end(), [rank](const Tensor* each) { return each->dtype == FLOAT && each->rank() == rank; });
+}
+
+void clear(const Matrix& c) {
+  for (int64_t i = 0; i < c.rows; i++)
+    for (int64_t j = 0; j < c.columns; j++) *c.at(i, j) = 0;
+}
+
+}  // namespace
+
+namespace at {
+__attribute__((visibility("default"))) int get_num_threads() { return omp_get_max_threads(); }
+}  // namespace at
+
+extern "C" {
+
+const char* cgbundle_built_with() { return BUILT_WITH; }
+
+// Memory that is not written to until it is released as often as it was fixed.
+void cgbundle_fix(const char* begin, int64_t bytes) {
+  std::lock_guard<std::mutex> lock(keeping);
+  Kept& memory = fixed[begin];
+  memory.holders++;
+  memory.bytes = std::max(memory.bytes, bytes);
+}
+
+void cgbundle_release(const char* begin) {
+  std::lock_guard<std::mutex> lock(keeping);
+  auto found = fixed.find(begin);
+  if (found != fixed.end() && --found->second.holders == 0) fixed.erase(found);
+}
+
+int32_t aoti_torch_device_type_cpu() { return 0; }
+int32_t aoti_torch_device_type_cuda() { return 1; }
+int32_t aoti_torch_layout_strided() { return 0; }
+#define DTYPE(name, number) int32_t aoti_torch_dtype_##name() { return number; }
+DTYPE(uint8, 0) DTYPE(int8, 1) DTYPE(int16, 2) DTYPE(int32, 3) DTYPE(int64, 4) DTYPE(float16, 5) DTYPE(float32, 6) DTYPE(float64, 7)
+DTYPE(complex64, 9) DTYPE(complex128, 10) DTYPE(bool, 11) DTYPE(bfloat16, 15) DTYPE(float8_e5m2, 23) DTYPE(float8_e4m3fn, 24)
+DTYPE(uint16, 27) DTYPE(uint32, 28) DTYPE(uint64, 29)
+#undef DTYPE
+
+bool aoti_torch_grad_mode_is_enabled() { return false; }
+void aoti_torch_grad_mode_set_enabled(bool) {}
+
+void aoti_torch_check(bool holds, const char*, const char*, uint32_t, const char* message) {
+  if (!holds) throw std::runtime_error(message);
+}
+
+AOTITorchError aoti_torch_delete_tensor_object(AtenTensorHandle tensor) {
+  delete &of(tensor);
+  return AOTI_TORCH_SUCCESS;
+}
+
+AOTITorchError aoti_torch_create_tensor_from_blob(void* data, int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t offset, int32_t dtype, int32_t, int32_t, AtenTensorHandle* result) {
+  if (!known(dtype)) return AOTI_TORCH_FAILURE;
+  int64_t bytes = (offset + span(rank, sizes, strides)) * WIDTHS[dtype];
+  *result = handle({nullptr, static_cast<char*>(data), bytes, offset, {sizes, sizes + rank}, {strides, strides + rank}, dtype});
+  return AOTI_TORCH_SUCCESS;
+}
+
+AOTITorchError aoti_torch_create_tensor_from_blob_v2(void* data, int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t offset, int32_t dtype, int32_t type, int32_t index, AtenTensorHandle* result, int32_t, const uint8_t*, int64_t) {
+  return aoti_torch_create_tensor_from_blob(data, rank, sizes, strides, offset, dtype, type, index, result);
+}
+
+AOTITorchError aoti_torch_empty_strided(int64_t rank, const int64_t* sizes, const int64_t* strides, int32_t dtype, int32_t, int32_t, AtenTensorHandle* result) {
+  return allocated(rank, sizes, strides, dtype, result);
+}
+
+AOTITorchError aoti_torch_new_tensor_handle(AtenTensorHandle tensor, AtenTensorHandle* result) {
+  *result = handle(of(tensor));
+  return AOTI_TORCH_SUCCESS;
+}
+
+AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t rank, const int64_t* sizes, const int64_t* strides, int64_t offset, AtenTensorHandle* result) {
+  const Tensor& from = of(self);
+  *result = handle({from.owner, from.storage, from.bytes, offset, {sizes, sizes + rank}, {strides, strides + rank}, from.dtype});
+  return AOTI_TORCH_SUCCESS;
+}
+
+// As torch: laid out as `self` where that has no gaps, else row-major.
+AOTITorchError aoti_torch_clone(AtenTensorHandle self, AtenTensorHandle* result) {
+  const Tensor& from = of(self);
+  bool dense = span(from.rank(), from.sizes.data(), from.strides.data()) == from.count();
+  auto strides = dense ? from.strides : row_major(from.sizes);
+  if (allocated(from.rank(), from.sizes.data(), strides.data(), from.dtype, result)) return AOTI_TORCH_FAILURE;
+  if (dense)
+    std::memcpy(of(*result).data(), from.data(), from.count() * from.width());
+  else
+    copy_axes(from, of(*result), 0, 0, 0);
+  return AOTI_TORCH_SUCCESS;
+}
+
+#define GETTER(name, type, expression) \
+  AOTITorchError aoti_torch_get_##name(AtenTensorHandle tensor, type* result) { Tensor& self = of(tensor); *result = expression; return AOTI_TORCH_SUCCESS; }
+GETTER(data_ptr, void*, self.data())
+GETTER(dim, int64_t, self.rank())
+GETTER(numel, int64_t, self.count())
+GETTER(dtype, int32_t, self.dtype)
+GETTER(sizes, int64_t*, self.sizes.data())
+GETTER(strides, int64_t*, self.strides.data())
+GETTER(storage_offset, int64_t, self.offset)
+GETTER(storage_size, int64_t, self.bytes)
+GETTER(device_type, int32_t, (static_cast<void>(self), 0))
+GETTER(device_index, int32_t, (static_cast<void>(self), 0))
+#undef GETTER
+
+AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1, AtenTensorHandle mat2, double beta, double alpha) {
+  const Tensor& added = of(self);
+  if (!all_floats({&of(out), &of(mat1), &of(mat2)}, 2) || added.dtype != FLOAT || added.rank() < 1 || added.rank() > 2) return AOTI_TORCH_FAILURE;
+  Matrix c = matrix(of(out));
+  int64_t row = added.rank() == 2 ? added.step(0) : 0, column = added.step(added.rank() - 1);
+  for (int64_t i = 0; i < c.rows; i++)
+    if (beta == 1 && column == 1 && c.column == 1)
+      std::memcpy(c.at(i, 0), added.floats() + i * row, c.columns * sizeof(float));
+    else
+      for (int64_t j = 0; j < c.columns; j++) *c.at(i, j) = beta == 0 ? 0.f : static_cast<float>(beta) * added.floats()[i * row + j * column];
+  product(matrix(of(mat1)), matrix(of(mat2)), c, static_cast<float>(alpha), true);
+  return AOTI_TORCH_SUCCESS;
+}
+
+AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2) {
+  if (!all_floats({&of(out), &of(self), &of(mat2)}, 2)) return AOTI_TORCH_FAILURE;
+  Matrix c = matrix(of(out));
+  clear(c);
+  product(matrix(of(self)), matrix(of(mat2)), c, 1.f, true);
+  return AOTI_TORCH_SUCCESS;
+}
+
+AOTITorchError aoti_torch_cpu_bmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2) {
+  if (!all_floats({&of(out), &of(self), &of(mat2)}, 3)) return AOTI_TORCH_FAILURE;
+  int64_t batches = of(out).sizes[0];
+#pragma omp parallel for schedule(dynamic, 1)
+  for (int64_t batch = 0; batch < batches; batch++) {
+    Matrix c = matrix(of(out), {batch});
+    clear(c);
+    product(matrix(of(self), {batch}), matrix(of(mat2), {batch}), c, 1.f, false);
+  }
+  return AOTI_TORCH_SUCCESS;
+}
+
+// softmax(query @ key^T * scale + mask) @ value, a head at a time in bands of rows; the second result, the logarithms of the sums, is
+// for gradients, which compiled inference never reads: it is left as it is.
+AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, double dropout, int32_t causal, AtenTensorHandle* attn_mask, double* scale, AtenTensorHandle* ret0, AtenTensorHandle* ret1) {
+  const Tensor &q = of(query), &k = of(key), &v = of(value);
+  const Tensor* mask = attn_mask && *attn_mask ? &of(*attn_mask) : nullptr;
+  if (dropout != 0 || !all_floats({&q, &k, &v}, 4) || (mask && !all_floats({mask}, 4))) return AOTI_TORCH_FAILURE;
+  int64_t batches = q.sizes[0], heads = q.sizes[1], rows = q.sizes[2], width = q.sizes[3], keys = k.sizes[2], depth = v.sizes[3];
+  int64_t sizes[] = {batches, heads, rows, depth}, strides[] = {rows * heads * depth, depth, heads * depth, 1};
+  int64_t sums[] = {batches, rows, heads}, sum_strides[] = {rows * heads, heads, 1};
+  if (allocated(4, sizes, strides, FLOAT, ret0) || allocated(3, sums, sum_strides, FLOAT, ret1)) return AOTI_TORCH_FAILURE;
+  const Tensor& out = of(*ret0);
+  float factor = static_cast<float>(scale ? *scale : 1 / std::sqrt(static_cast<double>(width)));
+  int64_t bands = (rows + BAND - 1) / BAND, line = (keys + LANES - 1) / LANES * LANES;
+#pragma omp parallel for schedule(dynamic, 1)
+  for (int64_t task = 0; task < batches * heads * bands; task++) {
+    int64_t batch = task / bands / heads, head = task / bands % heads, first = task % bands * BAND;
+    int64_t count = std::min<int64_t>(BAND, rows - first);
+    std::vector<float> memory(count * line, 0.f);
+    Matrix scores{memory.data(), count, keys, line, 1}, left = matrix(q, {batch, head}), right = matrix(k, {batch, head});
+    left.data = left.at(first, 0);
+    product(left, {right.data, right.columns, right.rows, right.column, right.row}, scores, factor, false);
+    for (int64_t i = 0; i < count; i++) {
+      float* row = scores.at(i, 0);
+      if (mask) {
+        const float* added = mask->floats() + batch * mask->step(0) + head * mask->step(1) + (first + i) * mask->step(2);
+        int64_t j = 0;
+        if (mask->step(3) == 1)
+          for (; j + LANES <= keys; j += LANES) *reinterpret_cast<Unaligned*>(row + j) += *reinterpret_cast<const Unaligned*>(added + j);
+        for (; j < keys; j++) row[j] += added[j * mask->step(3)];
+      }
+      std::fill(row + (causal ? std::min<int64_t>(keys, first + i + 1) : keys), row + line, NONE);
+      softmax(row, line);
+    }
+    Matrix target = matrix(out, {batch, head});
+    target.data = target.at(first, 0);
+    target.rows = count;
+    clear(target);
+    product(scores, matrix(v, {batch, head}), target, 1.f, false);
+  }
+  return AOTI_TORCH_SUCCESS;
+}
+
+// The names by which torch's vectors call Sleef, for what Inductor compiles.
+#if defined(__AVX512F__)
+Lanes<64>::Floats Sleef_expf16_u10(Lanes<64>::Floats x) { return exponential<64>(x); }
+#endif
+#if defined(__AVX2__)
+Lanes<32>::Floats Sleef_expf8_u10(Lanes<32>::Floats x) { return exponential<32>(x); }
+#endif
+
+}  // extern "C"

@@ -1,0 +1,1 @@
+"""Operations of few rows: what Inductor has faster kernels for, and fewer."""

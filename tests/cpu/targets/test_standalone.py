@@ -1,0 +1,258 @@
+"""What is linked to code for the CPU in libtorch's place: against torch, alone and in a bundle."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from ctypes import byref, c_double, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+from torch.nn import functional as F
+
+import cgbundle
+import cgcompile
+from cgbundle.cpu import libtorch
+from cgcompile.targets.kernels import standalone
+from cgcompile.targets.requirements import compiler
+from tests.helpers.places import ROOT
+from tests.helpers.raising import raises
+
+FLOAT = 6
+TOLERANCE = 2e-5
+
+
+class Code:
+    """The functions as a shared object of their own, called with torch's tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.library = ctypes.CDLL(str(path))
+
+    def handle(self, tensor: torch.Tensor) -> c_void_p:
+        sizes, strides = [(c_int64 * max(1, tensor.dim()))(*each) for each in (tensor.shape, tensor.stride())]
+        made = c_void_p()
+        create = self.library.aoti_torch_create_tensor_from_blob
+        create.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p)
+        code = libtorch.LibTorch(self.library).dtype(str(tensor.dtype).removeprefix("torch."))
+        assert create(tensor.data_ptr(), tensor.dim(), sizes, strides, 0, code, 0, 0, byref(made)) == 0
+        return made
+
+    def __call__(self, name: str, *arguments: Any) -> int:
+        handles = [self.handle(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+        code = int(self.library[f"aoti_torch_cpu_{name}"](*handles))
+        for handle, argument in zip(handles, arguments, strict=True):
+            if isinstance(argument, torch.Tensor):
+                self.library.aoti_torch_delete_tensor_object(handle)
+        return code
+
+    def taken(self, handle: c_void_p, like: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor that it has made, which is deleted; laid out by its own strides."""
+        torch_library = libtorch.LibTorch(self.library)
+        _, shape, strides = torch_library.layout(handle.value or 0)
+        place = c_void_p()
+        assert torch_library.data_pointer(handle, byref(place)) == 0
+        count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        data = torch.frombuffer(bytearray(ctypes.string_at(place.value or 0, 4 * count)), dtype=torch.float32)
+        self.library.aoti_torch_delete_tensor_object(handle)
+        assert shape == tuple(like.shape)
+        return data.as_strided(shape, strides)
+
+
+@pytest.fixture(scope="module", params=["native", "x86-64-v3"] if os.uname().machine == "x86_64" else ["native"])
+def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Code:
+    target = tmp_path_factory.mktemp("standalone") / f"{request.param}.so"
+    command = [word for word in standalone.command(compiler(), target) if word != "-c"]
+    command = [word.replace("=native", f"={request.param}") for word in command]
+    subprocess.run([*command, "-shared", *standalone.LINKED], check=True)
+    return Code(target)
+
+
+@st.composite
+def matrices(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
+    """Random numbers, either axis the denser one, with gaps or without."""
+    gaps = draw(st.sampled_from([0, 0, 1, 5]))
+    *outer, rows, columns = shape
+    if draw(st.booleans()):
+        return torch.randn(*outer, rows, columns + gaps)[..., :columns]
+    return torch.randn(*outer, columns, rows + gaps)[..., :rows].mT
+
+
+sizes = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 127, 384, 400]))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), sizes, sizes, sizes)
+def test_products_are_torchs(code: Code, data: st.DataObject, m: int, k: int, n: int) -> None:
+    a, b, out = data.draw(matrices((m, k))), data.draw(matrices((k, n))), torch.full((m, n), float("nan"))
+    assert code("mm_out", out, a, b) == 0
+    torch.testing.assert_close(out, a @ b, atol=TOLERANCE * k, rtol=0)
+    added = data.draw(st.sampled_from([torch.randn(n), torch.randn(1, n), torch.randn(m, n), torch.randn(1), torch.randn(m, 1)]))
+    beta, alpha = data.draw(st.sampled_from([(1.0, 1.0), (0.0, 1.0), (0.5, 2.0)]))
+    out = torch.full((n, m), float("nan")).mT if data.draw(st.booleans()) else torch.full((m, n), float("nan"))
+    assert code("addmm_out", out, added, a, b, c_double(beta), c_double(alpha)) == 0
+    torch.testing.assert_close(out, torch.addmm(added, a, b, beta=beta, alpha=alpha), atol=TOLERANCE * k, rtol=0)
+
+
+@settings(max_examples=20, deadline=None)
+@given(st.data(), st.integers(1, 5), st.integers(1, 33), st.integers(1, 40), st.integers(1, 33))
+def test_batched_products_are_torchs(code: Code, data: st.DataObject, batch: int, m: int, k: int, n: int) -> None:
+    a, b, out = data.draw(matrices((batch, m, k))), data.draw(matrices((batch, k, n))), torch.full((batch, m, n), float("nan"))
+    assert code("bmm_out", out, a, b) == 0
+    torch.testing.assert_close(out, a @ b, atol=TOLERANCE * k, rtol=0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.data(), st.integers(1, 3), st.integers(1, 3), st.integers(1, 130), st.integers(1, 130), st.integers(1, 40))
+def test_attention_is_torchs(code: Code, data: st.DataObject, batch: int, heads: int, rows: int, keys: int, width: int) -> None:
+    causal = data.draw(st.booleans())
+    keys = rows if causal else keys
+    q, k, v = [data.draw(matrices((batch, heads, each, width))) for each in (rows, keys, keys)]
+    mask = None
+    if not causal and data.draw(st.booleans()):
+        mask = torch.where(torch.rand(batch, 1, rows, keys) < 0.7, 0.0, float("-inf"))
+        mask[..., 0] = 0.0
+    scale = data.draw(st.sampled_from([None, 0.3]))
+    made, rest = c_void_p(), c_void_p()
+    given_mask = byref(code.handle(mask)) if mask is not None else None
+    given_scale = byref(c_double(scale)) if scale is not None else None
+    name = "_scaled_dot_product_flash_attention_for_cpu"
+    assert code(name, q, k, v, c_double(0), c_int32(causal), given_mask, given_scale, byref(made), byref(rest)) == 0
+    want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
+    torch.testing.assert_close(code.taken(made, want), want, atol=1e-5, rtol=1e-5)
+    code.library.aoti_torch_delete_tensor_object(rest)
+
+
+def test_panels_are_kept_of_memory_that_is_fixed_alone(code: Code) -> None:
+    a, weight = torch.randn(5, 64), torch.randn(80, 64)
+    begin, out = c_void_p(weight.data_ptr()), torch.empty(5, 80)
+
+    def product() -> torch.Tensor:
+        assert code("mm_out", out, a, weight.T) == 0
+        return out.clone()
+
+    first, before = product(), weight.clone()
+    code.library.cgbundle_fix(begin, c_int64(weight.nbytes))
+    code.library.cgbundle_fix(begin, c_int64(weight.nbytes))
+    assert all(torch.equal(product(), first) for _ in range(3))
+    weight.zero_()
+    assert torch.equal(product(), first)  # what was kept
+    assert code("mm_out", part := torch.empty(5, 40), a, weight[40:].T) == 0
+    assert torch.count_nonzero(part) == 0  # another matrix of the same memory
+    code.library.cgbundle_release(begin)
+    assert torch.equal(product(), first)
+    code.library.cgbundle_release(begin)
+    assert torch.count_nonzero(product()) == 0
+    weight.copy_(before)
+    assert all(torch.equal(product(), first) for _ in range(3))
+
+
+def test_what_it_cannot_do_is_an_error(code: Code) -> None:
+    half = torch.zeros(2, 2, dtype=torch.float16)
+    assert code("mm_out", half, half, half)
+    assert code("mm_out", torch.zeros(2, 2), torch.zeros(2), torch.zeros(2, 2))
+    dropout = (c_double(0.5), c_int32(0), None, None, byref(c_void_p()), byref(c_void_p()))
+    assert code("_scaled_dot_product_flash_attention_for_cpu", *[torch.zeros(1, 1, 2, 2)] * 3, *dropout)
+
+
+def test_what_nobody_has_is_named_by_the_linker(tmp_path: Path) -> None:
+    source = tmp_path / "code.cpp"
+    source.write_text('extern "C" int aoti_torch_cpu_sort(); int run() { return aoti_torch_cpu_sort(); }\n')
+    command = [compiler(), "-shared", "-fPIC", str(source), "-o", str(tmp_path / "code.so"), *standalone.LINKED]
+    said = subprocess.run(command, capture_output=True, text=True).stderr
+    refusal = standalone.missing(said)
+    assert refusal is not None and refusal.code == "not-standalone" and "calls aoti_torch_cpu_sort," in str(refusal)
+    assert standalone.missing("error: something else") is None
+
+
+# --- a bundle -------------------------------------------------------------------------------------------------
+
+
+class Attention(nn.Module):
+    """Products, attention, an exponential, a normalization, state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv, self.out, self.norm = nn.Linear(32, 96), nn.Linear(32, 5), nn.LayerNorm(32)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self.calls.add_(1)
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        return self.out(F.gelu(mixed)).softmax(-1), self.calls.clone()
+
+
+@pytest.fixture(scope="module")
+def standalone_bundle(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, nn.Module]]:
+    torch.manual_seed(0)
+    model = Attention().eval()
+
+    def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(batch, 7, 32),)
+
+    path = tmp_path_factory.mktemp("standalone") / "attention.cgb"
+    cgcompile.build(model, inputs, sizes=[1, 4], out=path, target="cpu", standalone=True, progress="silent")
+    yield path, model
+
+
+WITHOUT_TORCH = """
+import sys
+sys.path[:] = [{runtime!r}, *[each for each in sys.path if "site-packages" not in each]]
+import cgbundle
+from cgbundle.exam import inputs_of
+with cgbundle.load({path!r}, check="full") as program:
+    exam = program.open_exam()
+    for key in program.int_keys:
+        program.replay(inputs_of(exam, program.manifest, key))
+    exam.close()
+    print("torch" in open("/proc/self/maps").read(), program.manifest.target.torch == "")
+"""
+
+
+def test_a_bundle_needs_nothing_of_torchs(standalone_bundle: tuple[Path, nn.Module]) -> None:
+    path, _ = standalone_bundle
+    text = WITHOUT_TORCH.format(path=str(path), runtime=str(ROOT / "bundles"))
+    done = subprocess.run([sys.executable, "-I", "-c", text], capture_output=True, text=True)
+    assert done.stdout.split() == ["False", "True"], done.stderr
+
+
+def test_its_answers_beside_torch_in_the_same_process(standalone_bundle: tuple[Path, nn.Module]) -> None:
+    path, model = standalone_bundle
+    model.get_buffer("calls").zero_()
+    with cgbundle.load(path) as program, cgbundle.load(path, threads=2) as two, torch.no_grad():
+        session = program.session()
+        for size in (1, 4):
+            x = torch.randn(size, 7, 32)
+            want = model(x)[0]
+            for each in (program, two, session):
+                torch.testing.assert_close(each(x)[0], want, atol=1e-5, rtol=1e-5)
+        weight = model.get_parameter("out.weight")
+        program.update({"out.weight": weight * 2}, partial=True)
+        x = torch.randn(4, 7, 32)
+        weight.mul_(2)
+        torch.testing.assert_close(program(x)[0], model(x)[0], atol=1e-5, rtol=1e-5)
+        weight.div_(2)
+
+
+def test_code_without_its_own_functions_is_told_apart() -> None:
+    code = ROOT / "tests/golden/v1/cpu_mlp.cgb/host/model.so"
+    assert libtorch.of_code(code.read_bytes(), code.name) is None
+
+
+def test_without_openmp_it_is_said(monkeypatch: pytest.MonkeyPatch, standalone_bundle: tuple[Path, nn.Module]) -> None:
+    monkeypatch.setattr(libtorch, "OPENMP", "libnowhere.so.1")
+    with raises("library-missing", match="libnowhere"):
+        cgbundle.load(standalone_bundle[0])
+
+
+def test_for_a_gpu_it_is_refused() -> None:
+    with raises("target-unavailable", match="standalone"):
+        cgcompile.build(Attention(), lambda batch: (torch.zeros(batch, 7, 32),), sizes=[1], target="sm_90", standalone=True)
