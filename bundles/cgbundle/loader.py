@@ -140,6 +140,8 @@ def open_program(
         if devices is not None and not bundle.manifest.world:
             text = f"devices={list(devices)}: the bundle is for one device"
             raise CallError("option-refused", text, "give replicas=True for a copy of it on each, or device= for another one")
+        if meeting is not None and not bundle.manifest.world:
+            raise CallError("option-refused", f"rank={meeting[0]}: the bundle is for one device")
         if bundle.manifest.target.kind == "cpu":
             from .cpu.backend import CpuBackend
 
@@ -183,8 +185,6 @@ def _open_rank(
     from .validate.bundle import check_rank
 
     rank, path = meeting
-    if not bundle.manifest.world:
-        raise CallError("option-refused", f"rank={rank}: the bundle is for one device")
     size = bundle.manifest.world[0].size
     if not 0 <= rank < size:
         raise CallError("ranks-refused", f"rank={rank}: the model has {size} ranks, 0 to {size - 1}")
@@ -237,6 +237,9 @@ def _open_replicas(
         if bundle.manifest.target.kind != "cuda":
             text = f"replicas=True: the bundle is for {bundle.manifest.target.arch}, and nothing of it runs on a GPU"
             raise CallError("option-refused", text)
+        if bundle.manifest.world:
+            text = f"replicas=True: the model is over {bundle.manifest.world[0].size} GPUs, and no copy of it on one"
+            raise CallError("ranks-refused", text, "leave replicas out")
         if threads is not None:
             _check_threads(bundle.manifest, threads)
         check_driver(bundle.manifest.target)

@@ -143,6 +143,8 @@ def test_what_it_does_not_do(fake: RanksDriver, path: Path) -> None:
         cgbundle.load(path, devices=[0, 2])
     with raises("ranks-refused", match="one rank"):
         cgbundle.load(path / "ranks/1")
+    with raises("ranks-refused", match="replicas=True: the model is over 2 GPUs"):
+        cgbundle.load(path, replicas=True)
     with pytest.raises(ValueError, match="timeout"):
         cgbundle.load(path, timeout=0)
     with cgbundle.load(path) as program:

@@ -17,6 +17,7 @@ from cgbundle.errors import CgbundleError
 from cgbundle.program.rendezvous import Board, Met, board_bytes, meet
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from tests.helpers.fake_driver import install
+from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 from tests.helpers.rank_bundles import FLOATS, expected, inputs
 from tests.helpers.ranks_driver import RanksDriver
@@ -173,6 +174,8 @@ def test_options_that_do_not_go_together(path: Path, tmp_path: Path, monkeypatch
     for options in ({"rank": 0}, {"rendezvous": "x"}, {"rank": 0, "rendezvous": "x", "devices": [0, 1]}):
         with pytest.raises(ValueError, match="rank="):
             cgbundle.load(path, **options)
+    with raises("option-refused", match="rank=0: the bundle is for one device"):
+        cgbundle.load(GOLDEN / "v1/gpt_two.cgb", rank=0, rendezvous=tmp_path / "meeting")
     with raises("ranks-refused", match="rank=2: the model has 2 ranks"):
         cgbundle.load(path, rank=2, rendezvous=tmp_path / "meeting")
     with raises("rank-timeout", match="rank 1 has not come"):
