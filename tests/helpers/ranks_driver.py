@@ -27,7 +27,7 @@ class RanksDriver(FakeDriver):
 
     def __init__(self, devices: int = 2, seed: int = 0) -> None:
         super().__init__(devices=devices)
-        self.random = Random(seed)
+        self.random, self.multiprocessors = Random(seed), 132
         self.queues: dict[int, deque[Work]] = {}
         self.events: dict[int, list[int]] = {}  # how often an event was recorded, and how often that was reached
         self.waiting: list[_Collective] = []
@@ -136,6 +136,13 @@ class RanksDriver(FakeDriver):
             return super().do_cuFuncGetParamInfo(function, index)
         own = params(self.devices)
         return (0, *own[index]) if index < len(own) else (1, None, None)
+
+    def do_cuOccupancyMaxActiveBlocks(self, function: int, threads: int, shared: int) -> int:
+        assert self.functions[function].symbol.startswith("cgcompile_")
+        return 2
+
+    def do_cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
+        return self.multiprocessors if attribute == 16 else super().do_cuDeviceGetAttribute(attribute, device)
 
     # --- memory peer ------------------------------------------------------------------------------------------
 

@@ -9,8 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..cuda import memory
 from ..cuda.backend import CudaBackend
-from ..cuda.driver import Context
+from ..cuda.driver import Context, check, cu
+from ..cuda.libcuda import MULTIPROCESSORS
 from ..errors import CallError, MachineError
+from ..format.archive import Archive
+from ..format.entries import all_programs
+from ..tables.collectives import exchanges, params
+from ..tables.table import Table
 from .peer_memory import within
 
 if TYPE_CHECKING:
@@ -93,6 +98,27 @@ class ExchangingBackend(CudaBackend):
             return
         with self._gate:
             self._outside.close()
+
+
+def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
+    """Raises wrong-machine unless all blocks of each exchange fit on the backend's GPU at once, where `ranks` of the model are: they
+    wait for each other.  The bundle is open, and the context current."""
+    (world,) = bundle.manifest.world
+    files = {step.file for program in all_programs(bundle.manifest) for step in program.steps if step.file}
+    needed: dict[tuple[str, str, int], int] = {}
+    for each in [one for file in files for one in exchanges(Table(bundle.data(file), file), world)]:
+        kernel = each.image, each.symbol, each.threads
+        needed[kernel] = max(needed.get(kernel, 0), each.grid)
+    context, count = backend._context, backend._context.attribute(MULTIPROCESSORS)
+    for (image, symbol, threads), blocks in needed.items():
+        function = backend._shared._modules.function(image, symbol, params(world.size), ())
+        fit = count * int(check("cuOccupancyMaxActiveBlocks", cu.cuOccupancyMaxActiveBlocks(function, threads, 0)))
+        if blocks * ranks > fit:
+            raise MachineError(
+                "wrong-machine",
+                f"device {context.index} ({context.name}) runs {fit} blocks of {symbol} at once, {ranks} x {blocks} wait for each other",
+                "take larger GPUs, or one for each rank",
+            )
 
 
 def refused(what: str) -> CallError:

@@ -14,7 +14,7 @@ from ..cuda.programs import DeviceOutputs, HostOutputs
 from ..errors import CallError, CgbundleError, MachineError
 from ..format.archive import Archive
 from ..tensors.detection import caller_captures
-from .exchanging import SECOND, ExchangingBackend
+from .exchanging import SECOND, ExchangingBackend, check_room
 from .peer_memory import begin_part, create_part, export_part, import_part, map_part, reserve
 from .rendezvous import meet
 
@@ -64,6 +64,8 @@ class OneRankBackend(ExchangingBackend):
             own.retain()
             CudaBackend.__init__(self, bundle, device, mode, context=own, lazy=False, threads=threads, peer=self._base)
             undo.callback(CudaBackend.close, self)
+            with own:
+                check_room(self, bundle, 1)
             self._outside = undo.pop_all()
 
     def begin(self, stream: int | None) -> Any:

@@ -15,7 +15,7 @@ from ..cuda.programs import DeviceOutputs, HostOutputs
 from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..tensors.detection import caller_captures
-from .exchanging import SECOND, ExchangingBackend, refused
+from .exchanging import SECOND, ExchangingBackend, check_room, refused
 from .peer_memory import begin_part, create_part, map_part, reserve, within
 
 
@@ -75,6 +75,9 @@ class RanksBackend(ExchangingBackend):
                         if future.exception() is None:
                             undo.callback(future.result().close)
             self._others = [future.result() for future in loading]
+            for backend, own, each in zip((self, *self._others), (bundle, *others), contexts, strict=True):
+                with each:
+                    check_room(backend, own, [other.device for other in contexts].count(each.device))
             self._outside = undo.pop_all()
 
     # --- running ----------------------------------------------------------------------------------------------

@@ -162,6 +162,14 @@ GIVING_BACK = ("Destroy", "Free", "Unmap", "Unload", "Release", "PopCurrent", "E
 """In the names of calls after whose failure something may stay."""
 
 
+def test_a_gpu_on_which_not_all_blocks_fit_at_once(fake: RanksDriver, path: Path) -> None:
+    fake.multiprocessors = 1
+    cgbundle.load(path).close()
+    fake.devices = 4  # of which one is used: the driver takes it for the number of ranks
+    with raises("wrong-machine", match=r"device 0 \(Fake GPU\) runs 2 blocks of cgcompile_packets_float32 at once, 4 x 1 wait"):
+        cgbundle.load(written(path.parent / "four.cgb", 4), devices=[0] * 4)
+
+
 def test_every_failure_of_the_driver_gives_all_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """At load: each call of the driver fails once."""
     for at in count():
