@@ -101,8 +101,8 @@ class ExchangingBackend(CudaBackend):
 
 
 def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
-    """Raises wrong-machine unless all blocks of each exchange fit on the backend's GPU at once, where `ranks` of the model are: they
-    wait for each other.  The bundle is open, and the context current."""
+    """Raises wrong-machine unless all blocks of each exchange fit on the backend's GPU at once, where `ranks` of the model are:
+    they wait for each other.  The bundle is open, and the context current."""
     (world,) = bundle.manifest.world
     files = {step.file for program in all_programs(bundle.manifest) for step in program.steps if step.file}
     needed: dict[tuple[str, str, int], int] = {}
@@ -116,7 +116,7 @@ def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
         if blocks * ranks > fit:
             raise MachineError(
                 "wrong-machine",
-                f"device {context.index} ({context.name}) runs {fit} blocks of {symbol} at once, {ranks} x {blocks} wait for each other",
+                f"device {context.index} ({context.name}) runs {fit} blocks of {symbol} at once, {ranks} x {blocks} wait together",
                 "take larger GPUs, or one for each rank",
             )
 

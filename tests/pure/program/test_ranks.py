@@ -166,7 +166,9 @@ def test_a_gpu_on_which_not_all_blocks_fit_at_once(fake: RanksDriver, path: Path
     fake.multiprocessors = 1
     cgbundle.load(path).close()
     fake.devices = 4  # of which one is used: the driver takes it for the number of ranks
-    with raises("wrong-machine", match=r"device 0 \(Fake GPU\) runs 2 blocks of cgcompile_packets_float32 at once, 4 x 1 wait"):
+    with raises(
+        "wrong-machine", match=r"device 0 \(Fake GPU\) runs 2 blocks of cgcompile_packets_float32 at once, 4 x 1 wait together"
+    ):
         cgbundle.load(written(path.parent / "four.cgb", 4), devices=[0] * 4)
 
 
