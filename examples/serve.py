@@ -23,6 +23,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 import uvicorn
@@ -79,8 +80,11 @@ def sizes_of(program: cgbundle.Program) -> tuple[int, tuple[int, ...]]:
     return dimensions[0].sizes[-1], dimensions[1].sizes
 
 
-def caller(program: cgbundle.Program) -> Call:
-    """Rows of tokens -> their embeddings; the runtime fills up to the next recorded batch."""
+def caller(program: cgbundle.Program, calls: int = 1) -> Call:
+    """Rows of tokens -> their embeddings, in `calls` threads at once; the runtime fills up to the next recorded batch."""
+    free = SimpleQueue[cgbundle.Program]()
+    for session in [program, *[program.session() for _ in range(calls - 1)]]:
+        free.put(session)
 
     def call(rows: Sequence[Sequence[int]], length: int) -> Sequence[Any]:
         ids, mask = array("q"), array("q")
@@ -88,8 +92,11 @@ def caller(program: cgbundle.Program) -> Call:
             padding = [0] * (length - len(row))
             ids.extend([*row, *padding])
             mask.extend([*[1] * len(row), *padding])
-        shape = (len(rows), length)
-        return program(from_bytes(ids, "int64", shape), from_bytes(mask, "int64", shape)).tolist()
+        shape, session = (len(rows), length), free.get()
+        try:
+            return session(from_bytes(ids, "int64", shape), from_bytes(mask, "int64", shape)).tolist()
+        finally:
+            free.put(session)
 
     return call
 
@@ -190,6 +197,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one, which the first line names")
     parser.add_argument("--wait", type=float, default=2.0, metavar="MS", help="how long a request waits for others (default: 2)")
+    parser.add_argument("--calls", type=int, default=1, metavar="N", help="of the model at once; each has a session (default: 1)")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json (default: MiniLM's)")
     given = parser.parse_args(arguments)
     try:
@@ -199,7 +207,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with program:
         largest, lengths = sizes_of(program)
         about = {"model": program.manifest.name, "int_keys": program.int_keys}
-        batcher = Batcher(caller(program), lengths, largest, given.wait / 1000, WAITING)
+        batcher = Batcher(caller(program, given.calls), lengths, largest, given.wait / 1000, WAITING, given.calls)
         serve(make_app(batcher, tokenizer(given.tokenizer), about), given.host, given.port, program.manifest.name)
 
 

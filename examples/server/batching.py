@@ -28,15 +28,18 @@ class Batcher:
     """`async with Batcher(...) as batcher:` ... `await batcher.answer(tokens)`.
 
     At most `largest` rows go together, and a request waits `wait` seconds for others; `limit` may wait.  `lengths` are ascending.
+    `call` runs in `calls` threads.
     What was done: `calls`, the `rows` of all, the seconds that requests `waited` and those that calls were `computing`.
     """
 
-    def __init__(self, call: Call, lengths: Sequence[int], largest: int, wait: float = 0.002, limit: int = 1024) -> None:
+    def __init__(
+        self, call: Call, lengths: Sequence[int], largest: int, wait: float = 0.002, limit: int = 1024, calls: int = 1
+    ) -> None:
         self.calls = self.rows = 0
         self.waited = self.computing = 0.0
         self._call, self._lengths = call, lengths
-        self._thread = ThreadPoolExecutor(1, "replay")
-        self._queue = RequestQueue(self._answers, self._thread, largest, wait, limit, self._count)
+        self._threads = ThreadPoolExecutor(calls, "replay")
+        self._queue = RequestQueue(self._answers, self._threads, largest, wait, limit, self._count, calls)
 
     async def __aenter__(self) -> Batcher:
         await self._queue.__aenter__()
@@ -45,7 +48,7 @@ class Batcher:
     async def __aexit__(self, *_: object) -> None:
         """Answers what waits, and takes nothing more."""
         await self._queue.__aexit__()
-        self._thread.shutdown()
+        self._threads.shutdown()
 
     async def answer(self, tokens: Sequence[int]) -> Any:
         """The answer for one row.  Raises TooLong, as RequestQueue, and what the call raises."""

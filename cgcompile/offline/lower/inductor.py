@@ -29,7 +29,7 @@ from ...errors import BuildError, ModelError
 from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
-from ...transforms.few_rows.repeated_reductions import fewer_kernels
+from ...transforms.few_rows.fewer_kernels import fewer_kernels
 from ...transforms.inductor_passes import comparable_indices, passes
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line

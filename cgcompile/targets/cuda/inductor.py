@@ -40,7 +40,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-        from ...transforms.few_rows.repeated_reductions import fewer_kernels
+        from ...transforms.few_rows.fewer_kernels import fewer_kernels
         from ...transforms.inductor_passes import comparable_indices, passes
     except ImportError as error:
         text = f"torch {torch.__version__} has no {error.name}: {error}; cgcompile was tested with {TESTED}"

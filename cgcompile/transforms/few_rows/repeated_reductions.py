@@ -1,12 +1,10 @@
-"""Norms and softmaxes in front of a product of one row, computed again for every column of the product: a pass of Inductor's.
+"""Norms and softmaxes in front of a product of one row, computed again for every column of the product.
 
 A product of one row is a sum for every column (decompositions.py).  What makes a short row costs less than a kernel of its own: one
 less in a chain of them saves 2.9 us on an H100 (torch 2.11), and what is done again takes 0.75.  Inductor fuses reductions of equal
-shapes alone, so the row becomes one for every column, which is never stored.  A token of a GPT (12 layers, width 768) takes 301 us
-instead of 366, and 89 kernels instead of 137, also since `JOINING` makes one kernel of the writes to keys and to values.
+shapes alone, so the row becomes one for every column, which is never stored.
 
-Private interfaces (torch 2.11, 2.13): the options `post_grad_custom_post_pass` and `score_fusion_memory_threshold`,
-`CustomGraphPass`, `get_hash_for_files`, the operators of `torch._inductor.inductor_prims`.
+Private interfaces (torch 2.11, 2.13): the operators of `torch._inductor.inductor_prims`.
 """
 
 from __future__ import annotations
@@ -14,26 +12,20 @@ from __future__ import annotations
 import math
 import operator
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch._inductor.inductor_prims
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 
-LONGEST = 1024
-"""Elements of a row, at most: so many are in the registers of one program."""
+from .products import SUM, Product, call, one_product, shape_of
 
 MOST = 8192
 """Columns of a matrix, at most: what is done again for more of them takes longer than a kernel's launch."""
 
-JOINING = 8
-"""Two kernels become one where they read the same bytes, so many at least: an index.  Inductor asks for 10."""
-
 aten, prims = torch.ops.aten, torch.ops.prims
 
-SUM, SOFTMAX = aten.sum.dim_IntList, prims.prepare_softmax_online.default
+SOFTMAX = prims.prepare_softmax_online.default
 
 PAIRS = {aten.var_mean.correction, SOFTMAX}
 """Reductions that give two values for every row."""
@@ -47,42 +39,11 @@ VIEWS = {
 """Operations that keep the elements and their order, where `_is_rows` holds before and after."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Product:
-    """`total`, over the axis before the last one, of `row` (*lead, length, 1) times `matrix` (*lead, length, columns)."""
-
-    total: Node
-    row: Node
-    matrix: Node
-    lead: tuple[int, ...]
-    length: int
-    columns: int
-
-    @property
-    def rows(self) -> int:
-        return math.prod(self.lead)
-
-
-def fewer_kernels() -> dict[str, Any]:
-    """Options of Inductor's for a GPU."""
-    return {"post_grad_custom_post_pass": RepeatReductions(), "score_fusion_memory_threshold": JOINING}
-
-
-class RepeatReductions(CustomGraphPass):
-    """The pass."""
-
-    def __call__(self, graph: Graph) -> None:
-        repeat_reductions(graph)
-
-    def uuid(self) -> Any:
-        return get_hash_for_files((__file__,))
-
-
 def repeat_reductions(graph: Graph) -> None:
     """Changes the graph in place.  Products that read one row are changed together, or not at all."""
-    groups: dict[tuple[Node, int, int], list[_Product]] = {}
+    groups: dict[tuple[Node, int, int], list[Product]] = {}
     for node in graph.find_nodes(op="call_function", target=SUM):
-        product = _product(node)
+        product = one_product(node)
         if product is not None:
             groups.setdefault((_source(product), product.rows, product.length), []).append(product)
     places = {node: place for place, node in enumerate(graph.nodes)}
@@ -100,23 +61,7 @@ def repeat_reductions(graph: Graph) -> None:
                 graph.erase_node(node)
 
 
-def _product(total: Node) -> _Product | None:
-    """None for another sum."""
-    product, axes = total.args[:2]
-    if list(axes) != [-2] or len(total.args) > 2 or product.target is not aten.mul.Tensor or len(product.users) > 1:
-        return None
-    row, matrix = product.args
-    if not isinstance(row, Node) or not isinstance(matrix, Node):
-        return None
-    *lead, length, columns = _shape(product)
-    if not all(isinstance(size, int) for size in _shape(product)) or not 1 < length <= LONGEST:
-        return None
-    if _shape(row) != (*lead, length, 1) or _shape(matrix) != (*lead, length, columns):
-        return None
-    return _Product(total=total, row=row, matrix=matrix, lead=tuple(lead), length=length, columns=columns)
-
-
-def _source(product: _Product) -> Node:
+def _source(product: Product) -> Node:
     """What the row is, but for views and its dtype, which other products may read, too."""
     node = product.row
     while len(node.users) == 1 and (node.target in VIEWS or node.target is prims.convert_element_type.default):
@@ -126,7 +71,7 @@ def _source(product: _Product) -> Node:
     return node
 
 
-def _cone(products: Sequence[_Product]) -> set[Node]:
+def _cone(products: Sequence[Product]) -> set[Node]:
     """What makes the row of the products, and nothing else: operations by element, reductions of rows, and views."""
     found = {product.total.args[0] for product in products}
     waiting = [product.row for product in products]
@@ -138,7 +83,7 @@ def _cone(products: Sequence[_Product]) -> set[Node]:
     return found - {product.total.args[0] for product in products}
 
 
-def _allowed(node: Node, product: _Product) -> bool:
+def _allowed(node: Node, product: Product) -> bool:
     if node.op != "call_function":
         return False
     if node.target is operator.getitem:
@@ -146,7 +91,7 @@ def _allowed(node: Node, product: _Product) -> bool:
     if node.target in REDUCTIONS:
         axes = node.args[1] if isinstance(node.args[1], list | tuple) else [node.args[1]]
         kept = node.target is SOFTMAX or node.kwargs.get("keepdim", len(node.args) > 2 and node.args[2])
-        return bool(kept) and _kind(node.args[0], product) == "row" and list(axes) in ([-1], [len(_shape(node.args[0])) - 1])
+        return bool(kept) and _kind(node.args[0], product) == "row" and list(axes) in ([-1], [len(shape_of(node.args[0])) - 1])
     if node.target in VIEWS:
         return _is_rows(node.args[0], product) and _is_rows(node, product)
     if torch.Tag.pointwise not in getattr(node.target, "tags", ()) and node.target is not prims.convert_element_type.default:
@@ -154,9 +99,9 @@ def _allowed(node: Node, product: _Product) -> bool:
     return _kind(node, product) in ("row", "statistic") and all(_kind(each, product) for each in node.all_input_nodes)
 
 
-def _kind(node: Node, product: _Product) -> str:
+def _kind(node: Node, product: Product) -> str:
     """What a value is: a "row" for each of the product's, a "statistic" of each, "shared" by all, one "element"; else ""."""
-    shape = _shape(node)
+    shape = shape_of(node)
     if len(shape) > 1 and shape[-1] == product.length and math.prod(shape) == product.rows * product.length:
         return "row"
     if len(shape) > 1 and shape[-1] == 1 and math.prod(shape) == product.rows:
@@ -166,25 +111,30 @@ def _kind(node: Node, product: _Product) -> str:
     return "element" if math.prod(shape) == 1 else ""
 
 
-def _is_rows(node: Node, product: _Product) -> bool:
+def _is_rows(node: Node, product: Product) -> bool:
     """Whether a value is the rows, in order: (..., length) or (..., length, 1)."""
-    shape = _shape(node)
+    shape = shape_of(node)
     last = shape[:-1] if len(shape) > 1 and shape[-1] == 1 else shape
     return math.prod(shape) == product.rows * product.length and last[-1:] == (product.length,)
 
 
-def _repeated(graph: Graph, product: _Product, cone: Collection[Node], made: dict[Any, Any]) -> Node:
+def _repeated(graph: Graph, product: Product, cone: Collection[Node], made: dict[Any, Any]) -> Node:
     """The row for every column, (*lead, columns, length).  `made`: by what it was, what is there already."""
 
     def operand(node: Any) -> Any:
         if not isinstance(node, Node):
             return node
         if node not in made:
-            sizes = {"row": [*product.lead, 1, product.length], "statistic": [*product.lead, 1, 1], "shared": [product.length]}
-            kind = _kind(node, product)
-            made[node] = _call(graph, aten.reshape.default, node, sizes.get(kind, []))
+            sizes = {
+                "row": [*product.lead, 1, product.length],
+                "statistic": [*product.lead, 1, 1],
+                "shared": [product.length],
+                "element": [],
+            }
+            kind = "row" if _is_rows(node, product) else _kind(node, product)
+            made[node] = call(graph, aten.reshape.default, node, sizes[kind])
             if kind == "row":
-                made[node] = _call(graph, aten.expand.default, made[node], [*product.lead, product.columns, product.length])
+                made[node] = call(graph, aten.expand.default, made[node], [*product.lead, product.columns, product.length])
         return made[node]
 
     for node in cone:
@@ -196,38 +146,23 @@ def _repeated(graph: Graph, product: _Product, cone: Collection[Node], made: dic
         elif node.target is operator.getitem:
             made[node] = made[first][node.args[1]]
         elif node.target is SOFTMAX:
-            largest = _call(graph, aten.amax.default, operand(first), [-1], True)
-            less = _call(graph, aten.sub.Tensor, operand(first), largest)
-            made[node] = largest, _call(graph, SUM, _call(graph, aten.exp.default, less), [-1], True)
+            largest = call(graph, aten.amax.default, operand(first), [-1], True)
+            less = call(graph, aten.sub.Tensor, operand(first), largest)
+            made[node] = largest, call(graph, SUM, call(graph, aten.exp.default, less), [-1], True)
         elif node.target in PAIRS:
-            pair = _call(graph, node.target, operand(first), [-1], **{**node.kwargs, "keepdim": True})
-            made[node] = tuple([_call(graph, operator.getitem, pair, place) for place in (0, 1)])
+            pair = call(graph, node.target, operand(first), [-1], **{**node.kwargs, "keepdim": True})
+            made[node] = tuple([call(graph, operator.getitem, pair, place) for place in (0, 1)])
         elif node.target in REDUCTIONS:
             named = {name: value for name, value in node.kwargs.items() if name != "keepdim"}
-            made[node] = _call(graph, node.target, operand(first), [-1], True, **named)
+            made[node] = call(graph, node.target, operand(first), [-1], True, **named)
         else:
-            made[node] = _call(graph, node.target, *[operand(each) for each in node.args], **node.kwargs)
+            made[node] = call(graph, node.target, *[operand(each) for each in node.args], **node.kwargs)
     return operand(product.row)
 
 
-def _replace(graph: Graph, product: _Product, row: Node) -> None:
+def _replace(graph: Graph, product: Product, row: Node) -> None:
     axes = len(product.lead)
-    turned = _call(graph, aten.permute.default, product.matrix, [*range(axes), axes + 1, axes])
-    multiplied = _call(graph, aten.mul.Tensor, row, turned)
-    total = _call(graph, SUM, multiplied, [-1], **product.total.kwargs)
+    turned = call(graph, aten.permute.default, product.matrix, [*range(axes), axes + 1, axes])
+    multiplied = call(graph, aten.mul.Tensor, row, turned)
+    total = call(graph, SUM, multiplied, [-1], **product.total.kwargs)
     product.total.replace_all_uses_with(total)
-
-
-def _call(graph: Graph, target: Any, *args: Any, **named: Any) -> Node:
-    node: Node = graph.call_function(target, args, named)
-    node.meta["val"] = target(*_values(args), **_values(named))
-    return node
-
-
-def _values(given: Any) -> Any:
-    return torch.fx.node.map_aggregate(given, lambda each: each.meta["val"] if isinstance(each, Node) else each)
-
-
-def _shape(node: Any) -> tuple[Any, ...]:
-    value = node.meta.get("val")
-    return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

@@ -218,12 +218,14 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     sentences = texts()
     expected = references(sentences)
     here = Path(__file__).parent
-    served = [str(children.ROOT / "examples" / "serve.py"), str(path), "--port", "0"]
+    served = [str(children.ROOT / "examples" / "serve.py"), str(path), "--port", "0", "--calls", str(given.calls)]
     batch, length = [dimension.sizes for dimension in read_manifest(str(path)).dimensions]
-    torch = [str(here / "serve_eager.py"), str(batch[-1]), ",".join(map(str, length)), given.device]
+    lengths = given.lengths or ",".join(map(str, length))
+    torch = [str(here / "serve_eager.py"), str(batch[-1]), lengths, given.device, str(given.calls)]
     commands = {"bundle": served, **{how: [*torch, how] for how in ("eager", *(["compile"] if given.compile else []))}}
     counts = (given.clients, 1)
-    found: dict[str, Any] = {"clients": given.clients, "processors": len(os.sched_getaffinity(0)), "threads": given.threads}
+    found: dict[str, Any] = {name: getattr(given, name) for name in ("clients", "threads", "calls")}
+    found["processors"] = len(os.sched_getaffinity(0))
     with ExitStack() as stack:
         servers = [stack.enter_context(running(name, command, sentences[0], given.threads)) for name, command in commands.items()]
         rounds: dict[tuple[str, int], list[Round]] = {(server.name, count): [] for server in servers for count in counts}
@@ -289,7 +291,8 @@ def show(found: dict[str, Any]) -> None:
     rows.append((f"{many}, rows of a call", *(f"{way['rows per call']:.1f}" for way in ways), ""))
     total = sum(way[key]["requests"] for way in ways for key in ("many", "one"))
     note = f"all {total} answers correct; largest difference of an element {max(way['difference'] for way in ways):.1e}"
-    title = f"examples/serve.py, MiniLM, {found['processors']} processors, {found['threads']} of them for the model"
+    at_once = f"{found['calls']} calls at once, {found['threads']} threads each"
+    title = f"examples/serve.py, MiniLM, {found['processors']} processors, {at_once}"
     names = ("bundle", "eager PyTorch", "torch.compile")[: len(ways)]
     report.table(report.console(), title, ("", *names, "better than eager by"), rows, note)
 
@@ -302,7 +305,11 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--requests", type=int, default=16, help="of each client in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--lengths", help="that PyTorch's requests are grouped by (default: those of the bundle): fewer, larger calls may suit it"
+    )
     parser.add_argument("--threads", type=int, default=1, help="of the model in either server: HTTP and the clients need some, too")
+    parser.add_argument("--calls", type=int, default=1, help="of the model at once, in either server")
     parser.add_argument("--device", default="cpu", help="where PyTorch computes (default: %(default)s)")
     parser.add_argument("--compile", action="store_true", help="torch.compile too")
     parser.add_argument("--tolerance", type=float, default=TOLERANCE, help="of an element (default: %(default)s)")

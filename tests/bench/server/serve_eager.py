@@ -1,5 +1,5 @@
-"""Child: `serve_eager.py LARGEST LENGTH,LENGTH,... DEVICE HOW` is examples/serve.py with PyTorch behind it instead of a bundle: HOW
-is `eager` or `compile`, by torch.compile for any size.
+"""Child: `serve_eager.py LARGEST LENGTH,... DEVICE CALLS HOW` is examples/serve.py with PyTorch behind it instead of a bundle.
+HOW is `eager` or `compile`, by torch.compile for any size.
 
 The same HTTP, the same batching by the same lengths.  Eager PyTorch needs no recorded sizes: a batch is as large as it is, and
 padded to its longest row only.
@@ -20,7 +20,7 @@ import torch
 from server.batching import Batcher
 
 
-def main(largest: str, lengths: str, device: str, how: str) -> None:
+def main(largest: str, lengths: str, device: str, calls: str, how: str) -> None:
     """Serves at a free port, which the first line on stderr names."""
     network = minilm.model().to(device)
     run = torch.compile(network, dynamic=True) if how == "compile" else network
@@ -32,7 +32,7 @@ def main(largest: str, lengths: str, device: str, how: str) -> None:
         with torch.inference_mode():
             return run(ids.to(device), mask.to(device)).tolist()
 
-    batcher = Batcher(call, [int(length) for length in lengths.split(",")], int(largest))
+    batcher = Batcher(call, [int(length) for length in lengths.split(",")], int(largest), calls=int(calls))
     serve.serve(serve.make_app(batcher, serve.tokenizer(None), {"model": how}), "127.0.0.1", 0, how)
 
 

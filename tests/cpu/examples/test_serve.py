@@ -12,6 +12,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -54,7 +55,7 @@ class Model:
         return [sum(row) for row in rows]
 
 
-def asked(batching: ModuleType, model: Model, session: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
+def asked(batching: ModuleType, model: Any, session: Callable[[Any], Awaitable[Any]], **options: Any) -> Any:
     """What `session(batcher)` gives; lengths 2 and 4, batches of at most 3."""
 
     async def run() -> Any:
@@ -89,6 +90,17 @@ def test_what_comes_during_a_call_goes_with_the_next(batching: ModuleType) -> No
 
     assert asked(batching, model, session, wait=0.0) == [2, 3, 1]
     assert [rows for rows, _ in model.called] == [[[1]], [[2], [3]]]
+
+
+def test_several_calls_run_at_once(batching: ModuleType) -> None:
+    """Each waits for the other."""
+    both = threading.Barrier(2, timeout=10)
+
+    def model(rows: Sequence[Sequence[int]], length: int) -> list[int]:
+        both.wait()
+        return [length] * len(rows)
+
+    assert asked(batching, model, lambda b: asyncio.gather(b.answer([1]), b.answer([1, 2, 3])), calls=2) == [2, 4]
 
 
 def test_what_is_longer_than_the_longest_is_refused(batching: ModuleType) -> None:
@@ -253,7 +265,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Expected
 def serving(made: tuple[Path, Path, Expected]) -> Iterator[Served]:
     """A fresh server at a free port."""
     bundle, words, expected = made
-    process = start(bundle, "--port", 0, "--tokenizer", words)
+    process = start(bundle, "--port", 0, "--calls", 2, "--tokenizer", words)
     assert process.stderr is not None
     try:
         said = process.stderr.readline()

@@ -12,7 +12,8 @@ torch = pytest.importorskip("torch")
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 from cgcompile.targets.cuda.inductor import _decompositions  # noqa: E402
-from cgcompile.transforms.few_rows.repeated_reductions import LONGEST, MOST, REDUCTIONS, SOFTMAX, repeat_reductions  # noqa: E402
+from cgcompile.transforms.few_rows.products import LONGEST  # noqa: E402
+from cgcompile.transforms.few_rows.repeated_reductions import MOST, REDUCTIONS, SOFTMAX, repeat_reductions  # noqa: E402
 
 F = torch.nn.functional
 aten = torch.ops.aten
@@ -64,6 +65,10 @@ def long(x: Any) -> Any:
     return F.linear(norm(x.repeat(1, 10), LONGEST + 176), weights(40, LONGEST + 176))
 
 
+def of_a_column(x: Any) -> Any:
+    return F.linear(norm(x.view(120, 1).cumsum(0).view(1, 120), 120), weights(40, 120))
+
+
 def behind_another(x: Any) -> Any:
     """A residual is made once: what the second norm reads is not computed again with the first."""
     x = x + F.linear(norm(x, 120), weights(120, 120))
@@ -79,6 +84,7 @@ def behind_another(x: Any) -> Any:
         (online, 2),
         (shared, 2),  # two of the three products have as many columns: they share theirs
         (behind_another, 2),
+        (of_a_column, 1),
         (lambda x: F.linear(x, weights(40, 120)), 0),
         (used_elsewhere, 0),
         (of_two_rows, 0),
