@@ -245,7 +245,7 @@ void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, int64_t fi
 // --- panels that are kept: of weights, which nobody writes to --------------------------------------------------------------
 
 // A product of so many rows spends little of its time on packing.
-constexpr int64_t FEW_ROWS = 128;
+constexpr int64_t FEW_ROWS = 512;
 
 struct Kept {
   int64_t holders = 0;  // how many have said that the memory is not written to
