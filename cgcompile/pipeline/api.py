@@ -30,6 +30,7 @@ def with_torch(progress: Watcher, module: str) -> Iterator[None]:
     that of `module`, one of ours over it: the watcher is told before."""
     with warnings.catch_warnings(), unfrozen():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
+        warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")  # it comes from contextlib; any LSTM
         if "torch" not in sys.modules:
             with Stages(progress)("import") as tell, quick_imports():
                 tell("torch")

@@ -208,10 +208,10 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _nodes(programs: Programs) -> str:
-    """How large the programs are."""
+    """How large the programs are, and why there is one for each int_key."""
     counts = sorted({len(program.graph.nodes) for _, program in programs.each})
     nodes = _counted(counts[0], "node") if len(counts) == 1 else f"{counts[0]} to {counts[-1]} nodes"
-    return nodes if programs.dynamic else f"exported per size, {nodes}"
+    return nodes if programs.dynamic else f"exported per size, {nodes}: {programs.reason}"
 
 
 def _recorded_options(options: Options, recorder: str) -> dict[str, str]:

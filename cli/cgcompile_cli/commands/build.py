@@ -140,6 +140,7 @@ def _summary(built: Built, seconds: float) -> Table:
     from cgbundle.format.entries import each_entry
 
     from .. import summary
+    from ..inspection import program_rows
 
     manifest = built.manifest
     each = each_entry(manifest)
@@ -158,7 +159,7 @@ def _summary(built: Built, seconds: float) -> Table:
     fields += [("memory", summary.memory(manifest)), ("files", summary.files(manifest))]
     for one in each:
         of = f" {one.entry}" if len(each) > 1 else ""
-        fields += [(f"programs{of}", summary.programs(one)), *summary.lowering_fields(one, of)]
+        fields += [(f"programs{of}", program_rows.programs(one)), *program_rows.lowering_fields(one, of)]
         fields.append((f"proof{of}", _proof(one, dict(built.seconds))))
     return record([
         *fields,
@@ -175,7 +176,7 @@ def _line(finding: Finding) -> str:
 
 def _proof(manifest: Manifest, seconds: Mapping[str, float]) -> list[str]:
     """A line per method: how many int_keys, and the error that came nearest to its bound.  `seconds` by the stages of the build."""
-    from ..summary import near_recording
+    from ..inspection.program_rows import near_recording
 
     proofs, lines = manifest.exam.proofs, []
     for method, meaning in PROVED.items():

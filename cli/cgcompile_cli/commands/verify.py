@@ -142,7 +142,7 @@ def _row(manifest: Manifest, row: dict[str, Any]) -> tuple[str, str, str, str]:
     from cgbundle.exam import BITS, name_key
     from cgbundle.format.entries import one_entry
 
-    from ..summary import bound_text
+    from ..inspection.program_rows import bound_text
 
     manifest = one_entry(manifest, row["entry"])
     promise = "same bits" if manifest.exam.compare == BITS else bound_text(row["tolerance"])

@@ -10,6 +10,7 @@ from cgbundle.session.update import SINCE, updatable
 
 from .. import summary
 from ..output import count, first_rows, listed, shortened, table
+from . import program_rows
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -61,9 +62,9 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
     ]
     for one in each:
         of = f" {one.entry}" if several else ""
-        fields.append((f"programs{of}", summary.programs(one)))
-        fields += summary.lowering_fields(one, of)
-        if rows := summary.exam_rows(one):
+        fields.append((f"programs{of}", program_rows.programs(one)))
+        fields += program_rows.lowering_fields(one, of)
+        if rows := program_rows.exam_rows(one):
             fields.append((f"exam{of}", table(("", ">error", ">bound"), rows)))
     findings = list(dict.fromkeys([finding for one in each for finding in one.findings]))
     fields += [

@@ -16,6 +16,7 @@ from cgbundle.format.entries import all_programs, each_entry
 from cgbundle.format.safetensors import nbytes
 
 from .. import summary
+from ..inspection import program_rows
 from ..inspection.kernels import kernels
 from ..inspection.memory_map import order, places
 from ..inspection.nodes import NodeRow, read_nodes
@@ -131,9 +132,9 @@ def _sizes(manifest: Manifest) -> Iterator[Html]:
     if manifest.dimensions:
         yield tag("ul", *[tag("li", summary.padding(dimension)) for dimension in manifest.dimensions])
     names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
-    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">allowed", *summary.distance_head(manifest))
-    yield pageparts.table(heads, summary.program_rows(manifest), "near")
-    if rows := summary.exam_rows(manifest):
+    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">allowed", *program_rows.distance_head(manifest))
+    yield pageparts.table(heads, program_rows.program_rows(manifest), "near")
+    if rows := program_rows.exam_rows(manifest):
         yield pageparts.table(("", ">error", ">allowed"), rows, "near")
 
 

@@ -1,0 +1,99 @@
+"""A row for every int_key of a bundle: what a call does, what memory it needs, how it was proved, how fast it is.  Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING
+
+from cgbundle.format.schema import Manifest, Program
+from cgbundle.tensors.exam_tensors import exam_tensors
+
+from ..int_keys import spell
+from ..output import first_lines, shortened, size, table
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ..output import Field
+
+
+def steps(program: Program) -> str:
+    """`2 graph, 1 host`."""
+    kinds = Counter(step.kind for step in program.steps)
+    return ", ".join([f"{number} {kind}" for kind, number in kinds.items()])
+
+
+def programs(manifest: Manifest) -> Table:
+    """A row per int_key: what it does, what memory it needs, how it was proved.  Of many, the first and the last are shown."""
+    names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
+    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *distance_head(manifest))
+    rows = program_rows(manifest)
+    if not any(program.arena or program.static for program in manifest.programs):  # where there are no graphs
+        heads, rows = _without_memory(heads), [_without_memory(row) for row in rows]
+    shown, hidden = shortened(rows[:-1])
+    return table(heads, [*shown, *([(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []), *rows[-1:]])
+
+
+def lowering_fields(manifest: Manifest, of: str = "") -> list[Field]:
+    """The lowerings that were tried for the int_keys of an entry, in microseconds, and why others are left out; [] where there was
+    nothing to choose.  `of` follows the field's name."""
+    tried = [(program.key, program.lowerings) for program in manifest.programs if program.lowerings]
+    if not tried:
+        return []
+    names = list(dict.fromkeys([each.name for _, own in tried for each in own if each.microseconds]))
+    heads = (" x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key", *[f">{name}" for name in names], "")
+    rows = []
+    for key, own in tried:
+        times = {each.name: f"{sum(each.microseconds):.1f} us" for each in own if each.microseconds}
+        chosen = next(each.name for each in own if each.chosen)
+        rows.append((spell(key) or "()", *[times.get(name, "") for name in names], chosen))
+    shown, hidden = shortened(rows[:-1])
+    more = [(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []
+    fields: list[Field] = [(f"lowerings{of}", table(heads, [*shown, *more, *rows[-1:]]))]
+    reasons = dict.fromkeys([f"{each.name}: {each.reason}" for _, own in tried for each in own if each.reason])
+    return fields + ([(f"left out{of}", first_lines(list(reasons)))] if reasons else [])
+
+
+def _without_memory(cells: tuple[str, ...]) -> tuple[str, ...]:
+    return cells[:2] + cells[4:]
+
+
+def distance_head(manifest: Manifest) -> tuple[str, ...]:
+    """The head of the column that `program_rows` then have more."""
+    return (">from recording",) if near_recording(manifest) else ()
+
+
+def near_recording(manifest: Manifest) -> bool:
+    """Whether replays are held to a recording, and not bit for bit: how far they were from it is worth a column."""
+    return manifest.exam.expected == "recording" and manifest.exam.compare == "tolerance"
+
+
+def exam_rows(manifest: Manifest) -> list[tuple[str, str, str]]:
+    """(tensor, largest error against eager PyTorch, bound) of what the exam compares, where there are several; [] before format
+    version 4."""
+    exam = manifest.exam
+    if len(exam.bounds) < 2:
+        return []
+    errors = [each.errors for each in exam.proofs if each.errors]
+    return [
+        (tensor.title, f"{max([each[index] for each in errors]):.1e}" if errors else "", bound_text(bound))
+        for index, (tensor, bound) in enumerate(zip(exam_tensors(manifest), exam.bounds, strict=True))
+    ]
+
+
+def bound_text(bound: float) -> str:
+    """`1.0e-04`; `equal` for 0."""
+    return f"{bound:.1e}" if bound else "equal"
+
+
+def program_rows(manifest: Manifest) -> list[tuple[str, ...]]:
+    """(int_key, steps, arena, inputs, method of the proof, error, bound) of every program, and where it is `near_recording` the
+    distance of the replay from it.  Error and bound are of the tensor that came nearest to its bound."""
+    rows: list[tuple[str, ...]] = []
+    for each, proof in zip(manifest.programs, manifest.exam.proofs, strict=True):
+        bound = "same bits" if manifest.exam.compare == "bits" else bound_text(proof.tolerance)
+        proved: tuple[str, ...] = (proof.method, "" if proof.method == "none" else f"{proof.error:.1e}", bound)
+        if near_recording(manifest):
+            proved = (*proved, "" if proof.method == "none" else f"{proof.distance:.1e}")
+        rows.append((spell(each.key), steps(each), size(each.arena), size(each.static), *proved))
+    return rows
