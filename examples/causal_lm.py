@@ -15,7 +15,8 @@ any two calls.  So is its *slot*, a row of what the device remembers of a reques
 off has count 0 (`generate`: limit 0), pages 0 and slot 0, and changes nothing.
 
 CAUSAL_LM is a folder in the Hub's layout, or a name from language_model/configurations.py (default: llama, a tiny one);
-CAUSAL_LM_DTYPE float32 (default), bfloat16 or float16; CAUSAL_LM_PAGES (65) and CAUSAL_LM_SLOTS (9) count pages of 16 tokens and
+CAUSAL_LM_DTYPE float32 (default), bfloat16 or float16; CAUSAL_LM_WEIGHTS=int8 keeps the weights of linear layers in eight bits
+(language_model/int8.py); CAUSAL_LM_PAGES (65) and CAUSAL_LM_SLOTS (9) count pages of 16 tokens and
 slots, those of nobody among them; CAUSAL_LM_TURNS is 32, and 0 leaves `generate` out.
 
 In half precision the logits of two tokens may be so close that rounding decides between them: such a build needs
@@ -31,11 +32,13 @@ import torch
 from language_model.attention import PAGE, Lanes, Loop, Pages, write
 from language_model.configurations import configuration, network
 from language_model.control_flow import while_loop
+from language_model.int8 import int8_weights
 from language_model.sampling import Sampling, alternatives, log_probability, sample
 from torch import Tensor, nn
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NAME, DTYPE = os.environ.get("CAUSAL_LM", "llama"), os.environ.get("CAUSAL_LM_DTYPE", "float32")
+WEIGHTS = os.environ.get("CAUSAL_LM_WEIGHTS", "")
 PAGES, SLOTS, TURNS = [
     int(os.environ.get(f"CAUSAL_LM_{name}", value)) for name, value in (("PAGES", 65), ("SLOTS", 9), ("TURNS", 32))
 ]
@@ -173,7 +176,10 @@ def model() -> nn.Module:
     """The model in eval mode; the same weights in every process."""
     if DTYPE not in DTYPES:
         raise ValueError(f"CAUSAL_LM_DTYPE: expected one of {', '.join(DTYPES)}, got {DTYPE!r}")
-    return CausalLM(network(NAME, DTYPES[DTYPE])).eval()
+    if WEIGHTS not in ("", "int8"):
+        raise ValueError(f"CAUSAL_LM_WEIGHTS: expected int8 or nothing, got {WEIGHTS!r}")
+    made = network(NAME, DTYPES[DTYPE])
+    return CausalLM(int8_weights(made) if WEIGHTS else made).eval()
 
 
 def lanes(batch: int, blocks: int, seq: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:

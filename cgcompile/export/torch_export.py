@@ -217,11 +217,17 @@ def _name_assertions(program: ExportedProgram) -> None:
 
 def asserted(nodes: Sequence[Node], message: str = "") -> str:
     """What the failure of one of these assertions says: `model.py:12: the model asserts what is not so: torch._check(n > 3)`.
-    Inductor writes it into C++ between quotes as it is, so it has no quotes, backslashes or line breaks."""
+    Inductor writes it into C++ between quotes as it is, so it has no quotes, backslashes or line breaks.  A kernel of torch's takes
+    fewer than 255 bytes (MAX_MSG_LENGTH in ATen/native/cuda/TensorCompare.cu), else the model fails."""
     places = dict([place(node) for node in nodes])
     where = " or ".join(places) or "model"
     what = message or next((line for line in places.values() if line), "") or "torch._assert_async"
-    return re.sub(r"\s+", " ", f"{where}: {ASSERTS}: {what}".replace('"', "'").replace("\\", "/"))
+    text = re.sub(r"\s+", " ", f"{where}: {ASSERTS}: {what}".replace('"', "'").replace("\\", "/"))
+    return re.sub("[^ -~]", "?", text)[:SAID]
+
+
+SAID = 240
+"""Characters of what a failed assertion says."""
 
 
 def _spell_conditions(program: ExportedProgram) -> None:

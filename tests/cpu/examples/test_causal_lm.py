@@ -398,6 +398,27 @@ def test_weights_of_a_folder(lm: ModuleType, llama: Any, tmp_path: Any) -> None:
         made(lm, "nowhere")
 
 
+@pytest.mark.parametrize("family", ["llama", "gpt2", "qwen2"])
+def test_weights_of_eight_bits(lm: ModuleType, family: str) -> None:
+    small, twin = made(lm, family), made(lm, family)
+    before = sum(each.numel() * each.element_size() for each in twin.network.parameters())
+    lm.int8_weights(small.network)
+    layers = {name: each for name, each in small.network.named_modules() if hasattr(each, "scale")}
+    tied = twin.network.get_output_embeddings().weight is twin.network.get_input_embeddings().weight
+    for name, layer in layers.items():
+        whole, plain = layer.weight * layer.scale[:, None], twin.network.get_submodule(name)
+        old = plain.weight if isinstance(plain, torch.nn.Linear) else plain.weight.T
+        assert ((whole - old).abs() <= 0.5001 * layer.scale[:, None]).all()
+        plain.weight = torch.nn.Parameter(whole if isinstance(plain, torch.nn.Linear) else whole.T.contiguous())
+    assert len(layers) >= 9 and layers[next(name for name in layers if "head" in name)].weight.dtype == torch.int8
+    after = sum(each.numel() * each.element_size() for each in small.network.state_dict().values())
+    assert after < 0.62 * before or tied, "embeddings stay"
+    engine = Engine(lm, small)
+    engine.add("a", prompt(19), 24)
+    engine.run("a", 24)
+    assert engine.remove("a")[19:] == reference(twin, prompt(19), 24)
+
+
 @pytest.mark.parametrize("batch", [1, 4, 70])
 def test_inputs_share_no_page(lm: ModuleType, batch: int) -> None:
     ids, count, start, pages, slot, _ = lm.prompts(batch, 24, 8)
@@ -409,17 +430,21 @@ def test_inputs_share_no_page(lm: ModuleType, batch: int) -> None:
 
 KERNEL = """
 import torch
-from language_model import decode_kernel
+from language_model import decode_kernel, int8
 from tests.helpers.decode_cases import CASES, case
 decode_kernel.PROGRAMS = 20  # two parts for each lane and key head: the interpreter is slow
 for name, options in CASES.items():
     given = case(**options)
     for made, wanted in zip(decode_kernel.launch(*given), decode_kernel.plain(*given), strict=True):
         torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5, msg=name)
+for rows, depth, count in ((1, 48, 96), (5, 300, 20), (70, 64, 33)):
+    layer = int8.Int8Linear(torch.randn(count, depth), None)
+    given = torch.randn(rows, depth), layer.weight, layer.scale
+    torch.testing.assert_close(int8.launch(*given), int8.plain(*given), rtol=1e-5, atol=1e-4)
 """
 
 
-def test_the_kernel_under_tritons_interpreter() -> None:
+def test_the_kernels_under_tritons_interpreter() -> None:
     pytest.importorskip("triton")
     path = os.pathsep.join([str(EXAMPLES), str(ROOT)])
     done = subprocess.run(

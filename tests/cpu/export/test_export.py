@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from cgbundle.format.schema import Parameter
@@ -16,6 +18,7 @@ from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
 from cgcompile.export.functionalization import functional
 from cgcompile.export.signature import describe_signature
+from cgcompile.export.torch_export import asserted
 from cgcompile.model.declared_sizes import assumed_sizes, declared_sizes
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source, sample
@@ -134,6 +137,13 @@ def test_an_assertion_without_a_message_gets_the_users_line() -> None:
     where, _, said = str(assertions[0].args[1]).partition(": ")
     assert where.startswith("tests/cpu/export/test_export.py:")
     assert said == "the model asserts what is not so: torch._assert_async((x < 2).all())"
+
+
+@given(st.text(max_size=400))
+def test_what_an_assertion_says_can_stand_in_cpp_and_in_a_kernel(message: str) -> None:
+    said = asserted([], message)
+    assert said.startswith("model: the model asserts what is not so: ") and said.isascii() and len(said) < 255
+    assert not set('"\\\n\r\0') & set(said)
 
 
 def test_a_number_that_is_a_size_makes_a_program_for_each() -> None:
