@@ -244,9 +244,6 @@ void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, int64_t fi
 
 // --- panels that are kept: of weights, which nobody writes to --------------------------------------------------------------
 
-// A product of so many rows spends little of its time on packing.
-constexpr int64_t FEW_ROWS = 512;
-
 struct Kept {
   int64_t holders = 0;  // how many have said that the memory is not written to
   int64_t bytes = 0;
@@ -292,7 +289,7 @@ constexpr int64_t WORTH_THREADS = 1 << 18;  // multiplications; fewer are done b
 // c += alpha * a @ b.  Tall products are cut into bands, but only as far as there are threads for: each packs its panels anew.
 void product(const Matrix& a, const Matrix& b, const Matrix& c, float alpha, bool parallel) {
   int64_t panels = (c.columns + COLUMNS - 1) / COLUMNS;
-  std::shared_ptr<float> kept = parallel && c.rows <= FEW_ROWS ? kept_panels(b) : nullptr;
+  std::shared_ptr<float> kept = parallel ? kept_panels(b) : nullptr;
   if (!parallel || c.rows * c.columns * b.rows < WORTH_THREADS || omp_get_max_threads() == 1) {
     for (int64_t panel = 0; panel < panels; panel++) panel_product(a, b, c, 0, c.rows, panel * COLUMNS, alpha, kept.get());
     return;
