@@ -20,7 +20,7 @@ TRITON = (3, 6), (3, 8)
 """The first version of Triton that kernels for a GPU that is not there are built and interpreted with, and the first that is not:
 `interpret.front_end` uses its private interfaces, which 3.8 changed."""
 
-EXTRA, BINDINGS = "pip install 'torch>=2.11' 'triton>=3.6,<3.8' numpy", "pip install 'cuda-bindings>=13'"
+EXTRA, BINDINGS = "pip install 'torch>=2.11,<2.14' 'triton>=3.6,<3.8' numpy", "pip install 'cuda-bindings>=13'"
 """What to type for what building needs, and for what recording on a GPU needs: the packages of the extras `compile` and `cuda`,
 since no index has cgcompile itself."""
 

@@ -51,7 +51,7 @@ def test_without_triton(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with raises("extra-missing", match="needs triton") as caught:
         lowest_driver(90)
-    assert caught.value.hint == "pip install 'torch>=2.11' 'triton>=3.6,<3.8' numpy" and caught.value.exit_code == 2
+    assert caught.value.hint == "pip install 'torch>=2.11,<2.14' 'triton>=3.6,<3.8' numpy" and caught.value.exit_code == 2
 
 
 def test_a_triton_without_this_ptxas(triton: Path) -> None:

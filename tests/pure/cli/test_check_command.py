@@ -154,4 +154,4 @@ def test_the_missing_extra_is_named(tmp_path: Any) -> None:
     done = without_torch("check", tmp_path / "model.py")
     assert done.returncode == 2 and done.stdout == ""
     first, second = done.stderr.splitlines()
-    assert first.startswith("error: ") and second == "hint: pip install 'torch>=2.11' 'triton>=3.6,<3.8' numpy"
+    assert first.startswith("error: ") and second == "hint: pip install 'torch>=2.11,<2.14' 'triton>=3.6,<3.8' numpy"

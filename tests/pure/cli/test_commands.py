@@ -403,4 +403,4 @@ def test_build_names_the_missing_extra(tmp_path: Path) -> None:
     done = without_torch("build", tmp_path / "model.py", "--sizes", "1")
     assert done.returncode == 2 and done.stdout == ""
     first, second = done.stderr.splitlines()
-    assert first.startswith("error: ") and second == "hint: pip install 'torch>=2.11' 'triton>=3.6,<3.8' numpy"
+    assert first.startswith("error: ") and second == "hint: pip install 'torch>=2.11,<2.14' 'triton>=3.6,<3.8' numpy"
