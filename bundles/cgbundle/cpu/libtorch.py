@@ -79,13 +79,23 @@ def load(needed: str, threads: int | None = None) -> LibTorch:
             f"pip install 'torch>={needed}'",
         )
     try:
-        handles = [ctypes.CDLL(os.path.join(folder, name), mode=ctypes.RTLD_GLOBAL) for name in LIBRARIES]
+        handles = [_loaded(os.path.join(folder, name)) for name in LIBRARIES]
     except OSError as error:
         raise MachineError("library-refused", f"cannot load torch's libraries from {folder}: {error}") from None
     return LibTorch(handles[1], threads_of_quota() if threads is None else threads)
 
 
 OPENMP = "libgomp.so.1"
+
+SPIN_COUNT = "GOMP_SPINCOUNT"
+
+SETTINGS = frozenset({SPIN_COUNT, "OMP_WAIT_POLICY"})
+"""Variables by which a user says how threads wait."""
+
+SPINS = 1000
+"""How often a thread of OpenMP's asks again, before it sleeps until it is woken: some tens of microseconds.  By default it asks for
+milliseconds, and on two cores that others keep busy waits for one that is not scheduled: MiniLM at 1x32 took 700 ms a call instead
+of 14, with 0 as here 9 (standalone, load 3 to 5; cgcompile/targets/cpu/README.md)."""
 
 BUILT_WITH = "cgbundle_built_with"
 """The function of code that brings its own C interface: the version of torch whose headers it was compiled with."""
@@ -111,15 +121,26 @@ def built_with(library: ctypes.CDLL) -> str:
     return str(version().decode())
 
 
+def _loaded(path: str) -> ctypes.CDLL:
+    """A library whose functions those that are loaded later find, with OpenMP's under it, which reads its settings now."""
+    if not SETTINGS.isdisjoint(os.environ):
+        return ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    os.environ[SPIN_COUNT] = str(SPINS)
+    try:
+        return ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
+    finally:
+        del os.environ[SPIN_COUNT]
+
+
 def _load_openmp() -> None:
     """The system's library, else the one that torch brings."""
     try:
-        ctypes.CDLL(OPENMP)
+        _loaded(OPENMP)
     except OSError:
         found = [path for entry in sys.path if os.path.exists(path := os.path.join(entry or ".", "torch", "lib", OPENMP))]
         if not found:
             raise MachineError("library-missing", f"{OPENMP} not found: OpenMP's library", "apt install libgomp1") from None
-        ctypes.CDLL(found[0], mode=ctypes.RTLD_GLOBAL)
+        _loaded(found[0])
 
 
 class LibTorch:
