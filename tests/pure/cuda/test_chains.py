@@ -84,7 +84,7 @@ def test_a_chained_input_is_not_copied(fake: FakeDriver, manifest: Manifest, tmp
 
 
 def test_what_an_entry_may_take_of_another_is_built_at_load(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
-    backend = opened(manifest, tmp_path / "chained.cgb", lazy=False)
+    backend = opened(manifest, tmp_path / "chained.cgb")
     call = Calls(fake, backend)
     built = fake.calls.count("cuGraphInstantiate")
     assert built == 3 + 3  # take over make's for both inputs, over again's; again over make's

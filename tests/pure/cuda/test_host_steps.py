@@ -245,7 +245,7 @@ def test_graphs_get_no_address_of_the_hosts(
     bases: list[Sequence[int]] = []
     patch = launches.patch
     monkeypatch.setattr(launches, "patch", lambda table, given, poison: (bases.append(given), patch(table, given, poison))[1])
-    backend = opened(*bundle, lazy=False)
+    backend = opened(*bundle)
     assert [given[-1] for given in bases] == [0, 0]
     backend.close()
 
