@@ -83,8 +83,8 @@ def load(
     `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded views that the next call makes stale.  `check`: "load"
     checks every file but the data of the weights, "full" those too.
     `weights`: "map" shares the file's pages with other processes, "copy" reads it into memory of this process, where no write into
-    the file is seen.  `lazy` (cuda): build a key's graph at its first call (True) or at load (False).  None builds those of eight
-    keys at load, and of a bundle with more the others in the background, or at a call that comes before.
+    the file is seen.  `lazy` (cuda): build a key's graph at its first call (True) or at load (False).  None builds that of the
+    first key at load, and the others in the background, or at a call that comes before.
     `key`: a public ed25519 key, or several of which one must have signed the bundle: path of a PEM file, 64 hexadecimal digits, or
     32 bytes.  Until the signature holds only the manifest is read; then every file is hashed, as by check="full".
     `threads`: how many a call uses on the CPU, for the cpu target and for operations on the host beside a GPU.  It holds for this
