@@ -42,7 +42,7 @@ if TYPE_CHECKING:
         path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[False] = False,
         mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
         lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
-        timeout: float = 30.0,
+        timeout: float = 30.0, rank: int | None = None, rendezvous: str | os.PathLike[str] | None = None,
     ) -> Program: ...  # fmt: skip
 
     @overload
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
         path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[True],
         mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
         lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
-        timeout: float = 30.0,
+        timeout: float = 30.0, rank: None = None, rendezvous: None = None,
     ) -> Replicas: ...  # fmt: skip
 
 
@@ -70,6 +70,8 @@ def load(
     threads: int | None = None,
     cast: bool = False,
     timeout: float = 30.0,
+    rank: int | None = None,
+    rendezvous: str | os.PathLike[str] | None = None,
 ) -> Program | Replicas:
     """Loads the bundle at `path`.
 
@@ -81,8 +83,8 @@ def load(
     `outputs`: "copy" gives tensors of the caller's own, "view" gives guarded views that the next call makes stale.  `check`: "load"
     checks every file but the data of the weights, "full" those too.
     `weights`: "map" shares the file's pages with other processes, "copy" reads it into memory of this process, where no write into
-    the file is seen.  `lazy` (cuda): build a key's graph at its first call (True) or at load (False).  None builds those of eight
-    keys at load, and of a bundle with more the others in the background, or at a call that comes before.
+    the file is seen.  `lazy` (cuda): build a key's graph at its first call (True) or at load (False).  None builds that of the
+    first key at load, and the others in the background, or at a call that comes before.
     `key`: a public ed25519 key, or several of which one must have signed the bundle: path of a PEM file, 64 hexadecimal digits, or
     32 bytes.  Until the signature holds only the manifest is read; then every file is hashed, as by check="full".
     `threads`: how many a call uses on the CPU, for the cpu target and for operations on the host beside a GPU.  It holds for this
@@ -93,6 +95,9 @@ def load(
     never cast.
     `devices` of a model over several GPUs: that of each rank, None for the first ones.  The process drives all of them; a call's
     inputs are given once, its outputs are rank 0's.  `timeout`: the seconds that a rank waits for another one.
+    `rank` and `rendezvous`: a process for each rank instead, on `device`.  They meet at the path `rendezvous` of this host, which
+    rank 0 makes and removes, and wait there for each other for `timeout` seconds.  Each calls its own program, all of them alike,
+    and gets its rank's outputs.
 
     What was checked is what runs, also when the bundle is replaced or removed later.
     Raises a CgbundleError (see errors.py), option-refused for `threads` where nothing runs on the CPU, for `replicas` where
@@ -105,13 +110,17 @@ def load(
     }  # fmt: skip
     if replicas:
         return _open_replicas(path, device, devices, **options)
-    return open_program(path, device, devices=devices, timeout=timeout, **options)
+    if (rank is None) != (rendezvous is None) or (rank is not None and devices is not None):
+        raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
+    meeting = None if rank is None or rendezvous is None else (rank, os.fspath(rendezvous))
+    return open_program(path, device, devices=devices, timeout=timeout, meeting=meeting, **options)
 
 
 def open_program(
     path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
     check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool | None = None, key: Keys | None = None,
     threads: int | None = None, cast: bool = False, devices: Sequence[int] | None = None, timeout: float = 30.0,
+    meeting: tuple[int, str] | None = None,
 ) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
@@ -131,6 +140,8 @@ def open_program(
         if devices is not None and not bundle.manifest.world:
             text = f"devices={list(devices)}: the bundle is for one device"
             raise CallError("option-refused", text, "give replicas=True for a copy of it on each, or device= for another one")
+        if meeting is not None and not bundle.manifest.world:
+            raise CallError("option-refused", f"rank={meeting[0]}: the bundle is for one device")
         if bundle.manifest.target.kind == "cpu":
             from .cpu.backend import CpuBackend
 
@@ -140,13 +151,18 @@ def open_program(
             from .cuda.driver import check_driver
 
             check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
-            if bundle.manifest.world:
+            if meeting is not None:
+                backend = _open_rank(bundle, others, device, meeting, mode, context=context, threads=threads, timeout=timeout)
+            elif bundle.manifest.world:
                 backend = _open_ranks(
                     bundle, others, devices, mode, context=context, poison=poison, threads=threads, timeout=timeout
                 )
             else:
                 backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads)
-            program = Program(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(EXAM))
+            own = others[0] if others and meeting is not None else bundle
+            program = Program(own.manifest, backend, on_miss, outputs, cast, own.kept(EXAM))
+            if meeting is not None and own.manifest.random >= 0:
+                program.seed(backend.seed)  # type: ignore[attr-defined]  # of one rank: all ranks draw the same
         try:
             for each in (bundle, *others):
                 each.check_unchanged()
@@ -160,6 +176,30 @@ def open_program(
             opened.close()
 
 
+def _open_rank(
+    bundle: Archive, others: list[Archive], device: int, meeting: tuple[int, str], mode: str, *, context: ContextFuture,
+    threads: int | None, timeout: float,
+) -> CudaBackend:  # fmt: skip
+    """The backend of one rank; its bundle is added to `others`, to be closed, where it is not `bundle` itself."""
+    from .program.one_rank import OneRankBackend  # few models are over several
+    from .validate.bundle import check_rank
+
+    rank, path = meeting
+    size = bundle.manifest.world[0].size
+    if not 0 <= rank < size:
+        raise CallError("ranks-refused", f"rank={rank}: the model has {size} ranks, 0 to {size - 1}")
+    _check_timeout(timeout)
+    if rank:
+        others.append(check_rank(bundle, rank))
+    own = others[0] if rank else bundle
+    return OneRankBackend(own, bundle, device, path, mode, context=context.take(), threads=threads, timeout=timeout)
+
+
+def _check_timeout(timeout: float) -> None:
+    if not 0 < timeout < LONGEST_WAIT:
+        raise ValueError(f"timeout={timeout}: expected more than 0 seconds, and less than {LONGEST_WAIT}")
+
+
 def _open_ranks(
     bundle: Archive, others: list[Archive], devices: Sequence[int] | None, mode: str, *, context: ContextFuture, poison: int | None,
     threads: int | None, timeout: float,
@@ -168,8 +208,7 @@ def _open_ranks(
     from .program.ranks import RanksBackend  # few models are over several
     from .validate.bundle import check_ranks
 
-    if not 0 < timeout < LONGEST_WAIT:
-        raise ValueError(f"timeout={timeout}: expected more than 0 seconds, and less than {LONGEST_WAIT}")
+    _check_timeout(timeout)
     others += check_ranks(bundle)
     chosen = range(bundle.manifest.world[0].size) if devices is None else devices
     own = context.take()
@@ -198,6 +237,9 @@ def _open_replicas(
         if bundle.manifest.target.kind != "cuda":
             text = f"replicas=True: the bundle is for {bundle.manifest.target.arch}, and nothing of it runs on a GPU"
             raise CallError("option-refused", text)
+        if bundle.manifest.world:
+            text = f"replicas=True: the model is over {bundle.manifest.world[0].size} GPUs, and no copy of it on one"
+            raise CallError("ranks-refused", text, "leave replicas out")
         if threads is not None:
             _check_threads(bundle.manifest, threads)
         check_driver(bundle.manifest.target)

@@ -12,13 +12,13 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import archive, safetensors
-from cgbundle.format.schema import DTYPES, IntKey, Program, Value, Weight
+from cgbundle.format.schema import IntKey, Program, Value, Weight
 
 from ..model.flat_module import PREFIX, run_eager
 from ..model.pytree import dtype_name
 from ..model.source import Source, all_keys, sample
 from ..transforms.prepared import Prepared
-from ..util.raw_bytes import raw
+from ..util.raw_bytes import changes, raw
 
 Changed = tuple[int, torch.Tensor, torch.Tensor]
 """Position of a weight; pairs [first element, number of elements] in memory order, int64 [runs, 2]; these elements, [elements]."""
@@ -39,13 +39,13 @@ class KeyExam:
 class ReplayedBytes:
     """A replay as bytes: tensors of the call, row-major, in its order; `written` holds the inputs that it writes to.
 
-    `state`: what its state held after it, by the weights' names in the program, in memory order.
+    `state`: what it changed in state, by the weights' names in the program: int64 pairs and elements as in `Changed`, as bytes.
     """
 
     inputs: tuple[bytes, ...]
     outputs: tuple[bytes, ...]
     written: tuple[bytes, ...]
-    state: tuple[tuple[str, bytes], ...]
+    state: tuple[tuple[str, bytes, bytes], ...]
 
 
 def eager_exam(
@@ -81,22 +81,23 @@ def replayed_exam(
 ) -> list[KeyExam]:
     """What replays gave at every int_key, as tensors of the dtypes and shapes that the manifest's `programs` say."""
     exams = []
-    before = _first_state(prepared)
-    rows = {row.name: row for row in weights}
     for program in programs:
         replay = replays[program.key]
         given, made = [[program.values[index] for index in side] for side in (program.inputs, program.outputs)]
-        after = {}
-        for name, data in replay.state:
-            row = rows[name.removeprefix(PREFIX)]
-            after[row.name] = _from_bytes(data, row.dtype)
+        changed = {name.removeprefix(PREFIX): (_from_bytes(runs, "int64"), elements) for name, runs, elements in replay.state}
+        state = [(index, row) for index, row in enumerate(weights) if row.memory == "state"]
         exams.append(
             KeyExam(
                 key=program.key,
                 inputs=_tensors(given, replay.inputs),
                 outputs=_tensors(made, replay.outputs),
                 written=tuple(zip(prepared.written, _tensors([given[i] for i in prepared.written], replay.written), strict=True)),
-                state=_changed(weights, before, after),
+                state=tuple(
+                    [
+                        (index, changed[row.name][0].reshape(-1, 2), _from_bytes(changed[row.name][1], row.dtype))
+                        for index, row in state
+                    ]
+                ),
             )
         )
     return exams
@@ -141,20 +142,12 @@ def _first_state(prepared: Prepared) -> dict[str, torch.Tensor]:
 def _changed(rows: Sequence[Weight], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> tuple[Changed, ...]:
     """The runs of every row of memory state.  `before`: what the weights held, by name; `after`: flat, in memory order."""
     return tuple(
-        [(index, *_runs(_flat(before[row.name], row), after[row.name])) for index, row in enumerate(rows) if row.memory == "state"]
+        [
+            (index, *changes(_flat(before[row.name], row), after[row.name]))
+            for index, row in enumerate(rows)
+            if row.memory == "state"
+        ]
     )
-
-
-def _runs(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where two flat tensors differ in a bit."""
-    if not after.numel():
-        return torch.zeros(0, 2, dtype=torch.int64), after
-    width = DTYPES[dtype_name(after.dtype)]
-    pairs = [raw(value).reshape(-1, width) for value in (before, after)]
-    differ = (pairs[0] != pairs[1]).any(dim=1)
-    edges = torch.diff(torch.nn.functional.pad(differ.to(torch.int8), (1, 1)))
-    first, end = (edges == 1).nonzero().reshape(-1), (edges == -1).nonzero().reshape(-1)
-    return torch.stack([first, end - first], dim=1), after[differ]
 
 
 def _flat(value: torch.Tensor, row: Weight) -> torch.Tensor:

@@ -159,6 +159,7 @@ def prepare(
     file = stored or folder / archive.WEIGHTS
     tell("writing the weights")
     rows = write_weights(file, tensors, layout.rows)
+    placed = tuple([replace(row, zeros=written.zeros) for row, written in zip(layout.rows, rows, strict=True)])
     activations = _activations(tensors)
     if release:
         _release({name: tensor for name, tensor in tensors.items() if name not in state}, kept=[tensors[name] for name in state])
@@ -179,7 +180,7 @@ def prepare(
         placements={key: dict(placed) for key, placed in placements.items()},
         uploads=dict(uploads),
         stored=file.absolute(),
-        weights=layout.rows,
+        weights=placed,
         weights_end=layout.weights_end,
         state_end=layout.state_end,
         inputs_end=largest,
@@ -191,7 +192,7 @@ def prepare(
     return Recordable(
         request=request, folder=folder, layout=layout, stored=rows, static=static,
         inputs={key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()},
-        chained=chained, need=layout.weights_end + 2 * layout.state_end + largest + 2 * activations + MARGIN,
+        chained=chained, need=layout.weights_end + STATES * layout.state_end + largest + 2 * activations + MARGIN,
     )  # fmt: skip
 
 
@@ -236,6 +237,10 @@ def record_level(
 
 MARGIN = 1 << 30
 """Bytes of the GPU's memory for a process's context, libraries and workspaces; contexts were seen to take up to 0.6 GB."""
+
+
+STATES = 4
+"""What a process holds of state at most: itself, what it held at first, and in the exam what a replay and eager PyTorch leave."""
 
 
 def priming(keys: int, level: str, specialize: str) -> int:

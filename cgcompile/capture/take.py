@@ -181,7 +181,7 @@ class RawExam:
     outputs: tuple[bytes, ...]
     differences: tuple[Difference, ...]
     written: tuple[bytes, ...] = ()
-    state: tuple[tuple[str, bytes], ...] = ()
+    state: tuple[tuple[str, bytes, bytes], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

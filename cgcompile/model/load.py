@@ -143,7 +143,11 @@ def _from_module(
     there = isinstance(maker, torch.nn.Module)
     ranked = not there and "world" in getattr(getattr(maker, "__code__", None), "co_varnames", ())
     if ranked and share is None:
-        raise ModelError("source-invalid", f"{where}: model(rank, world) is over several GPUs", "say how many: --world 2")
+        raise ModelError(
+            "source-invalid",
+            f"{where}: model(rank, world) is over several GPUs",
+            "`cgcompile build --world 2` checks and builds it for two",
+        )
     if there:
         made = maker
     elif share is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from torch.fx import Node
 
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import DTYPES, FixedWeight, Weight
+from cgbundle.format.spans import span
 from cgbundle.tensors.tensor import memory_order
 from cgbundle.validate.state import CONSTANT, FOLDED, STATE
 
@@ -23,7 +24,7 @@ from ..errors import ModelError
 from ..export.programs import Programs
 from ..export.weights import weight_placeholders
 from ..model.flat_module import PREFIX
-from ..util.raw_bytes import raw
+from ..util.raw_bytes import is_zero, raw
 from .memory_layout import Shape, Table, dense_strides
 
 TABLE = "cgcompile.table."
@@ -70,14 +71,16 @@ def row_major(tensor: torch.Tensor) -> bytes:
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], placed: Iterable[Weight]) -> tuple[Weight, ...]:
     """weights.safetensors: the tensors as `lay_out` placed them.  `tensors` and `placed` have the program's names.  Returns the
     manifest's rows, under the model's own.  A weight that is not row-major is stored with its axes in memory order.  Wherever the
-    tensors are, one at a time is copied to the host."""
+    tensors are, one at a time is copied to the host.  State of zeros takes no bytes: a cache may be larger than the model."""
     rows: list[Weight] = []
     stored: dict[str, safetensors.Tensor] = {}
     for row in placed:
         shape = tuple([row.shape[axis] for axis in memory_order(row.shape, row.strides)])
         tensor = row.tensor.removeprefix(PREFIX)
-        stored[tensor] = row.dtype, shape, partial(_bytes, tensors[row.tensor], row.strides)
-        rows.append(replace(row, name=row.name.removeprefix(PREFIX), tensor=tensor))
+        zeros = row.memory == STATE and is_zero(tensors[row.tensor])
+        if not zeros:
+            stored[tensor] = row.dtype, shape, partial(_bytes, tensors[row.tensor], row.strides)
+        rows.append(replace(row, name=row.name.removeprefix(PREFIX), tensor=tensor, zeros=zeros))
     with open(path, "wb") as file:
         safetensors.write(file, stored)
     return tuple(rows)
@@ -127,11 +130,21 @@ def fixed_weights(
         reason = STATE if row.memory == STATE else CONSTANT if row.tensor not in updatable else FOLDED if row.tensor in held else ""
         if reason:
             file = archive.TABLES if index in tables else archive.WEIGHTS
-            digest = sha256(mapped[file].data(row.tensor)).hexdigest()
+            digest = _zeros_digest(span(row)) if row.zeros else sha256(mapped[file].data(row.tensor)).hexdigest()
             found.append(FixedWeight(weight=index, reason=reason, sha256=digest))
     for each in mapped.values():
         each.close()
     return tuple(found)
+
+
+@cache
+def _zeros_digest(size: int) -> str:
+    """The SHA-256 of `size` zeros; layers' caches are of one size."""
+    digest, zeros = sha256(), bytes(1 << 20)
+    for _ in range(size >> 20):
+        digest.update(zeros)
+    digest.update(zeros[: size & ((1 << 20) - 1)])
+    return digest.hexdigest()
 
 
 def unbound(program: ExportedProgram, bound: Collection[str]) -> set[str]:

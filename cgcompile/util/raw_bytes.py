@@ -12,6 +12,38 @@ def raw(value: torch.Tensor) -> torch.Tensor:
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 
+WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
+"""By the bytes of an element: what its bits are compared as, two and two for 16 bytes."""
+
+AT_ONCE = 1 << 28
+"""Elements that are looked at at a time: on a GPU `nonzero` takes fewer than 2^31."""
+
+
+def is_zero(tensor: torch.Tensor) -> bool:
+    """Whether all bytes of a tensor are 0, those of -0.0 are not."""
+    return not any(bool(part.any()) for part in raw(tensor).split(AT_ONCE))
+
+
+def positions(mask: torch.Tensor) -> torch.Tensor:
+    """Where a flat bool tensor is true, int64, ascending."""
+    found = [part.nonzero().reshape(-1) + number * AT_ONCE for number, part in enumerate(mask.split(AT_ONCE))]
+    return found[0] if len(found) == 1 else torch.cat(found)
+
+
+def changes(before: torch.Tensor, after: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Where two flat, dense tensors of one dtype, size and device differ in a bit: pairs [first element, number of elements], int64
+    (runs, 2), and these elements of `after`, one after the other.  All stays on their device."""
+    width = after.element_size()
+    differ = before.view(WHOLE[width]) != after.view(WHOLE[width])
+    places = positions(differ.view(-1, 2).any(1) if width == 16 else differ)
+    if not places.numel():
+        return places.reshape(0, 2), after[:0]
+    breaks = (places.diff() != 1).nonzero().reshape(-1) + 1
+    starts = torch.nn.functional.pad(breaks, (1, 0))
+    counts = torch.nn.functional.pad(breaks, (0, 1), value=places.numel()) - starts
+    return torch.stack([places[starts], counts], dim=1), after[places]
+
+
 def storage_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of a tensor's storage, uint8: a view."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())

@@ -21,8 +21,8 @@ GRANULARITY = 2 << 20
 
 
 def opened(manifest: Manifest, folder: str | os.PathLike[str], device: int = 0, mode: str = "graph", **options: Any) -> CudaBackend:
-    """The bundle in `folder` on a GPU; options as for `CudaBackend`."""
-    return CudaBackend(ArchiveOf(folder, manifest), device, mode, **options)
+    """The bundle in `folder` on a GPU; options as for `CudaBackend`, but that all graphs are built now: calls are counted."""
+    return CudaBackend(ArchiveOf(folder, manifest), device, mode, **{"lazy": False, **options})
 
 
 def run(backend: CudaBackend, program: int, inputs: Sequence[Given | None], stream: int | None = None) -> list[int]:

@@ -20,7 +20,7 @@ from cgbundle.cuda import backend, driver, graph_executor, memory, modules, prog
 from cgbundle.cuda import host_steps as hoststeps
 from cgbundle.cuda import stream_order as order
 from cgbundle.cuda.libcuda import Driver, Memcpy3D, answers
-from cgbundle.program import peer_memory, ranks
+from cgbundle.program import exchanging, one_rank, peer_memory, ranks
 from cgbundle.tables.table import SET_CONDITION
 from tests.helpers.cuda_bundles import ADD, COMBINE
 
@@ -47,6 +47,8 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
         programs,
         weights,
         ranks,
+        one_rank,
+        exchanging,
         peer_memory,
     ):
         monkeypatch.setattr(module, "cu", fake)

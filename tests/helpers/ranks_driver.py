@@ -7,6 +7,7 @@ goes on, the time of those that wait is up, and they write down for whom they ha
 from __future__ import annotations
 
 import ctypes
+import os
 import struct
 from collections import deque
 from collections.abc import Callable
@@ -22,29 +23,38 @@ Work = Callable[[], bool]
 
 
 class RanksDriver(FakeDriver):
-    """`random` draws which stream goes on.  `gone`: streams on which nothing goes on, as of a process that was killed."""
+    """`random` draws which stream goes on."""
 
     def __init__(self, devices: int = 2, seed: int = 0) -> None:
         super().__init__(devices=devices)
-        self.random = Random(seed)
+        self.random, self.multiprocessors = Random(seed), 132
         self.queues: dict[int, deque[Work]] = {}
-        self.gone: set[int] = set()
         self.events: dict[int, list[int]] = {}  # how often an event was recorded, and how often that was reached
         self.waiting: list[_Collective] = []
         self.sent: dict[tuple[tuple[int, ...], int], dict[int, tuple[int, list[bytes]]]] = {}
         self.epochs: dict[int, int] = {}
-        self.mapped: dict[int, int] = {}
+        self.mapped: dict[int, int] = {}  # by address the memory, by its first handle
+        self.imported: dict[int, int] = {}
 
     # --- streams ----------------------------------------------------------------------------------------------
 
     def _queue(self, stream: Any, work: Work) -> None:
-        self.queues.setdefault(int(stream or 0), deque()).append(work)
+        self.queues.setdefault(self._own(stream), deque()).append(work)
+
+    def _own(self, stream: Any) -> int:
+        """A stream's handle; of the default stream, which each device has, with the context's."""
+        return int(stream or 0) + (0 if int(stream or 0) > 2 else int(self._current.stack[-1]) << 32)
+
+    def do_cuDevicePrimaryCtxRetain(self, device: int) -> Handle:
+        self.retained += 1
+        return Handle(7 + device)
 
     def _enqueue(self, stream: int, run: Callable[[], object]) -> None:
         self._queue(stream, lambda: run() is None or True)
 
     def do_cuStreamSynchronize(self, stream: int) -> None:
-        self._drain(lambda: not self.queues.get(int(stream)))
+        own = self._own(stream)
+        self._drain(lambda: not self.queues.get(own))
 
     def settle(self) -> None:
         """Waits for all streams."""
@@ -56,7 +66,7 @@ class RanksDriver(FakeDriver):
 
     def _drain(self, done: Callable[[], bool]) -> None:
         while not done():
-            streams = [stream for stream, queue in self.queues.items() if queue and stream not in self.gone]
+            streams = [stream for stream, queue in self.queues.items() if queue]
             self.random.shuffle(streams)
             for stream in streams:
                 if self.queues[stream][0]():
@@ -127,6 +137,13 @@ class RanksDriver(FakeDriver):
         own = params(self.devices)
         return (0, *own[index]) if index < len(own) else (1, None, None)
 
+    def do_cuOccupancyMaxActiveBlocks(self, function: int, threads: int, shared: int) -> int:
+        assert self.functions[function].symbol.startswith("cgcompile_")
+        return 2
+
+    def do_cuDeviceGetAttribute(self, attribute: int, device: int) -> int:
+        return self.multiprocessors if attribute == 16 else super().do_cuDeviceGetAttribute(attribute, device)
+
     # --- memory peer ------------------------------------------------------------------------------------------
 
     def do_cuCtxEnablePeerAccess(self, context: int, flags: int) -> int:
@@ -150,8 +167,17 @@ class RanksDriver(FakeDriver):
         self._drop(handle)
 
     def do_cuMemMap(self, address: int, size: int, offset: int, handle: int, flags: int) -> None:
-        assert self.live[int(handle)] == "memory"
-        self.mapped[address] = int(handle)
+        self.mapped[address] = self.imported.get(int(handle), int(handle))
+
+    def do_cuMemExportToShareableHandle(self, handle: int, kind: int, flags: int) -> int:
+        descriptor = os.memfd_create("part")
+        os.write(descriptor, str(int(handle)).encode())
+        return descriptor
+
+    def do_cuMemImportFromShareableHandle(self, descriptor: int, kind: int) -> Handle:
+        made = self._make("memory")
+        self.imported[int(made)] = int(os.pread(descriptor, 20, 0))
+        return made
 
     def do_cuMemUnmap(self, address: int, size: int) -> None:
         del self.mapped[address]
@@ -177,6 +203,10 @@ class _Collective:
     def mine(self) -> int:
         return self.memories[self.rank]
 
+    def world_of(self) -> tuple[int, ...]:
+        """The memories of all ranks, wherever a process sees them."""
+        return tuple([self.driver.mapped[at] for at in self.memories])
+
     def _word(self, at: int) -> ctypes.c_uint32:
         return ctypes.c_uint32.from_address(self.mine + at)
 
@@ -185,9 +215,9 @@ class _Collective:
         if self.epoch < 0:
             self.epoch = driver.epochs[self.mine] = driver.epochs.get(self.mine, 0) + 1
             data = [ctypes.string_at(self.source, self.size)] * self.world
-            driver.sent.setdefault((tuple(self.memories), self.epoch), {})[self.rank] = self.size, data
+            driver.sent.setdefault((self.world_of(), self.epoch), {})[self.rank] = self.size, data
             driver.waiting.append(self)
-        came = driver.sent[tuple(self.memories), self.epoch]
+        came = driver.sent[self.world_of(), self.epoch]
         if not self._word(STATUS).value:
             if len(came) < self.world or len({size for size, _ in came.values()}) > 1:
                 return False
@@ -200,7 +230,7 @@ class _Collective:
     def give_up(self) -> None:
         """The time is up."""
         assert ctypes.c_uint64.from_address(self.mine + LIMIT).value, "it would wait for ever"
-        came = self.driver.sent[tuple(self.memories), self.epoch]
+        came = self.driver.sent[self.world_of(), self.epoch]
         missing = [rank for rank in range(self.world) if rank not in came or came[rank][0] != self.size]
         if missing:
             self._word(STATUS).value = 1 + missing[0]

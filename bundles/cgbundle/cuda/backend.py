@@ -39,8 +39,10 @@ if TYPE_CHECKING:
 SHARED = (WEIGHTS, KERNEL_CODE, PEER)
 """Memories that belong to no session alone."""
 
-EAGER = 8
-"""Programs whose graphs are built before a load returns, where nothing else is asked for: 64 take as long as all the rest of it."""
+EAGER = 1
+"""Programs whose graphs are built before a load returns, where nothing else is asked for: the first answer needs one.  Of a GPT of
+three keys, one instead of all takes 11 to 18 ms off 340 to 400 (tests/gpu/REPORT.md); all of 64 would take as long as all the
+rest."""
 
 HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
 

@@ -27,7 +27,7 @@ STREAM_NON_BLOCKING, EVENT_DEFAULT, EVENT_DISABLE_TIMING = 1, 0, 2
 CAPTURE_MODE_RELAXED, SET_CAPTURE_DEPENDENCIES, INSTANTIATE_USE_NODE_PRIORITY = 2, 1, 8
 MEMORY_TYPE_HOST, MEMORY_TYPE_DEVICE = 1, 2
 NODE_TYPE_CONDITIONAL, CONDITION_IF, CONDITION_WHILE, CONDITION_SWITCH = 13, 0, 1, 2
-COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 75, 76
+MULTIPROCESSORS, COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 16, 75, 76
 MEM_PINNED, MEM_DEVICE, MEM_FILE_DESCRIPTOR, MEM_ACCESS_READ_WRITE = 1, 1, 1, 3
 PEER_ENABLED_BEFORE = 704
 
@@ -170,7 +170,6 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuMemExportToShareableHandle": ("cuMemExportToShareableHandle", (_NUMBER, _Address, _Int, ctypes.c_ulonglong)),
     "cuMemImportFromShareableHandle": ("cuMemImportFromShareableHandle", (_HANDLE, _Pointer, _Int)),
     "cuMemcpyPeerAsync": ("cuMemcpyPeerAsync", (_Address, _Pointer, _Address, _Pointer, _Size, _Pointer)),
-    "cuDeviceCanAccessPeer": ("cuDeviceCanAccessPeer", (_NUMBER, _Int, _Int)),
     "cuCtxEnablePeerAccess": ("cuCtxEnablePeerAccess", (_Pointer, _Unsigned)),
     "cuMemHostAlloc": ("cuMemHostAlloc", (_HANDLE, _Size, _Unsigned)),
     "cuMemHostRegister": ("cuMemHostRegister_v2", (_Pointer, _Size, _Unsigned)),
@@ -204,6 +203,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuModuleGetGlobal": ("cuModuleGetGlobal_v2", (_HANDLE, _BYTES, _Pointer, ctypes.c_char_p)),
     "cuFuncSetAttribute": ("cuFuncSetAttribute", (_Pointer, _Int, _Int)),
     "cuFuncGetParamInfo": ("cuFuncGetParamInfo", (_Pointer, _Size, _BYTES, _BYTES)),
+    "cuOccupancyMaxActiveBlocks": ("cuOccupancyMaxActiveBlocksPerMultiprocessor", (_NUMBER, _Pointer, _Int, _Size)),
     "cuLaunchKernelEx": ("cuLaunchKernelEx", (POINTER(LaunchConfig), _Pointer, _Pointer, _Pointer)),
     "cuGraphCreate": ("cuGraphCreate", (_HANDLE, _Unsigned)),
     "cuGraphDestroy": ("cuGraphDestroy", (_Pointer,)),

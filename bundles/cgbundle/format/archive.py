@@ -251,12 +251,13 @@ def read(path: str, file: File) -> bytes:
 
 
 def weight_files(manifest: Manifest) -> dict[str, list[Weight]]:
-    """The weights by the file that holds their tensors: WEIGHTS, and TABLES where there are any."""
+    """The weights by the file that holds their tensors, as far as one does: WEIGHTS, and TABLES where there are any."""
+    stored = [weight for weight in manifest.weights if not weight.zeros]
     if not manifest.tables:
-        return {WEIGHTS: list(manifest.weights)}
+        return {WEIGHTS: stored}
     tables = {manifest.weights[index].tensor for index in manifest.tables}
     found: dict[str, list[Weight]] = {WEIGHTS: [], TABLES: []}
-    for weight in manifest.weights:
+    for weight in stored:
         found[TABLES if weight.tensor in tables else WEIGHTS].append(weight)
     return found
 

@@ -38,6 +38,7 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Dimension", "uncut"): (6, ""),
     ("Manifest", "tables"): (6, ()),
     ("Program", "lowerings"): (6, ()),
+    ("Weight", "zeros"): (6, False),
     ("Manifest", "world"): (6, ()),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
@@ -48,6 +49,7 @@ SPARSE = {
     ("Dimension", "uncut"),
     ("Manifest", "tables"),
     ("Program", "lowerings"),
+    ("Weight", "zeros"),
     ("Manifest", "world"),
 }
 """(record, field) of those in ADDED that are left out where they have the value of before: few bundles have any."""
@@ -139,8 +141,9 @@ class Weight:
     """A parameter, buffer or constant.  `tensor` names it in weights.safetensors, or where it is a table of the build's in
     tables.safetensors; tied weights name the same tensor.
 
-    `memory` is "weights", or "state" for a buffer that calls change: the file holds what every session starts with.  `offset` is
-    its place there, 256-byte aligned.  In memory weights it is 0 on the cpu target and may be `spans.HOST_ONLY` on the cuda target.
+    `memory` is "weights", or "state" for a buffer that calls change: the file holds what every session starts with, unless that is
+    `zeros`.  `offset` is its place there, 256-byte aligned.  In memory weights it is 0 on the cpu target and may be
+    `spans.HOST_ONLY` on the cuda target.
     """
 
     name: Name
@@ -150,6 +153,7 @@ class Weight:
     strides: Shape
     memory: Name
     offset: int
+    zeros: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

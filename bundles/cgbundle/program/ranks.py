@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..cuda import memory
 from ..cuda.backend import CudaBackend
@@ -16,15 +15,11 @@ from ..cuda.programs import DeviceOutputs, HostOutputs
 from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..tensors.detection import caller_captures
-from .peer_memory import begin_part, create_part, map_parts, within
-
-if TYPE_CHECKING:
-    from ..session.weight_contents import Contents, OpenFile
-
-SECOND = 10**9
+from .exchanging import SECOND, ExchangingBackend, check_room, refused
+from .peer_memory import begin_part, create_part, map_part, reserve, within
 
 
-class RanksBackend(CudaBackend):
+class RanksBackend(ExchangingBackend):
     """Rank 0's backend, which drives those of the other ranks too.
 
     A call's inputs are given once and copied to every rank; its outputs are rank 0's.  `others` are the bundles of the ranks behind
@@ -39,24 +34,18 @@ class RanksBackend(CudaBackend):
         context: Context | None = None, poison: int | None = None, threads: int | None = None, timeout: float = 30.0,
     ) -> None:  # fmt: skip
         (world,) = bundle.manifest.world
-        self._world, self._timeout, self._failed = world, timeout, ""
+        self._world, self._timeout = world, timeout
         self._others: list[CudaBackend] = []
         with ExitStack() as undo:
-            contexts = _contexts(bundle, devices, context, undo)
+            self._ranks = contexts = _contexts(bundle, devices, context, undo)
             outside = undo.enter_context(ExitStack())  # what outlives the backends: memory peer, events
-            handles = []
-            for each in contexts:
-                with each:
-                    handles.append(create_part(world, each, outside))
             with contexts[0]:
-                base = map_parts(world, handles, contexts, outside)
-                self._words = memory.allocate_pinned(4 * world.size, "statuses of the ranks")
-                outside.callback(within, contexts[0], "cuMemFreeHost", self._words)
-                ctypes.memset(self._words, 0, 4 * world.size)
+                self._base = base = reserve(world, contexts[0], outside)
+                self._begin_statuses(contexts[0], outside)
             for rank, each in enumerate(contexts):
                 with each:
-                    begin_part(world, base, rank, int(timeout * SECOND), each.stream)
-            self._base, self._ranks = base, contexts
+                    map_part(world, self._part(rank), create_part(world, each, outside), contexts, outside)
+                    begin_part(world, self._part(rank), int(timeout * SECOND), each.stream)
             self._ready = _event(contexts[0], outside)
             self._done = [_event(each, outside) for each in contexts[1:]]
 
@@ -80,25 +69,18 @@ class RanksBackend(CudaBackend):
                     super().__init__(
                         bundle, devices[0], mode, context=contexts[0], poison=poison, lazy=False, threads=threads, peer=base
                     )
-                    undo.callback(super().close)
+                    undo.callback(CudaBackend.close, self)
                 finally:
                     for future in loading:
                         if future.exception() is None:
                             undo.callback(future.result().close)
             self._others = [future.result() for future in loading]
+            for backend, own, each in zip((self, *self._others), (bundle, *others), contexts, strict=True):
+                with each:
+                    check_room(backend, own, [other.device for other in contexts].count(each.device))
             self._outside = undo.pop_all()
 
     # --- running ----------------------------------------------------------------------------------------------
-
-    def begin(self, stream: int | None) -> Any:
-        if self._failed:
-            raise MachineError("rank-timeout", self._failed)
-        handle = super().begin(stream)
-        if self._order.captured:
-            super().end(handle)
-            text = "a call over several GPUs cannot become part of a CUDA graph, which is of one"
-            raise CallError("capture-refused", text, "call it outside the capture")
-        return handle
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
         """Replays on all ranks, those behind rank 0 first.  What went wrong on one of them before is raised now, of a call from the
@@ -119,11 +101,6 @@ class RanksBackend(CudaBackend):
                     check("cuStreamSynchronize", cu.cuStreamSynchronize(own))
             self._check_ranks()
         return made
-
-    def direct(
-        self, program: int, stream: Callable[[int], int | None], counts: Sequence[Any], finish: Callable[[Any], Any]
-    ) -> Callable[..., Any] | None:
-        return None
 
     def _give_inputs(self, program: int, addresses: Sequence[int], stream: Any) -> None:
         """Copies inputs on rank 0's device to the static buffers of the others, in the order of its stream, when these are done
@@ -150,42 +127,19 @@ class RanksBackend(CudaBackend):
             self._note(number + 1, own)
             check("cuEventRecord", cu.cuEventRecord(self._done[number], own))
 
-    def _note(self, rank: int, stream: Any) -> None:
-        """Copies a rank's status to where this process reads it, in the order of its stream."""
-        at = self._base + rank * self._world.stride + self._world.status
-        memory.copy(self._words + 4 * rank, at, 4, stream, target_on_device=False)
-
-    def _check_ranks(self) -> None:
-        """Raises rank-timeout where a rank has waited for another one in vain."""
-        words = (ctypes.c_uint32 * self._world.size).from_address(self._words)
-        for rank, word in enumerate(words):
-            if word:
-                where = f"rank {rank} on device {self._ranks[rank].index}"
-                self._failed = f"{where} has waited {self._timeout:g} s for rank {word - 1} in vain"
-                raise MachineError("rank-timeout", self._failed)
+    def _place(self, rank: int) -> str:
+        return f"rank {rank} on device {self._ranks[rank].index}"
 
     # --- what lasts from call to call -------------------------------------------------------------------------
-
-    def session(self) -> CudaBackend:
-        raise _refused("sessions: the ranks exchange data through one memory")
 
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
         """The state of random numbers, which is the same on all ranks.  Other state is each rank's own."""
         if weight != self._manifest.random:
-            raise _refused("state that is written from outside: each rank has its own")
+            raise refused("state that is written from outside: each rank has its own")
         super().store(weight, address, device, stream)
         for other in self._others:
             with other.locked(None) as own:
                 other.store(weight, address, device, own)
-
-    def update(
-        self,
-        contents: Mapping[int, Contents],
-        sessions: Sequence[CudaBackend],
-        files: Sequence[OpenFile],
-        ready: Callable[[], None],
-    ) -> None:
-        raise _refused("other weights in place: each rank has its own")
 
     def reset(self, stream: Any) -> None:
         super().reset(stream)
@@ -197,13 +151,6 @@ class RanksBackend(CudaBackend):
         super().poison(byte, reserved=reserved)
         for other in self._others:
             other.poison(byte, reserved=reserved)
-
-    def close(self) -> None:
-        """As `CudaBackend.close`, for all ranks; the memory that they share goes last."""
-        if self._context.inherited:
-            return
-        with self._gate:
-            self._outside.close()
 
 
 def _contexts(bundle: Archive, devices: Sequence[int], first: Context | None, cleanup: ExitStack) -> list[Context]:
@@ -237,7 +184,3 @@ def _event(context: Context, cleanup: ExitStack) -> Any:
         made = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
     cleanup.callback(within, context, "cuEventDestroy", made)
     return made
-
-
-def _refused(what: str) -> CallError:
-    return CallError("ranks-refused", f"a model over several GPUs has no {what}")

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from ..format.archive import WEIGHTS, Archive
 from ..format.spans import span
 from ..validate.state import STATE
+
+if TYPE_CHECKING:
+    from ..format.safetensors import Mapped
 
 CHUNK = 1 << 20
 """Bytes compared with zeros at a time."""
@@ -31,12 +34,17 @@ class InitialState:
     def __init__(self, bundle: Archive) -> None:
         manifest = bundle.manifest
         self.rows: list[StateRow] = []
+        self._mapped: Mapped | None = None
         for index, weight in enumerate(manifest.weights):
             if weight.memory == STATE and index != manifest.random:
-                if not self.rows:
-                    self._mapped = bundle.mapped(WEIGHTS)
-                source = 0 if _is_zero(self._mapped.data(weight.tensor)) else self._mapped.address(weight.tensor)
+                source = 0 if weight.zeros else self._stored(bundle, weight.tensor)
                 self.rows.append(StateRow(weight.offset, span(weight), source))
+
+    def _stored(self, bundle: Archive, tensor: str) -> int:
+        """Where a tensor of the file lies; 0 for zeros, which the bundles of before have there, too."""
+        if self._mapped is None:
+            self._mapped = bundle.mapped(WEIGHTS)
+        return 0 if _is_zero(self._mapped.data(tensor)) else self._mapped.address(tensor)
 
 
 def _is_zero(data: memoryview) -> bool:

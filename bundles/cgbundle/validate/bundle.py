@@ -65,20 +65,29 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
 def check_ranks(bundle: Archive, level: str = "load") -> list[Archive]:
     """The bundles of a bundle's ranks other than 0, opened and checked as it is.  Raises as `check_bundle`, and manifest-invalid or
     table-invalid for a rank that is called otherwise than rank 0, or exchanges other data."""
-    first = bundle.manifest
     found: list[Archive] = []
     try:
-        for number in range(1, first.world[0].size):
-            found.append(bundle.rank(number))
-            with _of_rank(number):
-                check_bundle(found[-1], level)
-                _check_alike(found[-1].manifest, first, number)
-                _check_exchanges(found[-1], bundle)
+        for number in range(1, bundle.manifest.world[0].size):
+            found.append(check_rank(bundle, number, level))
     except BundleError:
         for each in found:
             each.close()
         raise
     return found
+
+
+def check_rank(bundle: Archive, number: int, level: str = "load") -> Archive:
+    """One of them."""
+    made = bundle.rank(number)
+    try:
+        with _of_rank(number):
+            check_bundle(made, level)
+            _check_alike(made.manifest, bundle.manifest, number)
+            _check_exchanges(made, bundle)
+    except BundleError:
+        made.close()
+        raise
+    return made
 
 
 def _check_all_ranks(bundle: Archive) -> None:

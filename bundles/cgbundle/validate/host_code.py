@@ -26,8 +26,12 @@ MAGIC = b"cgb-rows"
 SIGNATURE = ("dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result")
 """What says how the code of a whole model is called, beside its values: fields of the manifest."""
 
+CONTENTS = ("zeros",)
+"""Fields of rows that say what is in memory, on which code does not depend."""
 
-_WEIGHT, _VALUE = [attrgetter(*[field.name for field in fields(record)]) for record in (Weight, Value)]
+_WEIGHT, _VALUE = [
+    attrgetter(*[field.name for field in fields(record) if field.name not in CONTENTS]) for record in (Weight, Value)
+]
 
 
 def owner(each: Sequence[Manifest], region: int) -> Manifest:

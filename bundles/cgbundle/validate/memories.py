@@ -60,6 +60,7 @@ def check_weight_rows(manifest: Manifest) -> None:
         require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
         checked_span(where, weight)
         require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
+        require(not weight.zeros or weight.memory == STATE, f"{where}.zeros", "of a weight that is no state")
         if weight.memory == STATE:
             continue  # check_state does
         require(weight.memory == "weights", f"{where}.memory", f"a weight in memory {weight.memory!r}")

@@ -10,13 +10,14 @@ from functools import cache
 import torch
 from torch.utils._pytree import tree_map_only
 
-from cgbundle.format.schema import IntKey
+from cgbundle.format.schema import IntKey, Weight
 
 from ...errors import ModelError
 from ...targets.cuda.elf import Cubin, read_cubin
 from ...targets.cuda.tensors import TensorPlace, place_inputs, tensors_of
-from ...targets.weights import contents, row_major
+from ...targets.weights import row_major
 from ...util.progress import Tell
+from ...util.raw_bytes import changes
 from ...util.tolerance import compare
 from ..placement import LARGEST_TABLE
 from ..request import Request
@@ -25,7 +26,7 @@ from .address_map import AddressMap
 from .cupti import ImageLog
 from .driver import check, driver, inspect_pointer, read_device
 from .graph_nodes import walk_steps
-from .loaded_program import Captured, LoadedProgram, capture, fill_cache, load_program, wake
+from .loaded_program import Captured, LoadedProgram, capture, fill_cache, load_program, settle, wake
 from .module_state import kept_variables
 from .regions import capture_regions, eager_regions, open_regions, replay_regions, warm_up_regions
 from .steps import graphs as graphs_of
@@ -48,7 +49,10 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
     """Capture every key and say everything about it.  Raises what `capture`, `walk`, `kept_variables` and `_examine` do."""
     loaded = load_program(request)
     captured_of = capture_regions if request.placements else lambda *given: (capture(*given),)
-    captured = [item for key in request.keys for item in captured_of(loaded, key, tell)]
+    captured: list[Captured] = []
+    for key in request.keys:
+        captured += captured_of(loaded, key, tell)
+        settle()
     torch.cuda.synchronize()
     tell("reading the graphs")
     addresses = AddressMap(*_memory(loaded, captured), inspect_pointer)
@@ -160,13 +164,20 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
     changed = [inputs[i] for i in loaded.request.written[key]]
     outputs, written = tuple(row_major(t) for t in made), tuple(row_major(t) for t in changed)
     rows = [row for row in loaded.request.weights if row.memory == "state"]
-    state = tuple([(row.name, contents(loaded.tensor_of(row), row.strides)) for row in rows])
+    state = tuple([(row.name, *_changed(loaded, row)) for row in rows])
     kept = [t.clone() for t in (*made, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
     loaded.restore()
     eager = [t.clone() for t in (*_eager(loaded, key), *map(loaded.tensor_of, rows))]
     differences = tuple([compare(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)])
     loaded.restore()
     return RawExam(key=key, outputs=outputs, differences=differences, written=written, state=state)
+
+
+def _changed(loaded: LoadedProgram, row: Weight) -> tuple[bytes, bytes]:
+    """What calls changed in a row of state, as in ReplayedBytes: found on the GPU, since state may be most of its memory."""
+    first, now = [each.as_strided((each.numel(),), (1,)) for each in (loaded.first[row.name], loaded.tensor_of(row))]
+    runs, elements = changes(first, now)
+    return row_major(runs), row_major(elements)
 
 
 def _replay(item: Captured) -> tuple[torch.Tensor, ...]:

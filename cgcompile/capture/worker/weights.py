@@ -24,15 +24,18 @@ WORDS = 4 << 20
 
 
 def upload(path: Path, rows: Iterable[Weight], buffers: Mapping[str, torch.Tensor]) -> None:
-    """Copies the tensors of `rows` from the file to their offsets in the buffers (uint8) of their memories."""
+    """Copies the tensors of `rows` from the file, or zeros, to their offsets in the buffers (uint8) of their memories."""
     (device,) = {buffer.device for buffer in buffers.values()}
     pinned = device.type == "cuda"
     blocks = [torch.empty(BLOCK, dtype=torch.uint8, pin_memory=pinned) for _ in range(2)]
     copied: list[Any] = [None, None]
     turn = 0
+    rows = list(rows)
+    for row in [row for row in rows if row.zeros]:
+        buffers[row.memory][row.offset : row.offset + tensor_bytes(row.dtype, row.shape)].zero_()
     with open(path, "rb", buffering=0) as file:
         entries = safetensors.read_header(file, str(path))
-        wanted = {row.tensor: row for row in rows if row.offset != HOST_ONLY}
+        wanted = {row.tensor: row for row in rows if row.offset != HOST_ONLY and not row.zeros}
         for row in sorted(wanted.values(), key=lambda row: entries[_stored(row)].begin):
             entry = entries[_stored(row)]
             file.seek(entry.begin)

@@ -13,7 +13,7 @@ import numpy as np
 
 from cgbundle.format import safetensors
 from cgbundle.format.schema import DTYPES, MEMORIES, Value
-from cgbundle.format.spans import HOST_ONLY
+from cgbundle.format.spans import HOST_ONLY, span
 from cgbundle.tables.recording import (
     Address,
     ConditionalNode,
@@ -149,9 +149,12 @@ class _Kernels:
 def _fill(memory: Memory, task: Task) -> None:
     """The weights, but for those of the host alone, and what state holds at first; everything else stays poison."""
     for path, placed in task.weights:
+        for row in [row for row in placed if row.zeros]:
+            memory.span(MEMORIES.index(row.memory), row.offset, span(row), "writes")[...] = 0
+        stored = {(row.tensor, row.memory, row.offset) for row in placed if row.offset != HOST_ONLY and not row.zeros}
         with open(path, "rb") as file:
             entries = safetensors.read_header(file, path.name)
-            for tensor, name, offset in {(row.tensor, row.memory, row.offset) for row in placed if row.offset != HOST_ONLY}:
+            for tensor, name, offset in stored:
                 entry = entries[tensor]
                 place = memory.span(MEMORIES.index(name), offset, entry.end - entry.begin, "writes")
                 file.seek(entry.begin)

@@ -6,8 +6,11 @@ has.  All processes go through the same stages, and meet at each collective that
 
 from __future__ import annotations
 
+import json
 import os
-from contextlib import ExitStack, suppress
+import threading
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ from cgbundle.validate import bundle as verify
 from ...bundle.emit import describe_size, seal
 from ...errors import BuildError
 from ...targets.choice import choose
-from ...util.progress import Stages
+from ...util.progress import Stages, Tell
 from ...util.scratch import scratch_folder
 from ...util.workers import Kind, Request, ask, processors
 from ..destination import destination_path, staged_bundle
@@ -52,6 +55,7 @@ def build_world(model: Any, options: Options) -> Built:
                         size=size,
                         meeting=scratch / "meeting",
                         folder=folder / rank_folder(rank),
+                        told=scratch / "told",
                     ),
                     what=f"building rank {rank}",
                 )
@@ -63,12 +67,36 @@ def build_world(model: Any, options: Options) -> Built:
                 module="cgcompile.pipeline.world.worker", folder=scratch, died="worker-died",
                 environment={"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "PASSIVE"},
             )  # fmt: skip
-            seconds = dict(ask(kind, jobs, workers=size))
+            with _told(scratch / "told", tell):
+                seconds = dict(ask(kind, jobs, workers=size))
             tell(", ".join([f"{name} {spent:.1f} s" for name, spent in seconds[0]]))
         with stages("verify") as tell:
             manifest = _joined(folder, size)
             tell(f"{size} ranks, {describe_size(folder)}: every hash and invariant, the same exchanges on all of them")
     return Built(path=destination, manifest=manifest, seconds=tuple(stages.seconds))
+
+
+@contextmanager
+def _told(path: Path, tell: Tell) -> Iterator[None]:
+    """While it lasts, what comes through a pipe at `path` is told: events as lines of JSON."""
+    os.mkfifo(path)
+    pipe = os.open(path, os.O_RDWR)  # no end comes before the last line, whoever opens it and goes
+
+    def listen() -> None:
+        with open(pipe, closefd=False) as lines:
+            for line in iter(lines.readline, "\n"):
+                event = json.loads(line)
+                if event["state"] == "detail":
+                    tell(f"{event['stage']}: {event['text']}")
+
+    thread = threading.Thread(target=listen)
+    thread.start()
+    try:
+        yield
+    finally:
+        os.write(pipe, b"\n")
+        thread.join()
+        os.close(pipe)
 
 
 def _joined(folder: Path, size: int) -> Manifest:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import warnings
-from dataclasses import dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import TextIO
 
-from ...util.progress import silent
+from ...util.progress import Event, Watcher, silent
 from ...util.workers import serve
 from ..records import Options
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankJob:
-    """Rank number `rank` of `size` of the model named `model`, into `folder`.  The ranks meet at the file `meeting`."""
+    """Rank number `rank` of `size` of the model named `model`, into `folder`.  The ranks meet at the file `meeting`.  What rank 0
+    does is told through the pipe `told`, a line of JSON for each `progress.Event`."""
 
     model: str
     options: Options
@@ -21,6 +25,7 @@ class RankJob:
     size: int
     meeting: Path
     folder: Path
+    told: Path
 
 
 def work(job: RankJob) -> tuple[tuple[str, float], ...]:
@@ -30,8 +35,16 @@ def work(job: RankJob) -> tuple[tuple[str, float], ...]:
     from ..build import build_rank
 
     job.folder.mkdir(parents=True)
-    with joined(job.rank, job.size, job.meeting) as ranks:
-        return build_rank(job.model, replace(job.options, progress=silent), ranks, job.folder).seconds
+    with joined(job.rank, job.size, job.meeting) as ranks, ExitStack() as stack:
+        watcher = silent if job.rank else _teller(stack.enter_context(open(job.told, "w")))
+        return build_rank(job.model, replace(job.options, progress=watcher), ranks, job.folder).seconds
+
+
+def _teller(pipe: TextIO) -> Watcher:
+    def tell(event: Event) -> None:
+        print(json.dumps(asdict(event)), file=pipe, flush=True)
+
+    return tell
 
 
 if __name__ == "__main__":

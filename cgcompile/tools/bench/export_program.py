@@ -2,9 +2,10 @@
 
     python -m cgcompile.tools.bench.export_program JOB python|onnx
 
-`python` writes `job["program"]`: plain PyTorch operations in a class `Program`, a module without weights, and `WEIGHTS`.  A row of
-`WEIGHTS` is a parameter or buffer: its name, the tensor in weights.safetensors, the order of its axes in memory, whether it is a
-parameter.  `onnx` writes `job["onnx"]`, weights included; it needs the packages onnx and onnxscript.
+`python` writes `job["program"]`: plain PyTorch operations in a class `Program`, a module without weights; `WEIGHTS` and `ZEROS`.
+A row of `WEIGHTS` is a parameter or buffer: its name, the tensor in weights.safetensors, the order of its axes in memory, whether
+it is a parameter.  `ZEROS` are dtype and shape of the tensors that the file does not hold, by name.
+`onnx` writes `job["onnx"]`, weights included; it needs the packages onnx and onnxscript.
 
 Private torch interfaces, in 2.11 and 2.13: `Graph.python_code` and its `globals`.
 """
@@ -63,6 +64,8 @@ def with_weights(program: ExportedProgram, weights: Mapping[str, Weight], path: 
 
     def weight(name: str) -> torch.Tensor:
         row = weights[name.removeprefix(PREFIX)]
+        if row.zeros:
+            return torch.empty_strided(row.shape, row.strides, dtype=getattr(torch, row.dtype)).zero_()
         order = memory_order(row.shape, row.strides)
         return tensors[row.tensor].permute(sorted(range(len(order)), key=order.__getitem__))
 
@@ -81,12 +84,14 @@ def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> st
     """The file's text; `weights` are the manifest's rows by name.  Raises peer-unwritable for what cannot be spelled."""
     inputs: list[str] = []
     rows: list[tuple[str, str, tuple[int, ...], bool]] = []
+    used: list[Weight] = []
     for spec in program.graph_signature.input_specs:
         name = str(spec.arg.name)
         if spec.kind in KINDS and spec.target is not None:
             row = weights.get(str(spec.target).removeprefix(PREFIX))
             if row is None:
                 raise BuildError("peer-unwritable", f"program.pt2: {spec.target!r} is not among the bundle's weights")
+            used.append(row)
             rows.append((name, row.tensor, memory_order(row.shape, row.strides), spec.kind is InputKind.PARAMETER))
             inputs.append(f"self.{name}")
         elif spec.kind is InputKind.USER_INPUT:
@@ -95,6 +100,8 @@ def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> st
             raise BuildError(
                 "peer-unwritable", f"program.pt2: input {name!r} is a {spec.kind.name}, which no file of Python can hold"
             )
+    shapes = {row.tensor: [row.shape[axis] for axis in memory_order(row.shape, row.strides)] for row in used if row.zeros}
+    zeros = {row.tensor: (row.dtype, shapes[row.tensor]) for row in used if row.zeros}
     returned = f"return self.graph({', '.join(inputs)})"
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
         returned = _written_back(program, returned)
@@ -105,6 +112,7 @@ def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> st
     return f"""{definitions}
 
 WEIGHTS = {rows!r}
+ZEROS = {zeros!r}
 
 {body}
 

@@ -174,6 +174,8 @@ class ProgramModule:
         self.module: Any = made.Program()
         self.function: Any = self.module
         tensors = load_file(job["weights"], device=job["target"])
+        for name, (dtype, shape) in made.ZEROS.items():
+            tensors[name] = torch.zeros(shape, dtype=getattr(torch, dtype), device=job["target"])
         placed: dict[Any, Any] = {}
         for name, tensor, order, parameter in made.WEIGHTS:
             if (tensor, order, parameter) not in placed:

@@ -11,6 +11,7 @@ import torch
 from cgbundle.format.schema import Value, Weight
 from cgcompile.bundle.exam import ReplayedBytes, replayed_exam, write_exam
 from cgcompile.bundle.rows import whole_program
+from cgcompile.util.raw_bytes import changes
 
 
 def value(dtype: str, shape: tuple[int, ...]) -> Value:
@@ -24,8 +25,9 @@ def test_a_replay_becomes_tensors_and_runs_of_state(tmp_path: Path) -> None:
     after = cache.clone()
     after[1, :2] = 3
     program = whole_program("graph", (2,), [value("float32", (2, 3)), value("int64", (0,))], [value("bool", (2,))])
-    raw = [each.contiguous().view(torch.uint8).numpy().tobytes() for each in (x, kept, x + 1, after)]
-    replay = ReplayedBytes(inputs=(raw[0], b""), outputs=(raw[1],), written=(raw[2],), state=(("model.cache", raw[3]),))
+    changed = changes(cache.reshape(-1), after.reshape(-1))
+    raw = [each.contiguous().view(torch.uint8).numpy().tobytes() for each in (x, kept, x + 1, *changed)]
+    replay = ReplayedBytes(inputs=(raw[0], b""), outputs=(raw[1],), written=(raw[2],), state=(("model.cache", raw[3], raw[4]),))
     row = Weight(name="cache", tensor="cache", dtype="bfloat16", shape=(2, 4), strides=(4, 1), memory="state", offset=0)
     prepared = SimpleNamespace(weights={"model.cache": cache}, written=(0,))
     (exam,) = replayed_exam([program], {(2,): replay}, prepared, [row])  # type: ignore[arg-type]

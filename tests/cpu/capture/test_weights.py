@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,16 +22,19 @@ TENSORS = {
     "model.none": torch.empty(0, 4),
     "model.on_host": torch.randn(3, 2),
     "model.state": torch.arange(5),
+    "model.zeros": torch.zeros(4, 3),
+    "model.minus": torch.full((2,), -0.0),
 }
 TENSORS["model.tied"] = TENSORS["model.a"]
 
 
 def stored(path: Path) -> tuple[tuple[module.Weight, ...], dict[str, torch.Tensor]]:
-    layout = lay_out(shapes_of(TENSORS), ("model.state",), ("model.on_host",))
-    write_weights(path, TENSORS, layout.rows)
-    return layout.rows, {
-        "weights": torch.zeros(layout.weights_end, dtype=torch.uint8),
-        "state": torch.zeros(256, dtype=torch.uint8),
+    layout = lay_out(shapes_of(TENSORS), ("model.state", "model.zeros", "model.minus"), ("model.on_host",))
+    written = write_weights(path, TENSORS, layout.rows)
+    rows = tuple([replace(row, zeros=each.zeros) for row, each in zip(layout.rows, written, strict=True)])
+    return rows, {
+        "weights": torch.ones(layout.weights_end, dtype=torch.uint8),
+        "state": torch.ones(layout.state_end, dtype=torch.uint8),
     }
 
 
@@ -46,13 +50,20 @@ def test_every_tensor_comes_from_the_file_to_its_place(tmp_path: Path, monkeypat
     assert held.keys() == {"model.on_host"} and torch.equal(held["model.on_host"], TENSORS["model.on_host"])
 
 
+def test_state_of_zeros_takes_no_bytes(tmp_path: Path) -> None:
+    rows, _ = stored(tmp_path / "weights.safetensors")
+    assert [row.name for row in rows if row.zeros] == ["model.zeros"], "-0.0 has a bit"
+    mapped = module.safetensors.Mapped(str(tmp_path / "weights.safetensors"), "weights")
+    assert "zeros" not in mapped.entries and "minus" in mapped.entries
+
+
 def test_any_changed_element_changes_the_digest_of_its_weight_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "WORDS", 64)
     path = tmp_path / "weights.safetensors"
     rows, buffers = stored(path)
     module.upload(path, rows, buffers)
     before = module.digests(rows, buffers)
-    assert before.keys() == {"model.a", "model.across", "model.flag", "model.none", "model.state"}
+    assert before.keys() == {"model.a", "model.across", "model.flag", "model.none", "model.state", "model.zeros", "model.minus"}
     row = next(row for row in rows if row.name == "model.a")
     for at in (0, 13, 27_996):
         buffers["weights"][row.offset + at] ^= 1

@@ -120,3 +120,18 @@ def test_a_write_that_nobody_announced_is_refused(case: tuple[Any, Any], monkeyp
         pytest.skip("it writes to all of its inputs")
     with raises("input-mutated", match=f"tensor {min(others)} of its inputs"):
         examined(loaded, monkeypatch, lambda static: static[min(others)].neg_())
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_of_state_a_process_hands_over_what_changed(order: tuple[int, int]) -> None:
+    first = torch.zeros(4, 3).permute(order).contiguous().permute(order)  # memory in this order of axes
+    now = first.clone()
+    now[1, 2] = -0.0
+    now[2, :2] = torch.tensor([5.0, 6.0])
+    loaded: Any = SimpleNamespace(first={"cache": first}, tensor_of=lambda row: now)
+    runs, elements = record._changed(loaded, SimpleNamespace(name="cache"))  # type: ignore[arg-type]
+    places = torch.frombuffer(bytearray(runs), dtype=torch.int64).reshape(-1, 2)
+    flat = first.permute(order).reshape(-1).clone()
+    values = torch.frombuffer(bytearray(elements), dtype=torch.float32)
+    flat[torch.cat([torch.arange(begin, begin + count) for begin, count in places.tolist()])] = values
+    assert len(values) == 3 and row_major(flat) == row_major(now.permute(order))

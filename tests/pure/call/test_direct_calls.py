@@ -39,7 +39,7 @@ def program(fake: FakeDriver, tmp_path: Path) -> Iterator[Program]:
         call={"call": [["x", {"tensor": 0}]]},
         result={"tensor": 0},
     )
-    with Program(manifest, CudaBackend(ArchiveOf(folder, manifest)), "pad", "view") as made:
+    with Program(manifest, CudaBackend(ArchiveOf(folder, manifest), lazy=False), "pad", "view") as made:
         yield made
 
 

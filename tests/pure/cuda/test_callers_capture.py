@@ -132,7 +132,7 @@ def test_operations_on_the_host_are_refused(
     fake: FakeDriver, hosted: tuple[Manifest, Path], regions: Regions  # noqa: F811
 ) -> None:  # fmt: skip
     manifest, folder = hosted
-    calls = CudaBackend(ArchiveOf(folder, manifest), 0, "graph")
+    calls = CudaBackend(ArchiveOf(folder, manifest), 0, "graph", lazy=False)
     fake.capturing.add(STREAM)
     with raises("capture-refused", match="operations on the host, which this bundle has, cannot become part of a CUDA graph"):
         calls.locked(STREAM).__enter__()

@@ -42,13 +42,7 @@ class Waiting:
 
 
 @pytest.fixture
-def few(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of the two keys is built at load."""
-    monkeypatch.setattr(cuda_backend, "EAGER", 1)
-
-
-@pytest.fixture
-def by_hand(few: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_backend, "Background", Waiting)
 
 
@@ -63,12 +57,6 @@ def test_how_many_are_built_at_load(fake: FakeDriver, bundle: tuple[Manifest, Pa
     backend = opened(*bundle, lazy=lazy)
     assert fake.calls.count(BUILT) == built
     assert (backend._background is not None) == (lazy is None)
-    backend.close()
-
-
-def test_few_keys_are_all_built_at_load(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
-    backend = opened(*bundle, lazy=None)
-    assert fake.calls.count(BUILT) == 2 and backend._background is None
     backend.close()
 
 
@@ -121,7 +109,6 @@ def test_a_call_inside_a_capture_builds_its_key(fake: FakeDriver, bundle: tuple[
     backend.close()
 
 
-@pytest.mark.usefixtures("few")
 def test_the_thread_builds_the_rest(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     backend = opened(*bundle, lazy=None)
     assert isinstance(backend._background, Background)
@@ -131,7 +118,6 @@ def test_the_thread_builds_the_rest(fake: FakeDriver, bundle: tuple[Manifest, Pa
     backend.close()
 
 
-@pytest.mark.usefixtures("few")
 def test_close_waits_for_the_thread(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     for _ in range(20):
         backend = opened(*bundle, lazy=None)

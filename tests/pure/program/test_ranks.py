@@ -143,6 +143,8 @@ def test_what_it_does_not_do(fake: RanksDriver, path: Path) -> None:
         cgbundle.load(path, devices=[0, 2])
     with raises("ranks-refused", match="one rank"):
         cgbundle.load(path / "ranks/1")
+    with raises("ranks-refused", match="replicas=True: the model is over 2 GPUs"):
+        cgbundle.load(path, replicas=True)
     with pytest.raises(ValueError, match="timeout"):
         cgbundle.load(path, timeout=0)
     with cgbundle.load(path) as program:
@@ -158,6 +160,16 @@ def test_what_it_does_not_do(fake: RanksDriver, path: Path) -> None:
 
 GIVING_BACK = ("Destroy", "Free", "Unmap", "Unload", "Release", "PopCurrent", "ExchangeStreamCaptureMode")
 """In the names of calls after whose failure something may stay."""
+
+
+def test_a_gpu_on_which_not_all_blocks_fit_at_once(fake: RanksDriver, path: Path) -> None:
+    fake.multiprocessors = 1
+    cgbundle.load(path).close()
+    fake.devices = 4  # of which one is used: the driver takes it for the number of ranks
+    with raises(
+        "wrong-machine", match=r"device 0 \(Fake GPU\) runs 2 blocks of cgcompile_packets_float32 at once, 4 x 1 wait together"
+    ):
+        cgbundle.load(written(path.parent / "four.cgb", 4), devices=[0] * 4)
 
 
 def test_every_failure_of_the_driver_gives_all_back(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

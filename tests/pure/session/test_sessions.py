@@ -352,7 +352,7 @@ def test_a_state_that_is_not_there_is_named_with_those_that_are(fake: FakeDriver
             program.state["x"] = given(4)
         assert "total float32 [16]" in repr(program.state)
     plain = replace(manifest, weights=manifest.weights[:3], aliases=(), random=-1)
-    program = Program(plain, CudaBackend(ArchiveOf(folder, plain), 0, "graph"), "pad", "copy")
+    program = Program(plain, CudaBackend(ArchiveOf(folder, plain), 0, "graph", lazy=False), "pad", "copy")
     assert dict(program.state) == {} and "none" in repr(program.state)
     with raises("state-missing", match="its model keeps none"):
         program.state["total"]

@@ -1,0 +1,97 @@
+"""One rank of a model over several GPUs, in a process of its own."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Sequence
+from contextlib import ExitStack
+from typing import Any
+
+from ..cuda.backend import CudaBackend
+from ..cuda.driver import Context, check, check_device, cu
+from ..cuda.programs import DeviceOutputs, HostOutputs
+from ..errors import CallError, CgbundleError, MachineError
+from ..format.archive import Archive
+from ..tensors.detection import caller_captures
+from .exchanging import SECOND, ExchangingBackend, check_room
+from .peer_memory import begin_part, create_part, export_part, import_part, map_part, reserve
+from .rendezvous import meet
+
+
+class OneRankBackend(ExchangingBackend):
+    """A rank's backend.  Each process calls its own, the same entries with the same sizes in the same order.
+
+    `bundle` is the rank's, `whole` rank 0's.  The processes meet at `rendezvous`, a path of this host, and wait for each other for
+    `timeout` seconds, there and at every call: from then on all calls raise rank-timeout, or ranks-unlike where another rank has
+    called something else.  `seed` is the same for all ranks.
+
+    Raises as `CudaBackend`, and what `rendezvous.meet` does.
+    """
+
+    def __init__(
+        self, bundle: Archive, whole: Archive, device: int, rendezvous: str, mode: str = "graph", *,
+        context: Context | None = None, threads: int | None = None, timeout: float = 30.0,
+    ) -> None:  # fmt: skip
+        (world,) = bundle.manifest.world
+        self._world, self._timeout = world, timeout
+        self._error: CgbundleError | None = None
+        with ExitStack() as undo:
+            own = context or Context(device)
+            undo.callback(own.release)
+            check_device(bundle.manifest.target, own)
+            outside = undo.enter_context(ExitStack())
+            with own:
+                self._base = reserve(world, own, outside)
+                self._begin_statuses(own, outside)
+                handle = create_part(world, own, outside, shared=True)
+                map_part(world, self._part(world.rank), handle, [own], outside)
+                begin_part(world, self._part(world.rank), int(timeout * SECOND), own.stream)
+                descriptor = export_part(handle)
+                try:
+                    digest = hashlib.sha256(whole.text).hexdigest()
+                    parts, self._board, self.seed = meet(rendezvous, world.rank, world.size, digest, descriptor, timeout)
+                finally:
+                    os.close(descriptor)
+                outside.callback(self._board.close)
+                try:
+                    for rank, part in enumerate(parts):
+                        if rank != world.rank:
+                            map_part(world, self._part(rank), import_part(part, own, outside), [own], outside)
+                finally:
+                    for part in parts:
+                        os.close(part)
+            own.retain()
+            CudaBackend.__init__(self, bundle, device, mode, context=own, lazy=False, threads=threads, peer=self._base)
+            undo.callback(CudaBackend.close, self)
+            with own:
+                check_room(self, bundle, 1)
+            self._outside = undo.pop_all()
+
+    def begin(self, stream: int | None) -> Any:
+        if self._error is not None:
+            raise type(self._error)(self._error.code, str(self._error), self._error.hint)
+        return super().begin(stream)
+
+    def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
+        """Replays this rank.  That another one called something else, or none has come, is raised after a call from the CPU, and of
+        calls that nobody waited for before the next one."""
+        self._check()
+        if device is None and caller_captures():
+            return super().run(program, addresses, device, stream)  # which refuses it
+        self._board.call(program)
+        made = super().run(program, addresses, device, stream)
+        self._note(self._world.rank, stream)
+        if device is None:
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+            self._check()
+        return made
+
+    def _check(self) -> None:
+        """Raises ranks-unlike or rank-timeout; from then on every call does."""
+        try:
+            self._board.check()
+            self._check_ranks()
+        except (CallError, MachineError) as error:
+            self._error = error
+            raise

@@ -1,0 +1,36 @@
+"""`python -m tests.gpu.helpers.rank_process BUNDLE RANK MEETING DEVICE CALLS [KEY]`: a rank of `rank_bundles` in its own process.
+
+It makes so many calls with inputs of the CPU, says `ready` after the first, and `right` at the end, or the code of what it raised
+and how long that call took.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from array import array
+
+import cgbundle
+from cgbundle.errors import CgbundleError
+from cgbundle.tensors.tensor import from_bytes
+from tests.helpers.rank_bundles import FLOATS, expected, inputs
+
+
+def main(path: str, rank: str, meeting: str, device: str, calls: str, key: str = "4") -> None:
+    began, size = time.monotonic(), int(key)
+    try:
+        with cgbundle.load(path, rank=int(rank), rendezvous=meeting, device=int(device), timeout=2.0) as program:
+            for number in range(int(calls)):
+                began = time.monotonic()
+                given = inputs(size, number % 7)
+                made = program(from_bytes(given.tobytes(), "float32", (size, FLOATS)))
+                if not number:
+                    print("ready", flush=True)
+                assert array("f", made.tobytes()) == expected(given), number
+        print("right", flush=True)
+    except CgbundleError as error:
+        print(f"{error.code} {time.monotonic() - began:.1f} {error}", flush=True)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

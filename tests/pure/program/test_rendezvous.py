@@ -1,0 +1,183 @@
+"""Processes of ranks that find each other over a socket, here threads; what they write down of their calls."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import cgbundle
+from cgbundle.errors import CgbundleError
+from cgbundle.program.rendezvous import Board, Met, board_bytes, meet
+from cgbundle.tensors.tensor import Tensor, from_bytes
+from tests.helpers.fake_driver import install
+from tests.helpers.places import GOLDEN
+from tests.helpers.raising import raises
+from tests.helpers.rank_bundles import FLOATS, expected, inputs
+from tests.helpers.ranks_driver import RanksDriver
+from tests.pure.program.test_ranks import check_nothing_is_left, flat, path  # noqa: F401  a fixture
+
+
+def part(content: bytes) -> int:
+    """A descriptor that stands for memory."""
+    made = os.memfd_create("part")
+    os.write(made, content)
+    return made
+
+
+def all_meet(where: Path, ranks: Sequence[tuple[int, str]], size: int, timeout: float = 5.0) -> list[Met | CgbundleError]:
+    """`ranks`: (number, bundle) of each process; what came of it."""
+
+    def one(rank: int, bundle: str) -> Met:
+        own = part(b"part of %d" % rank)
+        try:
+            return meet(str(where), rank, size, bundle, own, timeout)
+        finally:
+            os.close(own)
+
+    with ThreadPoolExecutor(len(ranks)) as pool:
+        waiting: list[Future[Met]] = [pool.submit(one, *each) for each in ranks]
+    found: list[Met | CgbundleError] = []
+    for each in waiting:
+        error = each.exception()
+        assert error is None or isinstance(error, CgbundleError), error
+        found.append(error or each.result())
+    return found
+
+
+def done(met: Met) -> None:
+    met.board.close()
+    for each in met.parts:
+        os.close(each)
+
+
+def test_every_rank_gets_the_memory_of_all(tmp_path: Path) -> None:
+    descriptors = len(os.listdir("/proc/self/fd"))
+    found = all_meet(tmp_path / "meeting", [(2, "b"), (0, "b"), (1, "b")], 3)
+    for met in found:
+        assert isinstance(met, Met)
+        assert [os.pread(each, 20, 0) for each in met.parts] == [b"part of 0", b"part of 1", b"part of 2"]
+    assert len({met.seed for met in found if isinstance(met, Met)}) == 1
+    assert not (tmp_path / "meeting").exists()
+    for met in found:
+        assert isinstance(met, Met)
+        done(met)
+    assert len(os.listdir("/proc/self/fd")) == descriptors, "every descriptor was closed"
+
+
+def test_who_does_not_come_is_named(tmp_path: Path) -> None:
+    for error in all_meet(tmp_path / "meeting", [(0, "b"), (1, "b")], 3, timeout=0.3):
+        assert isinstance(error, CgbundleError) and error.code == "rank-timeout"
+    (error,) = all_meet(tmp_path / "meeting", [(0, "b")], 2, timeout=0.1)
+    assert str(error) == "rank 1 has not come within 0.1 s, or has gone again"
+    (error,) = all_meet(tmp_path / "meeting", [(1, "b")], 2, timeout=0.1)
+    assert str(error).startswith("rank 0 has not come")
+
+
+@pytest.mark.parametrize(
+    ("ranks", "reason"),
+    [
+        ([(0, "b"), (1, "other")], "rank 1 has loaded another bundle than rank 0"),
+        ([(0, "b"), (1, "b"), (1, "b")], "two processes say that they are rank 1"),
+        ([(0, "b"), (5, "b")], "a process says that it is rank 5 of 3, the model has 3"),
+    ],
+)
+def test_processes_that_do_not_fit(tmp_path: Path, ranks: list[tuple[int, str]], reason: str) -> None:
+    found = all_meet(tmp_path / "meeting", ranks, 3, timeout=1.0)
+    told = [each for each in found if isinstance(each, CgbundleError) and each.code == "ranks-unlike"]
+    assert told and all(reason in str(each) for each in told)
+    assert isinstance(found[0], CgbundleError), "rank 0 gives up"
+
+
+def test_a_socket_that_was_left_is_replaced_and_one_that_is_used_is_not(tmp_path: Path) -> None:
+    where = tmp_path / "meeting"
+    with socket.socket(socket.AF_UNIX) as left:
+        left.bind(str(where))
+    for met in all_meet(where, [(0, "b"), (1, "b")], 2):
+        assert isinstance(met, Met)
+        done(met)
+    with socket.socket(socket.AF_UNIX) as used:
+        used.bind(str(where))
+        used.listen()
+        (error,) = all_meet(where, [(0, "b")], 2, timeout=0.2)
+    assert isinstance(error, CgbundleError) and "another process waits there" in str(error)
+    with pytest.raises(ValueError, match="no socket can be made there"):
+        meet(str(tmp_path / "nowhere" / "meeting"), 0, 2, "b", 0, 0.1)
+
+
+@settings(deadline=None)
+@given(calls=st.lists(st.tuples(st.integers(0, 2), st.integers(0, 2)), max_size=30))
+def test_calls_of_other_programs_are_found_and_no_others(calls: list[tuple[int, int]]) -> None:
+    """In any order: a rank may be ahead of others by as many calls as it likes."""
+    page = os.memfd_create("board")
+    os.truncate(page, board_bytes(3))
+    boards = [Board(page, rank, 3) for rank in range(3)]
+    os.close(page)
+    made: list[list[int]] = [[], [], []]
+    for rank, program in calls:
+        boards[rank].call(program)
+        made[rank].append(program)
+        common = [[each[at] for each in made if at < len(each)] for at in range(max(map(len, made)))]
+        for board in boards:
+            whole = min(map(len, made))
+            wrong = next((at for at, each in enumerate(common) if len(set(each)) > 1), None)
+            try:
+                board.check()
+            except CgbundleError as error:
+                assert wrong is not None and error.code == "ranks-unlike"
+            else:
+                assert wrong is None or wrong >= whole, "a call that all have made"
+
+
+def test_two_processes_call_alike(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    """Two ranks that were loaded apart, here over one fake driver."""
+    fake = RanksDriver()
+    install(monkeypatch, fake)
+
+    def loaded(rank: int) -> cgbundle.Program:
+        return cgbundle.load(path, rank=rank, rendezvous=tmp_path / "meeting", device=rank, timeout=5.0, outputs="view")
+
+    with ThreadPoolExecutor(2) as pool:
+        programs = list(pool.map(loaded, range(2)))
+    held = []
+    for seed, key in enumerate((4, 8, 4)):
+        made = []
+        for rank, program in enumerate(programs):
+            x = from_bytes(inputs(key, seed).tobytes(), "float32", (key, FLOATS))
+            held.append(Tensor(x.address, x.dtype, x.shape, x.strides, x, rank))
+            made.append(program(held[-1]))
+        fake.settle()
+        assert [flat(each.tensor) for each in made] == [expected(inputs(key, seed)).tolist()] * 2
+    for rank, (program, key) in enumerate(zip(programs, (4, 8), strict=True)):
+        x = from_bytes(inputs(key).tobytes(), "float32", (key, FLOATS))
+        held.append(Tensor(x.address, x.dtype, x.shape, x.strides, x, rank))
+        program(held[-1])
+    fake.settle()  # both wait in vain
+    for program, last in zip(programs, held[-2:], strict=True):
+        for _ in range(2):
+            with raises("ranks-unlike", match=r"call 4: rank \d calls program \d, and rank \d program \d"):
+                program(last)
+    for program in programs:
+        program.close()
+    check_nothing_is_left(fake)
+
+
+def test_options_that_do_not_go_together(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+    fake = RanksDriver()
+    install(monkeypatch, fake)
+    for options in ({"rank": 0}, {"rendezvous": "x"}, {"rank": 0, "rendezvous": "x", "devices": [0, 1]}):
+        with pytest.raises(ValueError, match="rank="):
+            cgbundle.load(path, **options)
+    with raises("option-refused", match="rank=0: the bundle is for one device"):
+        cgbundle.load(GOLDEN / "v1/gpt_two.cgb", rank=0, rendezvous=tmp_path / "meeting")
+    with raises("ranks-refused", match="rank=2: the model has 2 ranks"):
+        cgbundle.load(path, rank=2, rendezvous=tmp_path / "meeting")
+    with raises("rank-timeout", match="rank 1 has not come"):
+        cgbundle.load(path, rank=0, rendezvous=tmp_path / "meeting", timeout=0.1)
+    check_nothing_is_left(fake)
