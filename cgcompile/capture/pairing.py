@@ -14,6 +14,9 @@ from dataclasses import dataclass
 
 from .take import INPUTS, WEIGHTS, Range, RawGraph, RawKernel, RawMemcpy, RawMemset, RawSetCondition, Reading, Take, Word
 
+KEPT = ("weights", "inputs", "state")
+"""Kinds of ranges in which the build itself places everything, the same in every process."""
+
 Pairing = dict[int, int]
 """Range of the first process -> range of the second."""
 
@@ -57,6 +60,12 @@ def meaning(mine: Word, theirs: Word, paired: PairedRanges) -> Reading | None:
 def _has_data(target: Reading, ranges: tuple[Range, ...]) -> bool:
     """Whether an address may be that of something: it is not one past the end."""
     return target.offset < ranges[target.range].size
+
+
+def stays(word: Word, ranges: tuple[Range, ...]) -> bool:
+    """Whether a word, if it is an address, is one of weights, inputs or state.  A number below stale bytes reads as one, the more
+    often the more weights there are (8B: 16 GB), and at different places in two processes; an address is at the same."""
+    return all(ranges[each.range].kind in KEPT for each in word.readings)
 
 
 def pair_ranges(a: Take, b: Take) -> Pairing:

@@ -7,9 +7,9 @@ Every 8-byte aligned word of a parameter block is one of (README.md here):
 * *undefined*: bytes that differ and are no address in both: padding, unused slots of arrays, stale stack.  They are zeroed
   and listed, to be poisoned in the verification, which shows that no kernel reads them.  This is decided byte by byte,
   since a word may hold four bytes of data beside four bytes of padding.  A word that is an address in one recording only
-  is of this kind.
+  is of this kind, and so is one with equal lower halves that reads as different places of weights, inputs or state.
 
-Refused: a word that is an address in both recordings but of different places, and one that points into pinned host
+Refused: any other word that is an address in both recordings but of different places, and one that points into pinned host
 memory in both.
 """
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from ..errors import BuildError, ModelError
-from .pairing import PairedRanges, meaning
+from .pairing import PairedRanges, meaning, stays
 from .take import (
     Block,
     RawBegin,
@@ -90,6 +90,8 @@ def classify(mine: Block, theirs: Block, paired: PairedRanges, spot: Callable[[i
                 "memory-refused", f"{spot(word.at)} is an address of pinned host memory ({address_at(mine, word.at):#x})"
             )
         target = meaning(word, other, paired)
+        if target is None and _is_number(mine, theirs, word, other, paired):
+            continue
         if target is None:
             raise BuildError(
                 "address-disagrees",
@@ -102,6 +104,12 @@ def classify(mine: Block, theirs: Block, paired: PairedRanges, spot: Callable[[i
     for i in differing:
         data[i] = 0
     return Classified(data=bytes(data), relocations=tuple(relocations), undefined=tuple(_runs(differing)))
+
+
+def _is_number(mine: Block, theirs: Block, word: Word, other: Word, paired: PairedRanges) -> bool:
+    """Whether two words are a number of four bytes and stale ones above it, which read as addresses of weights."""
+    at = slice(word.at, word.at + 4)
+    return mine.data[at] == theirs.data[at] and stays(word, paired.ranges[0]) and stays(other, paired.ranges[1])
 
 
 def classify_graph(x: RawGraph, y: RawGraph, paired: PairedRanges) -> dict[int, Classified]:

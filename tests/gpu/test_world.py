@@ -164,7 +164,7 @@ def test_a_rank_that_is_killed(path: Path, tmp_path: Path) -> None:
         said, _ = processes[1 - killed].communicate(timeout=30)
         processes[killed].wait()
         code, seconds, text = said.split(" ", 2)
-        assert code == "rank-timeout" and float(seconds) < 4 and f"for rank {killed} in vain" in text
+        assert code == "rank-timeout" and float(seconds) < 10 and f"for rank {killed} in vain" in text
     processes = [started(path, rank, tmp_path / "again", 100) for rank in range(2)]
     assert [each.communicate(timeout=60)[0].split() for each in processes] == [["ready", "right"]] * 2
     after = [torch.cuda.mem_get_info(device)[0] for device in range(2)]

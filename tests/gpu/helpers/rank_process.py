@@ -19,7 +19,7 @@ from tests.helpers.rank_bundles import FLOATS, expected, inputs
 def main(path: str, rank: str, meeting: str, device: str, calls: str, key: str = "4") -> None:
     began, size = time.monotonic(), int(key)
     try:
-        with cgbundle.load(path, rank=int(rank), rendezvous=meeting, device=int(device), timeout=2.0) as program:
+        with cgbundle.load(path, rank=int(rank), rendezvous=meeting, device=int(device), timeout=3.0) as program:
             for number in range(int(calls)):
                 began = time.monotonic()
                 given = inputs(size, number % 7)

@@ -274,6 +274,18 @@ def test_a_word_that_is_an_address_in_one_process_is_none() -> None:
         assert found.relocations == () and found.undefined == ((0, 8),) and found.data == bytes(8)
 
 
+def test_weights_at_different_places_are_no_address() -> None:
+    """A decoder of 8B: the word at 160 was a number and stale bytes, and read as an address of its 16 GB in both processes."""
+    mine = Block(data=(0x7F12_0000_0001).to_bytes(8, "little"), words=(word((0, 8)),))
+    theirs = Block(data=(0x7F0E_0000_0001).to_bytes(8, "little"), words=(word((0, 16)),))
+    found = classify(mine, theirs, PAIRED, spot)
+    assert found.relocations == () and found.undefined == ((4, 1),)
+    assert found.data == bytes([1, 0, 0, 0, 0, 0x7F, 0, 0])
+    elsewhere = replace(theirs, words=(word((0, 16), (3, 0)),))  # the end of the weights, or the beginning of a pool
+    with raises("address-disagrees", match="^word 0 is an address in both recordings, but not of the same place"):
+        classify(mine, elsewhere, PAIRED, spot)
+
+
 def test_pinned_memory_in_both_processes_is_refused() -> None:
     paired = replace(PAIRED, hosts=(frozenset({8}), frozenset({7})))
 
@@ -297,7 +309,7 @@ def test_a_disagreement_names_the_node_and_the_parameter() -> None:
     params = ((0, 8), (8, 4), (12, 12))
     for at, said in ((0, "parameter 0, the word at 0 of 8 bytes"), (16, "parameter 2, the word at 4 of 12 bytes"),
                      (8, "parameter 1, the word at 0 of 4 bytes"), (24, "the word at 24 of the parameters")):  # fmt: skip
-        takes = [take(RawEmpty(), kernel(word(place, at=at), data=bytes(32), params=params)) for place in ((0, 8), (1, 8))]
+        takes = [take(RawEmpty(), kernel(word(place, at=at), data=bytes(32), params=params)) for place in ((0, 8), (3, 8))]
         with raises("address-disagrees") as caught:
             classify_graph(takes[0].graphs[0], takes[1].graphs[0], PAIRED)
         assert str(caught.value).startswith(f"int_key (4,), node 1 (add), {said} is an address")
