@@ -175,11 +175,11 @@ def _use_asserted_numbers(program: ExportedProgram) -> None:
     and assertions: `torch._check(2 * n == 40)`.  So these go to the host with the reading, and the rest stays where it is."""
     known: dict[torch.fx.Node, int | float] = {}
     for node in list(program.graph.nodes):
-        value = node.meta.get("val")
-        read = node.target is torch.ops.aten.item.default or not known.keys().isdisjoint(node.all_input_nodes)
+        value, follows = node.meta.get("val"), not known.keys().isdisjoint(node.all_input_nodes)
+        read = node.target is torch.ops.aten.item.default or follows
         if node.op == "call_function" and isinstance(value, int | float) and read:
             known[node] = value
-        elif node.op == "call_function" and node.target not in NUMBER_CHECKS:
+        elif node.op == "call_function" and follows and node.target not in NUMBER_CHECKS:
             node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda each: known.get(each, each))
     for node in reversed(known):
         if not node.users:

@@ -18,7 +18,7 @@ from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
 from cgcompile.export.functionalization import functional
 from cgcompile.export.signature import describe_signature
-from cgcompile.export.torch_export import asserted
+from cgcompile.export.torch_export import _use_asserted_numbers, asserted
 from cgcompile.model.declared_sizes import assumed_sizes, declared_sizes
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source, sample
@@ -433,3 +433,18 @@ def test_a_default_that_is_no_constant_cannot_be_passed() -> None:
 def test_a_number_that_a_manifest_cannot_hold_is_refused_by_name() -> None:
     with raises("structure-unsupported", match="limit: a bundle holds no number inf outside of tensors"):
         sample(load_source(Odd(), lambda: {"x": torch.ones(2), "limit": float("inf")}), {})
+
+
+def test_only_what_follows_from_a_number_is_changed() -> None:
+    """Of some models (Qwen2-VL's vision) torch.export gives a graph that has forgotten one of a value's users; to give such a user
+    its arguments again failed."""
+
+    class Network(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.relu(x + 1)
+
+    program = torch.export.export(Network(), (torch.randn(4),))
+    add, relu = [node for node in program.graph.nodes if node.op == "call_function"]
+    del add.users[relu]
+    _use_asserted_numbers(program)
+    assert relu.args == (add,)
