@@ -45,6 +45,29 @@ CUresult cuMemAlloc_v2(CUdeviceptr *out, size_t n) { HANDLE(out, CUdeviceptr); r
 CUresult cuMemFree_v2(CUdeviceptr a) { return say("%llx", P(a)); }
 CUresult cuMemAllocAsync(CUdeviceptr *out, size_t n, CUstream s) { HANDLE(out, CUdeviceptr); return say("%zx %llx", n, P(s)); }
 CUresult cuMemFreeAsync(CUdeviceptr a, CUstream s) { return say("%llx %llx", P(a), P(s)); }
+CUresult cuMemAddressReserve(CUdeviceptr *out, size_t n, size_t alignment, CUdeviceptr wish, unsigned long long flags) { HANDLE(out, CUdeviceptr); return say("%zx %zx %llx %llu", n, alignment, P(wish), flags); }
+CUresult cuMemAddressFree(CUdeviceptr a, size_t n) { return say("%llx %zx", P(a), n); }
+CUresult cuMemCreate(CUmemGenericAllocationHandle *out, size_t n, const CUmemAllocationProp *p, unsigned long long flags) {
+    HANDLE(out, CUmemGenericAllocationHandle);
+    return say("%zx %d %d %d %d %llu", n, p->type == CU_MEM_ALLOCATION_TYPE_PINNED, p->requestedHandleTypes == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR,
+        p->location.type == CU_MEM_LOCATION_TYPE_DEVICE, p->location.id, flags);
+}
+CUresult cuMemRelease(CUmemGenericAllocationHandle h) { return say("%llx", P(h)); }
+CUresult cuMemMap(CUdeviceptr a, size_t n, size_t offset, CUmemGenericAllocationHandle h, unsigned long long flags) { return say("%llx %zx %zx %llx %llu", P(a), n, offset, P(h), flags); }
+CUresult cuMemUnmap(CUdeviceptr a, size_t n) { return say("%llx %zx", P(a), n); }
+CUresult cuMemSetAccess(CUdeviceptr a, size_t n, const CUmemAccessDesc *d, size_t count) {
+    return say("%llx %zx %d %d %d %zu", P(a), n, d->location.type == CU_MEM_LOCATION_TYPE_DEVICE, d->location.id, d->flags == CU_MEM_ACCESS_FLAGS_PROT_READWRITE, count);
+}
+CUresult cuMemExportToShareableHandle(void *out, CUmemGenericAllocationHandle h, CUmemAllocationHandleType type, unsigned long long flags) {
+    *(int *)out = 33;
+    return say("%llx %d %llu", P(h), type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, flags);
+}
+CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void *file, CUmemAllocationHandleType type) {
+    HANDLE(out, CUmemGenericAllocationHandle);
+    return say("%llx %d", P(file), type == CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR);
+}
+CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext there, CUdeviceptr from, CUcontext here, size_t n, CUstream s) { return say("%llx %llx %llx %llx %zx %llx", P(to), P(there), P(from), P(here), n, P(s)); }
+CUresult cuCtxEnablePeerAccess(CUcontext c, unsigned flags) { return say("%llx %u", P(c), flags); }
 CUresult cuMemHostAlloc(void **out, size_t n, unsigned flags) { HANDLE(out, void *); return say("%zx %u", n, flags); }
 CUresult cuMemHostRegister_v2(void *a, size_t n, unsigned flags) { return say("%llx %zu %u", P(a), n, flags); }
 CUresult cuMemHostUnregister(void *a) { return say("%llx", P(a)); }
@@ -117,6 +140,7 @@ static void attribute(CUlaunchAttributeID id, const CUlaunchAttributeValue *v) {
     if (id == CU_LAUNCH_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT) say("%u", v->sharedMemCarveout);
     say("]");
 }
+CUresult cuOccupancyMaxActiveBlocksPerMultiprocessor(int *out, CUfunction f, int threads, size_t shared) { *out = 6; return say("%llx %d %zx", P(f), threads, shared); }
 CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, void **extra) {
     say("%u,%u,%u %u,%u,%u %x %llx %llx %llx %llx", c->gridDimX, c->gridDimY, c->gridDimZ, c->blockDimX, c->blockDimY, c->blockDimZ,
         c->sharedMemBytes, P(c->hStream), P(f), P(params), P(extra));
@@ -184,4 +208,5 @@ CUresult cuGraphLaunch(CUgraphExec e, CUstream s) { return say("%llx %llx", P(e)
 
 extern const size_t sizes[];
 const size_t sizes[] = {sizeof(CUDA_KERNEL_NODE_PARAMS_v2), sizeof(CUDA_MEMSET_NODE_PARAMS), sizeof(CUDA_MEMCPY3D), sizeof(CUlaunchAttributeValue),
-                        sizeof(CUlaunchAttribute), sizeof(CUlaunchConfig), sizeof(CUgraphEdgeData), sizeof(CUgraphNodeParams)};
+                        sizeof(CUlaunchAttribute), sizeof(CUlaunchConfig), sizeof(CUgraphEdgeData), sizeof(CUgraphNodeParams),
+                        sizeof(CUmemAllocationProp), sizeof(CUmemAccessDesc)};

@@ -31,11 +31,15 @@ SIZE, NEW = 5 << 33, 0xABCD << 32
 
 RECORDS = (
     libcuda.KernelNodeParams, libcuda.MemsetNodeParams, libcuda.Memcpy3D, libcuda.LaunchAttributeValue, libcuda.LaunchAttribute,
-    libcuda.LaunchConfig, libcuda.EdgeData, libcuda.ConditionalNodeParams,
+    libcuda.LaunchConfig, libcuda.EdgeData, libcuda.ConditionalNodeParams, libcuda.AllocationProp, libcuda.AccessDesc,
 )  # fmt: skip
 
 NODES = [0x10D << 36, 0x10E << 36]
 """What the double's capture depends on."""
+
+ALLOCATION = libcuda.AllocationProp(type=1, requestedHandleTypes=1, location=libcuda.MemLocation(1, 2))
+ACCESS = libcuda.AccessDesc(location=libcuda.MemLocation(1, 2), flags=3)
+"""Memory of device 2 that passes to other processes as a file, read and written by that device."""
 
 CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuInit", (0,), "", 0),
@@ -57,6 +61,17 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuMemFree", (A,), "a0000000000", 0),
     ("cuMemAllocAsync", (SIZE, A), "a00000000 a0000000000", (0, NEW)),
     ("cuMemFreeAsync", (A, B), "a0000000000 b0000000000", 0),
+    ("cuMemAddressReserve", (SIZE, 7, A, 0), "a00000000 7 a0000000000 0", (0, NEW)),
+    ("cuMemAddressFree", (A, SIZE), "a0000000000 a00000000", 0),
+    ("cuMemCreate", (SIZE, ALLOCATION, 0), "a00000000 1 1 1 2 0", (0, NEW)),
+    ("cuMemRelease", (A,), "a0000000000", 0),
+    ("cuMemMap", (A, SIZE, 3, B, 0), "a0000000000 a00000000 3 b0000000000 0", 0),
+    ("cuMemUnmap", (A, SIZE), "a0000000000 a00000000", 0),
+    ("cuMemSetAccess", (A, SIZE, ACCESS, 1), "a0000000000 a00000000 1 2 1 1", 0),
+    ("cuMemExportToShareableHandle", (A, 1, 0), "a0000000000 1 0", (0, 33)),
+    ("cuMemImportFromShareableHandle", (33, 1), "21 1", (0, NEW)),
+    ("cuMemcpyPeerAsync", (A, B, C, D, SIZE, 0), "a0000000000 b0000000000 c0000000000 d0000000000 a00000000 0", 0),
+    ("cuCtxEnablePeerAccess", (A, 0), "a0000000000 0", 0),
     ("cuMemHostAlloc", (SIZE, 1), "a00000000 1", (0, NEW)),
     ("cuMemHostRegister", (A, 77, 0), "a0000000000 77 0", 0),
     ("cuMemHostUnregister", (A,), "a0000000000", 0),
@@ -95,6 +110,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuModuleGetGlobal", (A, b"name"), "a0000000000 name", (0, NEW, 3 << 33)),
     ("cuFuncSetAttribute", (A, 8, -1), "a0000000000 8 -1", 0),
     ("cuFuncGetParamInfo", (A, 2), "a0000000000 2", (0, 8, 3 << 33)),
+    ("cuOccupancyMaxActiveBlocks", (A, 128, SIZE), "a0000000000 128 a00000000", (0, 6)),
     ("cuGraphCreate", (0,), "0", (0, NEW)),
     ("cuGraphDestroy", (A,), "a0000000000", 0),
     ("cuGraphAddEmptyNode", (A, None, 0), "a0000000000 0 0", (0, NEW)),

@@ -107,8 +107,8 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         return Timed(times=times, failed={name: said.untimed[name] for name in bundles if name in said.untimed})
 
     chosen = SimpleNamespace(target="sm_90", recorder="capture", runs_here=False, device=torch.device("cpu"))
-    monkeypatch.setattr(pipeline_build, "choose", lambda *given: chosen)
-    monkeypatch.setattr(usage, "choose", lambda *given: chosen)
+    monkeypatch.setattr(pipeline_build, "choose", lambda *given, **options: chosen)
+    monkeypatch.setattr(usage, "choose", lambda *given, **options: chosen)
     monkeypatch.setattr(usage, "check_packages", lambda recorder: None)
     monkeypatch.setattr(capture_build, "started", started)
     monkeypatch.setattr(search, "record_level", record_level)

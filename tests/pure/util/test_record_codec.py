@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cgcompile.offline.compile.kernels import KernelImage
@@ -35,7 +35,7 @@ class Tree:
 
 
 @pytest.mark.parametrize("kind", [Lowered, KernelImage, Outcome, Tree])
-@settings(max_examples=15)
+@settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much])  # of its own strategies for records
 @given(data=st.data())
 def test_what_is_written_comes_back(kind: type, data: st.DataObject) -> None:
     record = data.draw(st.from_type(kind))
