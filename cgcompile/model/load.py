@@ -9,7 +9,6 @@ import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,7 @@ import torch
 from cgbundle.format.entries import FORWARD
 
 from ..errors import ModelError
-from ..util.model_file import check_arguments, check_file, kind_of, missing_attribute, missing_module, undefined
+from ..util.model_file import check_arguments, check_file, kind_of, missing_attribute, missing_module, name_of, undefined
 from .declared_sizes import Inputs
 from .quantization.plain_model import plain_model
 from .source import ChainNames, Source
@@ -53,13 +52,13 @@ def load_sources(
     if kind == "file":
         module = _load_file(label)
         made = _from_module(
-            Path(label).stem, label, label, label, _member(module, "model", label), _given_inputs(module, label), share
+            name_of(label), label, label, label, _member(module, "model", label), _given_inputs(module, label), share
         )
         return _with_chains(made, module, label)
     path, _, attribute = label.partition(":")
     module = _import(path, label)
     made = _from_module(
-        attribute.rpartition(".")[2], label, path, path, _attribute(module, attribute, label), _given_inputs(module, label), share
+        name_of(label), label, path, path, _attribute(module, attribute, label), _given_inputs(module, label), share
     )
     return _with_chains(made, module, label)
 
@@ -141,7 +140,7 @@ def _from_module(
     name: str, label: str, code: str, where: str, maker: Any, inputs: Any, share: tuple[int, int] | None
 ) -> tuple[Source, ...]:
     there = isinstance(maker, torch.nn.Module)
-    ranked = not there and "world" in getattr(getattr(maker, "__code__", None), "co_varnames", ())
+    ranked = not there and _takes_rank(maker)
     if ranked and share is None:
         raise ModelError(
             "source-invalid",
@@ -160,6 +159,12 @@ def _from_module(
     if not callable(inputs) and not isinstance(inputs, Mapping):
         raise ModelError("source-invalid", f"{where}: inputs is a {type(inputs).__name__}, expected a function")
     return _sources(name, label, code, made, inputs, owned=not there)
+
+
+def _takes_rank(maker: Any) -> bool:
+    """Whether a function that makes a model has the parameters `rank` and `world`."""
+    code = getattr(maker, "__code__", None)
+    return code is not None and {"rank", "world"} <= {*code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]}
 
 
 def _dimensions(inputs: Callable[..., Any], label: str) -> tuple[str, ...]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -12,7 +11,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from ..errors import ModelError
-from ..util.model_file import check_file
+from ..util.model_file import check_file, name_of
 from .declared_sizes import SavedDimension
 from .devices import markers  # noqa: F401 (a program may hold these operators)
 from .source import Source
@@ -53,7 +52,7 @@ def load_saved(label: str) -> Source:
     saved = tuple([_saved(name, program, symbol, found) for name, (symbol, found) in zip(names, axes.items(), strict=True)])
     inputs = _random_inputs(program, values, dict(zip(axes, names, strict=True)), names)
     return Source(
-        name=Path(label).stem, label=label, code="", model=model, inputs=inputs, dimensions=tuple(names), owned=True, saved=saved
+        name=name_of(label), label=label, code="", model=model, inputs=inputs, dimensions=tuple(names), owned=True, saved=saved
     )  # fmt: skip
 
 

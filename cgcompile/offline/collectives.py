@@ -13,6 +13,8 @@ import torch
 import torch.distributed._functional_collectives  # registers the shapes of what its operators give
 from torch import Tensor
 
+from ..targets.kernels.exchange_nodes import output_shape
+
 NAME = "collective"
 """Of the operator: (input, one of `exchange_nodes.KINDS`, ranks, the rank that sends or -1) -> what comes."""
 
@@ -21,12 +23,7 @@ _LIBRARY.define(f"{NAME}(Tensor given, str kind, int world, int sender) -> Tenso
 
 
 def _shape(given: Tensor, kind: str, world: int, sender: int) -> Tensor:
-    first, *rest = given.shape if given.dim() else (1,)
-    if kind == "all_gather":
-        return given.new_empty((first * world, *rest))
-    if kind == "reduce_scatter":
-        return given.new_empty((first // world, *rest))
-    return given.new_empty(given.shape)
+    return given.new_empty(output_shape(kind, given.shape, world))
 
 
 torch.library.register_fake(f"cgcompile::{NAME}", _shape, lib=_LIBRARY)

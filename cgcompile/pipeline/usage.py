@@ -30,6 +30,7 @@ from ..util.model_file import (
     kind_of,
     missing_attribute,
     missing_module,
+    name_of,
     undefined,
 )
 from .destination import check_free, destination_path
@@ -116,7 +117,7 @@ def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
         check_file(label)
         if not zipfile.is_zipfile(label):
             raise ModelError("source-invalid", f"{label}: torch.export.load failed: not a zip archive")
-        return Path(label).stem
+        return name_of(label)
     if kind == "file":
         found: Definitions | None = definitions(check_file(label), label)
     else:
@@ -133,7 +134,7 @@ def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
         declared = declared_sizes(sizes_of_entries(sizes, {FORWARD: dimensions})[FORWARD], dimensions)
         if max_keys is not None:
             count_keys({"": declared}, max_keys)
-    return attribute.rpartition(".")[2] or Path(label).stem
+    return name_of(label)
 
 
 def _module(path: str, label: str) -> Definitions | None:

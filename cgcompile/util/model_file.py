@@ -51,6 +51,11 @@ def kind_of(label: str) -> str:
     )
 
 
+def name_of(label: str) -> str:
+    """What a model is called, and its bundle unless the user says: as its file, or as the attribute.  Raises source-missing."""
+    return label.rpartition(":")[2].rpartition(".")[2] if kind_of(label) == "attribute" else Path(label).stem
+
+
 def check_arguments(model: Any, inputs: Any) -> None:
     """Raises source-invalid where `model` and `inputs` of a call cannot be a model and what makes its inputs."""
     if isinstance(model, str | os.PathLike):

@@ -94,8 +94,8 @@ SETTINGS = frozenset({SPIN_COUNT, "OMP_WAIT_POLICY"})
 
 SPINS = 1000
 """How often a thread of OpenMP's asks again, before it sleeps until it is woken: some tens of microseconds.  By default it asks for
-milliseconds, and on two cores that others keep busy waits for one that is not scheduled: MiniLM at 1x32 took 700 ms a call instead
-of 14, with 0 as here 9 (standalone, load 3 to 5; cgcompile/targets/cpu/README.md)."""
+milliseconds, and on two cores that others keep busy waits for one that is not scheduled: MiniLM at 1x32 took 700 ms a call, and
+takes 14 so (standalone, load 3 to 5; cgcompile/targets/cpu/README.md)."""
 
 BUILT_WITH = "cgbundle_built_with"
 """The function of code that brings its own C interface: the version of torch whose headers it was compiled with."""

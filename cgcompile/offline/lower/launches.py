@@ -17,7 +17,7 @@ import torch
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError, ModelError
-from ...targets.kernels.exchange_nodes import MULTIPLE, transfer
+from ...targets.kernels.exchange_nodes import MULTIPLE, output_shape, transfer
 from ..collectives import NAME
 from ..lowered import (
     INPUT,
@@ -189,10 +189,8 @@ class _Log:
             sent = transfer(kind, given.tensor().dtype, nbytes, world or 1, sender)
         except ValueError as error:
             raise ModelError("collective-refused", str(error)) from None
-        first, *rest = given.shape or (1,)
         parts = world if kind == "all_gather" else 1
-        shape = (first * parts, *rest) if given.shape or parts > 1 else ()
-        shape = (first // world, *rest) if kind == "reduce_scatter" else shape
+        shape = output_shape(kind, given.shape, world)
         strides = [math.prod(shape[axis + 1 :]) for axis in range(len(shape))]
         target = made = self.empty(shape, strides, dtype, MULTIPLE)
         padded = nbytes % MULTIPLE

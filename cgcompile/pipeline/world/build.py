@@ -24,6 +24,7 @@ from cgbundle.validate import bundle as verify
 from ...bundle.emit import describe_size, seal
 from ...errors import BuildError
 from ...targets.choice import choose
+from ...util.model_file import name_of
 from ...util.progress import Stages, Tell
 from ...util.scratch import scratch_folder
 from ...util.workers import Kind, Request, ask, processors
@@ -39,9 +40,7 @@ def build_world(model: Any, options: Options) -> Built:
     label = os.fspath(model)
     chosen = choose(options.target, options.lower, options.specialize, "trace", options.prove)
     with ExitStack() as stack:
-        destination = destination_path(
-            options.out, label.rpartition(":")[2].rpartition(".")[2] if ":" in label else Path(label).stem
-        )
+        destination = destination_path(options.out, name_of(label))
         folder = stack.enter_context(staged_bundle(destination, options.force))
         scratch = stack.enter_context(scratch_folder())
         told = replace(options, target=chosen.target, record="trace", progress=None)  # type: ignore[arg-type]  # not between processes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
@@ -57,6 +57,14 @@ def transfer(kind: str, dtype: str, nbytes: int, world: int, sender: int = -1) -
     summed = kind in ("all_reduce", "reduce_scatter")
     combine: Combine = dtype if summed else "side by side"  # type: ignore[assignment]  # it is one of SUMS
     return Transfer(combine=combine, size=size, scattered=scattered, sender=sender if kind == "broadcast" else -1)
+
+
+def output_shape(kind: str, shape: Sequence[int], world: int) -> tuple[int, ...]:
+    """Of what comes of a collective over an input of this shape, for `world` ranks."""
+    first, *rest = shape or (1,)
+    if kind == "all_gather":
+        return (first * world, *rest)
+    return (first // world, *rest) if kind == "reduce_scatter" else tuple(shape)
 
 
 def needed_memory(world: int, transfers: Iterable[Transfer]) -> ExchangeMemory:

@@ -30,6 +30,7 @@ class Product:
 
     @property
     def rows(self) -> int:
+        """How many rows are multiplied, each with a matrix of its own."""
         return math.prod(self.lead)
 
 
@@ -50,6 +51,7 @@ def one_product(total: Node) -> Product | None:
 
 
 def call(graph: Graph, target: Any, *args: Any, **named: Any) -> Node:
+    """A new node, with the value that passes of Inductor's read from it."""
     node: Node = graph.call_function(target, args, named)
     node.meta["val"] = target(*_values(args), **_values(named))
     return node
@@ -60,5 +62,6 @@ def _values(given: Any) -> Any:
 
 
 def shape_of(node: Any) -> tuple[Any, ...]:
+    """() also of what is no tensor."""
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, torch.Tensor) else ()

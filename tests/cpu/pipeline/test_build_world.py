@@ -87,3 +87,12 @@ def test_a_model_without_ranks(tmp_path: Path) -> None:
         cgcompile.build(torch.nn.Linear(1, 1), lambda: (torch.ones(1),), target="sm_90", world=2, progress="silent")
     with raises("source-invalid", match=r"model\(rank, world\) is over several GPUs"):
         cgcompile.build(MODEL, sizes=[4], target="sm_90", out=tmp_path / "x.cgb", progress="silent")
+
+
+def test_a_local_variable_makes_no_ranks(tmp_path: Path) -> None:
+    (tmp_path / "plain.py").write_text(
+        "import torch\n\ndef model():\n    rank, world = 4, 4\n    return torch.nn.Linear(rank, world)\n\n"
+        "def inputs(batch):\n    return torch.ones(batch, 4)\n"
+    )
+    report = cgcompile.check(str(tmp_path / "plain.py"), sizes=[1], target="cpu")
+    assert [finding for finding in report.findings if finding.severity == "refuse"] == []
