@@ -1,5 +1,4 @@
-"""What the C++ compiler defines by itself, asked once and kept: each question starts it, and together they took as long as compiling
-a small model."""
+"""What the C++ compiler defines by itself, asked once and kept: each question starts it, and all take as long as a small model."""
 
 from __future__ import annotations
 
