@@ -76,10 +76,40 @@ AOTITorchError allocated(int64_t rank, const int64_t* sizes, const int64_t* stri
   return AOTI_TORCH_SUCCESS;
 }
 
-std::vector<int64_t> row_major(const std::vector<int64_t>& sizes) {
-  std::vector<int64_t> strides(sizes.size());
+// No gaps, and no element twice.
+bool dense(const Tensor& from) {
+  std::vector<size_t> axes;
+  for (size_t axis = 0; axis < from.sizes.size(); axis++)
+    if (from.sizes[axis] != 1) axes.push_back(axis);
+  std::sort(axes.begin(), axes.end(), [&](size_t one, size_t other) { return from.strides[one] < from.strides[other]; });
   int64_t step = 1;
-  for (size_t axis = sizes.size(); axis-- > 0; step *= std::max<int64_t>(1, sizes[axis])) strides[axis] = step;
+  for (size_t axis : axes) {
+    if (from.strides[axis] != step) return false;
+    step *= from.sizes[axis];
+  }
+  return true;
+}
+
+// The strides of torch's empty_like, which compiled code relies on: those of a dense tensor, else dense ones with the axes in the
+// order of its strides.  Axes that are repeated, with stride 0, stay where they are among the others.
+std::vector<int64_t> strides_like(const Tensor& from) {
+  if (dense(from)) return from.strides;
+  std::vector<size_t> inward(from.sizes.size());
+  for (size_t place = 0; place < inward.size(); place++) inward[place] = inward.size() - 1 - place;
+  for (size_t end = 1; end < inward.size(); end++)
+    for (size_t at = end, below = end; below-- > 0;) {
+      int64_t own = from.strides[inward[at]], other = from.strides[inward[below]];
+      if (own && other && other < own) break;
+      if (!own || !other || (own == other && from.sizes[inward[below]] <= from.sizes[inward[at]])) continue;
+      std::swap(inward[at], inward[below]);
+      at = below;
+    }
+  std::vector<int64_t> strides(inward.size());
+  int64_t step = 1;
+  for (size_t axis : inward) {
+    strides[axis] = step;
+    step *= std::max<int64_t>(1, from.sizes[axis]);
+  }
   return strides;
 }
 
@@ -391,13 +421,11 @@ AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t ran
   return AOTI_TORCH_SUCCESS;
 }
 
-// As torch: laid out as `self` where that has no gaps, else row-major.
 AOTITorchError aoti_torch_clone(AtenTensorHandle self, AtenTensorHandle* result) {
   const Tensor& from = of(self);
-  bool dense = span(from.rank(), from.sizes.data(), from.strides.data()) == from.count();
-  auto strides = dense ? from.strides : row_major(from.sizes);
+  auto strides = strides_like(from);
   if (allocated(from.rank(), from.sizes.data(), strides.data(), from.dtype, result)) return AOTI_TORCH_FAILURE;
-  if (dense)
+  if (dense(from))
     std::memcpy(of(*result).data(), from.data(), from.count() * from.width());
   else
     copy_axes(from, of(*result), 0, 0, 0);
@@ -452,16 +480,17 @@ AOTITorchError aoti_torch_cpu_bmm_out(AtenTensorHandle out, AtenTensorHandle sel
   return AOTI_TORCH_SUCCESS;
 }
 
-// softmax(query @ key^T * scale + mask) @ value, a head at a time in bands of rows; the second result, the logarithms of the sums, is
-// for gradients, which compiled inference never reads: it is left as it is.
+// softmax(query @ key^T * scale + mask) @ value, a head at a time in bands of rows, laid out as torch's empty_like(query); the second
+// result, the logarithms of the sums, is for gradients, which compiled inference never reads: it is left as it is.
 AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, double dropout, int32_t causal, AtenTensorHandle* attn_mask, double* scale, AtenTensorHandle* ret0, AtenTensorHandle* ret1) {
   const Tensor &q = of(query), &k = of(key), &v = of(value);
   const Tensor* mask = attn_mask && *attn_mask ? &of(*attn_mask) : nullptr;
   if (dropout != 0 || !all_floats({&q, &k, &v}, 4) || (mask && !all_floats({mask}, 4))) return AOTI_TORCH_FAILURE;
-  int64_t batches = q.sizes[0], heads = q.sizes[1], rows = q.sizes[2], width = q.sizes[3], keys = k.sizes[2], depth = v.sizes[3];
-  int64_t sizes[] = {batches, heads, rows, depth}, strides[] = {rows * heads * depth, depth, heads * depth, 1};
-  int64_t sums[] = {batches, rows, heads}, sum_strides[] = {rows * heads, heads, 1};
-  if (allocated(4, sizes, strides, FLOAT, ret0) || allocated(3, sums, sum_strides, FLOAT, ret1)) return AOTI_TORCH_FAILURE;
+  int64_t batches = q.sizes[0], heads = q.sizes[1], rows = q.sizes[2], width = q.sizes[3], keys = k.sizes[2];
+  if (v.sizes[3] != width) return AOTI_TORCH_FAILURE;
+  auto strides = strides_like(q);
+  int64_t sums[] = {batches, heads, rows}, sum_strides[] = {rows * heads, 1, heads};
+  if (allocated(4, q.sizes.data(), strides.data(), FLOAT, ret0) || allocated(3, sums, sum_strides, FLOAT, ret1)) return AOTI_TORCH_FAILURE;
   const Tensor& out = of(*ret0);
   float factor = static_cast<float>(scale ? *scale : 1 / std::sqrt(static_cast<double>(width)));
   int64_t bands = (rows + BAND - 1) / BAND, line = (keys + LANES - 1) / LANES * LANES;
