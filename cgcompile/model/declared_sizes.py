@@ -195,7 +195,8 @@ def _whole(value: object) -> int:
 
 
 def _example(missing: Sequence[str]) -> str:
-    return "add " + " ".join(f"--sizes {name}=1,8" for name in missing)
+    given = ", ".join(f"{name!r}: [1, 8]" for name in missing)
+    return "add " + " ".join(f"--sizes {name}=1,8" for name in missing) + f"; in Python sizes={{{given}}}"
 
 
 def _only(dimensions: Sequence[str]) -> str:

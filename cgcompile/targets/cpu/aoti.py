@@ -30,8 +30,7 @@ from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from ..requirements import check_compiler
 from ..weights import used_weights
-from .compiler import wrap
-from .compiler_macros import ask_compilers
+from .compiler import ask_compilers, wrap
 from .interface import Interface, begun_interface
 
 TESTED = "2.13"

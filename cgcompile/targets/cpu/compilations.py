@@ -23,7 +23,7 @@ from torch._inductor import codecache, cpp_builder, cpu_vec_isa, exc
 from ...errors import BuildError
 from ...util.workers import end_group
 from ..kernels import standalone as standalone_code
-from .compiler_macros import Compilers
+from .compiler import Compilers
 from .interface import Interface
 
 ASIDE = (".wrapper.cpp", ".kernel.cpp")

@@ -13,8 +13,7 @@ from torch import nn
 from cgbundle.cpu.processor import processor_flags
 from cgcompile.targets.cpu.aoti import compile_cpu
 from cgcompile.targets.cpu.compilations import unprobed
-from cgcompile.targets.cpu.compiler import HEADERS, wrap
-from cgcompile.targets.cpu.compiler_macros import ask_compilers
+from cgcompile.targets.cpu.compiler import HEADERS, ask_compilers, wrap
 from cgcompile.targets.instruction_sets import level_of
 from tests.helpers.raising import raises
 

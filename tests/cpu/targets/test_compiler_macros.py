@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cgcompile.targets.cpu.compiler_macros import ask_compilers
+from cgcompile.targets.cpu.compiler import ask_compilers
 from cgcompile.targets.instruction_sets import level_of, macros
 
 COMPILER = """#!/bin/sh
