@@ -5,8 +5,8 @@
     logits = program(ids)
 
 Needs the standard library only; a GPU bundle needs the driver, a CPU bundle torch's shared libraries as files.  torch is never
-imported.  Everything else is loaded when `load` is called.  The package is typed; what a call returns follows from the model, and is
-Any.
+imported.  Everything else is loaded when `load` is called.  The package is typed; what a call returns follows
+from the model, and is Any.
 """
 
 from __future__ import annotations

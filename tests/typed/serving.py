@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, assert_type
 
 import cgbundle
+import cgcompile
 from cgbundle import Record, Tensor, TensorSpec, View
 
 
@@ -58,6 +60,12 @@ def spread(path: str, tokens: Tensor) -> list[float]:
         session: cgbundle.Program = everywhere.session()
         print(everywhere.devices, [program.memory for program in everywhere.programs], decode(tokens), session(tokens))
         return probabilities(everywhere(tokens))
+
+
+if TYPE_CHECKING:
+    # names that are not there are the checker's errors, too
+    print(cgbundle.nosuch, cgcompile.nosuch)  # type: ignore[attr-defined]
+    assert_type(cgcompile.BuildError("usage", "").hint, str)
 
 
 def main() -> int:
