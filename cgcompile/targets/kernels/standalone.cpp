@@ -77,38 +77,46 @@ AOTITorchError allocated(int64_t rank, const int64_t* sizes, const int64_t* stri
 }
 
 // No gaps, and no element twice.
-bool dense(const Tensor& from) {
+bool dense(const Tensor& tensor) {
   std::vector<size_t> axes;
-  for (size_t axis = 0; axis < from.sizes.size(); axis++)
-    if (from.sizes[axis] != 1) axes.push_back(axis);
-  std::sort(axes.begin(), axes.end(), [&](size_t one, size_t other) { return from.strides[one] < from.strides[other]; });
+  for (size_t axis = 0; axis < tensor.sizes.size(); axis++)
+    if (tensor.sizes[axis] != 1) axes.push_back(axis);
+  std::sort(axes.begin(), axes.end(), [&](size_t one, size_t other) { return tensor.strides[one] < tensor.strides[other]; });
   int64_t step = 1;
   for (size_t axis : axes) {
-    if (from.strides[axis] != step) return false;
-    step *= from.sizes[axis];
+    if (tensor.strides[axis] != step) return false;
+    step *= tensor.sizes[axis];
   }
   return true;
 }
 
-// The strides of torch's empty_like, which compiled code relies on: those of a dense tensor, else dense ones with the axes in the
-// order of its strides.  Axes that are repeated, with stride 0, stay where they are among the others.
-std::vector<int64_t> strides_like(const Tensor& from) {
-  if (dense(from)) return from.strides;
-  std::vector<size_t> inward(from.sizes.size());
-  for (size_t place = 0; place < inward.size(); place++) inward[place] = inward.size() - 1 - place;
-  for (size_t end = 1; end < inward.size(); end++)
-    for (size_t at = end, below = end; below-- > 0;) {
-      int64_t own = from.strides[inward[at]], other = from.strides[inward[below]];
-      if (own && other && other < own) break;
-      if (!own || !other || (own == other && from.sizes[inward[below]] <= from.sizes[inward[at]])) continue;
-      std::swap(inward[at], inward[below]);
-      at = below;
+// The strides of a new tensor like this one, as torch's empty_like gives them and compiled code takes for granted: its own where
+// nothing lies between its elements, else its axes in the order of their strides without gaps.  Of axes with equal strides the
+// longer one is the outer one; an axis of stride 0 stays among its neighbours.
+std::vector<int64_t> strides_like(const Tensor& tensor) {
+  if (dense(tensor)) return tensor.strides;
+  const auto& sizes = tensor.sizes;
+  const auto& given = tensor.strides;
+  auto outer = [&](int64_t one, int64_t other) {  // 1: `one` belongs outside of `other`; -1: inside; 0: neither
+    if (given[one] == 0 || given[other] == 0) return 0;
+    if (given[one] != given[other]) return given[one] > given[other] ? 1 : -1;
+    return sizes[one] > sizes[other] ? 1 : 0;
+  };
+  std::vector<int64_t> order(sizes.size());  // from the innermost axis on
+  for (size_t place = 0; place < order.size(); place++) order[place] = static_cast<int64_t>(order.size() - 1 - place);
+  for (int64_t next = 1; next < tensor.rank(); next++)
+    for (int64_t before = next - 1, at = next; before >= 0; before--) {
+      int which = outer(order[before], order[at]);
+      if (which < 0) break;
+      if (which == 0) continue;
+      std::swap(order[before], order[at]);
+      at = before;
     }
-  std::vector<int64_t> strides(inward.size());
+  std::vector<int64_t> strides(sizes.size());
   int64_t step = 1;
-  for (size_t axis : inward) {
+  for (int64_t axis : order) {
     strides[axis] = step;
-    step *= std::max<int64_t>(1, from.sizes[axis]);
+    step *= std::max<int64_t>(1, sizes[axis]);
   }
   return strides;
 }
@@ -421,6 +429,7 @@ AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t ran
   return AOTI_TORCH_SUCCESS;
 }
 
+// As torch: laid out as `self` where that has no gaps, else row-major.
 AOTITorchError aoti_torch_clone(AtenTensorHandle self, AtenTensorHandle* result) {
   const Tensor& from = of(self);
   auto strides = strides_like(from);
@@ -480,8 +489,8 @@ AOTITorchError aoti_torch_cpu_bmm_out(AtenTensorHandle out, AtenTensorHandle sel
   return AOTI_TORCH_SUCCESS;
 }
 
-// softmax(query @ key^T * scale + mask) @ value, a head at a time in bands of rows, laid out as torch's empty_like(query); the second
-// result, the logarithms of the sums, is for gradients, which compiled inference never reads: it is left as it is.
+// softmax(query @ key^T * scale + mask) @ value, a head at a time in bands of rows; the second result, the logarithms of the sums, is
+// for gradients, which compiled inference never reads: it is left as it is.
 AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, double dropout, int32_t causal, AtenTensorHandle* attn_mask, double* scale, AtenTensorHandle* ret0, AtenTensorHandle* ret1) {
   const Tensor &q = of(query), &k = of(key), &v = of(value);
   const Tensor* mask = attn_mask && *attn_mask ? &of(*attn_mask) : nullptr;
@@ -489,7 +498,7 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
   int64_t batches = q.sizes[0], heads = q.sizes[1], rows = q.sizes[2], width = q.sizes[3], keys = k.sizes[2];
   if (v.sizes[3] != width) return AOTI_TORCH_FAILURE;
   auto strides = strides_like(q);
-  int64_t sums[] = {batches, heads, rows}, sum_strides[] = {rows * heads, 1, heads};
+  int64_t sums[] = {batches, rows, heads}, sum_strides[] = {rows * heads, heads, 1};
   if (allocated(4, q.sizes.data(), strides.data(), FLOAT, ret0) || allocated(3, sums, sum_strides, FLOAT, ret1)) return AOTI_TORCH_FAILURE;
   const Tensor& out = of(*ret0);
   float factor = static_cast<float>(scale ? *scale : 1 / std::sqrt(static_cast<double>(width)));

@@ -87,13 +87,11 @@ def matrices(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
 
 @st.composite
 def laid_out(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random numbers with the axes in memory in any order, some repeated, with gaps or without."""
+    """Random numbers, the axes in any order in memory, some repeated, with gaps or without."""
     order = draw(st.permutations(range(len(shape))))
     repeated = [draw(st.integers(0, 7)) == 0 for _ in shape]
-    held = [1 if repeated[axis] else shape[axis] for axis in order]
-    gaps = draw(st.sampled_from([0, 0, 1, 3]))
-    whole = torch.randn(*held[:-1], held[-1] + gaps)[..., : held[-1]]
-    return whole.permute([order.index(axis) for axis in range(len(shape))]).expand(shape)
+    made = draw(matrices(tuple(1 if repeated[axis] else shape[axis] for axis in order)))
+    return made.permute([order.index(axis) for axis in range(len(shape))]).expand(shape)
 
 
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 127, 384, 400]))
@@ -139,19 +137,17 @@ def test_attention_is_torchs(code: Code, data: st.DataObject, batch: int, heads:
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
     found = code.taken(made, want)
     torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
-    like, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
-    assert (found.stride(), code.taken(rest, sums).stride()) == (like.stride(), sums.stride()), "compiled code reads them by these"
+    assert found.stride() == torch.empty_like(q).stride(), "what compiled code takes for granted of it"
+    code.library.aoti_torch_delete_tensor_object(rest)
 
 
-@settings(max_examples=100, deadline=None)
-@given(st.data(), st.lists(st.integers(1, 4), min_size=4, max_size=4))
-def test_copies_are_laid_out_as_torchs(code: Code, data: st.DataObject, shape: list[int]) -> None:
-    given, made = data.draw(laid_out(tuple(shape))), c_void_p()
-    handle = code.handle(given)
-    assert code.library.aoti_torch_clone(handle, byref(made)) == 0
-    code.library.aoti_torch_delete_tensor_object(handle)
-    found = code.taken(made, given)
-    assert found.stride() == given.clone().stride() and torch.equal(found, given)
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_a_copy_is_laid_out_as_torchs(code: Code, data: st.DataObject, shape: list[int]) -> None:
+    tensor, made = data.draw(laid_out((*shape, 2))), c_void_p()
+    assert code.library.aoti_torch_clone(code.handle(tensor), byref(made)) == 0
+    found, want = code.taken(made, tensor), tensor.clone()
+    assert torch.equal(found, want) and found.stride() == want.stride()
 
 
 def test_panels_are_kept_of_memory_that_is_fixed_alone(code: Code) -> None:
@@ -200,20 +196,19 @@ def test_what_nobody_has_is_named_by_the_linker(tmp_path: Path) -> None:
 
 
 class Attention(nn.Module):
-    """Products, attention over batches of rows and over rows of batches (nn.MultiheadAttention), an exponential, a normalization,
-    state."""
+    """Products, attention with either axis first, an exponential, a normalization, state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out, self.norm = nn.Linear(32, 96), nn.Linear(32, 5), nn.LayerNorm(32)
-        self.rows = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.sequence_first = nn.MultiheadAttention(32, 2, batch_first=True)
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.add_(1)
+        x = self.sequence_first(x, x, x, need_weights=False)[0]
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        mixed = mixed + self.rows(x, x, x, need_weights=False)[0]
         return self.out(F.gelu(mixed)).softmax(-1), self.calls.clone()
 
 
