@@ -95,7 +95,11 @@ def declared_sizes(
             return declared_sizes(given, dimensions, saved)
         except BuildError as error:
             raise BuildError(
-                "sizes-invalid", f"entry {entry!r}: {error}", error.hint.replace("--sizes ", f"--sizes {entry}:")
+                "sizes-invalid",
+                f"entry {entry!r}: {error}",
+                error.hint.replace("--sizes ", f"--sizes {entry}:")
+                .replace("sizes={", f"sizes={{{entry!r}: {{")
+                .replace("]}", "]}}"),
             ) from None
     pairs = _pairs(given, dimensions)
     found: dict[str, tuple[int, ...]] = {}
