@@ -112,16 +112,18 @@ def running(name: str, command: Sequence[str], sentence: str, threads: int, core
     )
     assert process.stderr is not None
     try:
-        said = process.stderr.readline()
-        if "http://" not in said:
-            raise children.ChildFailed(f"{name}: {said}{process.stderr.read()}")
-        port = int(said.rsplit(":", 1)[1])
+        said: list[str] = []  # a compiler may warn first
+        while not said or "http://" not in said[-1]:
+            if not (line := process.stderr.readline()):
+                raise children.ChildFailed(f"{name}: {''.join(said)}")
+            said.append(line)
+        port = int(said[-1].rsplit(":", 1)[1])
         post(port, sentence)
         yield Server(name=name, process=process, port=port, start=serving.now() - begin)
         process.send_signal(signal.SIGINT)
-        said = process.stderr.read()
-        if process.wait(30) or said:
-            raise children.ChildFailed(f"{name}: ended with {process.returncode}\n{said}")
+        told = process.stderr.read()
+        if process.wait(30) or (told and name == "bundle"):
+            raise children.ChildFailed(f"{name}: ended with {process.returncode}\n{told}")
     finally:
         process.kill()
         process.wait()
