@@ -41,19 +41,8 @@ def bundle(case: Case, cache: Path) -> Path:
     manifest = path / "manifest.json"
     if manifest.exists() and manifest.stat().st_mtime > newest(case):
         return path
-    line = [
-        sys.executable,
-        "-m",
-        "cgcompile_cli",
-        "build",
-        str(case.source),
-        "--target",
-        "cpu",
-        "-o",
-        str(path),
-        "--force",
-        *case.options,
-    ]
+    line = [sys.executable, "-m", "cgcompile_cli", "build", str(case.source), "--target", "cpu", "-o", str(path), "--force"]
+    line += case.options
     for sizes in case.sizes:
         line += ["--sizes", sizes]
     if subprocess.run(line, env=children.environment(), stdout=subprocess.DEVNULL, check=False).returncode or not manifest.exists():
