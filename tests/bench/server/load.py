@@ -90,7 +90,8 @@ def references(sentences: Sequence[str]) -> list[list[float]]:
         "print(json.dumps(found))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=children.ROOT / "examples", input=json.dumps(sentences), env=children.environment(),
+        [sys.executable, "-c", program], cwd=children.ROOT / "examples", input=json.dumps(sentences),
+        env=children.environment({"OMP_NUM_THREADS": "1"}),  # several wait for each other, where other work keeps one from running
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
