@@ -1,15 +1,16 @@
 """Sentence embeddings over HTTP from a bundle, without torch: requests that come together are answered by one replay.
 
     pip install '.[serve]'
-    cgcompile build examples/minilm.py --sizes batch=1,4,8 --sizes seq=16,32,64,128 -o minilm.cgb
+    cgcompile build examples/minilm.py --sizes batch=1,4,8 --sizes seq=16,32,64,128 -o minilm.cgb      (on a CPU: --standalone)
     python examples/serve.py minilm.cgb --port 8000
     curl localhost:8000/embed --json '{"text": "The cat sleeps."}'
 
-POST /embed {"text": ...} -> {"embedding": [384 numbers], "tokens": 6}; GET /health says what is served.  A request that does not
-fit gets a 4xx answer with one line: {"detail": "..."}; 503 with Retry-After where too many wait, 504 after a minute.  Slow and
-idle connections are closed, and work for clients that left is dropped (server/http_limits.py).  SIGTERM takes no more and answers
-those that wait.  For TLS and limits per client, put a proxy before it.  Any bundle does whose inputs are token ids and their mask,
-int64 (batch, seq), where padding was proved exact, and whose output has a row for each of theirs.
+POST /embed {"text": ...} -> {"embedding": [384 numbers], "tokens": 6}; GET /health says what is served, and where time went.  A
+request that does not fit gets a 4xx answer with one line: {"detail": "..."}; 503 with Retry-After where too many wait, 504
+after a minute.  Slow and idle connections are closed, and work for clients that left is dropped (server/http_limits.py).
+SIGTERM takes no more and answers those that wait.  For TLS and limits per client, put a proxy before it.  Any bundle does whose
+inputs are token ids and their mask, int64 (batch, seq), where padding was proved exact, and whose output has a row for each of
+theirs.
 """
 
 from __future__ import annotations
