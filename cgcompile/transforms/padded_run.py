@@ -205,7 +205,9 @@ class PaddedRun:
                 whole = False
             else:
                 tried.append(found)
-        made = [self._found([(one[place], two[place]) for one, two in tried], call, whole, why, kept) for place in range(len(short))]
+        made = [
+            self._found([(one[place], two[place]) for one, two in tried], call, whole, why, kept) for place in range(len(short))
+        ]
         return tree_unflatten(made, spec)
 
     def _variations(self, call: _Call, spec: TreeSpec) -> Iterator[tuple[list[Any], list[Any]] | str | None]:

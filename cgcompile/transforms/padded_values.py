@@ -58,8 +58,8 @@ class PaddedValue:
     """What a node gives at the short size and at the long one, a tensor or a number.
 
     `spot`: where `short` lies in `long`, () where both are the same.  `fixed`: the padded entries of `long` that no input of the
-    call changes, a mask of its `padded_part`, or None for none.  `depends`: the value depends on an input.  `why`: what is wrong, where `short` is not in
-    `long`, or other padding would change it there; nothing may be computed with such a value.
+    call changes, a mask of its `padded_part`, or None for none.  `depends`: the value depends on an input.  `why`: what is wrong,
+    where `short` is not in `long`, or other padding would change it there; nothing may be computed with such a value.
     """
 
     short: Any

@@ -72,9 +72,7 @@ def prove_padding(
     return tuple(proved)
 
 
-def _prove_pad(
-    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, made: Functional
-) -> _Padding:
+def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, made: Functional) -> _Padding:
     if prepared.written:
         return _Padding("no", f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}")
     if prepared.generator:
