@@ -16,7 +16,7 @@ from torch import Tensor
 from ..targets.kernels.exchange_nodes import output_shape
 
 NAME = "collective"
-"""Of the operator: (input, one of `exchange_nodes.KINDS`, ranks, the rank that sends or -1, what has to come before) -> what comes."""
+"""Of the operator: (input, one of `exchange_nodes.KINDS`, ranks, the rank that sends or -1, what comes first) -> what comes."""
 
 _LIBRARY = torch.library.Library("cgcompile", "FRAGMENT")
 _LIBRARY.define(f"{NAME}(Tensor given, str kind, int world, int sender, Tensor? after=None) -> Tensor")

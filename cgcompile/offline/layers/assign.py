@@ -24,9 +24,6 @@ from ...export.weights import weight_placeholders, weight_tensors
 SMALL = 1 << 20
 """Bytes of weights that are read on every device rather than that what they make is sent."""
 
-FOLLOWS = (operator.getitem, torch.ops.aten.as_strided.default)
-"""What needs its argument as it lies."""
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assigned:
@@ -92,15 +89,15 @@ def _cut(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
 class _Program:
     """One program, operation by operation."""
 
-    def __init__(
-        self, program: ExportedProgram, layers: Mapping[str, int], state: Sequence[str], owners: dict[str, int]
-    ) -> None:
+    def __init__(self, program: ExportedProgram, layers: Mapping[str, int], state: Sequence[str], owners: dict[str, int]) -> None:
         self._program, self._layers, self._owners = program, layers, owners
         names = weight_placeholders(program)
         self._tensors = weight_tensors(program)
         self._state = {placeholder: name for placeholder, name in names.items() if name in state}
         self._weights = {
-            node: frozenset([names[node.name]]) for node in program.graph.nodes if node.name in names and node.name not in self._state
+            node: frozenset([names[node.name]])
+            for node in program.graph.nodes
+            if node.name in names and node.name not in self._state
         }
         self._reads = {node: False for node in program.graph.nodes}
         """Whether a free operation reads an input of the call."""
@@ -127,7 +124,7 @@ class _Program:
         if not _has_tensors(node):
             self._reads[node] = True  # a size, which follows from those of the inputs
             return
-        if node.target in FOLLOWS and given[0] in self._ranks:
+        if node.target is operator.getitem and given[0] in self._ranks:
             self._ranks[node] = self._ranks[given[0]]
             return
         if not state and not pinned:

@@ -75,6 +75,9 @@ class _Share:
             if own is None:
                 self._replace_size(node)
                 continue
+            if node.target is aten.as_strided.default:
+                text = f"{place(node)[0] or 'model'}: as_strided reads a value as it lies, which an exchange does not keep"
+                raise BuildError("split-refused", text)
             users = [user for user in node.users if user in self._ranks and self._ranks[user] != own]
             if not users and all(rank == own for rank in changed.get(node, ())):
                 continue
@@ -97,7 +100,9 @@ class _Share:
             named = isinstance(value, Node) and isinstance(spec.arg, TensorArgument)
             specs.append(replace(spec, arg=TensorArgument(name=value.name)) if named else spec)
         if self._last is not None and not made:
-            raise BuildError("split-refused", "model: a call gives no tensor that a layer makes: the devices have nothing to end with")
+            raise BuildError(
+                "split-refused", "model: a call gives no tensor that a layer makes: the devices have nothing to end with"
+            )
         output.args = (tuple(values),)
         return specs
 
@@ -121,7 +126,11 @@ class _Share:
         value = node.meta["val"]
         with self._graph.inserting_before(before):
             if own == self._rank:
-                given = node if value.is_contiguous() else self._call(aten.clone.default, (node,), memory_format=torch.contiguous_format)
+                given = (
+                    node
+                    if value.is_contiguous()
+                    else self._call(aten.clone.default, (node,), memory_format=torch.contiguous_format)
+                )
             else:
                 shape = [self._size(size, node) for size in value.shape]
                 given = self._call(aten.empty.memory_format, (shape,), dtype=value.dtype, device=value.device, pin_memory=False)

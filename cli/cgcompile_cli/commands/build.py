@@ -78,7 +78,9 @@ def build(
     ] = None,
     split: Annotated[
         Literal["layers"] | None,
-        typer.Option("--split", metavar="layers", help="With --world: the layers of a plain model() one after the other on the GPUs."),
+        typer.Option(
+            "--split", metavar="layers", help="With --world: the layers of a plain model() one after the other on the GPUs."
+        ),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
     waive: Annotated[

@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -42,19 +43,26 @@ def main() -> None:
     parser.add_argument("--shapes", default="1b")
     parser.add_argument("--only", choices=("build", "measure"))
     parser.add_argument("--target", default="sm_90")
+    parser.add_argument("--bundles", default="two,one,layers")
     given = parser.parse_args()
     given.folder.mkdir(parents=True, exist_ok=True)
     for shape in given.shapes.split(","):
         if given.only != "measure":
-            build(given.folder, shape, given.target)
+            build(given.folder, shape, given.target, given.bundles.split(","))
         if given.only != "build":
             measure(given.folder, shape)
 
 
-def paths(folder: Path, shape: str) -> tuple[Path, Path]:
-    """The bundle over two GPUs, and that for one."""
-    name = shape.replace("/", "_")
-    return folder / f"{name}.two.cgb", folder / f"{name}.one.cgb"
+BUILDS = (
+    ("two", "bundle, two GPUs", "0,1", "shares.py", ("--world", "2")),
+    ("one", "bundle, one GPU", "0", "whole.py", ()),
+    ("layers", "bundle, layers on two GPUs", "0,1", "whole.py", ("--world", "2", "--split", "layers")),
+)
+"""The bundles of a shape: name, title, devices, model, options."""
+
+
+def path_of(folder: Path, shape: str, name: str) -> Path:
+    return folder / f"{shape.replace('/', '_')}.{name}.cgb"
 
 
 def environment(shape: str, **more: str) -> dict[str, str]:
@@ -62,12 +70,15 @@ def environment(shape: str, **more: str) -> dict[str, str]:
     return os.environ | {"SHAPE": SHAPES[shape], "PYTHONPATH": f"{ROOT}:{ROOT / 'cli'}:{ROOT / 'bundles'}", **more}
 
 
-def build(folder: Path, shape: str, target: str) -> None:
-    """Both bundles, side by side; their proof is that their scores are compared on GPUs."""
+def build(folder: Path, shape: str, target: str, names: Sequence[str]) -> None:
+    """The bundles, side by side; their proof is that their scores are compared on GPUs."""
     began = time.perf_counter()
     with ExitStack() as stack:
         started = []
-        for path, model, more in zip(paths(folder, shape), ("shares.py", "whole.py"), (["--world", "2"], []), strict=True):
+        for name, _, _, model, more in BUILDS:
+            if name not in names:
+                continue
+            path = path_of(folder, shape, name)
             command = [
                 sys.executable, "-m", "cgcompile_cli", "build", str(HERE / model), "--sizes", "1,8", "--target", target,
                 "--record", "trace", "--prove", "none", "--force", "-v", "-o", str(path), *more,
@@ -81,9 +92,10 @@ def build(folder: Path, shape: str, target: str) -> None:
 
 def measure(folder: Path, shape: str) -> None:
     """A line for each way."""
-    two, one = paths(folder, shape)
+    two, one = [path_of(folder, shape, name) for name in ("two", "one")]
     found = {}
-    for name, path, devices in (("bundle, two GPUs", two, "0,1"), ("bundle, one GPU", one, "0")):
+    for short, name, devices, *_ in BUILDS:
+        path = path_of(folder, shape, short)
         if not (path / "manifest.json").exists():
             print(f"{shape}: {name}: not built", flush=True)
             continue

@@ -134,9 +134,9 @@ def by_hand(path: str, number: str, world: str, port: str, out: str) -> None:
     class Gathers:
         @staticmethod
         def all_gather_tensor(given: torch.Tensor, axis: int, _: object) -> torch.Tensor:
-            made = given.new_empty(ranks, *given.shape)
+            made = given.new_empty(ranks * given.shape[0], *given.shape[1:])
             distributed.all_gather_into_tensor(made, given.contiguous())
-            return torch.cat(list(made), axis)
+            return torch.cat(made.chunk(ranks), axis)
 
     tensor_parallel.weight, tensor_parallel.summed, tensor_parallel.collectives = empty, summed, Gathers
     with torch.device("cuda"):
