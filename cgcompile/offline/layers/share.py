@@ -2,6 +2,8 @@
 
 All devices have the same exchanges in the same order, whatever the assignment is: each takes the one before it as an argument, so
 that no compiler drops or moves one, and the last one makes an output.
+
+Private interfaces (torch 2.11, 2.13): the expression of a SymInt (`size.node.expr`), the `fake_mode` of what a node gives.
 """
 
 from __future__ import annotations
