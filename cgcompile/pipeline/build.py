@@ -135,7 +135,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             from ..offline.layers.shares import layer_shares
 
             with stages("split") as tell:
-                prepared = list(layer_shares(prepared, ranks))
+                prepared = layer_shares(prepared, ranks)
                 tell(f"{size(sum(value.nbytes for value in prepared[0].weights.values()))} on rank {ranks.rank}")
         entries = tuple(
             [

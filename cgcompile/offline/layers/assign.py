@@ -76,7 +76,8 @@ def _cut(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
         raise BuildError("split-refused", f"model: {text}")
     layers = max(long, key=lambda each: sum(each.values()))
     outside = sum(sum(each.values()) for each in lists.values()) - sum(layers.values())
-    total, at, ranks = before + outside + sum(layers.values()) + after, before + outside, {}
+    ranks: dict[str, int] = {}
+    total, at = before + outside + sum(layers.values()) + after, before + outside
     for place, (path, size) in enumerate(layers.items()):
         middle = min(int((at + size / 2) * world / max(1, total)), world - 1)
         latest = world - (len(layers) - place)  # as many layers as devices are left for those behind

@@ -18,6 +18,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, Node
+from torch.fx.node import map_arg
 
 from ...errors import BuildError
 from ...export.torch_program import copied_graph, with_graph
@@ -171,7 +172,8 @@ class _Share:
         if isinstance(value, torch.SymInt) and any(each in self._ranks for each in node.all_input_nodes):
             with self._graph.inserting_before(node):
                 made = self._size(value, node)
-            node.replace_all_uses_with(made)  # type: ignore[arg-type]  # a number stands for itself
+            for user in list(node.users):
+                user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda each: made if each is node else each)
 
     def _size(self, size: Any, node: Node) -> Any:
         """A number, or a node that computes a size.  Raises split-refused for one that follows from data."""

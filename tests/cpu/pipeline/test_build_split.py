@@ -30,12 +30,12 @@ def test_both_devices_are_proved_together(built: Path) -> None:
     bundle = Archive(str(built))
     assert verify.examine(bundle) == []
     (other,) = verify.check_ranks(bundle, "full")
-    for each in (bundle.manifest, other.manifest):
-        assert [proof.method for proof in each.exam.proofs] == ["interpret"] * 2
-        assert all(proof.error <= proof.tolerance for proof in each.exam.proofs)
-        for program in each.programs:
-            table = Table(bundle.data(program.steps[0].file) if each is bundle.manifest else other.data(program.steps[0].file), "table")
-            assert len(exchanges(table, each.world[0])) == 4, "a value to the second device, and three outputs"
+    for each in (bundle, other):
+        assert [proof.method for proof in each.manifest.exam.proofs] == ["interpret"] * 2
+        assert all(proof.error <= proof.tolerance for proof in each.manifest.exam.proofs)
+        for program in each.manifest.programs:
+            table = Table(each.data(program.steps[0].file), "table")
+            assert len(exchanges(table, each.manifest.world[0])) == 4, "a value to the second device, and three outputs"
     assert dict(bundle.manifest.provenance.options)["split"] == "layers"
 
 
@@ -83,9 +83,9 @@ def test_models_that_cannot_be_split(tmp_path: Path, body: str, reason: str) -> 
         "def inputs():\n    return (torch.ones(4, 4),)\n"
     )
     options = Options(
-        sizes=(), out=None, target="sm_90", strict=False, waive=(), lower="inductor", specialize="size", record="trace", prove="none",
-        prove_budget=1.0, budget=None, train=False, host_ops=(), standalone=False, force=False, max_keys=16, chains=(), world=2,
-        split="layers", progress=lambda event: None,
+        sizes=(), out=None, target="sm_90", strict=False, waive=(), lower="inductor", specialize="size", record="trace",
+        prove="none", prove_budget=1.0, budget=None, train=False, host_ops=(), standalone=False, force=False, max_keys=16,
+        chains=(), world=2, split="layers", progress=lambda event: None,
     )  # fmt: skip
     with raises("split-refused", match=reason):
         build_rank(str(path), options, Alone(rank=0, size=2), tmp_path / "rank")
