@@ -1,6 +1,8 @@
-"""A model to be split by its layers: state in each, a table that all read, a view that is returned, rows that are independent."""
+"""A model to be split by its layers: state in each, weights that are read at both ends, a view that is returned, two entries."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import nn
@@ -40,10 +42,24 @@ class Layers(nn.Module):
             halfway = x if number == 1 else halfway
         return x @ self.embedding.t(), halfway.t(), turned > 1, self.layers[4].calls
 
+    def reset(self, places: torch.Tensor) -> torch.Tensor:
+        """Changes state on every device, and needs none of another one."""
+        for layer in self.layers:
+            layer.calls.zero_()
+        return places + 1
+
 
 def model() -> nn.Module:
     return Layers().eval()
 
 
-def inputs(batch: int) -> tuple[torch.Tensor, ...]:
+def called(batch: int) -> tuple[torch.Tensor, ...]:
     return torch.randint(0, TOKENS, (batch,)), torch.randint(0, 9, (batch,))
+
+
+def rows(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randint(0, 9, (batch,)),)
+
+
+def entries() -> dict[str, Callable[..., tuple[torch.Tensor, ...]]]:
+    return {"forward": called, "reset": rows}

@@ -9,6 +9,7 @@ import pytest
 
 import cgcompile
 from cgbundle.format.archive import Archive
+from cgbundle.format.entries import each_entry
 from cgbundle.tables.collectives import exchanges
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
@@ -23,7 +24,7 @@ MODEL = str(Path(__file__).parent / "layers_model.py")
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("split") / "layers.cgb"
-    return cgcompile.build(MODEL, sizes=[2, 4], target="sm_90", world=2, split="layers", out=out, progress="silent").path
+    return cgcompile.build(MODEL, sizes={"batch": [2, 4]}, target="sm_90", world=2, split="layers", out=out, progress="silent").path
 
 
 def test_both_devices_are_proved_together(built: Path) -> None:
@@ -31,11 +32,13 @@ def test_both_devices_are_proved_together(built: Path) -> None:
     assert verify.examine(bundle) == []
     (other,) = verify.check_ranks(bundle, "full")
     for each in (bundle, other):
-        assert [proof.method for proof in each.manifest.exam.proofs] == ["interpret"] * 2
-        assert all(proof.error <= proof.tolerance for proof in each.manifest.exam.proofs)
-        for program in each.manifest.programs:
+        forward, reset = each_entry(each.manifest)
+        proofs = [*forward.exam.proofs, *reset.exam.proofs]
+        assert [proof.method for proof in proofs] == ["interpret"] * 4
+        assert all(proof.error <= proof.tolerance for proof in proofs)
+        for program, sent in [*[(program, 4) for program in forward.programs], *[(program, 0) for program in reset.programs]]:
             table = Table(each.data(program.steps[0].file), "table")
-            assert len(exchanges(table, each.manifest.world[0])) == 4, "a value to the second device, and three outputs"
+            assert len(exchanges(table, each.manifest.world[0])) == sent, "a value to the second device, and three outputs"
     assert dict(bundle.manifest.provenance.options)["split"] == "layers"
 
 

@@ -18,7 +18,8 @@ from cgcompile.export.weights import weight_tensors
 from cgcompile.offline.collectives import COLLECTIVE
 from cgcompile.offline.layers.assign import Assigned, assigned
 from cgcompile.offline.layers.share import share_of
-from tests.cpu.pipeline.layers_model import Layers, inputs
+from tests.cpu.pipeline.layers_model import Layers
+from tests.cpu.pipeline.layers_model import called as inputs
 from tests.helpers.raising import raises
 
 
