@@ -23,8 +23,7 @@ from cgbundle.loader import MODES
 from cgbundle.session import weight_reads
 from cgbundle.session.profile import Profile, step_names
 from cgbundle.tables.table import Table
-from cgbundle.validate import bundle as verify
-from cgbundle.validate import recordings
+from cgbundle.validate import contents, recordings
 from tests.helpers import cuda_bundles
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import KEYS, expected, inputs
@@ -287,7 +286,7 @@ def test_tables_are_checked_before_the_gpu_is_touched(fake: FakeDriver, bundle: 
     manifest, folder = bundle
     small = replace(manifest, memories=(("weights", 1024), ("inputs", 1024), ("arena", 512)))
     with raises("relocation-invalid", match=r"graphs/g0-4.bin: nodes\[0\].relocations: .* memory arena, which has 512"):
-        verify.check_tables(ArchiveOf(folder, small))
+        contents.check_tables(ArchiveOf(folder, small))
     assert not fake.calls
 
 
