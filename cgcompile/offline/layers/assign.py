@@ -37,7 +37,7 @@ def assigned(programs: Sequence[ExportedProgram], state: Sequence[str], world: i
     """The device of every buffer of `state`, and what each program's operations are computed by.  The programs are functional, of
     one model.  Raises split-refused."""
     layers = _cut(programs, world)
-    owners: dict[str, int] = {}
+    owners = _owners(programs, layers, state)
     found = [_Program(program, layers, state, owners).assigned() for program in programs]
     return {name: owners.get(name, 0) for name in state}, found
 
@@ -50,26 +50,41 @@ def layer_of(node: Node) -> str:
     return ""
 
 
+def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], state: Sequence[str]) -> dict[str, int]:
+    """The device of every buffer that a layer reads, which may not be the first to do so: other entries reset caches."""
+    owners: dict[str, int] = {}
+    for program in programs:
+        names = weight_placeholders(program)
+        for node in program.graph.nodes:
+            if (layer := layer_of(node)) in layers:
+                for name in [names[each.name] for each in node.all_input_nodes if each.name in names]:
+                    if name in state:
+                        owners.setdefault(name, layers[layer])
+    return owners
+
+
 def _cut(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
     """The device of every layer of the list that has the most weights."""
-    lists: dict[str, dict[str, int]] = {}  # by path of the list: the bytes of its layers, in the order of their calls
-    before, after, counted = 0, 0, set[str]()
+    used: list[tuple[str, dict[str, int]]] = []  # of every operation: its layer, and the bytes of the weights that it reads
     for program in programs:
         names, tensors = weight_placeholders(program), weight_tensors(program)
         for node in program.graph.nodes:
-            path = layer_of(node)
-            fresh = {names[each.name] for each in node.all_input_nodes if each.name in names} - counted
-            if node.op != "call_function":
-                continue
-            counted |= fresh
-            size = sum(tensors[name].nbytes for name in fresh)
-            if path:
-                layers = lists.setdefault(path.rpartition(".")[0], {})
-                layers[path] = layers.get(path, 0) + size
-            elif lists:
-                after += size
-            else:
-                before += size
+            if node.op == "call_function":
+                weights = [names[each.name] for each in node.all_input_nodes if each.name in names]
+                used.append((layer_of(node), {name: tensors[name].nbytes for name in weights}))
+    lists: dict[str, dict[str, int]] = {}  # by path of the list: the bytes of its layers, in the order of their calls
+    counted: set[str] = set()
+    for path, read in used:
+        if path:
+            layers = lists.setdefault(path.rpartition(".")[0], {})
+            layers[path] = layers.get(path, 0) + sum(size for name, size in read.items() if name not in counted)
+            counted |= read.keys()
+    before, after, inside = 0, 0, False
+    for path, read in used:
+        inside = inside or bool(path)
+        size = sum(size for name, size in read.items() if name not in counted)
+        before, after = (before, after + size) if inside else (before + size, after)
+        counted |= read.keys()
     long = [each for each in lists.values() if len(each) >= world]
     if not long:
         text = f"no list of layers (nn.ModuleList, nn.Sequential) with {world} elements or more is called"

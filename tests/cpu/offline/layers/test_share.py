@@ -156,6 +156,19 @@ def test_layers_are_cut_where_the_bytes_are_equal() -> None:
             assert len(sent) == world - 1 + 3, "one value to the next device, and the outputs that a layer makes"
 
 
+def test_an_entry_that_comes_first_and_resets_state_does_not_draw_it() -> None:
+    class Reset(Layers):
+        def forward(self, ids: torch.Tensor, places: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            return self.reset(places)
+
+    programs = [exported(Reset()), exported(Layers())]
+    state = sorted(set(programs[1].graph_signature.buffers_to_mutate.values()))
+    owners, (reset, _) = assigned(programs, state, 2)
+    assert [owners[f"layers.{number}.calls"] for number in range(5)] == [0, 0, 1, 1, 1]
+    for share in check(programs[0], reset, 2):
+        assert not [node for node in share.graph.nodes if node.target is COLLECTIVE]
+
+
 def test_what_is_small_is_read_on_every_device() -> None:
     program = exported(Layers())
     state = sorted(set(program.graph_signature.buffers_to_mutate.values()))
