@@ -42,7 +42,8 @@ def bundle(path: str, devices: str) -> None:
     with opened(cgbundle, path, devices) as program:
         for batch in BATCHES:
             program(from_bytes(tokens(0, batch), "int64", (batch,)), from_bytes(array("q", bytes(8 * batch)), "int64", (batch,)))
-    say({"clock": time.clock_gettime(time.CLOCK_MONOTONIC), "torch": "torch" in sys.modules})
+        clock = time.clock_gettime(time.CLOCK_MONOTONIC)
+    say({"clock": clock, "torch": "torch" in sys.modules})
 
 
 def opened(cgbundle: Any, path: str, devices: str) -> Any:
