@@ -4,8 +4,8 @@
     language_model.py compare BUNDLE FOLDER CACHE WAY...   fresh processes, one after the other: bundle, eager, compile
     language_model.py steps BUNDLE [CONTEXT...]       tokens a second at every recorded number of lanes, and GB/s read
 
-Every line is JSON and printed at once.  `compare` keeps what torch.compile caches in CACHE: the second of two is a warm start.  `steps`
-reads nothing of torch; the copy's bandwidth beside it is of a process of its own.
+Every line is JSON and printed at once.  `compare` keeps what torch.compile caches in CACHE: the second of two is a warm start.
+`steps` needs no torch; the copy's bandwidth beside it is of a process of its own.
 """
 
 from __future__ import annotations
