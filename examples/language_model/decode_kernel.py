@@ -77,8 +77,7 @@ def partials(
     return mixed / torch.where(total > 0, total, 1.0)[..., None], total.log() + top
 
 
-@triton_op("language_model::paged_decode", mutates_args=())
-def launch(
+def by_kernel(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -106,6 +105,7 @@ def launch(
     return mixed, total
 
 
+launch = triton_op("language_model::paged_decode", by_kernel, mutates_args=())
 launch.register_kernel("cpu")(plain)  # what a build for a GPU that is not here runs the model with
 
 

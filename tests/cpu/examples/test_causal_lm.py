@@ -298,7 +298,7 @@ from tests.helpers.decode_cases import CASES, case, prompt_case
 decode_kernel.PROGRAMS = 20  # two parts for each lane and key head: the interpreter is slow
 for name, options in CASES.items():
     given = case(**options)
-    for made, wanted in zip(decode_kernel.launch(*given), decode_kernel.plain(*given), strict=True):
+    for made, wanted in zip(decode_kernel.by_kernel(*given), decode_kernel.plain(*given), strict=True):
         torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5, msg=name)
 prefill_kernel.ROWS, prefill_kernel.BLOCK = 16, 32
 for name, options in CASES.items():
@@ -309,7 +309,7 @@ for name, options in CASES.items():
 for rows, depth, count in ((1, 48, 96), (5, 300, 20), (70, 64, 33)):
     layer = int8.Int8Linear(torch.randn(count, depth), None)
     given = torch.randn(rows, depth), layer.weight, layer.scale
-    torch.testing.assert_close(int8.launch(*given), int8.plain(*given), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(int8.by_kernel(*given), int8.plain(*given), rtol=1e-5, atol=1e-4)
 """
 
 
