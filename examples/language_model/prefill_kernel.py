@@ -65,8 +65,7 @@ def plain(
     return mixed.unflatten(2, (groups, seq)).permute(0, 3, 1, 2, 4).flatten(2, 3)
 
 
-@triton_op("language_model::paged_prefill", mutates_args=())
-def launch(
+def by_kernel(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
     scale: float, window: int, softcap: float,
 ) -> Tensor:  # fmt: skip
@@ -83,6 +82,7 @@ def launch(
     return made
 
 
+launch = triton_op("language_model::paged_prefill", by_kernel, mutates_args=())
 launch.register_kernel("cpu")(plain)  # what a build for a GPU that is not here runs the model with
 
 
