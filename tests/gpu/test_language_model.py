@@ -46,15 +46,15 @@ def test_pages_are_used_again_by_requests_that_come_and_go(lm: ModuleType) -> No
         assert nobodys_page_is_zero(llama)
 
 
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
-def test_a_bundle_of_which_pages_are_used_again(lm: ModuleType, family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("family", "lower"), [("llama", "inductor"), ("gemma2", "eager")])
+def test_a_bundle_of_which_pages_are_used_again(lm: ModuleType, family: str, lower: str, tmp_path: Path) -> None:
     model = made(lm, family)
     model.network.save_pretrained(tmp_path / "hub")
     sizes = {"prefill": {"batch": [4], "seq": [16], "blocks": [12]}, "decode": {"batch": [4], "blocks": [12]}}
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CAUSAL_LM", str(tmp_path / "hub"))
         patch.setenv("CAUSAL_LM_TURNS", "0")
-        cgcompile.build(str(EXAMPLES / "causal_lm.py"), sizes=sizes, out=tmp_path / "lm.cgb", target="cuda")
+        cgcompile.build(str(EXAMPLES / "causal_lm.py"), sizes=sizes, out=tmp_path / "lm.cgb", target="cuda", lower=lower)
     with cgbundle.load(tmp_path / "lm.cgb") as program:
         check_requests(lm, Engine(lm, program), model)
         assert not any(torch.from_dlpack(program.state[name])[0].any() for name in ("keys_0", "values_0", "seen"))
