@@ -29,7 +29,7 @@ from cgbundle.tensors.tensor import from_bytes
 from cgcompile.errors import BuildError
 from cgcompile.tools.bench.processes import WorkerProcess, compiler_cache
 from cgcompile.tools.generation.layout import read_layout
-from cgcompile.tools.generation.measure import lengths
+from cgcompile.tools.generation.measure import BATCHES, PROMPT, TOKENS, lengths
 
 ROOT = Path(__file__).parents[3]
 STEPS = 64
@@ -60,18 +60,23 @@ def folder(name: str, out: str) -> None:
 
 
 def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
-    """What every process of `cgcompile bench --generate` answers."""
-    manifest = Archive(bundle).manifest
-    layout = read_layout(manifest)
-    prompt, tokens, batches = lengths(layout)
+    """What every process of `cgcompile bench --generate` answers.  Without a bundle ("-"): those of transformers alone."""
+    told = {"bundle": os.path.abspath(bundle), "model": os.path.abspath(model), "threads": None, "rounds": 2}
+    if bundle == "-":
+        vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
+        told |= {"dtype": "bfloat16", "target": "cuda", "vocabulary": vocabulary}
+        prompt, tokens, batches = PROMPT, TOKENS, BATCHES
+    else:
+        manifest = Archive(bundle).manifest
+        layout = read_layout(manifest)
+        prompt, tokens, batches = lengths(layout)
+        told |= {
+            "dtype": layout.dtype, "target": manifest.target.kind, "vocabulary": layout.vocabulary, "prefill": layout.prefill,
+            "decode": layout.decode, "sampling": layout.sampling, "each": -(-(prompt + tokens + 1) // layout.page),
+        }  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         job = Path(scratch, "job.json")
-        job.write_text(json.dumps({
-            "bundle": os.path.abspath(bundle), "model": os.path.abspath(model), "dtype": layout.dtype,
-            "target": manifest.target.kind, "threads": None, "prompt": prompt, "tokens": tokens, "batches": batches, "rounds": 2,
-            "prefill": layout.prefill, "decode": layout.decode, "sampling": layout.sampling, "vocabulary": layout.vocabulary,
-            "each": -(-(prompt + tokens + 1) // layout.page),
-        }))  # fmt: skip
+        job.write_text(json.dumps({**told, "prompt": prompt, "tokens": tokens, "batches": batches}))
         for way in ways:
             worker = f"cgcompile.tools.generation.{'bundle' if way == 'bundle' else 'torch'}_worker"
             given: list[Any] = [job] if way == "bundle" else [way, job]
