@@ -61,7 +61,12 @@ def folder(name: str, out: str) -> None:
 
 def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
     """What every process of `cgcompile bench --generate` answers.  Without a bundle ("-"): those of transformers alone."""
-    told = {"bundle": os.path.abspath(bundle), "model": os.path.abspath(model), "threads": None, "rounds": 2}
+    told = {
+        "bundle": os.path.abspath(bundle),
+        "model": os.path.abspath(model),
+        "threads": None,
+        "rounds": 2 if "bundle" in ways else 1,
+    }
     if bundle == "-":
         vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
         told |= {"dtype": "bfloat16", "target": "cuda", "vocabulary": vocabulary}
