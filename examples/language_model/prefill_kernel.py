@@ -15,7 +15,7 @@ from torch.library import triton_op, wrap_triton
 
 from .decode_kernel import together
 
-ROWS, BLOCK, WARPS, STAGES = 64, 64, 4, 3
+ROWS, BLOCK, WARPS, STAGES = 64, 64, 4, 2
 """Queries of a program, tokens that it reads at a time, and how Triton compiles it."""
 
 LOG2E = tl.constexpr(1.4426950408889634)
