@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
 BLOCK, WARPS, STAGES = 32, 4, 3
-"""Tokens that a program reads at a time, and how Triton compiles it: the best of 24 ways on an H100, 1 to 32 lanes, 1k to 16k tokens."""
+"""Tokens that a program reads at a time, and how Triton compiles it: of 24 ways the best on an H100 (1 to 32 lanes, 1k to 16k)."""
 
 PROGRAMS = 264
 """So many programs are asked for: 2 for each of the 132 multiprocessors of an H100 or H200."""
