@@ -104,8 +104,8 @@ with torch.no_grad():
         same = int((buffers["out"][:40] == own["out"][:40]).sum())
         side = torch.cuda.Stream(); graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(side):
-            reset(buffers)
-            graph.capture_begin()
+            reset(buffers); torch.cuda.synchronize()
+            graph.capture_begin(capture_error_mode='thread_local')
             for _ in range(TURNS): call()
             graph.capture_end()
         torch.cuda.synchronize()
