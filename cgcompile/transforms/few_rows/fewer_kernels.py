@@ -9,13 +9,15 @@ Private interfaces (torch 2.11, 2.13): the options `post_grad_custom_post_pass` 
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from . import attention_kernel, products, repeated_reductions
+from . import attention, attention_text, cache_writes, places, products, repeated_reductions
+
+PASSES = (attention, attention_text, cache_writes, places, products, repeated_reductions)
+"""What changes a graph."""
 
 JOINING = 8
 """Two kernels become one where they read the same bytes, so many at least: an index.  Inductor asks for 10."""
@@ -30,8 +32,8 @@ class FewerKernels(CustomGraphPass):
     """Changes a graph in place."""
 
     def __call__(self, graph: Graph) -> None:
-        if 'attn' in os.environ.get('LOOPS_V',''): attention_kernel.attend_at_once(graph)
+        attention.attend_at_once(graph)
         repeated_reductions.repeat_reductions(graph)
 
     def uuid(self) -> Any:
-        return get_hash_for_files(tuple([str(each.__file__) for each in (attention_kernel, products, repeated_reductions)]))
+        return get_hash_for_files(tuple([str(each.__file__) for each in PASSES]))
