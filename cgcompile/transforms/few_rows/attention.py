@@ -17,7 +17,7 @@ from torch.fx import Graph
 from .attention_text import MOST, AttentionText, attention_text
 from .products import SUM, Product, call, one_product, shape_of
 
-LARGE = 1 << 13
+LARGE = 1 << 12
 """Elements of a head's keys that four warps hold."""
 
 aten, prims = torch.ops.aten, torch.ops.prims
@@ -47,7 +47,7 @@ def _replace(graph: Graph, product: Product, text: AttentionText) -> None:
         named = {
             "kernel_idx": kernel_side_table.add_kernel(_function(text.source, product)),
             "constant_args_idx": kernel_side_table.add_constant_args({}),
-            "grid": [(product.rows, 1, 1)],
+            "grid": [(text.programs, 1, 1)],
             "tma_descriptor_metadata": {},
             "kwargs": arguments,
             "tensors_to_clone": written,

@@ -18,6 +18,7 @@ from torch.fx import Node
 from .cache_writes import Write, axis_of, values_of, write_into
 from .places import HALF, Place, on, place_of
 from .products import SUM, Product, one_product, shape_of
+from .weights_ahead import PROGRAMS, lines_of, weights_ahead
 
 MOST = 1 << 14
 """Elements of a head's keys, at most, as many as are in the registers of one program."""
@@ -54,9 +55,10 @@ class UnknownOperation(Exception):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionText:
     """A kernel `attention` with pointers in the order of `arguments` and, last, `out_ptr`, where rows of `outcome`'s dtype go.  It
-    writes to the arguments that `writes` names, too.  Grid: a program for every head."""
+    writes to the arguments that `writes` names, too.  `programs`: the grid."""
 
     source: str
+    programs: int
     arguments: dict[str, Node]
     writes: dict[str, Write]
     outcome: Node
@@ -74,7 +76,8 @@ def attention_text(mixed: Product) -> AttentionText | None:
 
 @dataclass(slots=True)
 class _Writer:
-    """Lines, growing: all that is `read` is asked for before anything is computed.  `names`: of the values that are there."""
+    """Lines, growing: all that is `read` is asked for before anything is computed.  `names`: of the values that are there.
+    `reduces`: whether something is computed of all places."""
 
     mixed: Product
     reads: list[str] = field(default_factory=list)
@@ -83,33 +86,42 @@ class _Writer:
     writes: dict[str, Write] = field(default_factory=dict)
     names: dict[Node, Any] = field(default_factory=dict)
     scores: Product | None = None
+    reduces: bool = False
 
     def written(self) -> AttentionText:
         mixed, length = self.mixed, self.mixed.length
         if length == mixed.rows:  # a vector of heads would look like one of places
             raise UnknownOperation
         weights = self.vector(mixed.row)
-        if self.scores is None:
-            raise UnknownOperation
+        if self.scores is None or not self.reduces or any(_depends(each, self.scores.total) for each in self.arguments.values()):
+            raise UnknownOperation  # two products alone are no attention, and have more to read than one program can
         self.lines.append(f"weights = tl.where(p < {length}, {weights}, 0.0)")
         self.matrix("v", mixed, (-2, -1), mixed.columns)
         users = list(mixed.total.users)
         narrow = len(users) == 1 and users[0].target is prims.convert_element_type.default and users[0].args[1] in HALF
         outcome = users[0] if narrow else mixed.total
         dtype = DTYPES[outcome.meta["val"].dtype]
+        ahead = weights_ahead(mixed.total)
+        named = [self.pointer(each.weight) for each in ahead]
+        body = [
+            f"p = tl.arange(0, {_power(length)})",
+            f"k_column = tl.arange(0, {_power(self.scores.length)})",
+            f"v_column = tl.arange(0, {_power(mixed.columns)})",
+            *self.reads,
+            *self.lines,
+            "total = tl.sum(weights[:, None] * v, 0)",
+            f"tl.store(out_ptr + h * {mixed.columns} + v_column, total.to({dtype}), v_column < {mixed.columns})",
+        ]
+        if ahead:
+            body = [f"if h < {mixed.rows}:", *["    " + line for line in body], "else:", f"    part = h - {mixed.rows}"]
+            body += ["    " + line for line in lines_of(named, ahead, dtype)]
         source = "\n".join([
             "import triton", "import triton.language as tl", "", "", "@triton.jit",
-            f"def attention({', '.join([*self.arguments, 'out_ptr'])}):",
-            "    h = tl.program_id(0)",
-            f"    p = tl.arange(0, {_power(length)})",
-            f"    k_column = tl.arange(0, {_power(self.scores.length)})",
-            f"    v_column = tl.arange(0, {_power(mixed.columns)})",
-            *["    " + line for line in (*self.reads, *self.lines)],
-            "    total = tl.sum(weights[:, None] * v, 0)",
-            f"    tl.store(out_ptr + h * {mixed.columns} + v_column, total.to({dtype}), v_column < {mixed.columns})",
-            "",
+            f"def attention({', '.join([*self.arguments, 'out_ptr'])}):", "    h = tl.program_id(0)",
+            *["    " + line for line in body], "",
         ])  # fmt: skip
-        return AttentionText(source=source, arguments=self.arguments, writes=self.writes, outcome=outcome)
+        programs = mixed.rows + (PROGRAMS if ahead else 0)
+        return AttentionText(source=source, programs=programs, arguments=self.arguments, writes=self.writes, outcome=outcome)
 
     # --- a number for every place, or one for the head
 
@@ -196,6 +208,7 @@ class _Writer:
     def check_row(self, node: Node, axis: int) -> None:
         if self.kind(node) != "row" or axis not in (-1, len(shape_of(node)) - 1) or shape_of(node)[-1] != self.mixed.length:
             raise UnknownOperation
+        self.reduces = True
 
     def loaded(self, node: Node) -> str:
         value = node.meta["val"]
@@ -231,9 +244,9 @@ class _Writer:
         self.scores = scores
         row = _placed(scores.row)
         query = self.at(row, [*self.heads(row), "k_column", None])
-        self.reads.append(f"q = tl.load({query}, k_column < {scores.length}, other=0).to(tl.float32)")
+        self.reads.append(f"q = tl.load({query}, k_column < {scores.length}, other=0)")
         self.matrix("k", scores, (-1, -2), scores.length)
-        return "tl.sum(q[None, :] * k, 1)"
+        return "tl.sum(q.to(tl.float32)[None, :] * k, 1)"
 
     def matrix(self, name: str, product: Product, axes: tuple[int, int], width: int) -> None:
         """Reads a matrix of (places, `width`), which are these `axes` of the product's; what is put into it is written here."""
@@ -248,19 +261,21 @@ class _Writer:
             return self.at(memory, found)
 
         mask = f"(p[:, None] < {length}) & ({column}[None, :] < {width})"
-        self.reads.append(f"{name} = tl.load({at(memory, 'p[:, None]', f'{column}[None, :]')}, {mask}, other=0).to(tl.float32)")
+        self.reads.append(f"{name} = tl.load({at(memory, 'p[:, None]', f'{column}[None, :]')}, {mask}, other=0)")
         if write is None:
+            self.lines.append(f"{name} = {name}.to(tl.float32)")
             return
         index, values, stored = _placed(write.index), values_of(write, place), DTYPES[write.cache.meta["val"].dtype]
         if values is None or values.strides[axes[0]] or memory.strides[axes[0]] != write.cache.meta["val"].stride(axis_of(write)):
             raise UnknownOperation  # it is put along another axis than that of the places
         self.reads += [
             f"{name}_index = tl.load({self.pointer(index.base)} + {index.offset})",
-            f"{name}_new = tl.load({at(values, '0', column)}, {column} < {width}, other=0).to({stored})",
+            f"{name}_new = tl.load({at(values, '0', column)}, {column} < {width}, other=0)",
         ]
         self.lines += [
             f"{name}_index = tl.where({name}_index < 0, {name}_index + {length}, {name}_index)",
-            f"{name} = tl.where(p[:, None] == {name}_index, {name}_new[None, :].to(tl.float32), {name})",
+            f"{name}_new = {name}_new.to({stored})",
+            f"{name} = tl.where(p[:, None] == {name}_index, {name}_new[None, :], {name}).to(tl.float32)",
             f"{name}_inside = ({column} < {width}) & ({name}_index >= 0) & ({name}_index < {length})",
             f"tl.store({at(memory, f'{name}_index', column)}, {name}_new, {name}_inside)",
         ]
@@ -296,6 +311,18 @@ def _power(number: int) -> int:
 
 def _rounded(text: str, dtype: torch.dtype) -> str:
     return f"{text}.to({DTYPES[dtype]}).to(tl.float32)" if dtype in HALF else text
+
+
+def _depends(node: Node, other: Node) -> bool:
+    waiting, seen = [node], set()
+    while waiting:
+        each = waiting.pop()
+        if each is other:
+            return True
+        if each not in seen and other < each:
+            seen.add(each)
+            waiting += each.all_input_nodes
+    return False
 
 
 def _placed(node: Node) -> Place:

@@ -14,9 +14,9 @@ from typing import Any
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from . import attention, attention_text, cache_writes, places, products, repeated_reductions
+from . import attention, attention_text, cache_writes, places, products, repeated_reductions, row_blocks
 
-PASSES = (attention, attention_text, cache_writes, places, products, repeated_reductions)
+PASSES = (attention, attention_text, cache_writes, places, products, repeated_reductions, row_blocks)
 """What changes a graph."""
 
 JOINING = 8
@@ -34,6 +34,7 @@ class FewerKernels(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         attention.attend_at_once(graph)
         repeated_reductions.repeat_reductions(graph)
+        row_blocks.mark(graph)
 
     def uuid(self) -> Any:
         return get_hash_for_files(tuple([str(each.__file__) for each in PASSES]))

@@ -62,9 +62,13 @@ def a_product_alone(x: Any, place: Any) -> Any:
     return torch.softmax(x.view(HEADS, 1, WIDTH), -1) @ given(HEADS, WIDTH, PLACES)
 
 
+def a_perceptron(x: Any, place: Any) -> Any:
+    return torch.relu(x @ given(HEADS * WIDTH, PLACES)) @ given(PLACES, WIDTH)
+
+
 @pytest.mark.parametrize(
     ("call", "kernels"),
-    [(causal, 1), (shared_heads, 1), (of_many_places, 0), (of_two_rows, 0), (unknown, 0), (a_product_alone, 0)],
+    [(causal, 1), (shared_heads, 1), (of_many_places, 0), (of_two_rows, 0), (unknown, 0), (a_product_alone, 0), (a_perceptron, 0)],
 )
 def test_graphs_that_get_the_kernel(call: Callable[[Any, Any], Any], kernels: int) -> None:
     graph = make_fx(call, _decompositions())(torch.randn(1, HEADS * WIDTH), torch.tensor(3)).graph

@@ -1,0 +1,74 @@
+"""Weights that come next, brought into the GPU's cache by a kernel of few programs, which leaves the memory idle."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.fx import Node
+
+from .places import place_of
+from .products import SUM, one_product
+
+BYTES = 8 << 20
+"""Of weights, at most: about as much as the memory gives while a kernel of few programs runs."""
+
+PREFETCH = "prefetch.global.L2 [$1]; mov.u32 $0, 0;"
+"""PTX that nothing waits for."""
+
+PROGRAMS = 128
+"""How many programs bring weights: about one for every multiprocessor."""
+
+SECTOR, BLOCK = 32, 1024
+"""Bytes that come together, and how many of those a program asks for at once."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Ahead:
+    """The first `sectors` of a weight; `step` elements are a sector."""
+
+    weight: Node
+    sectors: int
+    step: int
+
+
+def weights_ahead(node: Node) -> tuple[Ahead, ...]:
+    """Those of the products of one row behind a node, in order."""
+    found: dict[Node, Ahead] = {}
+    left = BYTES
+    for total in itertools.takewhile(lambda each: each.op != "output", _behind(node)):
+        product = one_product(total, 1 << 30) if total.target is SUM else None
+        place = None if product is None or product.rows > 1 else place_of(product.matrix)
+        if place is None or place.base.op != "placeholder" or place.base in found:
+            continue
+        value = place.base.meta["val"]
+        size = min(left, value.numel() * value.element_size()) // SECTOR
+        if size <= 0:
+            break
+        found[place.base] = Ahead(weight=place.base, sectors=size, step=SECTOR // value.element_size())
+        left -= size * SECTOR
+    return tuple(found.values())
+
+
+def lines_of(names: Sequence[str], weights: Sequence[Ahead], dtype: str) -> list[str]:
+    """Python for the programs numbered from 0 by `part`.  The compiler keeps what has a result that is stored; none ever is."""
+    lines = [f"first = part * {BLOCK} + tl.arange(0, {BLOCK})"]
+    for name, each in zip(names, weights, strict=True):
+        lines += [
+            f"for start in range(0, {each.sectors}, {PROGRAMS * BLOCK}):",
+            f"    place = {name} + tl.minimum(start + first, {each.sectors - 1}) * {each.step}",
+            f'    none = tl.inline_asm_elementwise("{PREFETCH}", "=r,l", [place], dtype=tl.int32, is_pure=True, pack=1)',
+            f"    tl.store(out_ptr + none, none.to({dtype}), none != 0)",
+        ]
+    return lines
+
+
+def _behind(node: Node) -> Sequence[Node]:
+    found = []
+    while node.op != "root":
+        node = node.next
+        if node.op == "root":
+            break
+        found.append(node)
+    return found
