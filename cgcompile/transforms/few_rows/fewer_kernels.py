@@ -33,8 +33,8 @@ class FewerKernels(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         attention.attend_at_once(graph)
-        repeated_reductions.repeat_reductions(graph)
         row_blocks.mark(graph)
+        repeated_reductions.repeat_reductions(graph)
 
     def uuid(self) -> Any:
         return get_hash_for_files(tuple([str(each.__file__) for each in PASSES]))

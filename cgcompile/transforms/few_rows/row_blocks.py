@@ -12,12 +12,13 @@ from typing import Any
 
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.triton import FixedTritonConfig
-from torch.fx import Graph, Node
+from torch.fx import Graph
 
-from .products import SUM
+from .places import place_of
+from .products import SUM, one_product
 
 MARK = "cgcompile_product_of_one_row"
-"""The metadata of a sum that is such a product: its length and its columns."""
+"""The metadata of such a product: its length and its columns."""
 
 SHORTEST, LONGEST = 256, 4096
 """Elements of a row that is in the registers of one program, and for which that matters."""
@@ -30,24 +31,12 @@ PROGRAMS = 384
 
 
 def mark(graph: Graph) -> None:
-    """Notes in the metadata which sums are products of one row."""
+    """Notes in the metadata which sums are products of one row, with a matrix whose elements for a column lie side by side."""
     for node in graph.find_nodes(op="call_function", target=SUM):
-        found = _product(node)
-        if found is not None:
-            node.meta[MARK] = found
-
-
-def _product(total: Node) -> tuple[int, int] | None:
-    """Length and columns, of a sum over elements that lie side by side."""
-    given = total.args[0].meta.get("val") if isinstance(total.args[0], Node) else None
-    axes = list(total.args[1])
-    if given is None or len(axes) != 1 or given.dim() < 2 or "mul" not in str(total.args[0].target):
-        return None
-    axis = axes[0] % given.dim()
-    if axis < given.dim() - 2 or not all(isinstance(size, int) for size in given.shape):
-        return None
-    length = given.shape[axis]
-    return (length, given.numel() // length) if length <= LONGEST else None
+        product = one_product(node, LONGEST)
+        place = place_of(product.matrix) if product is not None and product.rows == 1 else None
+        if product is not None and place is not None and place.strides[-2] == 1:
+            node.meta[MARK] = product.length, product.columns
 
 
 class RowBlocks(InductorChoices):
@@ -57,7 +46,7 @@ class RowBlocks(InductorChoices):
         """The arguments of Inductor's class for a kernel."""
         given: dict[str, Any] = super().triton_kernel_kwargs(kernel_cls, features, groups, kernel_kwargs)
         config = _config(features)
-        if config is None or len(groups[0] if isinstance(groups, list) else groups) != 2:
+        if config is None:
             return given
         named = {"XBLOCK": config[0], "num_warps": config[1], "num_stages": 1}
         return {
@@ -69,11 +58,11 @@ class RowBlocks(InductorChoices):
 
 
 def _config(features: Any) -> tuple[int, int] | None:
-    marks = [origin.meta[MARK] for node in features.reduction_nodes() for origin in node.node.get_origins() if MARK in origin.meta]
-    same = [each for each in marks if features.reduction_numel == each[0] and features.numel == each[1]]
-    if not same or not marks:
-        return None
-    return blocks(*same[0])
+    """Of a kernel with such a product."""
+    origins = [origin for node in features.reduction_nodes() for origin in node.node.get_origins()]
+    found = {origin.meta[MARK] for origin in origins if MARK in origin.meta}
+    own = [sizes for sizes in found if (features.reduction_numel, features.numel) == sizes]
+    return blocks(*own[0]) if own else None
 
 
 def blocks(length: int, columns: int) -> tuple[int, int] | None:
@@ -81,8 +70,7 @@ def blocks(length: int, columns: int) -> tuple[int, int] | None:
     if not SHORTEST <= length <= LONGEST:
         return None
     whole = 1 << (length - 1).bit_length()
-    most = max(1, min(MOST, ELEMENTS // whole))
-    count = most
+    count = min(MOST, ELEMENTS // whole)
     while count > 1 and columns < count * PROGRAMS:
         count //= 2
-    return count, 4 if count * whole <= ELEMENTS and whole <= 1024 else 8
+    return count, 4 if whole <= 1024 else 8

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -23,6 +22,9 @@ PROGRAMS = 128
 SECTOR, BLOCK = 32, 1024
 """Bytes that come together, and how many of those a program asks for at once."""
 
+LONGEST = 1 << 20
+"""Elements of a row, at most."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ahead:
@@ -37,17 +39,14 @@ def weights_ahead(node: Node) -> tuple[Ahead, ...]:
     """Those of the products of one row behind a node, in order."""
     found: dict[Node, Ahead] = {}
     left = BYTES
-    for total in itertools.takewhile(lambda each: each.op != "output", _behind(node)):
-        product = one_product(total, 1 << 30) if total.target is SUM else None
+    while left >= SECTOR and (node := node.next).op == "call_function":
+        product = one_product(node, LONGEST) if node.target is SUM else None
         place = None if product is None or product.rows > 1 else place_of(product.matrix)
-        if place is None or place.base.op != "placeholder" or place.base in found:
-            continue
-        value = place.base.meta["val"]
-        size = min(left, value.numel() * value.element_size()) // SECTOR
-        if size <= 0:
-            break
-        found[place.base] = Ahead(weight=place.base, sectors=size, step=SECTOR // value.element_size())
-        left -= size * SECTOR
+        if place is not None and place.base.op == "placeholder" and place.base not in found:
+            value = place.base.meta["val"]
+            sectors = min(left, value.numel() * value.element_size()) // SECTOR
+            found[place.base] = Ahead(weight=place.base, sectors=sectors, step=SECTOR // value.element_size())
+            left -= sectors * SECTOR
     return tuple(found.values())
 
 
@@ -62,13 +61,3 @@ def lines_of(names: Sequence[str], weights: Sequence[Ahead], dtype: str) -> list
             f"    tl.store(out_ptr + none, none.to({dtype}), none != 0)",
         ]
     return lines
-
-
-def _behind(node: Node) -> Sequence[Node]:
-    found = []
-    while node.op != "root":
-        node = node.next
-        if node.op == "root":
-            break
-        found.append(node)
-    return found
