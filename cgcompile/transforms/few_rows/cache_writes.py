@@ -33,8 +33,8 @@ def write_into(place: Place) -> Write | None:
     read_twice = [each for each in (put, *place.chain) if sum(user.target is not aten.copy_.default for user in each.users) > 1]
     if cache.op != "placeholder" or len(given) != 1 or shape_of(given[0]) != (1,) or read_twice:
         return None
-    if any(user is not put and user.target is not aten.copy_.default for user in cache.users):
-        return None
+    if any(put < user and user.target is not aten.copy_.default for user in cache.users):
+        return None  # what reads the cache as it was would need a copy of it
     return Write(put=put, cache=cache, index=given[0], values=values)
 
 

@@ -1,10 +1,11 @@
-"""Weights that come next, brought into the GPU's cache by a kernel of few programs, which leaves the memory idle."""
+"""Weights and caches that come next, brought into the GPU's cache by a kernel of few programs, which leaves the memory idle."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.fx import Node
 
 from .places import place_of
@@ -36,18 +37,26 @@ class Ahead:
 
 
 def weights_ahead(node: Node) -> tuple[Ahead, ...]:
-    """Those of the products of one row behind a node, in order."""
-    found: dict[Node, Ahead] = {}
-    left = BYTES
-    while left >= SECTOR and (node := node.next).op == "call_function":
+    """Those of the products behind a node until the next attention, in order; before them the caches that this one reads."""
+    weights: list[Node] = []
+    caches: list[Node] = []
+    while len(caches) < 2 and (node := node.next).op == "call_function":
         product = one_product(node, LONGEST) if node.target is SUM else None
-        place = None if product is None or product.rows > 1 else place_of(product.matrix)
-        if place is not None and place.base.op == "placeholder" and place.base not in found:
-            value = place.base.meta["val"]
-            sectors = min(left, value.numel() * value.element_size()) // SECTOR
-            found[place.base] = Ahead(weight=place.base, sectors=sectors, step=SECTOR // value.element_size())
-            left -= sectors * SECTOR
-    return tuple(found.values())
+        place = None if product is None else place_of(product.matrix)
+        if product is None or place is None:
+            continue
+        memory = place.base.args[0] if place.base.target is torch.ops.aten.index_put.default else place.base
+        if memory.op == "placeholder":
+            (weights if product.rows == 1 else caches).append(memory)
+    found = []
+    left = BYTES
+    for each in dict.fromkeys([*caches, *weights]):
+        value = each.meta["val"]
+        sectors = min(left, value.numel() * value.element_size()) // SECTOR
+        if sectors:
+            found.append(Ahead(weight=each, sectors=sectors, step=SECTOR // value.element_size()))
+        left -= sectors * SECTOR
+    return tuple(found)
 
 
 def lines_of(names: Sequence[str], weights: Sequence[Ahead], dtype: str) -> list[str]:
