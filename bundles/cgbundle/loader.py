@@ -13,9 +13,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, Literal, overload
 
-    from .cuda.backend import CudaBackend
     from .format.archive import Archive
     from .format.schema import Manifest
+    from .gpu.backend import CudaBackend
     from .program import Program
     from .program.replicas import Replicas
     from .trust.keys import Keys
@@ -147,8 +147,8 @@ def open_program(
 
             program = Program(bundle.manifest, CpuBackend(bundle, threads), on_miss, outputs, cast, bundle.kept(EXAM))
         else:
-            from .cuda.backend import CudaBackend
             from .cuda.driver import check_driver
+            from .gpu.backend import CudaBackend
 
             check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
             if meeting is not None:
@@ -222,9 +222,9 @@ def _open_replicas(
     """`load` with `replicas`: every device in a thread of its own, over one bundle that is opened and checked once."""
     from concurrent.futures import ThreadPoolExecutor  # none of these where a bundle is loaded on one device
 
-    from .cuda.backend import CudaBackend
     from .cuda.driver import check_driver, device_count
     from .format.archive import EXAM, Archive
+    from .gpu.backend import CudaBackend
     from .program import Program
     from .program.replicas import Replicas
 

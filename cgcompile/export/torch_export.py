@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import io
 import logging
-import operator
 import re
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence, Set
@@ -22,11 +21,8 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.export import Dim, ExportedProgram
-from torch.fx import Node
-from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, cast_symbool_to_symint_guardless
-from torch.fx.node import map_arg
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
-from cgbundle.cpu.host_region import ASSERTS
 from cgbundle.format.schema import Size
 from cgbundle.format.size_expressions import linear
 
@@ -34,16 +30,10 @@ from ..errors import ModelError
 from ..model.flat_module import FlatModule, unwatched
 from ..model.side_effects import BRANCH, NOTHING, Obstacle, SideEffects, branch_fix
 from ..model.source import Source
-from ..model.user_code import first_line, place, user_line, user_place
+from ..model.user_code import first_line, user_line, user_place
+from .assertions import settle_assertions
 from .composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
-
-torch.fx.node.has_side_effect(torch.ops.aten._assert_async.default)
-"""torch (2.11, 2.13) says so of the one with a message alone, and drops this one from branches that it traces."""
-
-
-NUMBER_CHECKS = (torch.ops.aten._assert_scalar.default, torch.ops.aten.sym_constrain_range.default)
-"""Assertions about numbers; `sym_constrain_range_for_size` is of numbers that have no one value."""
 
 
 def export_dynamic(
@@ -161,91 +151,9 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]):
         program = torch.export.export(flat, _separate(tensors), dynamic_shapes=dynamic, strict=False)
     sys.stderr.write(said.getvalue())
-    _drop_ranges_of_floats(program)
-    _name_assertions(program)
-    _spell_conditions(program)
-    _use_asserted_numbers(program)
-    _drop_unread_numbers(program)
+    settle_assertions(program)
     give_sizes_at_once(program)
     return without_composites(expanded(program))
-
-
-def _use_asserted_numbers(program: ExportedProgram) -> None:
-    """A number that Python read and that an assertion gives one value, and what follows from it, are constants to all but numbers
-    and assertions: `torch._check(2 * n == 40)`.  So these go to the host with the reading, and the rest stays where it is."""
-    known: dict[torch.fx.Node, int | float] = {}
-    for node in list(program.graph.nodes):
-        value, follows = node.meta.get("val"), not known.keys().isdisjoint(node.all_input_nodes)
-        read = node.target is torch.ops.aten.item.default or follows
-        if node.op == "call_function" and isinstance(value, int | float) and read:
-            known[node] = value
-        elif node.op == "call_function" and follows and node.target not in NUMBER_CHECKS:
-            node.args, node.kwargs = map_arg((node.args, node.kwargs), lambda each: known.get(each, each))
-    for node in reversed(known):
-        if not node.users:
-            program.graph.erase_node(node)
-    program.graph_module.recompile()
-
-
-def _drop_unread_numbers(program: ExportedProgram) -> None:
-    """Numbers that Python read out of tensors of known value are constants of the trace; torch (2.11, 2.13) cannot load a program
-    again that still has the reading, which nothing uses."""
-    for node in list(program.graph.nodes):
-        if node.target is torch.ops.aten.item.default and not node.users:
-            program.graph.erase_node(node)
-
-
-def _drop_ranges_of_floats(program: ExportedProgram) -> None:
-    """torch (2.11, 2.13) cannot write a program that knows the one value of a float: `torch._check(loss.item() == 0.5)`.  The
-    program's own assertions say the same."""
-    for symbol in [symbol for symbol in program.range_constraints if not symbol.is_integer]:
-        del program.range_constraints[symbol]
-
-
-def _name_assertions(program: ExportedProgram) -> None:
-    """What an assertion about a tensor says begins with its line.  Without a message Inductor (2.11, 2.13) makes nothing of it."""
-    aten = torch.ops.aten
-    for module in [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]:
-        for target in (aten._assert_async.default, aten._assert_async.msg):
-            for node in module.graph.find_nodes(op="call_function", target=target):
-                message = str(node.args[1]) if len(node.args) > 1 else ""
-                if ASSERTS not in message:
-                    node.args = (node.args[0], asserted([node], message))
-                node.target = aten._assert_async.msg
-        module.recompile()
-
-
-def asserted(nodes: Sequence[Node], message: str = "") -> str:
-    """What the failure of one of these assertions says: `model.py:12: the model asserts what is not so: torch._check(n > 3)`.
-    Inductor writes it into C++ between quotes as it is, so it has no quotes, backslashes or line breaks.  A kernel of torch's takes
-    fewer than 255 bytes (MAX_MSG_LENGTH in ATen/native/cuda/TensorCompare.cu), else the model fails."""
-    places = dict([place(node) for node in nodes])
-    where = " or ".join(places) or "model"
-    what = message or next((line for line in places.values() if line), "") or "torch._assert_async"
-    text = re.sub(r"\s+", " ", f"{where}: {ASSERTS}: {what}".replace('"', "'").replace("\\", "/"))
-    return re.sub("[^ -~]", "?", text)[:SAID]
-
-
-SAID = 240
-"""Characters of what a failed assertion says."""
-
-
-def _spell_conditions(program: ExportedProgram) -> None:
-    """torch 2.11 writes an assertion about a condition (torch._check_tensor_all) as comparisons of a number made of it, which it
-    cannot trace again: those with 1 become the condition itself."""
-    for node in list(program.graph.nodes):
-        if node.target is cast_symbool_to_symint_guardless:
-            (condition,) = node.args
-            for user in list(node.users):
-                asserts = all(each.target is torch.ops.aten._assert_scalar.default for each in user.users)
-                if user.args == (node, 1) and (
-                    user.target in (operator.eq, operator.ge) or (user.target is operator.le and asserts)
-                ):
-                    user.replace_all_uses_with(condition)
-                    program.graph.erase_node(user)
-            if not node.users:
-                program.graph.erase_node(node)
-    program.graph_module.recompile()
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:

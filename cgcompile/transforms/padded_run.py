@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node, map_arg
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from ..model.user_code import place
-from .padded_values import PaddedValue, Variation, alike, front, placed, same, spots
+from .padded_values import PaddedValue, Spot, Variation, alike, front, padded_part, placed, same, spots
 
 SHAPE_ONLY = frozenset(
     {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "sym_size", "sym_numel", "sym_stride"}
@@ -34,6 +34,9 @@ BLOCKS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
 
 WHOLE = frozenset({"flex_attention"})
 """Higher-order operators that are tried as one: their graphs compute single entries."""
+
+LARGE = 2**20
+"""Entries from which an operator that computes them one by one is believed to: trying others takes longer than all else."""
 
 FAILURES = (RuntimeError, IndexError, ValueError, AssertionError, ZeroDivisionError)
 
@@ -124,7 +127,7 @@ class PaddedRun:
                 for at, small, large in zip(start, short.shape, frame.shape, strict=True)
             ]
         )
-        mask = torch.full(frame.shape, fixed, device=frame.device)
+        mask = torch.ones_like(frame[padded_part(spot, frame.shape)], dtype=torch.bool) if fixed else None
         return PaddedValue(short, placed(frame, spot, short), spot, mask, depends=True)
 
     def graphs(self, short: GraphModule, long: GraphModule, inputs: Sequence[PaddedValue]) -> list[PaddedValue]:
@@ -194,14 +197,17 @@ class PaddedRun:
             raise ChangedByPadding(why)
         tried = [(short, long)]
         whole = not any(value.depends and not isinstance(value.short, torch.Tensor) for value in call.values)
-        for found in self._variations(call, spec) if call.depends else ():
+        kept = _kept_spot(call)
+        for found in self._variations(call, spec) if call.depends and not kept else ():
             if isinstance(found, str):
                 raise ChangedByPadding(why)
             if found is None:
                 whole = False
             else:
                 tried.append(found)
-        made = [self._found([(one[place], two[place]) for one, two in tried], call, whole, why) for place in range(len(short))]
+        made = [
+            self._found([(one[place], two[place]) for one, two in tried], call, whole, why, kept) for place in range(len(short))
+        ]
         return tree_unflatten(made, spec)
 
     def _variations(self, call: _Call, spec: TreeSpec) -> Iterator[tuple[list[Any], list[Any]] | str | None]:
@@ -224,10 +230,10 @@ class PaddedRun:
                 continue
             yield (short, long) if structure == other == spec else "fails"
 
-    def _found(self, tried: Sequence[tuple[Any, Any]], call: _Call, whole: bool, why: str) -> PaddedValue:
+    def _found(self, tried: Sequence[tuple[Any, Any]], call: _Call, whole: bool, why: str, kept: Spot) -> PaddedValue:
         """One value that an operator gives, found in what it gives at the long size; `tried` begins with the values of the run.
 
-        `whole`: all variations were tried, so that what is the same in all is fixed.
+        `whole`: all variations were tried, so that what is the same in all is fixed.  `kept`: see `_kept_spot`.
         """
         short, long = tried[0]
         if not isinstance(short, torch.Tensor):
@@ -238,12 +244,11 @@ class PaddedRun:
                 return PaddedValue(short, short, depends=call.depends)
             return PaddedValue(short, long, depends=call.depends, why=why)
         if short.dim() == long.dim():
-            for spot in spots(short, long, self.sizes, self.last):
+            for spot in [kept] if kept else spots(short, long, self.sizes, self.last):
                 if all(two.shape == long.shape and alike(one, front(two, spot)) for one, two in tried):
-                    fixed = torch.full(long.shape, whole or not call.depends, device=long.device)
-                    for _, other in tried[1:]:
-                        fixed &= same(long, other)
-                    return PaddedValue(short, placed(long, spot, short), spot, fixed, depends=call.depends)
+                    fixed = None if kept else _fixed([two[padded_part(spot, long.shape)] for _, two in tried], call.depends, whole)
+                    joined = long if torch.equal(short, front(long, spot)) else placed(long, spot, short)
+                    return PaddedValue(short, joined, spot, fixed, depends=call.depends)
         return PaddedValue(short, long, depends=call.depends, why=why)
 
     # --- higher-order operators ---------------------------------------------------------------------------------------------
@@ -294,7 +299,36 @@ class PaddedRun:
 
 def _unknown(value: PaddedValue) -> PaddedValue:
     """The value with padded entries that may be anything."""
-    return replace(value, fixed=torch.zeros_like(value.fixed) if value.fixed is not None else None, depends=True)
+    return replace(value, fixed=None, depends=True)
+
+
+def _fixed(padded: Sequence[torch.Tensor], depends: bool, whole: bool) -> torch.Tensor | None:
+    """Which of the padded entries are the same in all that was tried, None for none."""
+    if depends and not whole:
+        return None
+    fixed = torch.ones_like(padded[0], dtype=torch.bool)
+    for other in padded[1:]:
+        fixed &= same(padded[0], other)
+        if not bool(fixed.any()):
+            return None
+    return fixed
+
+
+def _kept_spot(call: _Call) -> Spot:
+    """Where the call lies in what a large operator gives that computes entry by entry, () where that has to be tried.
+
+    No padded entry of its inputs may be fixed: none of the result is called fixed, which is more than they have to be.
+    """
+    values = [value for value in call.values if value.spot]
+    numbers = [[leaf for leaf in tree_leaves(each) if not isinstance(leaf, PaddedValue)] for each in (call.short, call.long)]
+    apart = any(value.long is not value.short for value in call.values if not value.spot)
+    if not _pointwise(call.node) or not values or apart or numbers[0] != numbers[1]:
+        return ()
+    spot = values[0].spot
+    if any(value.fixed is not None or not _same_spot(value.spot, spot) for value in values):
+        return ()
+    wider = any(isinstance(value.short, torch.Tensor) and value.short.dim() > len(spot) for value in call.values)
+    return () if wider or values[0].long.numel() < LARGE else spot
 
 
 def _same_spot(one: Sequence[Any], other: Sequence[Any]) -> bool:

@@ -49,13 +49,17 @@ COARSE = {torch.float32: 2.0**11, torch.float64: 2.0**20}
 Attention over the values that are tried comes to 2**8 (measured for float32)."""
 
 
+DRAWN = 262_139
+"""Random numbers that are drawn at most, and repeated in larger tensors: a prime, so that no axis has them twice in step."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class PaddedValue:
     """What a node gives at the short size and at the long one, a tensor or a number.
 
     `spot`: where `short` lies in `long`, () where both are the same.  `fixed`: the padded entries of `long` that no input of the
-    call changes, a mask of its shape.  `depends`: the value depends on an input.  `why`: what is wrong, where `short` is not in
-    `long`, or other padding would change it there; nothing may be computed with such a value.
+    call changes, a mask of its `padded_part`, or None for none.  `depends`: the value depends on an input.  `why`: what is wrong,
+    where `short` is not in `long`, or other padding would change it there; nothing may be computed with such a value.
     """
 
     short: Any
@@ -69,11 +73,15 @@ class PaddedValue:
         """(short, long) with other entries in the call's part, and in the padded part but for the fixed ones."""
         if not self.depends or not isinstance(self.short, torch.Tensor):
             return self.short, self.long
-        short, free = _varied(self.short, self.long, self.fixed, variation, generator)
+        part = padded_part(self.spot, self.long.shape)
+        padded = self.long[part] if self.spot else self.long.new_empty(0)
+        short, free = _varied(self.short, self.long, padded, self.fixed, variation, generator)
         if not self.spot:
             return short, short
-        assert self.fixed is not None
-        return short, placed(torch.where(self.fixed, self.long, free), self.spot, short)
+        long = torch.empty(self.long.shape, dtype=self.long.dtype, device=self.long.device)
+        long[part] = free if self.fixed is None else torch.where(self.fixed, padded, free)
+        long[_grid(self.spot, long.shape)] = short
+        return short, long
 
 
 def front(value: torch.Tensor, spot: Spot) -> torch.Tensor:
@@ -86,6 +94,20 @@ def placed(value: torch.Tensor, spot: Spot, short: torch.Tensor) -> torch.Tensor
     made = value.clone(memory_format=torch.contiguous_format)
     made[_grid(spot, value.shape)] = short
     return made
+
+
+def padded_part(spot: Spot, shape: Sequence[int]) -> tuple[slice, ...]:
+    """A part of a long tensor that holds all entries beside `spot`: those alone, where they lie behind or before it."""
+    inner = [axis for axis, (each, size) in enumerate(zip(spot, shape, strict=True)) if not _covers(each, size)] if spot else []
+    each = spot[inner[0]] if len(inner) == 1 else None
+    if not isinstance(each, slice) or (each.start and each.stop != shape[inner[0]]):
+        return ()
+    rest = slice(0, each.start) if each.start else slice(each.stop, None)
+    return (*[slice(None)] * inner[0], rest)
+
+
+def _covers(each: slice | torch.Tensor, size: int) -> bool:
+    return isinstance(each, slice) and each.indices(size) == (0, size, 1)
 
 
 def _grid(spot: Spot, shape: Sequence[int]) -> tuple[Any, ...]:
@@ -130,8 +152,10 @@ def alike(want: torch.Tensor, got: torch.Tensor) -> bool:
     """Whether kernels for two sizes gave the same."""
     if want.shape != got.shape or want.dtype != got.dtype:
         return False
+    if torch.equal(want, got):
+        return True
     if not (want.is_floating_point() or want.is_complex()):
-        return bool(torch.equal(want, got))
+        return False
     bound = COARSE.get(want.dtype, 8.0) * torch.finfo(want.dtype).eps
     one, other = _wide(want), _wide(got)
     differ = ~same(one, other)
@@ -158,51 +182,59 @@ def _wide(value: torch.Tensor) -> torch.Tensor:
 
 
 def _varied(
-    short: torch.Tensor, long: torch.Tensor, fixed: torch.Tensor | None, variation: Variation, generator: torch.Generator
+    short: torch.Tensor,
+    long: torch.Tensor,
+    padded: torch.Tensor,
+    fixed: torch.Tensor | None,
+    variation: Variation,
+    generator: torch.Generator,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Other entries for the call, and for all of the long tensor."""
+    """Other entries for the call, and for the `padded` ones, whose mask is `fixed`."""
     if not long.numel():
-        return short, long
+        return short, padded
     if short.dtype == torch.bool:
         if variation.sign:
-            return torch.full_like(short, variation.sign > 0), torch.full_like(long, variation.sign < 0)
-        return _uniform(short, generator) > 0.5, _uniform(long, generator) > 0.5
+            return torch.full_like(short, variation.sign > 0), torch.full_like(padded, variation.sign < 0)
+        return _uniform(short, generator) > 0.5, _uniform(padded, generator) > 0.5
     if not (short.is_floating_point() or short.is_complex()):
-        return _varied_integers(short, long, variation, generator)
-    sign, base = variation.sign, _wide(long)
+        return _varied_integers(short, long, padded, variation, generator)
+    sign, base = variation.sign, _wide(padded)
     far = WIDE.get(short.dtype, 1e12) if variation.entrywise else FAR
-    own, more = (far * (1 + _uniform(each, generator)) for each in (short, long))
+    own, more = (_uniform(each, generator).add_(1).mul_(far) for each in (short, padded))
     ordinary = base.abs() < ORDINARY
     if sign:
         level = 0.0
         if fixed is not None and not variation.entrywise and bool((known := fixed & ordinary).any()):
             level = float((base[known] * sign).real.clamp(min=0).max())
-        free = torch.where(ordinary, -sign * (base.abs() + more), base - sign * FAR)
-        return (sign * (own + level)).to(short.dtype), free.to(long.dtype)
-    anything = (2 * own - 3 * far).to(short.dtype) if variation.mixed else torch.zeros_like(short)
+        free = torch.where(ordinary, more.add_(base.abs()).mul_(-sign), base - sign * FAR)
+        return own.add_(level).mul_(sign).to(short.dtype), free.to(padded.dtype)
+    anything = own.mul_(2).sub_(3 * far).to(short.dtype) if variation.mixed else torch.zeros_like(short)
     near = torch.full_like(base, variation.literal) if variation.entrywise else base.abs() - more
-    return anything, torch.where(ordinary, near, base - FAR).to(long.dtype)
+    return anything, torch.where(ordinary, near, base - FAR).to(padded.dtype)
 
 
 def _varied_integers(
-    short: torch.Tensor, long: torch.Tensor, variation: Variation, generator: torch.Generator
+    short: torch.Tensor, long: torch.Tensor, padded: torch.Tensor, variation: Variation, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     least, most = (int(each) for each in long.aminmax())
     limits = torch.iinfo(short.dtype)
     if variation.entrywise and not variation.sign:
         number = min(max(int(variation.literal), limits.min), limits.max)
-        return torch.zeros_like(short), torch.full_like(long, number)
+        return torch.zeros_like(short), torch.full_like(padded, number)
     if variation.entrywise:
         least, most = max(limits.min, -(10**6)), min(limits.max, 10**6)
     elif not variation.indices:
         least, most = min(least, 0), max(most, 1)
     if variation.sign:
         ends = {-1: least, 1: most}
-        return torch.full_like(short, ends[variation.sign]), torch.full_like(long, ends[-variation.sign])
-    drawn = [(_uniform(each, generator).to(torch.float64) * (most - least + 1)).floor() + least for each in (short, long)]
+        return torch.full_like(short, ends[variation.sign]), torch.full_like(padded, ends[-variation.sign])
+    drawn = [(_uniform(each, generator).to(torch.float64) * (most - least + 1)).floor() + least for each in (short, padded)]
     made = [each.to(torch.int64).clamp(least, most).to(short.dtype) for each in drawn]
     return made[0], made[1]
 
 
 def _uniform(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    return torch.rand(like.shape, generator=generator, device=like.device)
+    if like.numel() <= DRAWN:
+        return torch.rand(like.shape, generator=generator, device=like.device)
+    drawn = torch.rand(DRAWN, generator=generator, device=like.device)
+    return drawn.repeat(like.numel() // DRAWN + 1)[: like.numel()].view(like.shape)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -25,7 +26,7 @@ from ..model.source import Source, sample
 from ..util.tolerance import compare
 from .error_bounds import ErrorBound, error_bounds
 from .prepared import Prepared
-from .row_mixing import TwoSizes, changed, two_sizes
+from .row_mixing import Functional, TwoSizes, changed, functional, two_sizes
 
 Tensors = Sequence[torch.Tensor]
 
@@ -45,22 +46,23 @@ class _Trial:
 
 
 class _Padding(NamedTuple):
-    """As in `Dimension`, before it is known whether a call can be cut."""
+    """As in `Dimension`, before it is known whether a call can be cut, and what was compared."""
 
     pad: str
     reason: str
     uncut: str = ""
+    compared: Sequence[TwoSizes] = ()
 
 
 def prove_padding(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
 ) -> tuple[Dimension, ...]:
     """The declared dimensions, each with what was proved."""
-    proved = []
+    proved, made = [], cache(functional)
     for name, values in sizes.items():
         tell(name)
-        pad, reason, uncut = _prove_pad(source, prepared, sizes, name)
-        chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, prepared, sizes, name)
+        pad, reason, uncut, compared = _prove_pad(source, prepared, sizes, name, made)
+        chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, prepared, sizes, name, compared)
         if shared := _partial(prepared, "outputs"):
             chunk, cut_reason = False, f"output {shared!r} is a part of another output, and parts of a call are joined one by one"
         shown = reason if pad == "no" or chunk else cut_reason
@@ -70,7 +72,7 @@ def prove_padding(
     return tuple(proved)
 
 
-def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> _Padding:
+def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, made: Functional) -> _Padding:
     if prepared.written:
         return _Padding("no", f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}")
     if prepared.generator:
@@ -97,12 +99,12 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
             pad = "zeros"
         if problem:
             return _Padding("no", f"{problem} when {name}={trial.short} is filled up with zeros to {trial.long}")
-    compared = two_sizes(source, prepared, sizes, name)
+    compared = two_sizes(source, prepared, sizes, name, made)
     if not compared:
         return _Padding("no", f"the model was exported per size, and its operators cannot be compared between sizes of {name}")
     joined = _first(compared, fixed=False)
     if pad == "rows" and not joined:
-        return _Padding(pad, reason)
+        return _Padding(pad, reason, compared=compared)
     if why := _first(compared, fixed=True):
         return _Padding("no", f"{why}; zeros were not proved to change nothing", why)
     joined = joined or f"outputs depend on what {name} is filled up with"
@@ -183,7 +185,9 @@ def _changed(expected: torch.Tensor, got: torch.Tensor, bound: ErrorBound) -> st
     return f"changes: {found.text}," if bound.exact else f"changes by {found.error:.1e}"
 
 
-def _prove_cut(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[bool, str]:
+def _prove_cut(
+    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, compared: Sequence[TwoSizes]
+) -> tuple[bool, str]:
     inputs, outputs = prepared.signature.inputs, prepared.signature.outputs
     for spec in outputs:
         rules = [linear(size) for size in spec.shape if name in names(size)]
@@ -205,7 +209,7 @@ def _prove_cut(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
                         return False, f"output {spec.name!r} {changed} when {name}={long} is cut at {at}"
         except (RuntimeError, IndexError, ValueError, AssertionError) as failure:
             return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
-    if why := _first(two_sizes(source, prepared, sizes, name), fixed=False, last=True):
+    if why := _first(compared, fixed=False, last=True):
         return False, f"{why}; parts of a call were not proved to give the same"
     return True, f"rows along {name} do not depend on each other"
 

@@ -12,7 +12,7 @@ scores, and no mask hides a whole row of the call; padded rows are finite where 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -45,8 +45,14 @@ class TwoSizes:
     long: Sequence[torch.Tensor]
 
 
-def two_sizes(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str) -> tuple[TwoSizes, ...]:
-    """What is compared for the dimension `name`, the other dimensions at their smallest sizes.
+Functional = Callable[[ExportedProgram], GraphModule]
+"""`functional`, or what remembers its modules."""
+
+
+def two_sizes(
+    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, made: Functional
+) -> tuple[TwoSizes, ...]:
+    """What is compared for the dimension `name`, the other dimensions at their smallest sizes; modules are those that are `made`.
 
     Programs of their own are compared with that of the next size, or where there is one size alone, of a smaller one; none where
     their operators differ.
@@ -54,12 +60,12 @@ def two_sizes(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int,
     values = sizes[name]
     others = {other: given[0] for other, given in sizes.items()}
     if prepared.programs.dynamic:
-        module = _module(prepared.programs.first)
+        module = made(prepared.programs.first)
         declared = next((size for size in values if size > 1), 2)
         return (_small(source, module, others, name, declared) or _at(source, module, others, name, declared),)
     by_size = _by_size(source, prepared, sizes, name)
     values, programs = tuple(by_size), list(by_size.values())
-    modules = [_module(program) for program in programs]
+    modules = [made(program) for program in programs]
     if any(operators(module) != operators(modules[0]) for module in modules):
         return ()
     drawn = [sample(source, {**others, name: size}).tensors for size in values]
@@ -92,7 +98,9 @@ def _at(source: Source, module: GraphModule, others: Mapping[str, int], name: st
 
 
 def _small(source: Source, module: GraphModule, others: Mapping[str, int], name: str, declared: int) -> TwoSizes | None:
-    """A dynamic program at small sizes, None where the model does not take them."""
+    """A dynamic program at sizes smaller than declared, None where there are none, or the model does not take them."""
+    if max(declared, *others.values(), 0) <= SMALL:
+        return None
     try:
         made = _at(source, module, {other: min(size, SMALL) for other, size in others.items()}, name, min(declared, SMALL))
         with torch.no_grad(), traced_per_size():
@@ -129,7 +137,7 @@ def changed(compared: TwoSizes, fixed: bool, last: bool = False) -> str:
     return ""
 
 
-def _module(program: ExportedProgram) -> GraphModule:
+def functional(program: ExportedProgram) -> GraphModule:
     """The program as a module whose operators write to none of their inputs."""
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     targets = {node.target for part in parts for node in part.graph.nodes}

@@ -15,8 +15,9 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle.cuda import backend, memory, programs, shared  # noqa: E402
+from cgbundle.cuda import memory  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
+from cgbundle.gpu import backend, binding, shared  # noqa: E402
 from tests.gpu.helpers.exams import passed  # noqa: E402
 from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
 from tests.helpers.chain_models import (  # noqa: E402
@@ -90,7 +91,7 @@ def test_what_is_reserved(bundle: Path) -> None:
 
 def test_a_chained_input_is_not_copied(program: cgbundle.Program, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(backend.cu)
-    for module in (backend, programs):
+    for module in (backend, binding):
         monkeypatch.setattr(module, "cu", counted)
     first, words = program.encode(drawn(8, 16, FEATURES)), ids(8)
     counted.copies = 0

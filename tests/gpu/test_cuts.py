@@ -18,12 +18,12 @@ import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.cuda import memory  # noqa: E402
-from cgbundle.cuda.backend import CudaBackend  # noqa: E402
 from cgbundle.errors import CgbundleError  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from cgbundle.format.safetensors import Mapped  # noqa: E402
 from cgbundle.format.schema import Program  # noqa: E402
 from cgbundle.format.spans import span  # noqa: E402
+from cgbundle.gpu.backend import CudaBackend  # noqa: E402
 from tests.gpu.helpers.cut_models import KINDS, MODELS, WIDTH  # noqa: E402
 from tests.helpers.cuda_calls import synchronize  # noqa: E402
 

@@ -123,7 +123,7 @@ def test_the_last_share_ends_the_context(bundle: tuple[Manifest, Path]) -> None:
 
     code = (
         "import pickle, sys\n"
-        "from cgbundle.cuda.backend import CudaBackend\n"
+        "from cgbundle.gpu.backend import CudaBackend\n"
         "from cgbundle.cuda.memory import Output\n"
         "from tests.helpers.archives import ArchiveOf\n"
         "manifest, folder = pickle.loads(sys.stdin.buffer.read())\n"

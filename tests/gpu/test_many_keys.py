@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import cgbundle
-from cgbundle.cuda import backend
+from cgbundle.gpu import backend
 from tests.gpu.test_inputs import bundle as bundle
 from tests.gpu.test_inputs import flat, on_gpu
 

@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cgbundle.cuda import driver, memory
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format.schema import KERNEL_CODE, Manifest
 from cgbundle.format.spans import span
+from cgbundle.gpu.backend import CudaBackend
 from tests.helpers.archives import ArchiveOf
 
 Given = tuple[int, bool, int]

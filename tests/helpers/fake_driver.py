@@ -16,10 +16,13 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import backend, driver, graph_executor, memory, modules, programs, stream_executor, weights
-from cgbundle.cuda import host_steps as hoststeps
+from cgbundle.cuda import driver, graph_executor, memory, modules, stream_executor
 from cgbundle.cuda import stream_order as order
+from cgbundle.cuda import weight_update as update
+from cgbundle.cuda import weight_upload as upload
 from cgbundle.cuda.libcuda import Driver, Memcpy3D, answers
+from cgbundle.gpu import backend, binding, calls
+from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.program import exchanging, one_rank, peer_memory, ranks
 from cgbundle.tables.table import SET_CONDITION
 from tests.helpers.cuda_bundles import ADD, COMBINE
@@ -44,8 +47,10 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
         memory,
         modules,
         order,
-        programs,
-        weights,
+        binding,
+        calls,
+        upload,
+        update,
         ranks,
         one_rank,
         exchanging,

@@ -1,1 +1,1 @@
-"""Running bundles on a GPU with the CUDA driver alone.  The rest of cgbundle imports nothing from here until a bundle needs it."""
+"""The CUDA driver alone: a context, memory, weights on their way, kernels, and recordings made runnable."""

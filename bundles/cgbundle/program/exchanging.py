@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from ..cuda import memory
-from ..cuda.backend import CudaBackend
 from ..cuda.driver import Context, check, cu
 from ..cuda.libcuda import MULTIPROCESSORS
-from ..errors import CallError, MachineError
+from ..errors import CallError, CgbundleError, MachineError
 from ..format.archive import Archive
 from ..format.entries import all_programs
+from ..gpu.backend import CudaBackend
 from ..tables.collectives import exchanges, params
 from ..tables.table import Table
 from .peer_memory import within
@@ -37,7 +37,7 @@ class ExchangingBackend(CudaBackend):
     _base: int
     _words: int
     _outside: ExitStack
-    _failed = ""
+    _failed: CgbundleError | None = None
     """What went wrong, from which on no call is right."""
 
     def _begin_statuses(self, context: Context, outside: ExitStack) -> None:
@@ -51,8 +51,8 @@ class ExchangingBackend(CudaBackend):
         return self._base + rank * self._world.stride
 
     def begin(self, stream: int | None) -> Any:
-        if self._failed:
-            raise MachineError("rank-timeout", self._failed)
+        if self._failed is not None:
+            raise type(self._failed)(self._failed.code, str(self._failed), self._failed.hint)
         handle = super().begin(stream)
         if self._order.captured:
             super().end(handle)
@@ -74,8 +74,9 @@ class ExchangingBackend(CudaBackend):
         words = (ctypes.c_uint32 * self._world.size).from_address(self._words)
         for rank, word in enumerate(words):
             if word:
-                self._failed = f"{self._place(rank)} has waited {self._timeout:g} s for rank {word - 1} in vain"
-                raise MachineError("rank-timeout", self._failed)
+                text = f"{self._place(rank)} has waited {self._timeout:g} s for rank {word - 1} in vain"
+                self._failed = MachineError("rank-timeout", text)
+                raise self._failed
 
     def _place(self, rank: int) -> str:
         return f"rank {rank} on device {self.device}"

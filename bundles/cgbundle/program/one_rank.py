@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
-from ..cuda.backend import CudaBackend
 from ..cuda.driver import Context, check, check_device, cu
-from ..cuda.programs import DeviceOutputs, HostOutputs
-from ..errors import CallError, CgbundleError, MachineError
+from ..errors import CallError
 from ..format.archive import Archive
+from ..gpu.backend import CudaBackend
+from ..gpu.binding import DeviceOutputs, HostOutputs
 from ..tensors.detection import caller_captures
 from .exchanging import SECOND, ExchangingBackend, check_room
 from .peer_memory import begin_part, create_part, export_part, import_part, map_part, reserve
@@ -35,7 +35,6 @@ class OneRankBackend(ExchangingBackend):
     ) -> None:  # fmt: skip
         (world,) = bundle.manifest.world
         self._world, self._timeout = world, timeout
-        self._error: CgbundleError | None = None
         with ExitStack() as undo:
             own = context or Context(device)
             undo.callback(own.release)
@@ -68,11 +67,6 @@ class OneRankBackend(ExchangingBackend):
                 check_room(self, bundle, 1)
             self._outside = undo.pop_all()
 
-    def begin(self, stream: int | None) -> Any:
-        if self._error is not None:
-            raise type(self._error)(self._error.code, str(self._error), self._error.hint)
-        return super().begin(stream)
-
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
         """Replays this rank.  That another one called something else, or none has come, is raised after a call from the CPU, and of
         calls that nobody waited for before the next one."""
@@ -91,7 +85,7 @@ class OneRankBackend(ExchangingBackend):
         """Raises ranks-unlike or rank-timeout; from then on every call does."""
         try:
             self._board.check()
-            self._check_ranks()
-        except (CallError, MachineError) as error:
-            self._error = error
+        except CallError as error:
+            self._failed = error
             raise
+        self._check_ranks()

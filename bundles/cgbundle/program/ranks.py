@@ -8,12 +8,12 @@ from contextlib import ExitStack
 from typing import Any
 
 from ..cuda import memory
-from ..cuda.backend import CudaBackend
 from ..cuda.driver import Context, check, check_device, cu
 from ..cuda.libcuda import EVENT_DISABLE_TIMING, PEER_ENABLED_BEFORE
-from ..cuda.programs import DeviceOutputs, HostOutputs
 from ..errors import CallError, MachineError
 from ..format.archive import Archive
+from ..gpu.backend import CudaBackend
+from ..gpu.binding import DeviceOutputs, HostOutputs
 from ..tensors.detection import caller_captures
 from .exchanging import SECOND, ExchangingBackend, check_room, refused
 from .peer_memory import begin_part, create_part, map_part, reserve, within
@@ -108,7 +108,7 @@ class RanksBackend(ExchangingBackend):
         for number, other in enumerate(self._others):
             check("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, self._done[number], 0))
             theirs, own = self._ranks[number + 1].handle, self._ranks[0].handle
-            for address, place in zip(addresses, other._programs[program].inputs, strict=True):
+            for address, place in zip(addresses, other._bound[program].inputs, strict=True):
                 if place.size:
                     check("cuMemcpyPeerAsync", cu.cuMemcpyPeerAsync(place.target, theirs, address, own, place.size, stream))
         check("cuEventRecord", cu.cuEventRecord(self._ready, stream))
@@ -116,7 +116,7 @@ class RanksBackend(ExchangingBackend):
     def _follow(self, number: int, other: CudaBackend, program: int, addresses: Sequence[int] | None) -> None:
         """A replay on a rank behind rank 0; `addresses` of inputs on the CPU, None where they were copied before."""
         with other.locked(None) as own:
-            bound = other._programs[program]
+            bound = other._bound[program]
             if addresses is None:
                 check("cuStreamWaitEvent", cu.cuStreamWaitEvent(own, self._ready, 0))
             else:

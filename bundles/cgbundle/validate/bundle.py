@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 
@@ -10,18 +10,16 @@ from ..errors import BundleError, CgbundleError
 from ..format import archive, limits
 from ..format.archive import Archive
 from ..format.entries import FORWARD, all_programs, each_entry
-from ..format.safetensors import Entry
 from ..format.scalars import is_sha256
-from ..format.schema import MEMORIES, Manifest, Weight
-from ..format.spans import graph_memories
-from ..tensors.tensor import memory_order
+from ..format.schema import Manifest
 from . import host_code
+from .contents import check_host_code, check_tables, check_weights
 from .exam import check_exam, check_exam_rows
 from .memories import check_computed, check_memories, check_weight_rows, check_world
 from .programs import check_programs, check_size_evaluations
 from .require import require
 from .signature import check_signature
-from .state import check_alias_spans, check_aliases, check_chains, check_changes, check_fixed, check_state, of_entry
+from .state import check_alias_spans, check_aliases, check_chains, check_changes, check_fixed, check_state
 
 LEVELS = ("load", "full")
 """How much `check_bundle` hashes: everything but the weights' data, or everything."""
@@ -229,85 +227,6 @@ def _check_owners(each: Sequence[Manifest]) -> None:
         for region in host_code.host_regions(manifest):
             taken = owners.setdefault(region, manifest.entry)
             require(taken == manifest.entry, f"regions[{region}]", f"is of two entries, {taken!r} and {manifest.entry!r}")
-
-
-def check_weights(bundle: Archive) -> None:
-    """Raises weights-invalid unless the files of weights and tables are well formed and hold what the manifest names, and nothing
-    else."""
-    for name, weights in archive.weight_files(bundle.manifest).items():
-        _check_tensors(name, bundle.tensors(name), weights)
-
-
-def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[Weight]) -> None:
-    for weight in weights:
-        entry = entries.get(weight.tensor)
-        if entry is None:
-            raise BundleError("weights-invalid", f"{file}: tensor {weight.tensor!r} is missing")
-        found = list(entry.shape)
-        stored = [weight.shape[axis] for axis in memory_order(weight.shape, weight.strides)]
-        same = sorted(found) == sorted(stored) and _without_ones(found) == _without_ones(stored)
-        if entry.dtype != weight.dtype or not same:
-            raise BundleError(
-                "weights-invalid",
-                f"{file}: tensor {weight.tensor!r} is {entry.dtype} {found}, expected {weight.dtype} {stored}",
-            )
-    for name in sorted(entries.keys() - {weight.tensor for weight in weights}):
-        raise BundleError("weights-invalid", f"{file}: tensor {name!r} is no weight's")
-
-
-def check_tables(bundle: Archive) -> None:
-    """Raises table-invalid unless every recording is sound and that of its program's key, and the module states are sound."""
-    from ..tables.collectives import exchanges  # late: a cpu bundle has no tables
-    from ..tables.module_state import decode_states
-    from ..tables.table import Table
-    from .lifetimes import check_overwrites, check_untouched
-    from .recordings import check_module_states, check_recording
-
-    manifest = bundle.manifest
-    memories = graph_memories(manifest.memories)
-    images = archive.kernel_images(manifest)
-    rows = [(program, of_entry(manifest, each.entry)[1]) for each in each_entry(manifest) for program in each.programs]
-    for program, reserved in rows:
-        for place, step in enumerate(program.steps):
-            if step.kind != "graph":
-                continue
-            table = Table(bundle.data(step.file), step.file)
-            check_recording(table, memories, images)
-            exchanges(table, manifest.world[0] if manifest.world else None)
-            if manifest.reserved:
-                check_untouched(table, reserved)
-            if tuple(table.key) != program.key:
-                found = f"key: {tuple(table.key)}, the manifest uses it for {program.key}"
-                raise BundleError("table-invalid", f"{step.file}: {found}")
-            check_overwrites(program, place, table)
-    if manifest.module_state:
-        states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
-        check_module_states(states, manifest.module_state, memories, images)
-        inputs = any(MEMORIES[row.target.memory] == "inputs" for state in states for row in state.relocations)
-        if manifest.chains and inputs:
-            text = f"{manifest.module_state}: a variable points at memory inputs, and chains give calls inputs that lie elsewhere"
-            raise BundleError("table-invalid", text)
-
-
-def check_host_code(bundle: Archive) -> None:
-    """Raises manifest-invalid unless every shared object was built for the manifest's rows.  Those of a format version before
-    `host_code.SINCE` do not say."""
-    manifest = bundle.manifest
-    if manifest.format < host_code.SINCE:
-        return
-    each = each_entry(manifest)
-    for index, region in enumerate(manifest.regions):
-        if region.file:
-            found, expected = host_code.read(bundle.data(region.file)), host_code.described(host_code.owner(each, index), index)
-            where = f"regions[{index}].file"
-            require(found is not None, where, f"{region.file} does not say what it was built for")
-            if found != expected:
-                field = host_code.difference(found or b"", expected)
-                require(False, where, f"{region.file} was built for other {field or 'rows'} than the manifest has")
-
-
-def _without_ones(shape: Sequence[int]) -> list[int]:
-    return [size for size in shape if size != 1]
 
 
 def _check_target(manifest: Manifest) -> None:

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from statistics import median
 
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.cuda.driver import check, cu
 from cgbundle.errors import CgbundleError
 from cgbundle.exam import inputs_of
 from cgbundle.format.entries import each_entry
 from cgbundle.format.schema import Manifest, Program
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.loader import open_program
 from cgbundle.program import Program as LoadedProgram
 from cgbundle.session.profile import Profile, step_names

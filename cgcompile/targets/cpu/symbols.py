@@ -34,7 +34,7 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, canonicalize_bool_expr
 
 from ...errors import BuildError
-from ...export.torch_export import asserted
+from ...export.assertions import asserted
 from ...model.user_code import place
 
 MAKING = "create_deferred_runtime_asserts"

@@ -76,10 +76,36 @@ AOTITorchError allocated(int64_t rank, const int64_t* sizes, const int64_t* stri
   return AOTI_TORCH_SUCCESS;
 }
 
-std::vector<int64_t> row_major(const std::vector<int64_t>& sizes) {
+bool dense(const Tensor& tensor) { return span(tensor.rank(), tensor.sizes.data(), tensor.strides.data()) == tensor.count(); }
+
+// The strides of a new tensor like this one, as torch's empty_like gives them and compiled code takes for granted: its own where
+// nothing lies between its elements, else its axes in the order of their strides without gaps.  Of axes with equal strides the
+// longer one is the outer one; an axis of stride 0 stays among its neighbours.
+std::vector<int64_t> strides_like(const Tensor& tensor) {
+  if (dense(tensor)) return tensor.strides;
+  const auto& sizes = tensor.sizes;
+  const auto& given = tensor.strides;
+  auto outer = [&](int64_t one, int64_t other) {  // 1: `one` belongs outside of `other`; -1: inside; 0: neither
+    if (given[one] == 0 || given[other] == 0) return 0;
+    if (given[one] != given[other]) return given[one] > given[other] ? 1 : -1;
+    return sizes[one] > sizes[other] ? 1 : 0;
+  };
+  std::vector<int64_t> order(sizes.size());  // from the innermost axis on
+  for (size_t place = 0; place < order.size(); place++) order[place] = static_cast<int64_t>(order.size() - 1 - place);
+  for (int64_t next = 1; next < tensor.rank(); next++)
+    for (int64_t before = next - 1, at = next; before >= 0; before--) {
+      int which = outer(order[before], order[at]);
+      if (which < 0) break;
+      if (which == 0) continue;
+      std::swap(order[before], order[at]);
+      at = before;
+    }
   std::vector<int64_t> strides(sizes.size());
   int64_t step = 1;
-  for (size_t axis = sizes.size(); axis-- > 0; step *= std::max<int64_t>(1, sizes[axis])) strides[axis] = step;
+  for (int64_t axis : order) {
+    strides[axis] = step;
+    step *= std::max<int64_t>(1, sizes[axis]);
+  }
   return strides;
 }
 
@@ -394,10 +420,9 @@ AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t ran
 // As torch: laid out as `self` where that has no gaps, else row-major.
 AOTITorchError aoti_torch_clone(AtenTensorHandle self, AtenTensorHandle* result) {
   const Tensor& from = of(self);
-  bool dense = span(from.rank(), from.sizes.data(), from.strides.data()) == from.count();
-  auto strides = dense ? from.strides : row_major(from.sizes);
+  auto strides = strides_like(from);
   if (allocated(from.rank(), from.sizes.data(), strides.data(), from.dtype, result)) return AOTI_TORCH_FAILURE;
-  if (dense)
+  if (dense(from))
     std::memcpy(of(*result).data(), from.data(), from.count() * from.width());
   else
     copy_axes(from, of(*result), 0, 0, 0);
@@ -458,10 +483,11 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
   const Tensor &q = of(query), &k = of(key), &v = of(value);
   const Tensor* mask = attn_mask && *attn_mask ? &of(*attn_mask) : nullptr;
   if (dropout != 0 || !all_floats({&q, &k, &v}, 4) || (mask && !all_floats({mask}, 4))) return AOTI_TORCH_FAILURE;
-  int64_t batches = q.sizes[0], heads = q.sizes[1], rows = q.sizes[2], width = q.sizes[3], keys = k.sizes[2], depth = v.sizes[3];
-  int64_t sizes[] = {batches, heads, rows, depth}, strides[] = {rows * heads * depth, depth, heads * depth, 1};
+  int64_t batches = q.sizes[0], heads = q.sizes[1], rows = q.sizes[2], width = q.sizes[3], keys = k.sizes[2];
+  if (v.sizes[3] != width) return AOTI_TORCH_FAILURE;
+  auto strides = strides_like(q);
   int64_t sums[] = {batches, rows, heads}, sum_strides[] = {rows * heads, heads, 1};
-  if (allocated(4, sizes, strides, FLOAT, ret0) || allocated(3, sums, sum_strides, FLOAT, ret1)) return AOTI_TORCH_FAILURE;
+  if (allocated(4, q.sizes.data(), strides.data(), FLOAT, ret0) || allocated(3, sums, sum_strides, FLOAT, ret1)) return AOTI_TORCH_FAILURE;
   const Tensor& out = of(*ret0);
   float factor = static_cast<float>(scale ? *scale : 1 / std::sqrt(static_cast<double>(width)));
   int64_t bands = (rows + BAND - 1) / BAND, line = (keys + LANES - 1) / LANES * LANES;

@@ -16,6 +16,7 @@ from cgbundle.tables.module_state import decode_states
 from cgbundle.tables.recording import ModuleState, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
+from cgbundle.validate import contents
 from cgbundle.validate.exam import check_exam
 
 
@@ -86,7 +87,7 @@ def tensors(bundle: BundleFiles, name: str) -> Iterator[Mapped]:
 
 
 _CHECKS: dict[str, Callable[[Archive], None]] = {
-    archive.WEIGHTS: verify.check_weights, archive.TABLES: verify.check_weights, archive.EXAM: check_exam,
+    archive.WEIGHTS: contents.check_weights, archive.TABLES: contents.check_weights, archive.EXAM: check_exam,
 }  # fmt: skip
 
 

@@ -28,8 +28,8 @@ import torch
 
 import cgbundle
 import cgcompile
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format.schema import Manifest
+from cgbundle.gpu.backend import CudaBackend
 from cgcompile.pipeline.best.timing import time_graphs
 from tests.bench.common import children
 

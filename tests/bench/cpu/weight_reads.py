@@ -15,7 +15,8 @@ import threading
 import time
 from collections.abc import Callable
 
-from cgbundle.cuda.weights import AHEAD, Piece, Way, chunks, place, way
+from cgbundle.cuda.weight_pieces import Piece, chunks, place
+from cgbundle.cuda.weight_upload import AHEAD, Way, way
 from cgbundle.session import weight_reads
 from cgbundle.session.weight_reads import WeightReader
 

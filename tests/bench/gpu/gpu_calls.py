@@ -10,9 +10,9 @@ import torch
 from cuda.bindings import driver
 
 import cgbundle
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format import archive
 from cgbundle.format.safetensors import Mapped
+from cgbundle.gpu.backend import CudaBackend
 from tests.bench.gpu_cold import serve_torch
 
 Call = Callable[[], Any]

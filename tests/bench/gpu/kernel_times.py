@@ -15,10 +15,10 @@ from typing import Any
 
 from cuda.bindings import driver as cu
 
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.cuda.driver import check
 from cgbundle.format import archive
 from cgbundle.format.archive import Archive
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.tables.table import KERNEL, Table
 
 ROUNDS = 9

@@ -14,10 +14,10 @@ from typing import Any
 from cuda.bindings import driver as cu
 
 from cgbundle import exam
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.cuda.driver import check
 from cgbundle.format import archive
 from cgbundle.format.safetensors import Mapped
+from cgbundle.gpu.backend import CudaBackend
 
 ROUNDS, REPLAYS = 15, 40
 

@@ -18,7 +18,8 @@ from cuda.bindings import driver as bindings
 
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.cuda.memory import allocate
-from cgbundle.cuda.weights import Piece, Upload, Way
+from cgbundle.cuda.weight_pieces import Piece
+from cgbundle.cuda.weight_upload import Upload, Way
 from cgbundle.format.safetensors import _address
 
 

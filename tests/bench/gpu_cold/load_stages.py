@@ -17,7 +17,7 @@ WATCHED = {
     "cgbundle.session.background": (("ContextFuture.take", "waiting for the context"),),
     "cgbundle.cuda.driver": (("Context.__init__", "context"),),
     "cgbundle.cuda.memory": (("Memories.__init__", "memories"),),
-    "cgbundle.cuda.weights": (("Upload.__init__", "start of the weights"), ("Upload.wait", "waiting for the weights")),
+    "cgbundle.cuda.weight_upload": (("Upload.__init__", "start of the weights"), ("Upload.wait", "waiting for the weights")),
     "cgbundle.cuda.modules": (("Modules.function", "modules"),),
     "cgbundle.cuda.graph_executor": (("GraphExecutor.__init__", "graphs"),),
 }

@@ -16,10 +16,10 @@ import torch
 import cgbundle
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import Manifest, Program, Region, Step, Target, TensorSpec, Value, Weight
 from cgbundle.format.spans import HOST_ONLY
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.validate import bundle as verify
 from cgcompile.targets.cpu.aoti import compile_cpu
 from tests.helpers import support

@@ -14,11 +14,11 @@ from torch import nn
 
 from cgbundle.format.schema import Parameter
 from cgcompile.checks import check, refuse
+from cgcompile.export.assertions import _use_asserted_numbers, asserted
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
 from cgcompile.export.functionalization import functional
 from cgcompile.export.signature import describe_signature
-from cgcompile.export.torch_export import _use_asserted_numbers, asserted
 from cgcompile.model.declared_sizes import assumed_sizes, declared_sizes
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source, sample

@@ -14,7 +14,8 @@ import cgcompile
 from cgcompile.errors import BuildError
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
-from cgcompile.offline.decompose.decompositions import average_pool, gru_cell, lstm_cell, window
+from cgcompile.offline.decompose.decompositions import gru_cell, lstm_cell, window
+from cgcompile.offline.decompose.pooling import average_pool
 from cgcompile.offline.lower.coverage import operators_without_kernel
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.targets.architectures import arch

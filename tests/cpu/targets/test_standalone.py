@@ -85,6 +85,14 @@ def matrices(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
     return torch.randn(*outer, columns, rows + gaps)[..., :rows].mT
 
 
+@st.composite
+def laid_out(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
+    """Random numbers, the axes in any order in memory, with gaps or without."""
+    order = draw(st.permutations(range(len(shape))))
+    made = draw(matrices(tuple(shape[axis] for axis in order)))
+    return made.permute([order.index(axis) for axis in range(len(shape))])
+
+
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 127, 384, 400]))
 
 
@@ -114,7 +122,7 @@ def test_batched_products_are_torchs(code: Code, data: st.DataObject, batch: int
 def test_attention_is_torchs(code: Code, data: st.DataObject, batch: int, heads: int, rows: int, keys: int, width: int) -> None:
     causal = data.draw(st.booleans())
     keys = rows if causal else keys
-    q, k, v = [data.draw(matrices((batch, heads, each, width))) for each in (rows, keys, keys)]
+    q, k, v = [data.draw(laid_out((batch, heads, each, width))) for each in (rows, keys, keys)]
     mask = None
     if not causal and data.draw(st.booleans()):
         mask = torch.where(torch.rand(batch, 1, rows, keys) < 0.7, 0.0, float("-inf"))
@@ -126,8 +134,19 @@ def test_attention_is_torchs(code: Code, data: st.DataObject, batch: int, heads:
     name = "_scaled_dot_product_flash_attention_for_cpu"
     assert code(name, q, k, v, c_double(0), c_int32(causal), given_mask, given_scale, byref(made), byref(rest)) == 0
     want = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=scale)
-    torch.testing.assert_close(code.taken(made, want), want, atol=1e-5, rtol=1e-5)
+    found = code.taken(made, want)
+    torch.testing.assert_close(found, want, atol=1e-5, rtol=1e-5)
+    assert found.stride() == torch.empty_like(q).stride(), "what compiled code takes for granted of it"
     code.library.aoti_torch_delete_tensor_object(rest)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=4))
+def test_a_copy_is_laid_out_as_torchs(code: Code, data: st.DataObject, shape: list[int]) -> None:
+    tensor, made = data.draw(laid_out((*shape, 2))), c_void_p()
+    assert code.library.aoti_torch_clone(code.handle(tensor), byref(made)) == 0
+    found, want = code.taken(made, tensor), tensor.clone()
+    assert torch.equal(found, want) and found.stride() == want.stride()
 
 
 def test_panels_are_kept_of_memory_that_is_fixed_alone(code: Code) -> None:
@@ -176,15 +195,17 @@ def test_what_nobody_has_is_named_by_the_linker(tmp_path: Path) -> None:
 
 
 class Attention(nn.Module):
-    """Products, attention, an exponential, a normalization, state."""
+    """Products, attention with either axis first, an exponential, a normalization, state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out, self.norm = nn.Linear(32, 96), nn.Linear(32, 5), nn.LayerNorm(32)
+        self.sequence_first = nn.MultiheadAttention(32, 2, batch_first=True)
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.add_(1)
+        x = self.sequence_first(x, x, x, need_weights=False)[0]
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
         return self.out(F.gelu(mixed)).softmax(-1), self.calls.clone()

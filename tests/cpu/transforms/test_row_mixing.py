@@ -11,7 +11,9 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
+from cgcompile.transforms import padded_run
 from tests.cpu.models import rows
 from tests.cpu.transforms.test_padding_proof import decide
 
@@ -94,6 +96,42 @@ def test_batch(case: str) -> None:
     assert found[:2] == (pad, chunk), found[2]
     if pad != "rows":
         assert " joins what lies along batch (" in found[2] or "changes by" in found[2] or "fails" in found[2]
+
+
+@pytest.mark.parametrize("case", ["a threshold on a sum of zeros", "largest", "length", "normalized", "in place"])
+def test_large_operators_that_join_nothing_hide_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(padded_run, "LARGE", 1)
+    function, pad, chunk = BATCH[case]
+    assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][:2] == (pad, chunk)
+
+
+class Tanhs(TorchFunctionMode):
+    """Counts calls of tanh."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.calls += getattr(function, "__name__", "").partition(".")[0] == "tanh"
+        return function(*args, **(kwargs or {}))
+
+
+def test_large_operators_that_join_nothing_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = []
+    for large in (2**20, 1):
+        monkeypatch.setattr(padded_run, "LARGE", large)
+        with Tanhs() as tanhs:
+            assert decide(Over(lambda m, x: x.tanh()), signed, {"batch": (2, 4)})["batch"][:2] == ("rows", True)
+        counted.append(tanhs.calls)
+    assert counted[0] - counted[1] == 2 * 3 * 2, "three other values at two sizes, at the beginning and the end of a frame"
+
+
+def test_what_is_large_and_joined_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries meet others of a tensor whose rows are none of the call's, or lie elsewhere."""
+    monkeypatch.setattr(padded_run, "LARGE", 1)
+    for function in (lambda m, x: x * x.flip(0), lambda m, x: x * torch.arange(x.shape[0]).flip(0)[:, None]):
+        assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][0] == "no"
 
 
 def attention(score: Callable[..., torch.Tensor]) -> Function:

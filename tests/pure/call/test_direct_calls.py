@@ -14,9 +14,9 @@ import pytest
 
 from cgbundle.call import direct
 from cgbundle.call.direct import Direct, DirectCalls
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.errors import CallError, MachineError
 from cgbundle.format.schema import Dimension, TensorSpec
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
 from cgbundle.tensors.dlpack_tensors import DLPack
 from cgbundle.tensors.tensor import Tensor, from_bytes

@@ -14,9 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle import exam
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import Manifest
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Address, MemsetNode

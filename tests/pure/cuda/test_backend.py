@@ -11,17 +11,19 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import driver, launches, libcuda, memory, stream_order, weights
+from cgbundle.cuda import driver, launches, libcuda, memory, stream_order
+from cgbundle.cuda import weight_pieces as pieces
+from cgbundle.cuda import weight_upload as upload
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.format.spans import HOST_ONLY
+from cgbundle.gpu import shared
 from cgbundle.loader import MODES
 from cgbundle.session import weight_reads
 from cgbundle.session.profile import Profile, step_names
 from cgbundle.tables.table import Table
-from cgbundle.validate import bundle as verify
-from cgbundle.validate import recordings
+from cgbundle.validate import contents, recordings
 from tests.helpers import cuda_bundles
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import KEYS, expected, inputs
@@ -175,7 +177,7 @@ def test_a_closed_backend_refuses_and_closes_twice(fake: FakeDriver, bundle: tup
 
 @pytest.mark.parametrize("mode", MODES)
 def test_whichever_call_fails_nothing_is_left(monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], mode: str) -> None:
-    monkeypatch.setattr(weights, "way", lambda size: weights.Way(1, 2, True))
+    monkeypatch.setattr(upload, "way", lambda size: upload.Way(1, 2, True))
     given = inputs(KEYS[0])
 
     def session(fake: FakeDriver) -> None:
@@ -284,7 +286,7 @@ def test_tables_are_checked_before_the_gpu_is_touched(fake: FakeDriver, bundle: 
     manifest, folder = bundle
     small = replace(manifest, memories=(("weights", 1024), ("inputs", 1024), ("arena", 512)))
     with raises("relocation-invalid", match=r"graphs/g0-4.bin: nodes\[0\].relocations: .* memory arena, which has 512"):
-        verify.check_tables(ArchiveOf(folder, small))
+        contents.check_tables(ArchiveOf(folder, small))
     assert not fake.calls
 
 
@@ -318,7 +320,7 @@ def test_parameters_that_differ_from_the_images(
 
 def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, folder = bundle
-    monkeypatch.setattr(weights, "listed", lambda bundle: {"weights.safetensors": [weights.Piece(0, 4096, 0)]})
+    monkeypatch.setattr(shared, "listed", lambda bundle: {"weights.safetensors": [pieces.Piece(0, 4096, 0)]})
     with raises("weights-invalid", match="ends too early"):
         opened(manifest, folder)
 
@@ -340,31 +342,31 @@ ENTRIES = {
 
 def test_adjacent_weights_are_one_piece() -> None:
     rows = [weight("w", "b", 256), weight("v", "a", 0), weight("tied", "a", 0), weight("x", "c", 512), weight("e", "empty", 768)]
-    assert weights.pieces(rows, ENTRIES, 1024) == [weights.Piece(1000, 356, 0), weights.Piece(1356, 10, 512)]
+    assert pieces.pieces(rows, ENTRIES, 1024) == [pieces.Piece(1000, 356, 0), pieces.Piece(1356, 10, 512)]
 
 
 def test_weights_of_the_host_alone_stay_off_the_gpu() -> None:
     rows = [weight("w", "b", 256), weight("table", "a", HOST_ONLY), weight("x", "c", 512)]
-    assert weights.pieces(rows, ENTRIES, 1024) == [weights.Piece(1256, 100, 256), weights.Piece(1356, 10, 512)]
+    assert pieces.pieces(rows, ENTRIES, 1024) == [pieces.Piece(1256, 100, 256), pieces.Piece(1356, 10, 512)]
 
 
 def test_weights_must_exist_and_fit() -> None:
     with raises("weights-invalid", match="no tensor 'z', which weight 'w' names"):
-        weights.pieces([weight("w", "z", 0)], ENTRIES, 1024)
+        pieces.pieces([weight("w", "z", 0)], ENTRIES, 1024)
     with raises("weights-invalid", match="256 bytes at 1000 of memory weights, which has 1024"):
-        weights.pieces([weight("w", "a", 1000)], ENTRIES, 1024)
+        pieces.pieces([weight("w", "a", 1000)], ENTRIES, 1024)
 
 
 def test_chunks_cover_the_pieces_once() -> None:
-    listed = [weights.Piece(10, 95, 0), weights.Piece(105, 3, 512), weights.Piece(400, 5, 768)]
-    groups = weights.chunks(listed, 50)
+    listed = [pieces.Piece(10, 95, 0), pieces.Piece(105, 3, 512), pieces.Piece(400, 5, 768)]
+    groups = pieces.chunks(listed, 50)
     assert groups == [
-        [weights.Piece(10, 40, 0)],
-        [weights.Piece(50, 50, 40)],
-        [weights.Piece(100, 5, 90), weights.Piece(105, 3, 512)],
-        [weights.Piece(400, 5, 768)],
+        [pieces.Piece(10, 40, 0)],
+        [pieces.Piece(50, 50, 40)],
+        [pieces.Piece(100, 5, 90), pieces.Piece(105, 3, 512)],
+        [pieces.Piece(400, 5, 768)],
     ]
-    assert [weights.place(group) for group in groups] == [(10, 40), (50, 50), (100, 8), (400, 5)]
+    assert [pieces.place(group) for group in groups] == [(10, 40), (50, 50), (100, 8), (400, 5)]
 
 
 def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
@@ -374,7 +376,7 @@ def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Ma
     with context:
         base = memory.allocate(size, "test")
         with open(folder / "weights.safetensors", "rb") as file:
-            weights.Upload(context, file.fileno(), [weights.Piece(0, size, 0)], base, weights.Way(3, 2, True, 64)).wait()
+            upload.Upload(context, file.fileno(), [pieces.Piece(0, size, 0)], base, upload.Way(3, 2, True, 64)).wait()
         assert ctypes.string_at(base, size) == (folder / "weights.safetensors").read_bytes()
         memory.free(base)
     context.release()
@@ -389,12 +391,12 @@ def test_where_memory_cannot_be_pinned_all_arrives(
         monkeypatch.setattr(fake, "cuMemHostRegister", lambda *given: 801, raising=False)
     _, folder = bundle
     data = (folder / "weights.safetensors").read_bytes()
-    listed = [weights.Piece(at, 30, 2 * at) for at in range(0, len(data) - 30, 31)]
+    listed = [pieces.Piece(at, 30, 2 * at) for at in range(0, len(data) - 30, 31)]
     context = driver.Context(0)
     with context:
         base = memory.allocate(2 * len(data), "test")
         with open(folder / "weights.safetensors", "rb") as file:
-            weights.Upload(context, file.fileno(), listed, base, weights.Way(8, 16, True, 64)).wait()
+            upload.Upload(context, file.fileno(), listed, base, upload.Way(8, 16, True, 64)).wait()
         for piece in listed:
             assert ctypes.string_at(base + piece.target, piece.size) == data[piece.begin : piece.begin + piece.size]
         memory.free(base)
@@ -408,11 +410,11 @@ def test_a_file_that_ends_too_early_ends_the_upload(readers: int, fake: FakeDriv
     context = driver.Context(0)
     with context, open(folder / "weights.safetensors", "rb") as file:
         base = memory.allocate(4 * size, "test")
-        way = weights.Way(readers, 2, True, 64)
-        upload = weights.Upload(context, file.fileno(), [weights.Piece(0, 3 * size, 0)], base, way, "tables.safetensors")
+        way = upload.Way(readers, 2, True, 64)
+        started = upload.Upload(context, file.fileno(), [pieces.Piece(0, 3 * size, 0)], base, way, "tables.safetensors")
         for _ in range(2):
             with raises("weights-invalid", match="tables.safetensors: the file ends too early"):
-                upload.wait()
+                started.wait()
         memory.free(base)
     context.release()
 
@@ -424,8 +426,8 @@ def test_an_upload_that_is_stopped_lets_go(fake: FakeDriver, bundle: tuple[Manif
     with context, open(folder / "weights.safetensors", "rb") as file:
         base = memory.allocate(size, "test")
         for _ in range(20):
-            upload = weights.Upload(context, file.fileno(), [weights.Piece(0, size, 0)], base, weights.Way(3, 4, True, 16))
-            upload.stop()
+            started = upload.Upload(context, file.fileno(), [pieces.Piece(0, size, 0)], base, upload.Way(3, 4, True, 16))
+            started.stop()
             assert not any(thread.name == "cgbundle-upload" for thread in threading.enumerate())
         memory.free(base)
     context.release()
@@ -433,7 +435,7 @@ def test_an_upload_that_is_stopped_lets_go(fake: FakeDriver, bundle: tuple[Manif
 
 @pytest.mark.parametrize("size", [0, 1, 16 << 20, 17 << 20, 330 << 20, 1 << 30, 16 << 30])
 def test_what_is_small_pays_for_no_threads_and_no_pinned_memory(size: int) -> None:
-    how = weights.way(size)
+    how = upload.way(size)
     assert how.pinned == (how.readers > 1) == (size > 16 << 20)
     assert (how.slots * how.chunk <= 64 << 20 and how.slots > how.readers) or not how.pinned
 
@@ -453,13 +455,13 @@ def test_what_is_not_in_the_page_cache_is_announced_and_read(
             return read(file, views, at)
 
         monkeypatch.setattr("os.preadv", preadv)
-    monkeypatch.setattr(weights, "AHEAD", 128)
+    monkeypatch.setattr(upload, "AHEAD", 128)
     data = os.urandom(500)
     (tmp_path / "file").write_bytes(data)
     context = driver.Context(0)
     with context, open(tmp_path / "file", "rb") as file:
         base = memory.allocate(len(data), "test")
-        weights.Upload(context, file.fileno(), [weights.Piece(20, 480, 0)], base, weights.Way(1, 2, True, 64)).wait()
+        upload.Upload(context, file.fileno(), [pieces.Piece(20, 480, 0)], base, upload.Way(1, 2, True, 64)).wait()
         assert ctypes.string_at(base, 480) == data[20:]
         memory.free(base)
     context.release()
@@ -473,9 +475,9 @@ def test_the_disk_begins_to_read_the_first_weights(
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr("os.posix_fadvise", lambda file, begin, size, advice: asked.append((begin, size)))
     monkeypatch.setattr(weight_reads, "STEP", 256)
-    monkeypatch.setattr(weights, "FIRST", 384)
+    monkeypatch.setattr(pieces, "FIRST", 384)
     manifest, folder = bundle
-    found = weights.listed(ArchiveOf(folder, manifest))
+    found = pieces.listed(ArchiveOf(folder, manifest))
     (first, *_) = found["weights.safetensors"]
     assert first.size > 384
     assert asked == [(first.begin, 256), (first.begin + 256, 128)]

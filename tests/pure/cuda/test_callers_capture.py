@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import backend
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.format.schema import Manifest
+from cgbundle.gpu import calls
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.session import state
 from cgbundle.tensors import detection
 from cgbundle.tensors.tensor import from_bytes
@@ -148,7 +148,7 @@ def test_inputs_of_the_cpu_and_state_are_refused(
 ) -> None:  # fmt: skip
     made = state_bundles.write(tmp_path / "tiny.cgb"), tmp_path / "tiny.cgb"
     with opened(made) as program:
-        for module in (backend, state):
+        for module in (calls, state):
             monkeypatch.setattr(module, "caller_captures", lambda: True)
         before = len(fake.calls)
         with raises("capture-refused", match="inputs on the CPU cannot become part of the CUDA graph that is being captured"):

@@ -11,12 +11,13 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import memory, shared
-from cgbundle.cuda.backend import CudaBackend
-from cgbundle.cuda.programs import with_inputs_at
+from cgbundle.cuda import memory
 from cgbundle.errors import CgbundleError
 from cgbundle.exam import replay_chained
 from cgbundle.format.schema import Manifest
+from cgbundle.gpu import shared
+from cgbundle.gpu.backend import CudaBackend
+from cgbundle.gpu.binding import with_inputs_at
 from cgbundle.loader import MODES
 from cgbundle.program import Program
 from cgbundle.tables import codec as tables

@@ -16,10 +16,11 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda import host_steps as hoststeps
-from cgbundle.cuda import launches, weights
+from cgbundle.cuda import launches
+from cgbundle.cuda import weight_upload as upload
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.schema import Manifest, Program, Region, Step, Value
+from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.loader import MODES
 from cgbundle.validate.lifetimes import check_lifetimes
 from cgbundle.validate.steps import check_order
@@ -378,7 +379,7 @@ def test_torch_that_is_missing(
 def test_whichever_call_fails_nothing_is_left(
     monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], regions: Regions, mode: str
 ) -> None:
-    monkeypatch.setattr(weights, "way", lambda size: weights.Way(1, 2, True))
+    monkeypatch.setattr(upload, "way", lambda size: upload.Way(1, 2, True))
     given = inputs(KEYS[0])
 
     def session(fake: FakeDriver) -> None:

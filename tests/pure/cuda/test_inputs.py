@@ -13,11 +13,12 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import graph_executor, programs
-from cgbundle.cuda.backend import CudaBackend
+from cgbundle.cuda import graph_executor
 from cgbundle.errors import CgbundleError
 from cgbundle.format.archive import describe_files
 from cgbundle.format.schema import Alias, Manifest
+from cgbundle.gpu import binding
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import MemcpyNode
 from tests.helpers import cuda_bundles
@@ -103,7 +104,7 @@ def test_an_input_of_the_host_comes_after_one_in_place(caller: Caller) -> None:
 
 @pytest.mark.parametrize("memory", ["arena", "inputs"])
 def test_what_a_launch_may_write_over_is_copied(caller: Caller, memory: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(programs, "ALIGNMENT", 1)  # the fake driver's memory begins anywhere
+    monkeypatch.setattr(binding, "ALIGNMENT", 1)  # the fake driver's memory begins anywhere
     caller(caller.put(0, 1))
     begin, _ = caller.backend._memories.range(memory)
     address = begin + (RESULT if memory == "arena" else 512)
@@ -174,7 +175,7 @@ def test_a_failed_call_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch
 
 def test_only_what_recordings_alone_read_is_in_place(bundle: tuple[Manifest, Path]) -> None:
     manifest, _ = bundle
-    (program, _), reads = manifest.programs, programs._inputs_are_read
+    (program, _), reads = manifest.programs, binding._inputs_are_read
     assert reads(program, manifest)
     assert not reads(program, replace(manifest, written=(0,)))
     assert not reads(program, replace(manifest, aliases=(Alias(output=0, memory="inputs", index=0),)))

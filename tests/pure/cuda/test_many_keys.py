@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import backend as cuda_backend
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
+from cgbundle.gpu import backend as cuda_backend
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.session.background import Background
 from tests.helpers import cuda_bundles
 from tests.helpers.cuda_bundles import KEYS, expected, inputs

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import memory, weights
-from cgbundle.cuda.backend import CudaBackend
+from cgbundle.cuda import memory
+from cgbundle.cuda import weight_upload as upload
 from cgbundle.errors import CgbundleError
 from cgbundle.format import safetensors
 from cgbundle.format.schema import Manifest
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.session.update import update
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from tests.helpers import cuda_bundles
@@ -131,7 +132,7 @@ def test_a_session_that_is_held_for_a_moment_is_waited_for(fake: FakeDriver, bun
 def test_whichever_call_fails_nothing_is_left_and_nothing_changed(
     monkeypatch: pytest.MonkeyPatch, bundle: tuple[Manifest, Path], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(weights, "way", lambda size: weights.Way(1, 2, True))
+    monkeypatch.setattr(upload, "way", lambda size: upload.Way(1, 2, True))
     path, mixed = stored(tmp_path, 7.0), {"small": given(7.0)["small"]}
 
     def run(fail: int) -> tuple[list[str], bool]:

@@ -13,6 +13,7 @@ from cgbundle import loader
 from cgbundle.errors import BundleError, CgbundleError
 from cgbundle.format import archive, manifest_json
 from cgbundle.validate import bundle as verify
+from cgbundle.validate import contents
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.raising import raises
 from tests.helpers.support import HOST_FILE, manifest, write_bundle
@@ -177,7 +178,7 @@ def test_weights_that_the_manifest_names_must_be_there(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
     wrong = replace(made.weights[0], tensor="second.weight")
     with raises("weights-invalid", match=r"^weights\.safetensors: tensor 'second\.weight' is missing"):
-        verify.check_weights(ArchiveOf(bundle, replace(made, weights=(wrong,))))
+        contents.check_weights(ArchiveOf(bundle, replace(made, weights=(wrong,))))
 
 
 @pytest.mark.parametrize(
@@ -193,13 +194,13 @@ def test_weights_must_have_the_manifests_dtype_and_shape(bundle: Path, changes: 
     made = archive.read_manifest(str(bundle))
     wrong = replace(made.weights[0], **changes)  # type: ignore[arg-type]
     with raises("weights-invalid", match=found):
-        verify.check_weights(ArchiveOf(bundle, replace(made, weights=(wrong,))))
+        contents.check_weights(ArchiveOf(bundle, replace(made, weights=(wrong,))))
 
 
 def test_a_weight_that_is_not_row_major_is_stored_with_its_axes_in_memory_order(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
     turned = replace(made.weights[0], shape=(3, 2), strides=(1, 3))
-    verify.check_weights(ArchiveOf(bundle, replace(made, weights=(turned, *made.weights[1:]))))
+    contents.check_weights(ArchiveOf(bundle, replace(made, weights=(turned, *made.weights[1:]))))
 
 
 # --- the options of load -----------------------------------------------------------------------------------------------

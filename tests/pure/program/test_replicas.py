@@ -13,11 +13,11 @@ from pathlib import Path
 import pytest
 
 import cgbundle
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.errors import CgbundleError
 from cgbundle.format import safetensors
 from cgbundle.format.archive import EXAM, PROGRAM, describe_files, exam_entry
 from cgbundle.format.schema import Dimension, Exam, Manifest, TensorSpec
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program.program import Program
 from cgbundle.program.replicas import Replicas
 from cgbundle.tensors.tensor import Tensor, from_bytes

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.errors import ProgramClosed, SessionBusy
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
 from cgbundle.session.locks import ExclusiveLock, SharedLock
 from cgbundle.tensors.tensor import from_bytes

@@ -14,13 +14,14 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
 from cgbundle.tables.recording import Address, ModuleState, Relocation
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate import bundle as verify
+from cgbundle.validate import contents
 from tests.helpers import state_bundles
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs
@@ -63,7 +64,7 @@ def grown(first: list[float], *calls: Tensor) -> list[float]:
 
 def test_the_bundle_is_sound(bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
-    verify.check_tables(ArchiveOf(folder, manifest))
+    contents.check_tables(ArchiveOf(folder, manifest))
     with raises("file-damaged", match=r"exam.safetensors: the manifest needs it"):  # it has none; all else is checked before
         verify.check_manifest(manifest)
 
@@ -235,7 +236,7 @@ def test_eight_sessions_in_eight_threads(fake: FakeDriver, bundle: tuple[Manifes
 def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
     fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cgbundle.cuda import shared
+    from cgbundle.gpu import shared
 
     manifest, _ = bundle
     image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
@@ -252,7 +253,7 @@ def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
 def test_images_without_variables_that_kernels_write_are_loaded_once(
     fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cgbundle.cuda import shared
+    from cgbundle.gpu import shared
 
     monkeypatch.setattr(shared, "states", lambda bundle: ())
     with opened(bundle) as program, program.session(), program.session():

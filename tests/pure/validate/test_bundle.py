@@ -15,7 +15,8 @@ from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import MemsetNode, ModuleState
-from cgbundle.validate.bundle import check_manifest, check_tables
+from cgbundle.validate.bundle import check_manifest
+from cgbundle.validate.contents import check_tables
 from tests.helpers import cuda_bundles
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.fabricate import dimension, signature, spec

@@ -15,7 +15,7 @@ from cgbundle.format.schema import Alias, Manifest
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import ModuleState
-from cgbundle.validate.bundle import check_tables
+from cgbundle.validate.contents import check_tables
 from cgbundle.validate.state import check_chains
 from tests.helpers import chained_bundles
 from tests.helpers.archives import ArchiveOf

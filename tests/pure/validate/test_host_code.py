@@ -13,7 +13,7 @@ from cgbundle.format import archive
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as validate
-from cgbundle.validate import host_code
+from cgbundle.validate import contents, host_code
 from tests.helpers import support
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.raising import raises
@@ -92,7 +92,7 @@ def test_other_rows_are_refused_by_name(bundle: Path, field: str, change: Change
     with raises(
         "manifest-invalid", match=rf"^regions\[0\]\.file: host/model\.so was built for other {field} than the manifest has$"
     ):
-        validate.check_host_code(ArchiveOf(bundle, change(made)))
+        contents.check_host_code(ArchiveOf(bundle, change(made)))
 
 
 def test_rows_of_a_gpus_host_region_are_those_of_its_steps(bundle: Path) -> None:
@@ -108,8 +108,8 @@ def test_a_shared_object_without_rows_is_refused(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
     (bundle / support.HOST_FILE).write_bytes(b"\x7fELF")
     with raises("manifest-invalid", match=r"host/model\.so does not say what it was built for"):
-        validate.check_host_code(ArchiveOf(bundle, made))
-    validate.check_host_code(ArchiveOf(bundle, replace(made, format=host_code.SINCE - 1)))
+        contents.check_host_code(ArchiveOf(bundle, made))
+    contents.check_host_code(ArchiveOf(bundle, replace(made, format=host_code.SINCE - 1)))
 
 
 @pytest.mark.parametrize("text", [b"", b"x", b"[]", b"{", b"[" * 100_000, b'"\xff"'])
@@ -117,7 +117,7 @@ def test_rows_that_are_none(bundle: Path, text: bytes) -> None:
     made = archive.read_manifest(str(bundle))
     (bundle / support.HOST_FILE).write_bytes(text + len(text).to_bytes(8, "little") + host_code.MAGIC)
     with raises("manifest-invalid", match="was built for other rows than the manifest has"):
-        validate.check_host_code(ArchiveOf(bundle, made))
+        contents.check_host_code(ArchiveOf(bundle, made))
 
 
 def test_load_and_verify_compare(bundle: Path) -> None:

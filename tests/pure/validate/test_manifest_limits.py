@@ -11,7 +11,8 @@ import pytest
 from cgbundle.format import archive
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import Alias, File, Finding, Manifest, Region, TensorSpec
-from cgbundle.validate.bundle import check_bundle, check_manifest, check_weights, examine
+from cgbundle.validate.bundle import check_bundle, check_manifest, examine
+from cgbundle.validate.contents import check_weights
 from tests.helpers.archives import ArchiveOf
 from tests.helpers.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises

@@ -14,7 +14,7 @@ from cgbundle.format.schema import Program, Step, Value
 from cgbundle.format.spans import overlap, span
 from cgbundle.tables import codec as tables
 from cgbundle.tables.table import Table
-from cgbundle.validate.bundle import check_tables
+from cgbundle.validate.contents import check_tables
 from cgbundle.validate.lifetimes import check_lifetimes, check_overwrites
 from cgbundle.validate.steps import check_order
 from tests.helpers import cuda_bundles

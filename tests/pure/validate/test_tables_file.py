@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda.weights import listed
+from cgbundle.cuda.weight_pieces import listed
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, manifest_json, safetensors
 from cgbundle.format.archive import TABLES, WEIGHTS, Archive

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from cgbundle.cuda.backend import CudaBackend
 from cgbundle.errors import BundleError
 from cgbundle.format.schema import Manifest
+from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile.pipeline.best import worker

@@ -9,32 +9,32 @@ the stream.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CallError
+from ..cuda import driver, memory
+from ..cuda.driver import Context, Relaxed, cu
+from ..cuda.memory import PEER, WEIGHTS, Memories, Output
+from ..cuda.stream_order import StreamOrder
 from ..format.archive import Archive
 from ..format.schema import KERNEL_CODE
 from ..format.spans import span
 from ..session.background import Background
 from ..session.forks import FORKS, forked
 from ..session.locks import AnyLock, SessionLock, closed
-from ..tensors.detection import caller_captures
-from . import driver, memory
-from .driver import Context, Relaxed, cu
-from .memory import PEER, WEIGHTS, Memories, Output
-from .programs import BoundProgram, DeviceOutputs, Elsewhere, Executors, HostOutputs, bind, static_buffers
+from . import calls
+from .binding import DeviceOutputs, Executors, HostOutputs, static_buffers
+from .programs import Programs
 from .shared import Shared
-from .stream_order import StepClock, StreamOrder
 
 if TYPE_CHECKING:
     from ..cpu.weights import Weights
+    from ..cuda.weight_update import Copy
     from ..session.profile import Profile
     from ..session.weight_contents import Contents, OpenFile
     from .host_steps import HostSteps
-    from .weights import Copy
 
 SHARED = (WEIGHTS, KERNEL_CODE, PEER)
 """Memories that belong to no session alone."""
@@ -99,11 +99,6 @@ class CudaBackend:
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
         self.device: int | None = shared.context.index
         self._context_handle = shared.context.handle
-        self._programs: dict[int, BoundProgram] = {}
-        self._unwatched: dict[int, BoundProgram] = {}
-        self._elsewhere: dict[tuple[int, Elsewhere], BoundProgram] = {}  # programs over inputs that lie where a call left them
-        self._clock: StepClock | None = None
-        self._results: dict[int, DeviceOutputs] = {}
         self._cleanup = ExitStack()
         self._background: Background | None = None
         count = len(shared.programs)
@@ -113,13 +108,13 @@ class CudaBackend:
             undo.callback(self._give_back)
             with self._context, Relaxed():
                 self._open(self._cleanup, alone=alone)
-                self._bind(range(now))
+                self._programs.bind(range(now))
                 if now == count:
-                    self._bind_chained()
+                    self._programs.bind_chained()
                 shared.settle()  # and zeroed memories and state
                 driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
             undo.pop_all()
-        self._closed = False
+        self.closed = False
         if lazy is None and now < count:
             self._background = Background(self._rest())
 
@@ -146,6 +141,10 @@ class CudaBackend:
         if shared.poison is not None:
             self._memories.poison(shared.poison, stream)
         cleanup.callback(self._order.wait)
+        late = self._lazy is not None
+        self._programs = Programs(shared, self._memories, self._executors, self._host, self._order, self.copy_out, late=late)
+        self._bound, self._results = self._programs.ready, self._programs.results
+        cleanup.callback(self._programs.clear)
 
     # --- running ----------------------------------------------------------------------------------------------
 
@@ -160,7 +159,7 @@ class CudaBackend:
             self._check_fork()
         self._lock.acquire()
         try:
-            if self._closed:
+            if self.closed:
                 raise closed(self._manifest.name)
             error = cu.cuCtxPushCurrent(self._context_handle)
             if error:
@@ -192,12 +191,14 @@ class CudaBackend:
         of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for.  Those that are outputs of the
         entries that `chains` name are read where they lie."""
         if device is None:
-            return self._run_from_host(program, addresses, stream)
-        bound = self._programs.get(program) or self._bound(program, stream)
+            calls.refuse_host_inputs()
+            bound = self._bound.get(program) or self._programs.first_used(program, stream)
+            return calls.run_from_host(bound, addresses, self._order, stream)
+        bound = self._bound.get(program) or self._programs.first_used(program, stream)
         if bound.chained:
-            bound = self._chained(program, bound, addresses, stream)
+            bound = self._programs.chained(program, bound, addresses, stream)
         if self._order.captured:
-            self._join(bound, addresses, stream)
+            calls.join(bound, addresses, stream)
         else:
             for address, place in zip(addresses, bound.inputs):  # noqa: B905  as many: asked at every call it costs 0.1 us
                 if address != place.at:
@@ -213,102 +214,17 @@ class CudaBackend:
         self, program: int, stream: Callable[[int], int | None], counts: Sequence[Any], finish: Callable[[Any], Any]
     ) -> Callable[..., Any] | None:
         """`begin`, `run` and `end` in one piece, for a program of one recording and callers on the stream of the call before."""
-        bound = self._programs.get(program)
-        if bound is None or bound.chained or bound.written or len(bound.steps) != 1 or self._clock is not None:
+        bound = self._bound.get(program)
+        if bound is None or bound.chained or bound.written or len(bound.steps) != 1 or self._programs.watched:
             return None
-        (launch,), inputs, order, context, device = bound.steps, bound.inputs, self._order, self._context_handle, self.device
-        acquire, release, push, pop = self._lock.acquire, self._lock.release, cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
-        forks, only = self._forks, inputs[0] if len(inputs) == 1 else None
-        assert device is not None
-
-        def call(addresses: list[int], given: Sequence[Any]) -> Any:
-            if forks != FORKS.number:
-                self._check_fork()
-            acquire()
-            try:
-                if self._closed:
-                    raise closed(self._manifest.name)
-                error = push(context)
-                if error:
-                    driver.check("cuCtxPushCurrent", error)
-                try:
-                    handle = stream(device)
-                    if given or handle != order.last:
-                        return elsewhere(addresses, handle, given)
-                    for count in counts:
-                        count.number += 1
-                    if only is None:
-                        place_all(addresses, handle)
-                    elif addresses[0] != only.at:
-                        only.take(addresses[0], handle)
-                    launch(handle)
-                    return finish(handle)
-                finally:
-                    error = pop(None)
-                    if error:
-                        driver.check("cuCtxPopCurrent", error)
-            finally:
-                release()
-
-        def place_all(addresses: list[int], handle: Any) -> None:
-            for address, place in zip(addresses, inputs):  # noqa: B905
-                if address != place.at:
-                    place.take(address, handle)
-
-        def elsewhere(addresses: list[int], current: int | None, given: Sequence[Any]) -> Any:
-            handle = order.begin(current)
-            try:
-                for view in given:
-                    view.tensor  # noqa: B018
-                for count in counts:
-                    count.number += 1
-                if order.captured:
-                    self._join(bound, addresses, handle)
-                else:
-                    place_all(addresses, handle)
-                    launch(handle)
-                return finish(handle)
-            finally:
-                order.end(handle)
-
-        return call
-
-    def _join(self, bound: BoundProgram, addresses: Sequence[int], stream: Any) -> None:
-        """What a call adds to a caller's capture, which outlasts the caller's tensors: the inputs are copied."""
-        for address, place in zip(addresses, bound.inputs, strict=True):
-            if address != place.target:
-                memory.copy(place.target, address, place.size, stream)
-        for step in bound.joins:
-            step(stream)
+        name = self._manifest.name
+        return calls.in_one_piece(self, name, self._forks, bound, self._order, self._context, self._lock, stream, counts, finish)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes of the GPU's, in the order of the stream."""
         error = cu.cuMemcpyDtoDAsync(target, source, size, stream)
         if error:
             driver.check("cuMemcpyDtoDAsync", error)
-
-    def _run_from_host(self, program: int, addresses: Sequence[int], stream: Any) -> HostOutputs:
-        if caller_captures():
-            raise CallError(
-                "capture-refused",
-                "inputs on the CPU cannot become part of the CUDA graph that is being captured",
-                "pass tensors of the GPU",
-            )
-        bound = self._programs.get(program) or self._bound(program, stream)
-        for address, place in zip(addresses, bound.inputs, strict=True):
-            place.restore()
-            memory.copy(place.target, address, place.size, stream, source_on_device=False)
-        for step in bound.joins if self._order.captured else bound.steps:
-            step(stream)
-        results = HostOutputs(bound.sizes)
-        for target, source, size in zip(results.addresses, bound.outputs, bound.sizes, strict=True):
-            memory.copy(target, source, size, stream, target_on_device=False)
-        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
-        if bound.written:
-            for index, source, size in bound.written:
-                memory.copy(addresses[index], source, size, stream, target_on_device=False)
-            driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
-        return results
 
     def buffers(self, program: int) -> tuple[list[int], object]:
         """The addresses of the program's static input buffers, and what owns tensors over them."""
@@ -332,7 +248,7 @@ class CudaBackend:
             self._shared.hosted.populate()
         if self._lazy and self._shared.chained:
             with self.locked(None), Relaxed():
-                self._bind_chained()
+                self._programs.bind_chained()
         if self._background is not None:
             self._background.stop()
             for _ in self._rest():
@@ -341,27 +257,15 @@ class CudaBackend:
     def steps(self, program: int) -> Sequence[Callable[[Any], None]]:
         """What a replay of the program runs between its inputs and its outputs, functions of a stream: for measurements, inside of
         `locked`."""
-        return (self._programs.get(program) or self._bound(program, self._order.default)).steps
+        return (self._bound.get(program) or self._programs.first_used(program, self._order.default)).steps
 
     def watch(self, profile: Profile | None) -> None:
         self._check_fork()
         with self._lock:
-            if profile is None and self._closed:
+            if profile is None and self.closed:
                 return
             with self._current():
-                self._unwatch()
-                self._elsewhere.clear()
-                if profile is None:
-                    return
-                self._clock = StepClock(self._order.default, profile)
-                for number, bound in list(self._programs.items()):
-                    self._unwatched[number], self._programs[number] = bound, self._timed(number, bound)
-
-    def _unwatch(self) -> None:
-        if self._clock is not None:
-            self._clock.settle()
-            self._programs.update(self._unwatched)
-            self._unwatched, self._clock = {}, None
+                self._programs.watch(profile)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Overwrites the arena, and with it outputs of earlier calls, and memory `host`: a sound replay reads nothing there that it
@@ -420,7 +324,7 @@ class CudaBackend:
                     each._gate.acquire()
                     cleanup.callback(each._gate.release)
                 ready()
-                self._replace([each for each in sessions if not each._closed], copies, weights)
+                self._replace([each for each in sessions if not each.closed], copies, weights)
 
     @property
     def updated(self) -> bool:
@@ -466,9 +370,9 @@ class CudaBackend:
         if self._background is not None:
             self._background.stop()
         with self._gate:
-            if self._closed:
+            if self.closed:
                 return
-            self._closed = True
+            self.closed = True
             try:
                 self._give_back()
             finally:
@@ -478,10 +382,7 @@ class CudaBackend:
 
     def _give_back(self) -> None:
         with self._context, Relaxed(), self._cleanup:
-            self._unwatch()
-            self._programs.clear()
-            self._elsewhere.clear()
-            self._results.clear()
+            pass
 
     def _check_fork(self) -> None:
         """Before any lock is waited for: who held it when the process was forked never lets it go."""
@@ -489,7 +390,7 @@ class CudaBackend:
             raise forked(self._manifest.name)
 
     def _current(self) -> Context:
-        if self._closed:
+        if self.closed:
             raise closed(self._manifest.name)
         return self._context
 
@@ -497,91 +398,15 @@ class CudaBackend:
         row = self._manifest.weights[weight]
         return span(row)
 
-    def _bound(self, number: int, stream: Any) -> BoundProgram:
-        """A program that no call has used yet.  Raises capture-refused inside a capture, where the caller has asked for that."""
-        self._refuse_late(number, stream)
-        with Relaxed():
-            self._bind((number,))
-        return self._programs[number]
-
-    def _refuse_late(self, number: int, stream: Any) -> None:
-        if self._lazy is not None and self._order.capturing(stream):
-            raise CallError(
-                "capture-refused",
-                f"int_key {self._shared.programs[number].key} is not built yet, and cannot be while a CUDA graph is captured",
-                "call it once before the capture, or load the bundle with lazy=False",
-            )
-
-    def _chained(self, number: int, bound: BoundProgram, addresses: Sequence[int], stream: Any) -> BoundProgram:
-        """The program over those of its inputs that lie where another entry's call has left them; raises as `_bound`."""
-        found = [(position, places.get(addresses[position], -1)) for position, places in bound.chained]
-        elsewhere = tuple([each for each in found if each[1] >= 0])
-        if not elsewhere:
-            return bound
-        known = self._elsewhere.get((number, elsewhere))
-        if known is None:
-            self._refuse_late(number, stream)
-            with Relaxed():
-                known = self._bind_elsewhere(number, elsewhere)
-        return known
-
-    def _bind_chained(self) -> None:
-        """Binds every program over all that it may take of one program of another entry; other mixtures when a call has one."""
-        for number, rows in self._chainable():
-            if (number, rows) not in self._elsewhere:
-                self._bind_elsewhere(number, rows)
-
-    def _chainable(self) -> Iterator[tuple[int, Elsewhere]]:
-        for number, inputs in self._shared.chained.items():
-            sources = dict.fromkeys([source for places in inputs.values() for source in places.values()])
-            for chosen in sources:
-                yield (
-                    number,
-                    tuple([(at, offset) for at, places in inputs.items() for offset, source in places.items() if source == chosen]),
-                )
-
     def _rest(self) -> Iterator[None]:
         """Binds what is not bound yet, a program at a step; calls come between them.  Ends when this is closed."""
-        for number, rows in [*[(number, ()) for number in range(len(self._shared.programs))], *self._chainable()]:
+        for number, elsewhere in self._programs.wanted():
             with self._gate:
-                if self._closed:
+                if self.closed:
                     return
                 with self._context, Relaxed():
-                    if rows and (number, rows) not in self._elsewhere:
-                        self._bind_elsewhere(number, rows)
-                    elif not rows and number not in self._programs:
-                        self._bind((number,))
+                    self._programs.bind_one(number, elsewhere)
             yield
-
-    def _bind_elsewhere(self, number: int, elsewhere: Elsewhere) -> BoundProgram:
-        bound = self._bind_one(number, elsewhere)
-        self._elsewhere[number, elsewhere] = made = bound if self._clock is None else self._timed(number, bound)
-        return made
-
-    def _timed(self, number: int, bound: BoundProgram) -> BoundProgram:
-        """A program whose steps are timed for the profile that watches."""
-        from ..session.profile import step_names  # few programs are profiled
-
-        assert self._clock is not None
-        program = self._shared.programs[number]
-        rows = zip(step_names(self._shared.entries[number], program), program.steps, bound.steps, strict=True)
-        clock = self._clock
-        timed = [clock.profile.timed(name, run) if step.kind == "host" else clock.timed(name, run) for name, step, run in rows]
-        return bound._replace(steps=timed)
-
-    def _bind(self, numbers: Iterable[int]) -> None:
-        for number in numbers:
-            bound = self._bind_one(number)
-            self._results[number] = DeviceOutputs(bound.outputs, self.device, self.copy_out)
-            if self._clock is not None:
-                self._unwatched[number], bound = bound, self._timed(number, bound)
-            self._programs[number] = bound
-
-    def _bind_one(self, number: int, elsewhere: Elsewhere = ()) -> BoundProgram:
-        program = self._shared.programs[number]
-        chained = self._shared.chained.get(number, {})
-        with self._shared.lock:
-            return bind(program, self._shared.entries[number], self._memories, self._executors, self._host, chained, elsewhere)
 
 
 class LockedStream:

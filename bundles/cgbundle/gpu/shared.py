@@ -9,19 +9,21 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
 from ..cpu.processor import check_features
+from ..cuda.driver import Context, Relaxed, check_device, check_driver
+from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
+from ..cuda.modules import Modules, states
+from ..cuda.weight_pieces import Piece, listed
+from ..cuda.weight_upload import Upload
 from ..format.archive import KERNELS, Archive
 from ..format.archive import WEIGHTS as FILE
 from ..format.entries import chained_programs, each_entry
 from ..format.schema import Manifest
 from ..format.spans import HOST_ONLY, span
 from ..session.initial_state import InitialState
-from . import weights
-from .driver import Context, Relaxed, check_device, check_driver
-from .memory import SMALLEST, WEIGHTS, Memories, allocate, free
-from .modules import Modules, states
 
 if TYPE_CHECKING:
     from ..cpu.weights import Weights
+    from ..cuda.weight_update import Copy
     from ..session.weight_contents import Contents
 
 
@@ -51,12 +53,12 @@ class Shared:
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self.updating, self.updated = threading.RLock(), False
         self._shares = 1
-        self._uploads: list[weights.Upload] = []
+        self._uploads: list[Upload] = []
         with ExitStack() as undo:
             if context is not None:
                 undo.callback(context.release)
             check_features(manifest.target.features)
-            pieces = weights.listed(bundle)
+            pieces = listed(bundle)
             self.sizes = dict(manifest.memories)
             self.initial = InitialState(bundle)
             constants = any(region.kind == "host" and region.constants for region in manifest.regions)
@@ -73,14 +75,14 @@ class Shared:
                 self._open(self._cleanup, pieces)
             undo.pop_all()
 
-    def _open(self, cleanup: ExitStack, pieces: dict[str, list[weights.Piece]]) -> None:
+    def _open(self, cleanup: ExitStack, pieces: dict[str, list[Piece]]) -> None:
         self.base = 0
         if WEIGHTS in self.sizes:
             self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")
             cleanup.callback(free, self.base)
         # From here on the weights travel in other threads while this one loads modules and builds graphs.
         for file, parts in pieces.items():
-            self._uploads.append(weights.Upload(self.context, self.bundle.descriptor(file), parts, self.base, name=file))
+            self._uploads.append(Upload(self.context, self.bundle.descriptor(file), parts, self.base, name=file))
             cleanup.callback(self._uploads[-1].stop)
         self._states = states(self.bundle)
         own = {f"{KERNELS}{state.image}" for state in self._states}
@@ -97,11 +99,13 @@ class Shared:
         cleanup.callback(made.close)
         return made
 
-    def staged(self, contents: Mapping[int, Contents], cleanup: ExitStack) -> list[weights.Copy]:
+    def staged(self, contents: Mapping[int, Contents], cleanup: ExitStack) -> list[Copy]:
         """Brings new contents of weights, by position, to where they can be copied from to memory weights and no one changes them;
         `cleanup` frees that.  The context is current.  Raises update-invalid, driver-failed."""
+        from ..cuda.weight_update import Stage  # few programs are updated
+
         rows = self.manifest.weights
-        stage = weights.Stage(self.context, (self.base, self.sizes[WEIGHTS]), contents.values(), cleanup)
+        stage = Stage(self.context, (self.base, self.sizes[WEIGHTS]), contents.values(), cleanup)
         for index, each in contents.items():
             if rows[index].offset != HOST_ONLY and each.bytes:
                 stage.add(rows[index], each, self.base + rows[index].offset)

@@ -9,16 +9,16 @@ from ctypes import c_uint64
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..cuda import memory
+from ..cuda.driver import check, cu
+from ..cuda.graph_executor import GraphExecutor
+from ..cuda.launches import Executor, Reader
+from ..cuda.memory import HOST, Memories, Output
+from ..cuda.modules import Modules
 from ..format.schema import MEMORIES, Manifest, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table
 from ..validate.state import STATE
-from . import memory
-from .driver import check, cu
-from .graph_executor import GraphExecutor
-from .launches import Executor, Reader
-from .memory import HOST, Memories, Output
-from .modules import Modules
 from .shared import Shared
 
 if TYPE_CHECKING:
@@ -153,7 +153,7 @@ class Executors(dict[str, Executor]):
         if shared.mode == "graph":
             executor = GraphExecutor(shared.context, table, self._modules, bases, self._stream, shared.poison)
         else:
-            from .stream_executor import StreamExecutor  # what serves launches graphs
+            from ..cuda.stream_executor import StreamExecutor  # what serves launches graphs
 
             executor = StreamExecutor(table, self._modules, bases, shared.poison)
         return executor

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
 from ..cpu.output_layouts import Found, check_layout
+from ..cuda.driver import check, cu
+from ..cuda.memory import Memories
 from ..format.archive import Archive
 from ..format.schema import Program, Step, Value
 from ..format.spans import span
 from ..validate import host_code
-from .driver import check, cu
-from .memory import Memories
 
 if TYPE_CHECKING:
     from ..cpu.weights import Weights

@@ -4,8 +4,6 @@ A copy from a mapped file is pageable: the driver's one thread moves it at 10.8 
 costs 0.5 ms a megabyte, more than it gains for all of a file.  So a few threads read the file into pieces of a small pinned region,
 in huge pages, and one thread sends them on and gives them back: 47 GB/s, where threads that each read and send get 37, since they
 wait for the interpreter's lock (tests/gpu/REPORT.md).  What is small goes as it is.
-
-New contents for a loaded program are brought near before any of them is put in its place: to the GPU, where it has room.
 """
 
 from __future__ import annotations
@@ -13,28 +11,19 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from queue import SimpleQueue
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
-from ..errors import BundleError, CallError, CgbundleError, OutOfMemory
-from ..format.archive import WEIGHTS, Archive, weight_files
-from ..format.safetensors import Entry
-from ..format.schema import Weight
-from ..format.spans import HOST_ONLY
-from ..session.weight_reads import WeightReader, announce
-from . import memory
+from ..errors import BundleError, CgbundleError
+from ..format.archive import WEIGHTS
+from ..session.weight_reads import WeightReader
 from .driver import Context, Relaxed, check, cu
 from .libcuda import STREAM_NON_BLOCKING
-
-if TYPE_CHECKING:
-    from ..session.weight_contents import Contents, OpenFile
-
-ALIGNMENT = 256
-"""Of a weight, in bytes: as in memory weights."""
+from .weight_pieces import Piece, chunks, place
 
 CHUNK = 2 << 20
 """Bytes that are read at a time, into a slot."""
@@ -42,8 +31,8 @@ CHUNK = 2 << 20
 HUGE = 2 << 20
 """Bytes of a huge page."""
 
-FIRST, AHEAD = 256 << 20, 64 << 20
-"""Bytes that the disk begins to read while the driver starts, and of those that are not in the page cache, before they are read."""
+AHEAD = 64 << 20
+"""Bytes of what is not in the page cache that the disk begins to read before they are read."""
 
 
 class Way(NamedTuple):
@@ -56,84 +45,6 @@ class Way(NamedTuple):
 
 
 SMALL, LARGE = 16 << 20, 1 << 30
-
-
-class Piece(NamedTuple):
-    """`size` bytes at `begin` of the file that belong at `target` of memory weights."""
-
-    begin: int
-    size: int
-    target: int
-
-
-def listed(bundle: Archive) -> dict[str, list[Piece]]:
-    """By file, what of the bundle's weights belongs on the GPU; the disk begins to read.  Raises weights-invalid."""
-    found = {}
-    for file, weights in weight_files(bundle.manifest).items():
-        rows = [weight for weight in weights if weight.memory == "weights"]
-        if rows and (parts := _listed(bundle, file, rows)):
-            found[file] = parts
-    return found
-
-
-def _listed(bundle: Archive, name: str, rows: Sequence[Weight]) -> list[Piece]:
-    found = pieces(rows, bundle.tensors(name), dict(bundle.manifest.memories).get("weights", 0), name)
-    places, left = [], FIRST
-    for piece in found:
-        places.append((piece.begin, min(piece.size, left)))
-        left -= places[-1][1]
-    announce(bundle.descriptor(name), places)
-    return found
-
-
-def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: int, file: str = WEIGHTS) -> list[Piece]:
-    """Where the bytes of a file go, in the file's order: tied weights once, what is adjacent in both places as one.  `capacity`:
-    bytes of memory weights; `file`: its name.  Raises weights-invalid where the file lacks a weight or the memory is too small."""
-    found = set()
-    for weight in weights:
-        entry = entries.get(weight.tensor)
-        if entry is None:
-            raise BundleError("weights-invalid", f"{file}: no tensor {weight.tensor!r}, which weight {weight.name!r} names")
-        if weight.offset == HOST_ONLY:
-            continue
-        size = entry.end - entry.begin
-        if weight.offset + size > capacity:
-            raise BundleError(
-                "weights-invalid",
-                f"weight {weight.name!r}: {size} bytes at {weight.offset} of memory weights, which has {capacity}",
-            )
-        if size:
-            found.add(Piece(entry.begin, size, weight.offset))
-    merged: list[Piece] = []
-    for piece in sorted(found):
-        last = merged[-1] if merged else Piece(-1, 0, -1)
-        if last.begin + last.size == piece.begin and last.target + last.size == piece.target:
-            merged[-1] = Piece(last.begin, last.size + piece.size, last.target)
-        else:
-            merged.append(piece)
-    return merged
-
-
-def chunks(listed: Sequence[Piece], size: int) -> list[list[Piece]]:
-    """The pieces cut and grouped so that each group lies within `size` bytes of the file, from a multiple of `size` on."""
-    groups: list[list[Piece]] = []
-    limit = -1
-    for piece in listed:
-        done = 0
-        while done < piece.size:
-            begin = piece.begin + done
-            if begin >= limit:
-                groups.append([])
-                limit = begin - begin % size + size
-            step = min(piece.size - done, limit - begin)
-            groups[-1].append(Piece(begin, step, piece.target + done))
-            done += step
-    return groups
-
-
-def place(group: Sequence[Piece]) -> tuple[int, int]:
-    """Where a group begins in the file, and its bytes from the first to the last."""
-    return group[0].begin, group[-1].begin + group[-1].size - group[0].begin
 
 
 def way(size: int) -> Way:
@@ -228,11 +139,11 @@ class Upload:
             if not cu.cuMemHostRegister(start + begin, size * number, 0):  # else it works as it is, only slower
                 cleanup.callback(cu.cuMemHostUnregister, start + begin)
         made = []
-        for place in range(begin, begin + size * number, size):
+        for at in range(begin, begin + size * number, size):
             stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
             cleanup.callback(cu.cuStreamDestroy, stream)
             cleanup.callback(cu.cuStreamSynchronize, stream)  # before the memory goes, also when a read failed
-            made.append(Slot(whole[place : place + size], start + place, stream))
+            made.append(Slot(whole[at : at + size], start + at, stream))
         return made
 
     def _start_readers(self, slots: Sequence[Slot], cleanup: ExitStack) -> None:
@@ -309,82 +220,3 @@ class Upload:
         """Tells the disk what comes after group `index`.  Two threads at once may tell it the same twice."""
         begin, self._announced = max(self._announced, index), index + self._ahead
         self._reader.announce([place(group) for group in self._groups[begin : index + self._ahead]])
-
-
-class Copy(NamedTuple):
-    """`size` bytes at `source`, of the GPU or the CPU, that belong at `target` of the GPU.  `owner` keeps them."""
-
-    target: int
-    source: int
-    size: int
-    on_device: bool
-    owner: object
-
-    def enqueue(self, stream: Any) -> None:
-        memory.copy(self.target, self.source, self.size, stream, source_on_device=self.on_device)
-
-
-class Stage:
-    """Room for new contents, as many bytes as they have.  A tensor of the GPU stays where it is, unless it lies in `weights`, the
-    address and the bytes of what will be written.  The context is current.  `cleanup` frees the room."""
-
-    def __init__(self, context: Context, weights: tuple[int, int], contents: Iterable[Contents], cleanup: ExitStack) -> None:
-        self._context, self._weights, self._cleanup = context, weights, cleanup
-        self._stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
-        cleanup.callback(cu.cuStreamDestroy, self._stream)
-        size = sum(_aligned(each.bytes) for each in contents if not self._may_stay(each))
-        try:
-            self._next, self._host = (memory.allocate(size, "new weights") if size else 0), None
-        except OutOfMemory:
-            from ..cpu.weights import anonymous  # few programs are updated
-
-            self._host = anonymous(size)
-            self._next = ctypes.addressof(self._host)
-        if size and self._host is None:
-            cleanup.callback(memory.free, self._next)
-        self._pieces: dict[OpenFile, list[Piece]] = {}
-        self._copies: list[Copy] = []
-
-    def add(self, row: Weight, contents: Contents, target: int) -> None:
-        """Contents of a weight that lies at `target`.  Those of files arrive by `done`."""
-        laid_out = contents.laid_out(row)
-        if self._may_stay(contents):
-            self._wait_for(laid_out)
-            self._copies.append(Copy(target, laid_out.address, laid_out.bytes, True, laid_out))
-            return
-        place, self._next = self._next, self._next + _aligned(contents.bytes)
-        self._copies.append(Copy(target, place, contents.bytes, self._host is None, self._host))
-        if self._host is not None:
-            laid_out.near().copy_to(place, row)
-        elif laid_out.file is not None:
-            self._pieces.setdefault(laid_out.file, []).append(Piece(laid_out.begin, laid_out.bytes, place))
-        else:
-            self._wait_for(laid_out)
-            memory.copy(place, laid_out.address, laid_out.bytes, self._stream, source_on_device=laid_out.device is not None)
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(self._stream))  # pinned memory is read until then
-
-    def done(self) -> list[Copy]:
-        """What is left to do when all is there."""
-        uploads = []
-        for file, pieces in self._pieces.items():
-            uploads.append(Upload(self._context, file.descriptor, sorted(pieces), 0, name=file.path))
-            self._cleanup.callback(uploads[-1].stop)
-        try:
-            for upload in uploads:
-                upload.wait()
-        except BundleError as error:
-            raise CallError("update-invalid", str(error)) from None
-        return self._copies
-
-    def _may_stay(self, contents: Contents) -> bool:
-        begin, size = self._weights
-        return contents.device is not None and not begin <= contents.address < begin + size
-
-    def _wait_for(self, contents: Contents) -> None:
-        """Until the caller's stream has made a tensor of the GPU."""
-        if contents.device is not None and contents.library is not None:
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(contents.library.stream(contents.device) or 0))
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT

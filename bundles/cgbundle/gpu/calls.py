@@ -1,0 +1,132 @@
+"""Calls of a bound program: from memory of the CPU, inside a caller's capture, and in one piece where nothing stands between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from ..cuda import memory
+from ..cuda.driver import Context, check, cu
+from ..cuda.stream_order import StreamOrder
+from ..errors import CallError
+from ..session.forks import FORKS, forked
+from ..session.locks import AnyLock, closed
+from ..tensors.detection import caller_captures
+from .binding import BoundProgram, HostOutputs
+
+
+class Closing(Protocol):
+    """What may be closed while callers still hold its calls."""
+
+    @property
+    def closed(self) -> bool: ...
+
+
+def join(bound: BoundProgram, addresses: Sequence[int], stream: Any) -> None:
+    """What a call adds to a caller's capture, which outlasts the caller's tensors: the inputs are copied."""
+    for address, place in zip(addresses, bound.inputs, strict=True):
+        if address != place.target:
+            memory.copy(place.target, address, place.size, stream)
+    for step in bound.joins:
+        step(stream)
+
+
+def run_from_host(bound: BoundProgram, addresses: Sequence[int], order: StreamOrder, stream: Any) -> HostOutputs:
+    """Replays on inputs of the CPU: they are copied to the GPU, the outputs back, and all copies waited for."""
+    for address, place in zip(addresses, bound.inputs, strict=True):
+        place.restore()
+        memory.copy(place.target, address, place.size, stream, source_on_device=False)
+    for step in bound.joins if order.captured else bound.steps:
+        step(stream)
+    results = HostOutputs(bound.sizes)
+    for target, source, size in zip(results.addresses, bound.outputs, bound.sizes, strict=True):
+        memory.copy(target, source, size, stream, target_on_device=False)
+    check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+    if bound.written:
+        for index, source, size in bound.written:
+            memory.copy(addresses[index], source, size, stream, target_on_device=False)
+        check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+    return results
+
+
+def refuse_host_inputs() -> None:
+    """Raises capture-refused inside a caller's capture, which inputs of the CPU cannot become part of."""
+    if caller_captures():
+        raise CallError(
+            "capture-refused",
+            "inputs on the CPU cannot become part of the CUDA graph that is being captured",
+            "pass tensors of the GPU",
+        )
+
+
+def in_one_piece(
+    owner: Closing,
+    name: str,
+    forks: int,
+    bound: BoundProgram,
+    order: StreamOrder,
+    context: Context,
+    lock: AnyLock,
+    stream: Callable[[int], int | None],
+    counts: Sequence[Any],
+    finish: Callable[[Any], Any],
+) -> Callable[[list[int], Sequence[Any]], Any]:
+    """`Backend.direct` for a program of one step, which writes to no input, of a session that `owner` closes.
+
+    `name` is the bundle's, `forks` the number of `FORKS` when it was loaded.  Every microsecond of such a call is measured.
+    """
+    (launch,), inputs, device, current_context = bound.steps, bound.inputs, context.index, context.handle
+    acquire, release, push, pop = lock.acquire, lock.release, cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
+    only = inputs[0] if len(inputs) == 1 else None
+
+    def call(addresses: list[int], given: Sequence[Any]) -> Any:
+        if forks != FORKS.number:
+            raise forked(name)
+        acquire()
+        try:
+            if owner.closed:
+                raise closed(name)
+            error = push(current_context)
+            if error:
+                check("cuCtxPushCurrent", error)
+            try:
+                handle = stream(device)
+                if given or handle != order.last:
+                    return elsewhere(addresses, handle, given)
+                for count in counts:
+                    count.number += 1
+                if only is None:
+                    place_all(addresses, handle)
+                elif addresses[0] != only.at:
+                    only.take(addresses[0], handle)
+                launch(handle)
+                return finish(handle)
+            finally:
+                error = pop(None)
+                if error:
+                    check("cuCtxPopCurrent", error)
+        finally:
+            release()
+
+    def place_all(addresses: list[int], handle: Any) -> None:
+        for address, place in zip(addresses, inputs):  # noqa: B905
+            if address != place.at:
+                place.take(address, handle)
+
+    def elsewhere(addresses: list[int], current: int | None, given: Sequence[Any]) -> Any:
+        handle = order.begin(current)
+        try:
+            for view in given:
+                view.tensor  # noqa: B018
+            for count in counts:
+                count.number += 1
+            if order.captured:
+                join(bound, addresses, handle)
+            else:
+                place_all(addresses, handle)
+                launch(handle)
+            return finish(handle)
+        finally:
+            order.end(handle)
+
+    return call
