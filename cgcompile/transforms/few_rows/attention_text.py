@@ -16,6 +16,7 @@ import torch._inductor.inductor_prims
 from torch.fx import Node
 
 from .cache_writes import Write, axis_of, values_of, write_into
+from .operation_texts import DTYPES, RESHAPES, ROUNDED, TEXTS, power, rounded
 from .places import HALF, Place, on, place_of
 from .products import SUM, Product, one_product, shape_of
 from .weights_ahead import PROGRAMS, lines_of, weights_ahead
@@ -26,26 +27,6 @@ MOST = 1 << 14
 aten, prims = torch.ops.aten, torch.ops.prims
 
 SOFTMAX = prims.prepare_softmax_online.default
-
-DTYPES = {
-    torch.float32: "tl.float32", torch.float16: "tl.float16", torch.bfloat16: "tl.bfloat16", torch.int64: "tl.int64",
-    torch.int32: "tl.int32", torch.bool: "tl.int1",
-}  # fmt: skip
-
-RESHAPES = {
-    aten.expand.default, aten.reshape.default, aten.squeeze.dim, aten.unsqueeze.default, aten.view.default,
-    prims.inductor_force_stride_order.default,
-}  # fmt: skip
-
-TEXTS = {
-    "add": "({} + {})", "sub": "({} - {})", "mul": "({} * {})", "div": "({} / {})", "neg": "(-{})", "exp": "tl.exp({})",
-    "gt": "({} > {})", "ge": "({} >= {})", "lt": "({} < {})", "le": "({} <= {})", "eq": "({} == {})", "ne": "({} != {})",
-    "bitwise_and": "({} & {})", "bitwise_or": "({} | {})", "logical_and": "({} & {})", "logical_or": "({} | {})",
-    "logical_not": "({} == 0)", "maximum": "tl.maximum({}, {})", "minimum": "tl.minimum({}, {})", "where": "tl.where({}, {}, {})",
-}  # fmt: skip
-"""What is written for an operation by element."""
-
-ROUNDED = ("add", "sub", "mul", "div", "exp")
 
 
 class UnknownOperation(Exception):
@@ -104,9 +85,9 @@ class _Writer:
         ahead = weights_ahead(mixed.total)
         named = [self.pointer(each.weight) for each in ahead]
         body = [
-            f"p = tl.arange(0, {_power(length)})",
-            f"k_column = tl.arange(0, {_power(self.scores.length)})",
-            f"v_column = tl.arange(0, {_power(mixed.columns)})",
+            f"p = tl.arange(0, {power(length)})",
+            f"k_column = tl.arange(0, {power(self.scores.length)})",
+            f"v_column = tl.arange(0, {power(mixed.columns)})",
             *self.reads,
             *self.lines,
             "total = tl.sum(weights[:, None] * v, 0)",
@@ -172,7 +153,7 @@ class _Writer:
         if not text or other or text.count("{}") != len(node.args) or dtype not in DTYPES:
             return self.loaded(node)
         made = text.format(*[self.vector(each) for each in node.args])
-        return _rounded(made, dtype) if name in ROUNDED else made
+        return rounded(made, dtype) if name in ROUNDED else made
 
     def converted(self, node: Node) -> str:
         given, dtype = node.args[0].meta["val"].dtype, node.args[1]
@@ -180,7 +161,7 @@ class _Writer:
             raise UnknownOperation
         made = self.vector(node.args[0])
         if dtype in HALF:
-            return _rounded(f"{made}.to(tl.float32)" if given not in (*HALF, torch.float32) else made, dtype)
+            return rounded(f"{made}.to(tl.float32)" if given not in (*HALF, torch.float32) else made, dtype)
         return made if given in HALF and dtype is torch.float32 else f"{made}.to({DTYPES[dtype]})"
 
     def softmax(self, node: Node) -> tuple[str, str]:
@@ -239,7 +220,7 @@ class _Writer:
         scores, mixed = one_product(total, MOST), self.mixed
         if scores is None or self.scores is not None or (scores.rows, scores.columns) != (mixed.rows, mixed.length):
             raise UnknownOperation
-        if _power(mixed.length) * max(_power(scores.length), _power(mixed.columns)) > MOST:
+        if power(mixed.length) * max(power(scores.length), power(mixed.columns)) > MOST:
             raise UnknownOperation
         self.scores = scores
         row = _placed(scores.row)
@@ -276,7 +257,8 @@ class _Writer:
             f"{name}_index = tl.where({name}_index < 0, {name}_index + {length}, {name}_index)",
             f"{name}_new = {name}_new.to({stored})",
             f"{name} = tl.where(p[:, None] == {name}_index, {name}_new[None, :], {name}).to(tl.float32)",
-            f"{name}_inside = ({column} < {width}) & ({name}_index >= 0) & ({name}_index < {length})",
+            f'tl.device_assert((0 <= {name}_index) & ({name}_index < {length}), "index out of bounds: a place of {length}")',
+            f"{name}_inside = ({column} < {width}) & (0 <= {name}_index) & ({name}_index < {length})",
             f"tl.store({at(memory, f'{name}_index', column)}, {name}_new, {name}_inside)",
         ]
         self.writes[self.pointer(write.cache)] = write
@@ -302,15 +284,6 @@ class _Writer:
         name = f"in_ptr{len(self.arguments)}"
         self.arguments[name] = node
         return name
-
-
-def _power(number: int) -> int:
-    """The next power of two."""
-    return 1 << (number - 1).bit_length()
-
-
-def _rounded(text: str, dtype: torch.dtype) -> str:
-    return f"{text}.to({DTYPES[dtype]}).to(tl.float32)" if dtype in HALF else text
 
 
 def _depends(node: Node, other: Node) -> bool:

@@ -9,15 +9,13 @@ Private interfaces (torch 2.11, 2.13): the options `post_grad_custom_post_pass` 
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph
 
-from . import attention, attention_text, cache_writes, places, products, repeated_reductions, row_blocks
-
-PASSES = (attention, attention_text, cache_writes, places, products, repeated_reductions, row_blocks)
-"""What changes a graph."""
+from . import attention, repeated_reductions, row_blocks
 
 JOINING = 8
 """Two kernels become one where they read the same bytes, so many at least: an index.  Inductor asks for 10."""
@@ -37,4 +35,4 @@ class FewerKernels(CustomGraphPass):
         repeated_reductions.repeat_reductions(graph)
 
     def uuid(self) -> Any:
-        return get_hash_for_files(tuple([str(each.__file__) for each in PASSES]))
+        return get_hash_for_files(tuple([str(path) for path in sorted(Path(__file__).parent.glob("*.py"))]))
