@@ -104,8 +104,8 @@ ASSEMBLY: dict[str, Function] = {
 }
 """Statements of one element at a time: what Inductor writes for atan."""
 
-ORDERING = ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;", "prefetch.global.L2 [$1]; mov.u32 $0, 0;")
-"""Statements that only order kernels, which run one after the other here, or bring memory near."""
+ORDERING = ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;")
+"""Statements that only order kernels, which run one after the other here."""
 
 
 def install(builder: Builder, semantic: Any) -> None:

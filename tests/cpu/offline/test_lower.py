@@ -562,8 +562,8 @@ def test_programs_of_a_product_of_one_row_are_few_enough_to_begin_at_once() -> N
     model = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 4096), nn.GELU(), nn.Linear(4096, 512))
     traced = lowered(model, floats(512), batch=1)
     first, second = launches(traced)
-    assert first.grid == (1024, 1, 1) and second.grid == (512, 1, 1)
-    assert [traced.variants[each.variant].warps for each in (first, second)] == [4, 8]
+    assert first.grid == (2048, 1, 1) and second.grid == (512, 1, 1)
+    assert [traced.variants[each.variant].warps for each in (first, second)] == [1, 8]
     assert not any("r0_offset in" in traced.variants[each.variant].source for each in (first, second))
 
 

@@ -12,13 +12,11 @@ import pytest
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton", reason="the kernel is Triton's")
 
-from torch._higher_order_ops.triton_kernel_wrap import kernel_side_table  # noqa: E402
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 import cgcompile  # noqa: E402
 from cgcompile.offline.trace import KERNELS  # noqa: E402
 from cgcompile.targets.cuda.inductor import _decompositions  # noqa: E402
-from cgcompile.transforms.few_rows import weights_ahead  # noqa: E402
 from cgcompile.transforms.few_rows.attention import attend_at_once  # noqa: E402
 from cgcompile.transforms.few_rows.attention_text import MOST  # noqa: E402
 
@@ -78,24 +76,6 @@ def test_graphs_that_get_the_kernel(call: Callable[[Any, Any], Any], kernels: in
         node.meta.setdefault("val", None)
     attend_at_once(graph)
     assert sum("triton_kernel" in str(node.target) for node in graph.nodes) == kernels
-
-
-def test_weights_that_come_next_are_brought_by_further_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As many bytes as were told, in the order of the products; and no text is written for weights where none follow."""
-
-    def call(x: Any, place: Any, first: Any, second: Any) -> Any:
-        return torch.relu(causal(x, place) @ first.t()) @ second.t()
-
-    monkeypatch.setattr(weights_ahead, "BYTES", 96 * 64 * 4 + 128)
-    given = torch.randn(1, HEADS * WIDTH), torch.tensor(3), torch.randn(96, 64), torch.randn(64, 96)
-    graph = make_fx(call, _decompositions())(*given).graph
-    attend_at_once(graph)
-    (launch,) = [node for node in graph.nodes if "triton_kernel" in str(node.target)]
-    assert launch.kwargs["grid"] == [(HEADS + weights_ahead.PROGRAMS, 1, 1)]
-    names = [node.name for node in launch.kwargs["kwargs"].values() if node.op == "placeholder"]
-    assert [name for name in names if name in ("first_1", "second_1")] == ["first_1", "second_1"]
-    source = kernel_side_table.get_kernel(launch.kwargs["kernel_idx"]).src
-    assert source.count("prefetch") == 2 and "range(0, 768," in source and "range(0, 4," in source
 
 
 MODEL = """
