@@ -1,15 +1,16 @@
 """Sentence embeddings over HTTP from a bundle, without torch: requests that come together are answered by one replay.
 
     pip install '.[serve]'
-    cgcompile build examples/minilm.py --sizes batch=1,4,8 --sizes seq=16,32,64,128 -o minilm.cgb
+    cgcompile build examples/minilm.py --sizes batch=1,4,8 --sizes seq=16,32,64,128 -o minilm.cgb      (on a CPU: --standalone)
     python examples/serve.py minilm.cgb --port 8000
     curl localhost:8000/embed --json '{"text": "The cat sleeps."}'
 
-POST /embed {"text": ...} -> {"embedding": [384 numbers], "tokens": 6}; GET /health says what is served.  A request that does not
-fit gets a 4xx answer with one line: {"detail": "..."}; 503 with Retry-After where too many wait, 504 after a minute.  Slow and
-idle connections are closed, and work for clients that left is dropped (server/http_limits.py).  SIGTERM takes no more and answers
-those that wait.  For TLS and limits per client, put a proxy before it.  Any bundle does whose inputs are token ids and their mask,
-int64 (batch, seq), where padding was proved exact, and whose output has a row for each of theirs.
+POST /embed {"text": ...} -> {"embedding": [384 numbers], "tokens": 6}; GET /health says what is served, and where time went.  A
+request that does not fit gets a 4xx answer with one line: {"detail": "..."}; 503 with Retry-After where too many wait, 504
+after a minute.  Slow and idle connections are closed, and work for clients that left is dropped (server/http_limits.py).
+SIGTERM takes no more and answers those that wait.  For TLS and limits per client, put a proxy before it.  Any bundle does whose
+inputs are token ids and their mask, int64 (batch, seq), where padding was proved exact, and whose output has a row for each of
+theirs.
 """
 
 from __future__ import annotations
@@ -27,13 +28,18 @@ from queue import SimpleQueue
 from typing import Any
 
 import uvicorn
-from fastapi import FastAPI, HTTPException, Request
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, ValidationError
+from pydantic_core import to_json
 from server.batching import Batcher, Call, TooLong
 from server.http_limits import BoundedBodies, BoundedConnection
 from server.request_queue import Busy, Late, Stopping
+from server.spans import Spans
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
 
 import cgbundle
 from cgbundle.tensors.tensor import from_bytes
@@ -47,6 +53,9 @@ BYTES = 256 << 10
 WAITING = 1024
 """Requests that wait for their replay; the next are told to come back."""
 
+EXPECTED = 'expected {"text": "..."} with Content-Type: application/json'
+"""What is said to a body of another kind."""
+
 REQUEST, IDLE, STOPPING = 10, 5, 30
 """Seconds that a connection has for a whole request, or to take an answer; between two requests; and at the server's end."""
 
@@ -55,13 +64,6 @@ class Text(BaseModel):
     """What is sent to /embed."""
 
     text: str = Field(max_length=CHARACTERS)
-
-
-class Embedding(BaseModel):
-    """What comes back, and how many tokens the text had."""
-
-    embedding: list[float]
-    tokens: int
 
 
 # --- the model ----------------------------------------------------------------------------------------------------
@@ -80,21 +82,25 @@ def sizes_of(program: cgbundle.Program) -> tuple[int, tuple[int, ...]]:
     return dimensions[0].sizes[-1], dimensions[1].sizes
 
 
-def caller(program: cgbundle.Program, calls: int = 1) -> Call:
+def caller(program: cgbundle.Program, calls: int, spans: Spans) -> Call:
     """Rows of tokens -> their embeddings, in `calls` threads at once; the runtime fills up to the next recorded batch."""
     free = SimpleQueue[cgbundle.Program]()
     for session in [program, *[program.session() for _ in range(calls - 1)]]:
         free.put(session)
 
     def call(rows: Sequence[Sequence[int]], length: int) -> Sequence[Any]:
-        ids, mask = array("q"), array("q")
-        for row in rows:
-            padding = [0] * (length - len(row))
-            ids.extend([*row, *padding])
-            mask.extend([*[1] * len(row), *padding])
         shape, session = (len(rows), length), free.get()
         try:
-            return session(from_bytes(ids, "int64", shape), from_bytes(mask, "int64", shape)).tolist()
+            with spans.span("tensors", len(rows)):
+                ids, mask = array("q"), array("q")
+                for row in rows:
+                    padding = [0] * (length - len(row))
+                    ids.extend([*row, *padding])
+                    mask.extend([*[1] * len(row), *padding])
+            with spans.span("replay", len(rows)):
+                made = session(from_bytes(ids, "int64", shape), from_bytes(mask, "int64", shape))
+            with spans.span("rows", len(rows)):
+                return made.tolist()
         finally:
             free.put(session)
 
@@ -118,20 +124,18 @@ def tokenizer(path: str | None) -> Callable[[str], list[int]]:
 # --- HTTP ---------------------------------------------------------------------------------------------------------
 
 
-def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict[str, Any]) -> FastAPI:
+def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict[str, Any]) -> Starlette:
     """The application, which opens and closes the batcher; `about` is what /health adds to its own counts."""
 
     @asynccontextmanager
-    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
         async with batcher:
             yield
 
-    app = FastAPI(title="embeddings from a bundle", lifespan=lifespan)
-    app.add_middleware(BoundedBodies, largest=BYTES)
-
-    @app.post("/embed")
-    async def embed(sent: Text) -> Embedding:
-        tokens = tokenize(sent.text)
+    async def embed(request: Request) -> Response:
+        text = await read(request)
+        with batcher.spans.span("tokens"):
+            tokens = tokenize(text)
         try:
             values = await batcher.answer(tokens)
         except TooLong as error:
@@ -147,27 +151,40 @@ def make_app(batcher: Batcher, tokenize: Callable[[str], list[int]], about: dict
         except cgbundle.CgbundleError as error:
             print("serve:", " ".join(str(error).split()), file=sys.stderr)
             raise HTTPException(500, "the model failed; the server's log says why") from None
-        return Embedding(embedding=values, tokens=len(tokens))
+        with batcher.spans.span("json"):  # a tenth of json.dumps' time
+            body = to_json({"embedding": values, "tokens": len(tokens)}, inf_nan_mode="null")
+        return Response(body, media_type="application/json")
 
-    @app.get("/health")
-    async def health() -> dict[str, Any]:
-        done = {"calls": batcher.calls, "rows": batcher.rows, "waited": batcher.waited, "computing": batcher.computing}
-        return {**about, "torch": "torch" in sys.modules, **done}
+    async def health(_: Request) -> Response:
+        done = {"calls": batcher.calls, "rows": batcher.rows, "computing": batcher.computing, "spans": batcher.spans.seconds}
+        return JSONResponse({**about, "torch": "torch" in sys.modules, **done})
 
-    @app.exception_handler(RequestValidationError)
-    async def invalid(_: Request, error: RequestValidationError) -> JSONResponse:
-        """One line instead of FastAPI's list."""
-        first = error.errors()[0]
-        where = ".".join([str(part) for part in first["loc"] if part != "body"])
-        said = f"{where}: {first['msg']}" if where else 'expected {"text": "..."} with Content-Type: application/json'
-        if first["type"] == "json_invalid":
-            said = f"no JSON: {first['ctx']['error']} at character {where}"
-        return JSONResponse({"detail": said}, 400)
-
-    return app
+    routes = [Route("/embed", embed, methods=["POST"]), Route("/health", health)]
+    bounded = Middleware(BoundedBodies, largest=BYTES)
+    return Starlette(routes=routes, middleware=[bounded], exception_handlers={HTTPException: refused}, lifespan=lifespan)
 
 
-def make_server(app: FastAPI, request: float = REQUEST, idle: int = IDLE) -> uvicorn.Server:
+async def read(request: Request) -> str:
+    """The text that a request sends.  Raises HTTPException."""
+    if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
+        raise HTTPException(400, EXPECTED)
+    try:
+        return Text.model_validate_json(await request.body()).text
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+    if first["type"] == "json_invalid":
+        raise HTTPException(400, f"no JSON: {first['ctx']['error']}")
+    where = ".".join(map(str, first["loc"]))
+    raise HTTPException(400, f"{where}: {first['msg']}" if where else EXPECTED)
+
+
+async def refused(_: Request, error: Exception) -> Response:
+    """An error in one line."""
+    assert isinstance(error, HTTPException)
+    return JSONResponse({"detail": error.detail}, error.status_code, error.headers)
+
+
+def make_server(app: Starlette, request: float = REQUEST, idle: int = IDLE) -> uvicorn.Server:
     """The server around the application; times in seconds."""
     config = uvicorn.Config(
         app, http=partial(BoundedConnection, seconds=request), ws="none", timeout_keep_alive=idle,
@@ -176,7 +193,7 @@ def make_server(app: FastAPI, request: float = REQUEST, idle: int = IDLE) -> uvi
     return uvicorn.Server(config)
 
 
-def serve(app: FastAPI, host: str, port: int, name: str) -> None:
+def serve(app: Starlette, host: str, port: int, name: str) -> None:
     """Serves until SIGINT or SIGTERM, and answers what it accepted.  Raises SystemExit where the port is taken."""
     try:
         listening = socket.create_server((host, port))
@@ -207,7 +224,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with program:
         largest, lengths = sizes_of(program)
         about = {"model": program.manifest.name, "int_keys": program.int_keys}
-        batcher = Batcher(caller(program, given.calls), lengths, largest, given.wait / 1000, WAITING, given.calls)
+        spans = Spans()
+        batcher = Batcher(caller(program, given.calls, spans), lengths, largest, given.wait / 1000, WAITING, given.calls, spans)
         serve(make_app(batcher, tokenizer(given.tokenizer), about), given.host, given.port, program.manifest.name)
 
 

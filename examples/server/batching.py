@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from .request_queue import Batch, RequestQueue
+from .spans import Spans
 
 Call = Callable[[Sequence[Sequence[int]], int], Sequence[Any]]
 """(rows of tokens, length) -> an answer for each row; no row is longer than `length`."""
@@ -29,14 +30,17 @@ class Batcher:
 
     At most `largest` rows go together, and a request waits `wait` seconds for others; `limit` may wait.  `lengths` are ascending.
     `call` runs in `calls` threads.
-    What was done: `calls`, the `rows` of all, the seconds that requests `waited` and those that calls were `computing`.
+    What was done: `calls`, the `rows` of all, the seconds that calls were `computing`; in `spans` those that requests waited in the
+    `queue` and for their `call`.
     """
 
     def __init__(
-        self, call: Call, lengths: Sequence[int], largest: int, wait: float = 0.002, limit: int = 1024, calls: int = 1
-    ) -> None:
+        self, call: Call, lengths: Sequence[int], largest: int, wait: float = 0.002, limit: int = 1024, calls: int = 1,
+        spans: Spans | None = None,
+    ) -> None:  # fmt: skip
         self.calls = self.rows = 0
-        self.waited = self.computing = 0.0
+        self.computing = 0.0
+        self.spans = spans or Spans()
         self._call, self._lengths = call, lengths
         self._threads = ThreadPoolExecutor(calls, "replay")
         self._queue = RequestQueue(self._answers, self._threads, largest, wait, limit, self._count, calls)
@@ -63,5 +67,7 @@ class Batcher:
         return self._call(rows, self._length(rows[0]))
 
     def _count(self, batch: Batch) -> None:
-        self.calls, self.rows = self.calls + 1, self.rows + len(batch.rows)
-        self.waited, self.computing = self.waited + sum(batch.waited), self.computing + batch.seconds
+        rows = len(batch.rows)
+        self.calls, self.rows, self.computing = self.calls + 1, self.rows + rows, self.computing + batch.seconds
+        self.spans.add("queue", sum(batch.waited))
+        self.spans.add("call", batch.seconds * rows)

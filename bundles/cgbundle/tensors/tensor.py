@@ -207,5 +207,7 @@ def _e4m3fn(byte: int) -> float:
 def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
     if not shape:
         return flat[0]
+    if len(shape) == 1:  # not element by element: a server does this for every answer
+        return flat
     step = prod(shape[1:])
     return [_nest(flat[index * step : (index + 1) * step], shape[1:]) for index in range(shape[0])]

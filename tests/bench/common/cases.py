@@ -14,12 +14,14 @@ from tests.bench.common import children
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """`sizes` are the build's `--sizes`; `key` the first call's sizes; `own_weights`: `model()` reads its weights itself."""
+    """`sizes` are the build's `--sizes`; `key` the first call's sizes; `own_weights`: `model()` reads its weights itself;
+    `options`: more of the build's."""
 
     name: str
     sizes: tuple[str, ...]
     key: tuple[int, ...]
     own_weights: bool = False
+    options: tuple[str, ...] = ()
 
     @property
     def source(self) -> Path:
@@ -40,6 +42,7 @@ def bundle(case: Case, cache: Path) -> Path:
     if manifest.exists() and manifest.stat().st_mtime > newest(case):
         return path
     line = [sys.executable, "-m", "cgcompile_cli", "build", str(case.source), "--target", "cpu", "-o", str(path), "--force"]
+    line += case.options
     for sizes in case.sizes:
         line += ["--sizes", sizes]
     if subprocess.run(line, env=children.environment(), stdout=subprocess.DEVNULL, check=False).returncode or not manifest.exists():

@@ -20,8 +20,9 @@ class ChildFailed(Exception):
 
 
 def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
-    """What a child inherits, with the packages of this tree on its path and the moment of its start."""
-    path = os.pathsep.join([str(ROOT / "bundles"), str(ROOT), str(ROOT / "cli")])
+    """What a child inherits, with the packages of this tree first on its path and the moment of its start."""
+    given = [each for each in (os.environ.get("PYTHONPATH"),) if each]
+    path = os.pathsep.join([str(ROOT / "bundles"), str(ROOT), str(ROOT / "cli"), *given])
     # an editable install may put the same folders there already; a tree without one works too
     return os.environ | {"PYTHONPATH": path} | (extra or {}) | {serving.SPAWNED: repr(serving.now())}
 

@@ -3,9 +3,9 @@
     python tests/bench/server/load.py --cache .cache/bench
     python tests/bench/server/load.py --bundle minilm_gpu.cgb --device cuda --compile --tolerance 1e-3
 
-Every answer is compared with eager PyTorch's for that text alone; one that differs ends the benchmark.  Clients are threads of this
-process, each with a connection that it keeps and its next request as soon as the last was answered.  The servers take turns, a
-round each.
+Every answer is compared with eager PyTorch's for that text alone; one that differs ends the benchmark.  Clients are connections of
+one process or several (clients.py), each with its next request as soon as the last was answered.  The servers take turns, a round
+each.  On a machine with other work, requests a second tell little: the processors' time of a request, by thread, tells more.
 """
 
 from __future__ import annotations
@@ -19,17 +19,18 @@ import signal
 import statistics
 import subprocess
 import sys
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from cgbundle.format.archive import read_manifest
 from tests.bench.common import cases, children, report, serving
 
-BATCHES, LENGTHS = (1, 2, 4, 6, 8), (8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
+BATCHES, LENGTHS = (1, 2, 3, 4, 5, 6, 7, 8), (8, 12, 16, 20, 24, 28, 32, 40, 48, 64, 96, 128)
 """On a CPU one lowering is for all sizes: more of them cost nothing, and fewer rows and tokens are computed for nothing."""
 
 CASE = cases.Case(
@@ -37,6 +38,7 @@ CASE = cases.Case(
     sizes=(f"batch={','.join(map(str, BATCHES))}", f"seq={','.join(map(str, LENGTHS))}"),
     key=(1, 16),
     own_weights=True,
+    options=("--standalone", "--max-keys", "96"),  # products of its own: where torch's have no AVX-512, half of their time
 )
 TEXTS = 256
 TOLERANCE = 1e-5
@@ -60,12 +62,14 @@ class Server:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Round:
-    """`seconds` in all, and of the processors for the server; of every request its latency in seconds, the text's number and the
-    answer's body."""
+    """`seconds` in all, and of the processors for the server: for the thread that runs its event loop, and for the others; of every
+    request its latency in seconds; the largest difference of an element of an answer from eager PyTorch's for that text alone."""
 
     seconds: float
-    processor: float
-    answers: tuple[tuple[float, int, bytes], ...]
+    loop: float
+    others: float
+    latencies: tuple[float, ...]
+    difference: float
 
 
 def texts() -> list[str]:
@@ -86,7 +90,8 @@ def references(sentences: Sequence[str]) -> list[list[float]]:
         "print(json.dumps(found))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=children.ROOT / "examples", input=json.dumps(sentences), env=children.environment(),
+        [sys.executable, "-c", program], cwd=children.ROOT / "examples", input=json.dumps(sentences),
+        env=children.environment({"OMP_NUM_THREADS": "1"}),  # several wait for each other, where other work keeps one from running
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     if done.returncode:
@@ -95,37 +100,45 @@ def references(sentences: Sequence[str]) -> list[list[float]]:
 
 
 @contextmanager
-def running(name: str, command: Sequence[str], sentence: str, threads: int) -> Iterator[Server]:
-    """A server until the end of the block, whose model computes in `threads` threads.  Raises ChildFailed where it does not start,
-    or does not end well."""
+def running(name: str, command: Sequence[str], sentence: str, threads: int, cores: set[int]) -> Iterator[Server]:
+    """A server until the end of the block, on these processors, whose model computes in `threads` threads.  Raises ChildFailed
+    where it does not start, or does not end well."""
     environment = children.environment({"OMP_NUM_THREADS": str(threads)})
     begin = float(environment[serving.SPAWNED])
-    process = subprocess.Popen([sys.executable, *command], env=environment, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, *command],
+        env=environment,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, cores),
+    )
     assert process.stderr is not None
     try:
-        said = process.stderr.readline()
-        if "http://" not in said:
-            raise children.ChildFailed(f"{name}: {said}{process.stderr.read()}")
-        port = int(said.rsplit(":", 1)[1])
-        post(http.client.HTTPConnection("127.0.0.1", port), sentence)
+        said: list[str] = []  # a compiler may warn first
+        while not said or "http://" not in said[-1]:
+            if not (line := process.stderr.readline()):
+                raise children.ChildFailed(f"{name}: {''.join(said)}")
+            said.append(line)
+        port = int(said[-1].rsplit(":", 1)[1])
+        post(port, sentence)
         yield Server(name=name, process=process, port=port, start=serving.now() - begin)
         process.send_signal(signal.SIGINT)
-        said = process.stderr.read()
-        if process.wait(30) or said:
-            raise children.ChildFailed(f"{name}: ended with {process.returncode}\n{said}")
+        told = process.stderr.read()
+        if process.wait(30) or (told and name == "bundle"):
+            raise children.ChildFailed(f"{name}: ended with {process.returncode}\n{told}")
     finally:
         process.kill()
         process.wait()
 
 
-def post(connection: http.client.HTTPConnection, text: str) -> bytes:
-    """The answer's body.  Raises ChildFailed where it is no 200."""
+def post(port: int, text: str) -> None:
+    """The first request.  Raises ChildFailed where its answer is no 200."""
+    connection = http.client.HTTPConnection("127.0.0.1", port)
     connection.request("POST", "/embed", json.dumps({"text": text}), {"Content-Type": "application/json"})
     answer = connection.getresponse()
     body = answer.read()
     if answer.status != 200:
         raise children.ChildFailed(f"{answer.status}: {body.decode()}")
-    return body
 
 
 def health(server: Server) -> dict[str, Any]:
@@ -135,55 +148,79 @@ def health(server: Server) -> dict[str, Any]:
     return json.loads(connection.getresponse().read())
 
 
-def drive(server: Server, sentences: Sequence[str], clients: int, each: int) -> Round:
-    """`clients` threads send `each` requests, all starting at once."""
-    found: list[list[tuple[float, int, bytes]]] = [[] for _ in range(clients)]
-    failed: list[BaseException] = []
-    start = threading.Barrier(clients + 1)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Load:
+    """What clients ask for, what is right, and the processes that they are in, on these processors."""
 
-    def client(number: int) -> None:
-        order = random.Random(number).choices(range(len(sentences)), k=each)
-        connection = http.client.HTTPConnection("127.0.0.1", server.port)
-        connection.connect()
-        start.wait()
+    sentences: Sequence[str]
+    expected: Sequence[Sequence[float]]
+    processes: int
+    cores: set[int]
+
+    def drive(self, server: Server, clients: int, each: int) -> Round:
+        """`clients` clients send `each` requests, all starting at once.  Raises ChildFailed."""
+        script = [sys.executable, str(Path(__file__).with_name("clients.py"))]
+        shares = [share for share in split(clients, self.processes) if share]
+        made = [
+            subprocess.Popen(
+                [*script, *map(str, (server.port, len(share), each, share[0]))], env=children.environment(), text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, preexec_fn=partial(os.sched_setaffinity, 0, self.cores),
+            )
+            for share in shares
+        ]  # fmt: skip
         try:
-            for text in order:
-                begin = serving.now()
-                body = post(connection, sentences[text])
-                found[number].append((serving.now() - begin, text, body))
-        except (OSError, http.client.HTTPException, children.ChildFailed) as error:
-            failed.append(error)
+            for process in made:
+                say(process, json.dumps({"texts": self.sentences, "expected": self.expected}))
+            if [hear(process) for process in made] != ["ready\n"] * len(made):
+                raise children.ChildFailed(f"{server.name}: clients did not connect")
+            before = processor_time(server)
+            for process in made:
+                say(process, "go")
+            told = [hear(process) for process in made]
+            loop, others = (after - earlier for after, earlier in zip(processor_time(server), before, strict=True))
+            if not all(told):
+                raise children.ChildFailed(f"{server.name}: clients failed")
+            found = [json.loads(line) for line in told]
+        finally:
+            for process in made:
+                process.kill()
+                process.wait()
+        return Round(
+            seconds=max(one["end"] for one in found) - min(one["begin"] for one in found),
+            loop=loop,
+            others=others,
+            latencies=tuple([seconds for one in found for seconds, _ in one["answers"]]),
+            difference=max(one["difference"] for one in found),
+        )
 
-    threads = [threading.Thread(target=client, args=(number,)) for number in range(clients)]
-    for thread in threads:
-        thread.start()
-    spent = processor_time(server)
-    start.wait()
-    begin = serving.now()
-    for thread in threads:
-        thread.join()
-    seconds = serving.now() - begin
-    spent = processor_time(server) - spent
-    if failed:
-        raise children.ChildFailed(f"{server.name}: {len(failed)} clients failed, first {failed[0]}")
-    return Round(seconds=seconds, processor=spent, answers=tuple([answer for part in found for answer in part]))
+
+def split(clients: int, processes: int) -> list[range]:
+    """The clients of each process."""
+    bounds = [clients * index // processes for index in range(processes + 1)]
+    return [range(begin, end) for begin, end in pairwise(bounds)]
 
 
-def largest_difference(made: Round, expected: Sequence[Sequence[float]]) -> float:
-    """Of an element of an answer from eager PyTorch's for that text alone."""
-    worst = 0.0
-    for _, text, body in made.answers:
-        values = json.loads(body)["embedding"]
-        worst = max(worst, *[abs(a - b) for a, b in zip(values, expected[text], strict=True)])
-    return worst
+def say(process: subprocess.Popen[str], line: str) -> None:
+    """A line to a child."""
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+def hear(process: subprocess.Popen[str]) -> str:
+    """A line from a child, "" where it has ended."""
+    assert process.stdout is not None
+    return process.stdout.readline()
 
 
 def summary(rounds: Sequence[Round]) -> dict[str, Any]:
-    """Requests a second of every round; latencies of all rounds together, in seconds."""
-    latencies = sorted(latency for made in rounds for latency, _, _ in made.answers)
+    """Requests a second of every round; latencies of all rounds together, and the processors' time of a request, in seconds."""
+    latencies = sorted(latency for made in rounds for latency in made.latencies)
     return {
-        "throughput": [len(made.answers) / made.seconds for made in rounds],
-        "processor": sum([made.processor for made in rounds]) / len(latencies),
+        "throughput": [len(made.latencies) / made.seconds for made in rounds],
+        "loop": sum([made.loop for made in rounds]) / len(latencies),
+        "others": sum([made.others for made in rounds]) / len(latencies),
+        "processor": sum([made.loop + made.others for made in rounds]) / len(latencies),
         "mean": statistics.mean(latencies),
         "p50": statistics.median(latencies),
         "p99": latencies[min(len(latencies) - 1, round(0.99 * len(latencies)))],
@@ -194,13 +231,24 @@ def summary(rounds: Sequence[Round]) -> dict[str, Any]:
 def spell(name: str, clients: int, made: Round) -> str:
     """A round in a line, while the others go on."""
     found = summary([made])
-    spent = f"{found['processor'] * 1e3:.2f} ms of the processors' time each"
+    spent = f"{found['loop'] * 1e3:.2f} + {found['others'] * 1e3:.2f} ms of the processors' time each"
     return f"{name}, {clients} clients: {found['throughput'][0]:.0f} requests/s, p99 {found['p99'] * 1e3:.1f} ms, {spent}"
 
 
-def processor_time(server: Server) -> float:
-    """Seconds that all threads of the process have had a processor."""
-    fields = Path(f"/proc/{server.process.pid}/stat").read_text().rpartition(")")[2].split()
+def processor_time(server: Server) -> tuple[float, float]:
+    """Seconds that the process's first thread, its event loop, has had a processor, and those of all other threads."""
+    threads = Path(f"/proc/{server.process.pid}/task")
+    spent = {int(each.name): running_time(each) for each in threads.iterdir()}
+    loop = spent.pop(server.process.pid)
+    return loop, sum(spent.values())
+
+
+def running_time(thread: Path) -> float:
+    """Seconds that a thread has had a processor; 0 for one that has just ended."""
+    try:
+        fields = (thread / "stat").read_text().rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
@@ -210,52 +258,82 @@ def resident(server: Server) -> int:
     return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS"))
 
 
+SPANS = {
+    "tokens": "text to tokens",
+    "queue": "in the queue",
+    "thread": "to the model's thread and back",
+    "tensors": "rows to tensors",
+    "replay": "the model, with copies",
+    "rows": "its output to rows",
+    "json": "answer to JSON",
+}
+"""What the servers time of a request, in its order; those of a call of the model count whole for each request in it."""
+
+
+def spans(before: Mapping[str, Any], after: Mapping[str, Any], mean: float) -> dict[str, float]:
+    """Seconds of a request in each span; the rest of its `mean` latency is HTTP: parsing, the event loop, the client."""
+    spent = {name: (after["spans"][name] - before["spans"][name]) / (after["rows"] - before["rows"]) for name in after["spans"]}
+    spent["thread"] = spent["call"] - spent["tensors"] - spent["replay"] - spent["rows"]
+    found = {name: spent[name] for name in SPANS}
+    return {**found, "http": mean - sum(found.values())}
+
+
 def measure(given: argparse.Namespace) -> dict[str, Any]:
     """Everything, as numbers.  Raises ChildFailed."""
     folder = given.cache / "serve"  # beside the bundle of the other benchmarks, which has other sizes
     folder.mkdir(parents=True, exist_ok=True)
     path = given.bundle or cases.bundle(CASE, folder)
     sentences = texts()
-    expected = references(sentences)
+    load = Load(
+        sentences=sentences, expected=references(sentences), processes=given.client_processes, cores=cores(given.client_cores)
+    )
     here = Path(__file__).parent
     served = [str(children.ROOT / "examples" / "serve.py"), str(path), "--port", "0", "--calls", str(given.calls)]
     batch, length = [dimension.sizes for dimension in read_manifest(str(path)).dimensions]
     lengths = given.lengths or ",".join(map(str, length))
-    torch = [str(here / "serve_eager.py"), str(batch[-1]), lengths, given.device, str(given.calls)]
+    torch = [str(here / "serve_eager.py"), str(given.largest or batch[-1]), lengths, given.device, str(given.calls)]
     commands = {"bundle": served, **{how: [*torch, how] for how in ("eager", *(["compile"] if given.compile else []))}}
     counts = (given.clients, 1)
     found: dict[str, Any] = {name: getattr(given, name) for name in ("clients", "threads", "calls")}
-    found["processors"] = len(os.sched_getaffinity(0))
+    found["processors"] = len(cores(given.server_cores))
     with ExitStack() as stack:
-        servers = [stack.enter_context(running(name, command, sentences[0], given.threads)) for name, command in commands.items()]
+        servers = [
+            stack.enter_context(running(name, command, sentences[0], given.threads, cores(given.server_cores)))
+            for name, command in commands.items()
+        ]
         rounds: dict[tuple[str, int], list[Round]] = {(server.name, count): [] for server in servers for count in counts}
         for server in servers:
-            drive(server, sentences, given.clients, 2)  # not measured
+            load.drive(server, given.clients, given.warm)  # not measured
         before = {server.name: health(server) for server in servers}
         for count in counts:
             each = given.requests if count > 1 else given.requests * 4
             for _ in range(given.rounds):
                 for server in servers:
-                    rounds[server.name, count].append(made := drive(server, sentences, count, each))
+                    rounds[server.name, count].append(made := load.drive(server, count, each))
                     print(spell(server.name, count, made), file=sys.stderr, flush=True)
             if count > 1:
                 after = {server.name: health(server) for server in servers}
         for server in servers:
-            worst = max(largest_difference(made, expected) for count in counts for made in rounds[server.name, count])
+            name = server.name
+            worst = max(made.difference for count in counts for made in rounds[name, count])
             if worst > given.tolerance:
-                raise children.ChildFailed(f"{server.name}: an answer is {worst:.1e} off, allowed are {given.tolerance:.0e}")
-            calls, rows, waited, computing = (
-                after[server.name][what] - before[server.name][what] for what in ("calls", "rows", "waited", "computing")
-            )
-            many = summary(rounds[server.name, given.clients])
-            found[server.name] = {
-                "torch": after[server.name]["torch"], "start": server.start, "resident": resident(server), "difference": worst,
-                "rows per call": rows / calls, "waited": waited / rows, "call": computing / calls,
-                "busy": computing / sum(made.seconds for made in rounds[server.name, given.clients]),
-                "rest": many["mean"] - waited / rows - computing / calls,
-                "many": many, "one": summary(rounds[server.name, 1]),
+                raise children.ChildFailed(f"{name}: an answer is {worst:.1e} off, allowed are {given.tolerance:.0e}")
+            calls, rows, computing = (after[name][what] - before[name][what] for what in ("calls", "rows", "computing"))
+            many = summary(rounds[name, given.clients])
+            found[name] = {
+                "torch": after[name]["torch"], "start": server.start, "resident": resident(server), "difference": worst,
+                "rows per call": rows / calls, "busy": computing / sum(made.seconds for made in rounds[name, given.clients]),
+                "spans": spans(before[name], after[name], many["mean"]), "many": many, "one": summary(rounds[name, 1]),
             }  # fmt: skip
     return found
+
+
+def cores(text: str) -> set[int]:
+    """Processors, from `0-5,8`; all of this process for ""."""
+    if not text:
+        return os.sched_getaffinity(0)
+    pairs = [each.partition("-") for each in text.split(",")]
+    return {core for first, _, last in pairs for core in range(int(first), int(last or first) + 1)}
 
 
 def show(found: dict[str, Any]) -> None:
@@ -280,14 +358,13 @@ def show(found: dict[str, Any]) -> None:
         spread = [f"{min(way['throughput']):.0f}-{max(way['throughput']):.0f}" for way in own]
         cells = [f"{x:.0f} ({s})" for x, s in zip(through, spread, strict=True)]
         rows.append((f"{name}, requests a second", *cells, ratio(through[0], through[1])))
-        for part, title in (("p50", "latency p50"), ("p99", "latency p99"), ("processor", "processor time a request")):
-            cells = [f"{way[part] * 1e3:.1f} ms" for way in own]
+        for part, title in PARTS.items():
+            cells = [f"{way[part] * 1e3:.2f} ms" for way in own]
             rows.append((f"{name}, {title}", *cells, ratio(own[1][part], own[0][part])))
     many = f"{found['clients']} clients"
-    rows.append(row(f"{many}, a request's time in the queue", "waited", lambda seconds: f"{seconds * 1e3:.1f} ms"))
-    rows.append(row(f"{many}, a call of the model", "call", lambda seconds: f"{seconds * 1e3:.1f} ms"))
-    rows.append(row(f"{many}, the rest: HTTP, tokens, JSON", "rest", lambda seconds: f"{seconds * 1e3:.1f} ms"))
-    rows.append((f"{many}, the model's share of the time", *(f"{way['busy']:.0%}" for way in ways), ""))
+    for span, title in {**SPANS, "http": "the rest: HTTP"}.items():
+        rows.append((f"{many}, {title}", *(f"{way['spans'][span] * 1e3:.2f} ms" for way in ways), ""))
+    rows.append((f"{many}, calls' share of the time", *(f"{way['busy']:.0%}" for way in ways), ""))
     rows.append((f"{many}, rows of a call", *(f"{way['rows per call']:.1f}" for way in ways), ""))
     total = sum(way[key]["requests"] for way in ways for key in ("many", "one"))
     note = f"all {total} answers correct; largest difference of an element {max(way['difference'] for way in ways):.1e}"
@@ -295,6 +372,16 @@ def show(found: dict[str, Any]) -> None:
     title = f"examples/serve.py, MiniLM, {found['processors']} processors, {at_once}"
     names = ("bundle", "eager PyTorch", "torch.compile")[: len(ways)]
     report.table(report.console(), title, ("", *names, "better than eager by"), rows, note)
+
+
+PARTS = {
+    "p50": "latency p50",
+    "p99": "latency p99",
+    "processor": "processors' time",
+    "loop": "of it the event loop",
+    "others": "of it other threads",
+}
+"""Of a round's summary, what the table shows."""
 
 
 def main() -> int:
@@ -305,9 +392,14 @@ def main() -> int:
     parser.add_argument("--clients", type=int, default=64)
     parser.add_argument("--requests", type=int, default=16, help="of each client in a round")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--warm", type=int, default=2, help="requests of each client before that, not measured")
+    parser.add_argument("--client-processes", type=int, default=1, help="that the clients are in (default: %(default)s)")
+    parser.add_argument("--client-cores", default="", metavar="0-3", help="processors of the clients (default: all)")
+    parser.add_argument("--server-cores", default="", metavar="4-15", help="processors of every server (default: all)")
     parser.add_argument(
         "--lengths", help="that PyTorch's requests are grouped by (default: those of the bundle): fewer, larger calls may suit it"
     )
+    parser.add_argument("--largest", type=int, help="rows of PyTorch's calls at most (default: the bundle's largest batch)")
     parser.add_argument("--threads", type=int, default=1, help="of the model in either server: HTTP and the clients need some, too")
     parser.add_argument("--calls", type=int, default=1, help="of the model at once, in either server")
     parser.add_argument("--device", default="cpu", help="where PyTorch computes (default: %(default)s)")

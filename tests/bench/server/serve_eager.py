@@ -18,21 +18,28 @@ import minilm
 import serve
 import torch
 from server.batching import Batcher
+from server.spans import Spans
 
 
 def main(largest: str, lengths: str, device: str, calls: str, how: str) -> None:
     """Serves at a free port, which the first line on stderr names."""
     network = minilm.model().to(device)
     run = torch.compile(network, dynamic=True) if how == "compile" else network
+    spans = Spans()
 
     def call(rows: Sequence[Sequence[int]], _: int) -> Sequence[Any]:
         longest = max(map(len, rows))
-        ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
-        mask = torch.tensor([[*[1] * len(row), *[0] * (longest - len(row))] for row in rows])
-        with torch.inference_mode():
-            return run(ids.to(device), mask.to(device)).tolist()
+        with spans.span("tensors", len(rows)):
+            ids = torch.tensor([[*row, *[0] * (longest - len(row))] for row in rows])
+            mask = torch.tensor([[*[1] * len(row), *[0] * (longest - len(row))] for row in rows])
+        with spans.span("replay", len(rows)), torch.inference_mode():
+            made = run(ids.to(device), mask.to(device)).cpu()
+        with spans.span("rows", len(rows)):
+            return made.tolist()
 
-    batcher = Batcher(call, [int(length) for length in lengths.split(",")], int(largest), calls=int(calls))
+    for rows in (2, 1):  # a compiler has a case for one row, and may take longer than a request has
+        call([[1, 2, 3]] * rows, 3)
+    batcher = Batcher(call, [int(length) for length in lengths.split(",")], int(largest), calls=int(calls), spans=spans)
     serve.serve(serve.make_app(batcher, serve.tokenizer(None), {"model": how}), "127.0.0.1", 0, how)
 
 

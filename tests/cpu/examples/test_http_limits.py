@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import importlib
 import json
@@ -302,6 +303,26 @@ def test_what_a_client_asked_that_left_is_not_computed(running: Running) -> None
         running.model.go.set()
         assert (status(first), status(stays)) == (200, 200)
     assert running.model.rows == [[1], [3]]
+
+
+def test_who_ends_the_server_ends_a_request_too(serve: ModuleType) -> None:
+    """The end of a request whose client left is told from that of its task: only the first is the middleware's own."""
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def run(leaves: bool) -> str:
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        messages.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+        bounded = serve.BoundedBodies(slow, 10)
+        task = asyncio.create_task(bounded({"type": "http", "headers": []}, messages.get, None))
+        await asyncio.sleep(0.01)
+        messages.put_nowait({"type": "http.disconnect"}) if leaves else task.cancel()
+        await asyncio.wait([task], timeout=20)
+        return "cancelled" if task.cancelled() else "done"
+
+    assert asyncio.run(run(leaves=True)) == "done"
+    assert asyncio.run(run(leaves=False)) == "cancelled"
 
 
 def test_a_full_queue_says_when_to_come_back(running: Running) -> None:

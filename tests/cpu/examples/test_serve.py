@@ -299,15 +299,18 @@ def test_64_clients_get_their_own_answers_from_a_process_without_torch(server: S
     rows, calls = (about[what] - before[what] for what in ("rows", "calls"))
     assert rows == len(texts) and len(texts) / 4 <= calls < len(texts), "requests that came together were one call"
     assert about["int_keys"] == [[1, 4], [1, 8], [4, 4], [4, 8]]
+    spent = {name: seconds - before["spans"].get(name, 0.0) for name, seconds in about["spans"].items()}
+    assert spent.keys() == {"tokens", "queue", "call", "tensors", "replay", "rows", "json"} and min(spent.values()) > 0
+    assert spent["tensors"] + spent["replay"] + spent["rows"] <= spent["call"]
 
 
 @pytest.mark.parametrize(
     ("body", "status", "line"),
     [
-        (b'{"text": ', 400, "no JSON: Expecting value at character 9"),
+        (b'{"text": ', 400, "no JSON: EOF while parsing a value at line 1 column 9"),
         (b"\xff\xfe", 400, "no JSON"),
         (b"[1]", 400, 'expected {"text": "..."} with Content-Type: application/json'),
-        (b"", 400, 'expected {"text": "..."} with Content-Type: application/json'),
+        (b"", 400, "no JSON"),
         (b'{"txt": "the cat"}', 400, "text: Field required"),
         (b'{"text": 5}', 400, "text: Input should be a valid string"),
         (json.dumps({"text": "cat " * 9}).encode(), 413, "text: 9 tokens, where at most 8 were recorded"),

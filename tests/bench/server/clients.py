@@ -1,0 +1,112 @@
+"""Child: `clients.py PORT CLIENTS EACH FIRST` is so many clients of a server of embeddings, each with a connection that it keeps
+and its next request as soon as the last was answered.
+
+One thread, one selector, requests that are spelled out before: 64 clients cost little of the processors that they share with the
+server.  On stdin a line of JSON: {"texts": [...], "expected": [[...], ...]}; "ready" on stdout when all are connected; any line on
+stdin starts them; then a line of JSON: {"begin", "end", "answers": [[seconds, number of the text], ...], "difference"}.  FIRST
+numbers the clients: a client asks for the same texts in every run.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import selectors
+import socket
+import sys
+from dataclasses import dataclass, field
+
+from tests.bench.common import serving
+
+
+class Refused(Exception):
+    """An answer that is no 200."""
+
+
+@dataclass(slots=True)
+class Client:
+    """A connection, what it still has to ask for (last first), when it asked, and the bytes that came since."""
+
+    connection: socket.socket
+    texts: list[int]
+    asked: float = 0.0
+    came: bytearray = field(default_factory=bytearray)
+
+
+def request(text: str) -> bytes:
+    """A whole request."""
+    body = json.dumps({"text": text}).encode()
+    head = f"POST /embed HTTP/1.1\r\nHost: bench\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+    return head.encode() + body
+
+
+def answer(came: bytearray) -> bytes | None:
+    """The body, once it is there.  Raises Refused."""
+    head, separator, body = bytes(came).partition(b"\r\n\r\n")
+    if not separator:
+        return None
+    lines = head.decode().lower().split("\r\n")
+    length = int(next(line for line in lines if line.startswith("content-length:")).partition(":")[2])
+    if len(body) < length:
+        return None
+    if lines[0].split()[1] != "200":
+        raise Refused(f"{lines[0]}: {body.decode()}")
+    return body
+
+
+def drive(clients: list[Client], requests: list[bytes]) -> list[tuple[float, int, bytes]]:
+    """Every answer: its seconds, its text's number, its body.  All clients start at once.  Raises OSError, Refused."""
+    found: list[tuple[float, int, bytes]] = []
+    with selectors.DefaultSelector() as selector:
+        for client in clients:
+            selector.register(client.connection, selectors.EVENT_READ, client)
+            client.asked = serving.now()
+            client.connection.sendall(requests[client.texts[-1]])
+        while selector.get_map():
+            for key, _ in selector.select():
+                client = key.data
+                came = client.connection.recv(1 << 16)
+                if not came:
+                    raise Refused("the server closed a connection")
+                client.came += came
+                if (body := answer(client.came)) is None:
+                    continue
+                found.append((serving.now() - client.asked, client.texts.pop(), body))
+                client.came.clear()
+                if client.texts:
+                    client.asked = serving.now()
+                    client.connection.sendall(requests[client.texts[-1]])
+                else:
+                    selector.unregister(client.connection)
+    return found
+
+
+def main(port: str, clients: str, each: str, first: str) -> None:
+    """Runs once."""
+    given = json.loads(sys.stdin.readline())
+    texts, expected = given["texts"], given["expected"]
+    made = [
+        Client(socket.create_connection(("127.0.0.1", int(port))), random.Random(number).choices(range(len(texts)), k=int(each)))
+        for number in range(int(first), int(first) + int(clients))
+    ]
+    for client in made:
+        client.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    requests = [request(text) for text in texts]
+    print("ready", flush=True)
+    sys.stdin.readline()
+    begin = serving.now()
+    found = drive(made, requests)
+    end = serving.now()
+    worst = 0.0
+    for _, text, body in found:
+        pairs = zip(json.loads(body)["embedding"], expected[text], strict=True)
+        worst = max(worst, *[abs(a - b) for a, b in pairs])
+    answers = [(seconds, text) for seconds, text, _ in found]
+    print(json.dumps({"begin": begin, "end": end, "answers": answers, "difference": worst}))
+
+
+if __name__ == "__main__":
+    try:
+        main(*sys.argv[1:])
+    except (OSError, Refused) as error:
+        raise SystemExit(f"clients: {error}") from None
