@@ -47,7 +47,7 @@ def _replace(graph: Graph, product: Product, text: AttentionText) -> None:
         named = {
             "kernel_idx": kernel_side_table.add_kernel(_function(text.source, product)),
             "constant_args_idx": kernel_side_table.add_constant_args({}),
-            "grid": [(product.rows, 1, 1)],
+            "grid": [(text.programs, 1, 1)],
             "tma_descriptor_metadata": {},
             "kwargs": arguments,
             "tensors_to_clone": written,

@@ -19,6 +19,7 @@ from .cache_writes import Write, axis_of, values_of, write_into
 from .operation_texts import DTYPES, RESHAPES, ROUNDED, TEXTS, power, rounded
 from .places import HALF, Place, on, place_of
 from .products import SUM, Product, one_product, shape_of
+from .weights_ahead import PROGRAMS, lines_of, weights_ahead
 
 MOST = 1 << 14
 """Elements of a head's keys, at most, as many as are in the registers of one program."""
@@ -35,9 +36,10 @@ class UnknownOperation(Exception):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionText:
     """A kernel `attention` with pointers in the order of `arguments` and, last, `out_ptr`, where rows of `outcome`'s dtype go.  It
-    writes to the arguments that `writes` names, too.  Grid: a program for every head."""
+    writes to the arguments that `writes` names, too.  `programs`: the grid."""
 
     source: str
+    programs: int
     arguments: dict[str, Node]
     writes: dict[str, Write]
     outcome: Node
@@ -80,19 +82,27 @@ class _Writer:
         narrow = len(users) == 1 and users[0].target is prims.convert_element_type.default and users[0].args[1] in HALF
         outcome = users[0] if narrow else mixed.total
         dtype = DTYPES[outcome.meta["val"].dtype]
+        ahead = weights_ahead(mixed.total)
+        named = [self.pointer(each.weight) for each in ahead]
+        body = [
+            f"p = tl.arange(0, {power(length)})",
+            f"k_column = tl.arange(0, {power(self.scores.length)})",
+            f"v_column = tl.arange(0, {power(mixed.columns)})",
+            *self.reads,
+            *self.lines,
+            "total = tl.sum(weights[:, None] * v, 0)",
+            f"tl.store(out_ptr + h * {mixed.columns} + v_column, total.to({dtype}), v_column < {mixed.columns})",
+        ]
+        if ahead:
+            body = [f"if h < {mixed.rows}:", *["    " + line for line in body], "else:", f"    part = h - {mixed.rows}"]
+            body += ["    " + line for line in lines_of(named, ahead, dtype)]
         source = "\n".join([
             "import triton", "import triton.language as tl", "", "", "@triton.jit",
-            f"def attention({', '.join([*self.arguments, 'out_ptr'])}):",
-            "    h = tl.program_id(0)",
-            f"    p = tl.arange(0, {power(length)})",
-            f"    k_column = tl.arange(0, {power(self.scores.length)})",
-            f"    v_column = tl.arange(0, {power(mixed.columns)})",
-            *["    " + line for line in (*self.reads, *self.lines)],
-            "    total = tl.sum(weights[:, None] * v, 0)",
-            f"    tl.store(out_ptr + h * {mixed.columns} + v_column, total.to({dtype}), v_column < {mixed.columns})",
-            "",
+            f"def attention({', '.join([*self.arguments, 'out_ptr'])}):", "    h = tl.program_id(0)",
+            *["    " + line for line in body], "",
         ])  # fmt: skip
-        return AttentionText(source=source, arguments=self.arguments, writes=self.writes, outcome=outcome)
+        programs = mixed.rows + (PROGRAMS if ahead else 0)
+        return AttentionText(source=source, programs=programs, arguments=self.arguments, writes=self.writes, outcome=outcome)
 
     # --- a number for every place, or one for the head
 
