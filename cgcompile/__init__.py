@@ -5,7 +5,7 @@
     cgcompile.build(model, inputs, sizes=[1, 8, 32], out="gpt.cgb", target="auto")
     cgcompile.sign("gpt.cgb", "private.pem")
 
-Importing this module is cheap: torch is imported when a model is built or checked.
+Importing this module is cheap: torch is imported when a model is built or checked.  The package is typed.
 """
 
 from __future__ import annotations
@@ -13,24 +13,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from cgbundle.format.schema import Finding
+
     from .bundle.sign import Signed, sign
+    from .errors import BuildError, ModelError
     from .pipeline.api import build, check
-    from .pipeline.records import Built, Report
+    from .pipeline.records import Built, RegionReport, Report
     from .tools.model_repository import model_repository
-    from .tools.store import Store
-    from .tools.transfer import pull, push
+    from .tools.store import Added, Collected, Store, Stored
+    from .tools.transfer import Transferred, pull, push
     from .util.progress import Event
 
 from .util.version import VERSION as __version__
 
 __all__ = [
-    "Built", "Event", "Report", "Signed", "Store", "__version__", "build", "check", "model_repository", "pull", "push", "sign",
+    "Added", "BuildError", "Built", "Collected", "Event", "Finding", "ModelError", "RegionReport", "Report", "Signed", "Store",
+    "Stored", "Transferred", "__version__", "build", "check", "model_repository", "pull", "push", "sign",
 ]  # fmt: skip
 
 _MODULES = {
-    "build": "pipeline.api", "check": "pipeline.api", "Built": "pipeline.records", "Report": "pipeline.records",
+    "BuildError": "errors", "ModelError": "errors", "Finding": "pipeline.records",
+    "build": "pipeline.api", "check": "pipeline.api",
+    "Built": "pipeline.records", "Report": "pipeline.records", "RegionReport": "pipeline.records",
     "Event": "util.progress", "Signed": "bundle.sign", "sign": "bundle.sign",
-    "Store": "tools.store", "model_repository": "tools.model_repository", "pull": "tools.transfer", "push": "tools.transfer",
+    "Store": "tools.store", "Added": "tools.store", "Stored": "tools.store", "Collected": "tools.store",
+    "Transferred": "tools.transfer", "model_repository": "tools.model_repository",
+    "pull": "tools.transfer", "push": "tools.transfer",
 }  # fmt: skip
 
 
@@ -38,9 +46,11 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'cgcompile' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a checker that saw it would take every name for one that is there
 
-    return getattr(import_module(f".{_MODULES[name]}", __name__), name)
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'cgcompile' has no attribute {name!r}")
+        from importlib import import_module
+
+        return getattr(import_module(f".{_MODULES[name]}", __name__), name)

@@ -86,7 +86,8 @@ class Bundles:
                 return JSONResponse(await self.about())
             case ["v2", "models", name]:
                 version = await self._serving(name)
-                return JSONResponse(metadata(name, [str(version.number)], version.served.inputs, version.served.outputs))
+                served = version.served
+                return JSONResponse(metadata(name, [str(version.number)], served.inputs, served.outputs, served.sizes))
             case ["v2", "models", name, "ready"]:
                 await self._serving(name)
                 return JSONResponse({"ready": True})

@@ -117,7 +117,8 @@ class Server:
     async def _model(self, request: Request) -> Response:
         version = self._version(request)
         name = request.path_params["model"]
-        return JSONResponse(metadata(name, [str(version.number)], version.served.inputs, version.served.outputs))
+        served = version.served
+        return JSONResponse(metadata(name, [str(version.number)], served.inputs, served.outputs, served.sizes))
 
     async def _index(self, _: Request) -> Response:
         rows: list[dict[str, str]] = []

@@ -5,44 +5,62 @@
     logits = program(ids)
 
 Needs the standard library only; a GPU bundle needs the driver, a CPU bundle torch's shared libraries as files.  torch is never
-imported.  Everything else is loaded when `load` is called.
+imported.  Everything else is loaded when `load` is called.  The package is typed; what a call returns follows
+from the model, and is Any.
 """
 
 from __future__ import annotations
 
-from .errors import BundleError, CallError, CgbundleError, MachineError, OutOfMemory
+from .errors import (
+    BundleError,
+    CallError,
+    CgbundleError,
+    EntryMissing,
+    MachineError,
+    OutOfMemory,
+    ProgramClosed,
+    SessionBusy,
+    StateMissing,
+)
 
 TYPE_CHECKING = False  # `typing` takes as long to import as all else that stands between `import cgbundle` and a GPU's context
 if TYPE_CHECKING:
     from typing import Any
 
     from .call.entry import Entry
+    from .call.records import Record
     from .call.views import View
+    from .format.schema import Manifest, TensorSpec
     from .loader import load
     from .program import Program
     from .program.replicas import Replicas, ReplicatedEntry
     from .session.profile import Profile
+    from .session.state import State
     from .tensors.tensor import Tensor
 
 __all__ = [
-    "BundleError", "CallError", "CgbundleError", "Entry", "MachineError", "OutOfMemory", "Profile", "Program", "Replicas",
-    "ReplicatedEntry", "Tensor", "View", "load",
+    "BundleError", "CallError", "CgbundleError", "Entry", "EntryMissing", "MachineError", "Manifest", "OutOfMemory", "Profile",
+    "Program", "ProgramClosed", "Record", "Replicas", "ReplicatedEntry", "SessionBusy", "State", "StateMissing", "Tensor",
+    "TensorSpec", "View", "load",
 ]  # fmt: skip
 
 _MODULES = {
     "load": "loader", "Program": "program", "Entry": "call.entry", "Profile": "session.profile", "Tensor": "tensors.tensor",
-    "View": "call.views", "Replicas": "program.replicas", "ReplicatedEntry": "program.replicas",
+    "View": "call.views", "Record": "call.records", "State": "session.state", "Manifest": "format.schema",
+    "TensorSpec": "format.schema", "Replicas": "program.replicas", "ReplicatedEntry": "program.replicas",
 }  # fmt: skip
 
 
-def __getattr__(name: str) -> Any:
-    if name not in _MODULES:
-        raise AttributeError(f"module 'cgbundle' has no attribute {name!r}")
-    from importlib import import_module
+if not TYPE_CHECKING:  # a checker that saw it would take every name for one that is there
 
-    value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
-    globals()[name] = value
-    return value
+    def __getattr__(name: str) -> Any:
+        if name not in _MODULES:
+            raise AttributeError(f"module 'cgbundle' has no attribute {name!r}")
+        from importlib import import_module
+
+        value = getattr(import_module(f".{_MODULES[name]}", __name__), name)
+        globals()[name] = value
+        return value
 
 
 def __dir__() -> list[str]:

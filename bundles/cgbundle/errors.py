@@ -22,7 +22,8 @@ class Cause:
 
 
 class CgbundleError(Exception):
-    """Base of every error that is raised on purpose.  `code` names the cause in the catalogue."""
+    """Base of every error that is raised on purpose.  `code` names the cause in the catalogue, `hint` says what to do: a traceback
+    shows both, `str()` the cause alone."""
 
     catalogue: ClassVar[Mapping[str, Cause]]
     escaped: ClassVar[bool] = False
@@ -32,6 +33,8 @@ class CgbundleError(Exception):
         super().__init__(one_line(message) if self.escaped else message)
         cause = self.catalogue[code]
         self.code, self.exit_code, self.hint = code, cause.exit_code, hint or cause.hint
+        if self.hint:
+            self.add_note(f"hint: {self.hint}")  # a traceback shows it
 
     @property
     def kind(self) -> str:

@@ -100,7 +100,7 @@ def load(
     and gets its rank's outputs.
 
     What was checked is what runs, also when the bundle is replaced or removed later.
-    Raises a CgbundleError (see errors.py), option-refused for `threads` where nothing runs on the CPU, for `replicas` where
+    Raises a CgbundleError, option-refused for `threads` where nothing runs on the CPU, for `replicas` where
     nothing runs on a GPU, and for `devices` of a model for one device without it; ValueError for a value that an option does not
     have.
     """

@@ -22,6 +22,8 @@ from ..util.tolerance import Difference
 
 REPORT = "nothing was published; please report this model"
 
+STANDALONE = f"{REPORT}; without --standalone torch's own code runs"
+
 TURNED = (
     "rounding may decide a near-tie otherwise: return the floats and take their maximum outside, "
     f"or accept it with --waive {WAIVER}"
@@ -104,7 +106,8 @@ def _examined(manifest: Manifest, bounds: Sequence[ErrorBound], rows: Sequence[d
             proof.key: [Difference(error=each["error"], text=each["text"]) for each in row["tensors"]]
             for proof, row in zip(exam.proofs, rows, strict=True)
         }
-        kept = accepted(manifest.dimensions, bounds, found, waive, "the bundle's outputs differ", entry=manifest.entry)
+        hint = STANDALONE if manifest.target.kind == "cpu" and not manifest.target.torch else REPORT
+        kept = accepted(manifest.dimensions, bounds, found, waive, "the bundle's outputs differ", hint, manifest.entry)
         return replace(exam, bounds=kept, proofs=tuple([measured(key, "replay", each, kept) for key, each in found.items()]))
     proofs = []
     for proof, row in zip(exam.proofs, rows, strict=True):

@@ -95,7 +95,11 @@ def declared_sizes(
             return declared_sizes(given, dimensions, saved)
         except BuildError as error:
             raise BuildError(
-                "sizes-invalid", f"entry {entry!r}: {error}", error.hint.replace("--sizes ", f"--sizes {entry}:")
+                "sizes-invalid",
+                f"entry {entry!r}: {error}",
+                error.hint.replace("--sizes ", f"--sizes {entry}:")
+                .replace("sizes={", f"sizes={{{entry!r}: {{")
+                .replace("]}", "]}}"),
             ) from None
     pairs = _pairs(given, dimensions)
     found: dict[str, tuple[int, ...]] = {}
@@ -195,7 +199,8 @@ def _whole(value: object) -> int:
 
 
 def _example(missing: Sequence[str]) -> str:
-    return "add " + " ".join(f"--sizes {name}=1,8" for name in missing)
+    given = ", ".join(f"{name!r}: [1, 8]" for name in missing)
+    return "add " + " ".join(f"--sizes {name}=1,8" for name in missing) + f"; in Python sizes={{{given}}}"
 
 
 def _only(dimensions: Sequence[str]) -> str:

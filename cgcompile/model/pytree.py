@@ -23,6 +23,7 @@ CODES = ("structure-unsupported", "dtype-unsupported")
 
 TYPES = "use tensors, None, numbers, text, and tuples, lists, dicts, named tuples or dataclasses of them"
 NO_CACHE = "set model.config.use_cache = False, pass use_cache=False, or return its tensors (output.logits)"
+HINTS = {"numpy.ndarray": "torch.from_numpy(...) makes a tensor of it"}
 
 
 def describe(value: Any, path: str, leaves: list[NamedTensor]) -> Tree:
@@ -52,7 +53,7 @@ def describe(value: Any, path: str, leaves: list[NamedTensor]) -> Tree:
                 raise _unsupported(path, f"the key {key!r} of a dict is neither text nor a number")
         return {"dict": [[key, describe(item, join(path, str(key)), leaves)] for key, item in value.items()]}
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    raise _unsupported(path, f"{name} cannot be described in a bundle", NO_CACHE if "Cache" in name else TYPES)
+    raise _unsupported(path, f"{name} cannot be described in a bundle", HINTS.get(name, NO_CACHE if "Cache" in name else TYPES))
 
 
 def _describe_fields(found: Fields, path: str, leaves: list[NamedTensor]) -> Tree:

@@ -96,7 +96,7 @@ def build(
     new one at any moment.  An exception, KeyboardInterrupt too, leaves no files and no processes.  The command turns SIGTERM and
     SIGHUP into one; a program of your own has to, where they should not leave a stage for the next build to remove.
 
-    Raises a CgbundleError (see errors.py here and in cgbundle); nothing is published then.
+    Raises a CgbundleError, mostly a BuildError, whose `code` is one of the page "Errors"; nothing is published then.
     """
     with watcher(progress) as tell:
         options = Options(

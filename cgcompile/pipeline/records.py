@@ -9,12 +9,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from cgbundle.format.schema import Finding
+
 from ..model.declared_sizes import Given
 from ..util.disk_space import size
 from ..util.progress import Watcher
 
 if TYPE_CHECKING:
-    from cgbundle.format.schema import Finding, Manifest
+    from cgbundle.format.schema import Manifest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,16 +91,16 @@ class RegionReport:
     reads: tuple[tuple[str, int], ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Report:
-    """What `check` found of an entry of the model, and in `others` of its other ones.
+    """What `check` found of an entry of the model, and in `others` of its other ones.  It prints as a line per finding.
 
     `target` is "cuda" or "cpu"; `sizes` those that the report is about, `assumed` the dimensions that the user gave no size for,
     `axes` which axes of the inputs each is the size of, in words.
     `mode`: what to say of a model that was left in training mode, "" for others.
     `per_size`: why every int_key is exported by itself, "" where one program is for all.
-    `regions` are those that a build would make, `returned` what crosses back to the caller.  Both are empty, and `unpartitioned`
-    says why, where nothing can be built.
+    `regions` are those that a build would make, `returned` what crosses back to the caller.  Both are empty for the cpu target,
+    which has no graphs, and where nothing can be built: `unpartitioned` says why then.
     """
 
     name: str
@@ -114,6 +116,24 @@ class Report:
     per_size: str
     others: tuple[Report, ...]
     mode: str = ""
+
+    def __str__(self) -> str:
+        lines = [self._headline()]
+        for report in self.each:
+            of = f"{report.entry}: " if self.others else ""
+            for each in report.findings:
+                where = f" ({each.where})" if each.where else ""
+                lines.append(f"  {of}{each.severity} {each.rule}: {each.message}{where}" + (f"; {each.fix}" if each.fix else ""))
+        return "\n".join(lines)
+
+    def __repr__(self) -> str:
+        return f"<Report of {self._headline()}>"
+
+    def _headline(self) -> str:
+        found = [finding for report in self.each for finding in report.findings]
+        stops = sum(finding.severity == "refuse" for finding in found)
+        verdict = f"cannot be built, {stops} of " if stops else "can be built, "
+        return f"{self.name} for {self.target}: {verdict}{len(found)} finding{'s' * (len(found) != 1)}"
 
     @property
     def each(self) -> tuple[Report, ...]:

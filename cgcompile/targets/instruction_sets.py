@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..errors import BuildError
@@ -98,13 +98,15 @@ def check_level(level: Level, machine: str, flags: Collection[str]) -> None:
         )
 
 
-def needed(compiler: str, options: Collection[Sequence[str]], machine: str, flags: Collection[str]) -> tuple[str, ...]:
+def needed(
+    ask: Callable[..., Mapping[str, str]], options: Collection[Sequence[str]], machine: str, flags: Collection[str]
+) -> tuple[str, ...]:
     """What code that was compiled with each of these lists of `options` needs, of what /proc/cpuinfo lists as `flags` here, sorted.
-    Raises compiler-failed."""
-    plain = macros(compiler)
+    `ask`: the `macros` of the compiler.  Raises compiler-failed."""
+    plain = ask()
     found: set[str] = set()
     for each in options:
-        defined = macros(compiler, *each)
+        defined = ask(*each)
         turned_on = {name: value for name, value in defined.items() if name not in plain or name == SVE_BITS}
         if machine == X86_64:
             found |= _x86(turned_on, flags)

@@ -57,7 +57,8 @@ class Gpu:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TargetHere:
     """A target and this machine.  `about`: which machines it is for.  `not_built` and `not_run` say why not here, "" where it can
-    be; `fix` what to do about the first of them.  `recorder`: how it would be recorded, "" where it cannot be built."""
+    be; `fix` what to do about the first of them.  `recorder`: how it would be recorded, "" where it cannot be built.
+    `standalone`: bundles that were built with --standalone run here, whatever `not_run` says of others."""
 
     name: str
     about: str
@@ -65,6 +66,7 @@ class TargetHere:
     not_run: str
     recorder: str
     fix: str
+    standalone: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,10 +179,20 @@ def _processors(name: str, about: str, level: Level | None) -> TargetHere:
             check_level(level, os.uname().machine, processor_flags())
 
     built = _refusal(lambda: check_packages("host"), check_compiler, fits)
-    run = _refusal(fits, lambda: libtorch.find(""))
+    foreign = _foreign(level) if level is not None else ""
+    lacking, how = ("", "") if foreign else _refusal(lambda: libtorch.find(""))
     return TargetHere(
-        name=name, about=about, not_built=built[0], not_run=run[0], recorder="" if built[0] else "host", fix=built[1] or run[1]
-    )
+        name=name, about=about, not_built=built[0], not_run=foreign or lacking, recorder="" if built[0] else "host",
+        fix=built[1] or how, standalone=not foreign,
+    )  # fmt: skip
+
+
+def _foreign(level: Level) -> str:
+    """Why this processor cannot run code of that level, or ""."""
+    if level.machine != os.uname().machine:
+        return f"its code is for {level.machine}, and this machine is {os.uname().machine}"
+    missing = sorted(set(level.features) - processor_flags())
+    return f"this processor lacks {', '.join(missing)}" if missing else ""
 
 
 def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:

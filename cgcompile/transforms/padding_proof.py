@@ -98,7 +98,7 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
         if not problem and _compare(prepared, short, long, expected):
             pad = "zeros"
         if problem:
-            return _Padding("no", f"{problem} when {name}={trial.short} is filled up with zeros to {trial.long}")
+            return _Padding("no", f"{problem} where a trial with {name}={trial.short} was filled up with zeros to {trial.long}")
     compared = two_sizes(source, prepared, sizes, name, made)
     if not compared:
         return _Padding("no", f"the model was exported per size, and its operators cannot be compared between sizes of {name}")

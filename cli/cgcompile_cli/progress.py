@@ -29,6 +29,7 @@ IMPORT = "import"
 
 LONG = {
     "export": "torch.export",
+    "padding": "calls that are filled up, beside eager PyTorch",
     "lower": "Inductor and its compilers",
     "host": "Inductor and g++, for what runs on the host",
     "record": "capturing every int_key, in two processes",

@@ -16,6 +16,7 @@ from cgbundle.format.schema import Alias, Dimension, Manifest, Target, Weight
 from cgbundle.format.size_expressions import standing, text
 from cgbundle.session.update import SINCE, updatable
 from cgbundle.trust import manifest_signature
+from cgcompile.targets.instruction_sets import LEVELS
 
 from .output import count, first_lines, first_rows, listed, shortened, size, table
 
@@ -23,8 +24,11 @@ if TYPE_CHECKING:
     from rich.table import Table
 
 
-FEATURES = 4
-"""Processor features that are named before the rest is counted."""
+FEATURES = 3
+"""Processor features that are named before the rest is counted; all those of a level are one."""
+
+UNASKED = {"cx16", "xsave"}
+"""Features of levels that no compiled code is known to need."""
 
 TELLING = ("avx", "amx", "fma", "sve", "asimd")
 """How the names of features begin that tell most about a processor: they are named first."""
@@ -43,6 +47,9 @@ OWN_ATTRIBUTES = ("manifest", "name", "int_keys", "inputs", "outputs", "memory",
 
 SHOWN = 60
 """Characters of a constant that are shown."""
+
+TABLE = "cgcompile.table."
+"""How the names of weights begin that are no weights of the model: cgcompile/targets/weights.py writes them."""
 
 
 def plain(path: str, manifest: Manifest) -> dict[str, Any]:
@@ -113,9 +120,14 @@ def bulk(manifest: Manifest) -> str:
 
 
 def target(row: Target) -> str:
-    """`cpu x86_64 (avx2, fma, 9 more), to run: torch 2.13 or newer`, or for a level of processors `cpu x86-64-v3, to run: ...`."""
-    ranked = sorted(row.features, key=lambda name: not name.startswith(TELLING))
-    features = f" ({listed(ranked, FEATURES)})" if row.features else ""
+    """`cpu x86_64 (x86-64-v3, avx_vnni, and 9 more), to run: torch 2.13 or newer`, or for a level of processors `cpu x86-64-v3, to
+    run: ...`."""
+    held = max(
+        [each for each in LEVELS if set(each.features) - UNASKED <= set(row.features)], key=lambda each: each.name, default=None
+    )
+    ranked = sorted(set(row.features) - set(held.features if held else ()), key=lambda name: (not name.startswith(TELLING), name))
+    named = [held.name, *ranked] if held else ranked
+    features = f" ({listed(named, FEATURES)})" if row.features else ""
     needs = [f"torch {row.torch} or newer"] if row.torch else []
     if row.driver:
         needs.append(f"CUDA driver {row.driver // 1000}.{row.driver % 1000 // 10} or newer")
@@ -222,7 +234,9 @@ def weights(manifest: Manifest) -> list[str]:
     tied, hidden = shortened(ties(manifest), 3)
     changed = stateful(manifest)
     own = weight_bytes(manifest) - sum(nbytes(weight.dtype, weight.shape) for weight in changed)
-    lines = [f"{count(len(manifest.weights) - len(changed), 'weight')}, {size(own)}", *(" = ".join(names) for names in tied)]
+    tables = sum(weight.name.startswith(TABLE) for weight in manifest.weights)
+    held = count(len(manifest.weights) - len(changed) - tables, "weight") + (f" and {count(tables, 'table')}" if tables else "")
+    lines = [f"{held}, {size(own)}", *(" = ".join(names) for names in tied)]
     return [*lines, *([f"and {hidden} more ties"] if hidden else [])]
 
 

@@ -120,10 +120,18 @@ def write_response(
     return b"".join([text, *behind]), len(text) if any(asked.binary for asked in request.asked) else None
 
 
-def metadata(model: str, versions: Sequence[str], inputs: Sequence[Port], outputs: Sequence[Port]) -> dict[str, Any]:
-    """What /v2/models/M answers."""
+def metadata(
+    model: str,
+    versions: Sequence[str],
+    inputs: Sequence[Port],
+    outputs: Sequence[Port],
+    sizes: Sequence[tuple[str, Sequence[int]]] = (),
+) -> dict[str, Any]:
+    """What /v2/models/M answers.  `sizes`: those recorded of each dimension, whose largest is a limit where calls cannot be
+    cut; the protocol has no field for them, but parameters."""
     ports = [[{"name": p.name, "datatype": p.datatype, "shape": list(p.shape)} for p in side] for side in (inputs, outputs)]
-    return {"name": model, "versions": list(versions), "platform": "cgbundle", "inputs": ports[0], "outputs": ports[1]}
+    told = {"name": model, "versions": list(versions), "platform": "cgbundle", "inputs": ports[0], "outputs": ports[1]}
+    return told | {"parameters": {"sizes": {name: list(each) for name, each in sizes}}} if sizes else told
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------
@@ -217,7 +225,7 @@ def _packed(port: Port, data: object, elements: int) -> bytes:
         _refuse(f"{where}: {len(flat)} elements, expected {elements}")
     kinds: tuple[type, ...] = (bool,) if code == "?" else (int, float) if code in "efd" else (int,)
     if not all(type(each) in kinds for each in flat):
-        _refuse(f"{where}: expected elements of {port.datatype}")
+        _refuse(f"{where}: expected elements of {port.datatype}{', true or false' if code == '?' else ''}")
     try:
         return struct.pack(f"<{len(flat)}{code}", *flat)
     except (struct.error, OverflowError):

@@ -59,11 +59,13 @@ class Options:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What a bundle is to this server: its ports, and the sizes of batches that it has, () where requests cannot go together."""
+    """What a bundle is to this server: its ports, the sizes of batches that it has, () where requests cannot go together, and those
+    of each dimension by name."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     batches: tuple[int, ...]
+    sizes: tuple[tuple[str, tuple[int, ...]], ...] = ()
 
 
 def describe(manifest: Any) -> Served:
@@ -79,7 +81,7 @@ def describe(manifest: Any) -> Served:
         sides.append(
             tuple([Port(s.name, DATATYPES[s.dtype], tuple([n if type(n) is int else -1 for n in s.shape])) for s in specs])
         )
-    return Served(*sides, _batches(manifest))
+    return Served(*sides, _batches(manifest), tuple([(each.name, tuple(each.sizes)) for each in manifest.dimensions]))
 
 
 def _batches(manifest: Any) -> tuple[int, ...]:

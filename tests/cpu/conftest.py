@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.helpers.shared_builds import shared_build
+
+with suppress(ImportError):  # a machine with a GPU may have no more than torch and pytest
+    from hypothesis import settings
+
+    settings.register_profile("cpu", deadline=None)  # the machine may be busy: no example fails for the time it took
+    settings.load_profile("cpu")
 
 MODEL = """
 import torch

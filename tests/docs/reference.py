@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import importlib.util
 import inspect
 import re
+import sys
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -24,9 +28,7 @@ from tests.docs.pages import USERS
 
 FOLDER = USERS / "reference"
 
-COMPILER = {name: getattr(cgcompile, name) for name in sorted(cgcompile.__all__) if not name.startswith("_")} | {
-    name: getattr(cgcompile.errors, name) for name in ("BuildError", "ModelError")
-}
+COMPILER = {name: getattr(cgcompile, name) for name in sorted(cgcompile.__all__) if not name.startswith("_")}
 """What `import cgcompile` gives, and what it raises."""
 
 
@@ -43,13 +45,7 @@ def written() -> dict[str, str]:
 
 def runtime() -> dict[str, Any]:
     """What `import cgbundle` gives, what its objects hand out, and what it raises."""
-    from cgbundle.call.records import Record
-    from cgbundle.format.schema import TensorSpec
-    from cgbundle.session.state import State
-
-    raised = {name: value for name, value in vars(cgbundle.errors).items() if _is_error(value)}
-    named = {name: getattr(cgbundle, name) for name in sorted(cgbundle.__all__)}
-    return named | {"State": State, "Record": Record, "TensorSpec": TensorSpec} | raised
+    return {name: getattr(cgbundle, name) for name in sorted(cgbundle.__all__)}
 
 
 def _is_error(value: Any) -> bool:
@@ -79,9 +75,33 @@ def _member(package: str, name: str, value: Any) -> Iterator[str]:
         yield f"## {name}"
         yield _code(signature(name, value))
         yield _prose(inspect.getdoc(value) or "")
+        yield from _aliases(value)
     else:
         yield f"## {name}"
         yield _code(f"{package}.{name}: {_annotation(value)}")
+
+
+def _aliases(function: Any) -> Iterator[str]:
+    """What names in a signature stand for that nobody imports: those of types that its module takes from one of ours, or has."""
+    named = {word for each in inspect.signature(function).parameters.values() for word in re.findall(r"\w+", str(each.annotation))}
+    told = []
+    for module in [sys.modules[function.__module__], *_below(function.__module__)]:
+        for statement, said in pairwise(ast.parse(inspect.getsource(module)).body):
+            target = getattr(statement, "target", None) or next(iter(getattr(statement, "targets", ())), None)
+            if isinstance(target, ast.Name) and target.id in named and isinstance(said, ast.Expr):
+                doc = inspect.cleandoc(ast.literal_eval(said.value)).replace("\n", " ")
+                told.append(f"- `{target.id}`: {_escaped(doc)}")
+    yield from ["\n".join(sorted(set(told)))] if told else []
+
+
+def _below(name: str) -> list[Any]:
+    """The modules of ours that a module imports names from, also those for annotations alone; what its functions import is late
+    and may be torch."""
+    body = ast.parse(inspect.getsource(sys.modules[name])).body
+    body += [inner for each in body if isinstance(each, ast.If) for inner in each.body]
+    found = [each for each in body if isinstance(each, ast.ImportFrom) and each.level]
+    paths = [importlib.util.resolve_name("." * each.level + (each.module or ""), name.rpartition(".")[0]) for each in found]
+    return [importlib.import_module(path) for path in dict.fromkeys(paths)]
 
 
 def _class(name: str, value: type) -> Iterator[str]:

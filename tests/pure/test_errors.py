@@ -9,6 +9,7 @@ import ast
 import inspect
 import pickle
 import re
+import traceback
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -196,6 +197,13 @@ def test_an_error_crosses_processes_whole(error: CgbundleError) -> None:
     for again in (pickle.loads(pickle.dumps(error)), named(error.code, str(error), error.hint)):
         assert type(again) is type(error)
         assert (again.code, str(again), again.hint) == (error.code, str(error), error.hint)
+
+
+def test_a_traceback_ends_with_the_hint_and_the_message_alone_has_none() -> None:
+    error = CallError("input-dtype", "input 'ids': expected dtype int64", "load with cast=True")
+    *_, last, noted = "".join(traceback.format_exception(pickle.loads(pickle.dumps(error)))).splitlines()
+    assert last.endswith("input 'ids': expected dtype int64") and noted == "hint: load with cast=True"
+    assert str(error) == "input 'ids': expected dtype int64", "servers send it to their clients"
 
 
 def test_a_kind_is_the_code_in_one_word() -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import TYPE_CHECKING, assert_type
 
 import cgbundle
-from cgbundle import Tensor, View
+import cgcompile
+from cgbundle import Record, Tensor, TensorSpec, View
 
 
 def probabilities(logits: Tensor) -> list[float]:
@@ -27,7 +29,8 @@ def serve(path: str, tokens: Tensor) -> list[float]:
             output = program(tokens, temperature=1.0)
         print(profile, profile.rows()[0].seconds, [span.name for span in profile.spans])
         profile.save("trace.json")
-        for spec in (*program.inputs, *program.outputs):
+        specs: tuple[TensorSpec, ...] = (*program.inputs, *program.outputs)
+        for spec in specs:
             print(spec.name, spec.dtype, spec.shape)
         total: int = sum(program.memory.values()) + sum(program.session_memory.values())
         decode: cgbundle.Entry = program.decode
@@ -35,11 +38,15 @@ def serve(path: str, tokens: Tensor) -> list[float]:
         session: cgbundle.Program = program.session()
         session.seed(1)
         session.reset()
-        if "cache" in session.state:
-            session.state["cache"] = session.state["cache"]
+        state: cgbundle.State = session.state
+        if "cache" in state:
+            state["cache"] = state["cache"]
+        manifest: cgbundle.Manifest = program.manifest
         (buffer, *_) = program.buffers(keys[0])
         shape: tuple[int, ...] = buffer.shape
-        print(total, shape, program.manifest.name, buffer.tobytes()[:4])
+        print(total, shape, manifest.name, buffer.tobytes()[:4])
+        if isinstance(output, Record):
+            output = output["logits"]
         logits = output.clone() if isinstance(output, View) else output
         return probabilities(logits)
 
@@ -55,6 +62,12 @@ def spread(path: str, tokens: Tensor) -> list[float]:
         return probabilities(everywhere(tokens))
 
 
+if TYPE_CHECKING:
+    # names that are not there are the checker's errors, too
+    print(cgbundle.nosuch, cgcompile.nosuch)  # type: ignore[attr-defined]
+    assert_type(cgcompile.BuildError("usage", "").hint, str)
+
+
 def main() -> int:
     """The exit status."""
     tokens = Tensor(0, "int64", (0, 64), None, None)
@@ -62,6 +75,8 @@ def main() -> int:
         print(serve(sys.argv[1], tokens), spread(sys.argv[1], tokens))
     except cgbundle.OutOfMemory as error:
         print(error.hint)
+    except (cgbundle.ProgramClosed, cgbundle.SessionBusy, cgbundle.StateMissing, cgbundle.EntryMissing) as error:
+        print(error)
     except (cgbundle.BundleError, cgbundle.MachineError, cgbundle.CallError) as error:
         print(error.code, error.kind)
     except cgbundle.CgbundleError as error:

@@ -34,7 +34,7 @@ def plan(
     """The replays that serve a call whose dimensions have `sizes`; one exact piece when the key was recorded.
 
     `where` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises key-missing, naming that
-    place, the sizes recorded and why the build does not allow padding or cutting.
+    place and the sizes recorded; its hint says why the build does not allow padding or cutting.
     """
     cuts = []
     for dimension, size in zip(dimensions, sizes, strict=True):
@@ -111,18 +111,18 @@ def _place(pieces: Sequence[int], size: int) -> list[Cut]:
 
 
 def _refusal(dimension: Dimension, size: int) -> CallError:
-    name, largest = dimension.name, dimension.sizes[-1]
+    """The reason, which may quote the model's source, is the hint's: a server sends the message to its clients."""
+    name, largest, why = dimension.name, dimension.sizes[-1], dimension.reason
     if dimension.chunk:
-        expected, refused = f"a sum of recorded {name} ({_list(dimension)})", f"{name} cannot be padded: {dimension.reason}"
+        expected, refused = f"a sum of recorded {name} ({_list(dimension)})", f"{name} cannot be padded"
     elif size > largest:
-        why = dimension.uncut or dimension.reason
-        expected, refused = f"at most {name}={largest}", f"a call cannot be cut along {name}: {why}"
+        expected, refused, why = f"at most {name}={largest}", f"a call cannot be cut along {name}", dimension.uncut or why
     else:
-        expected, refused = f"a recorded {name} ({_list(dimension)})", f"{name} cannot be padded: {dimension.reason}"
+        expected, refused = f"a recorded {name} ({_list(dimension)})", f"{name} cannot be padded"
     hint = f"build the bundle with {name}={size} among its --sizes" + (
         ", or more" if dimension.pad != "no" and size > largest else ""
     )
-    return CallError("key-missing", f"expected {expected}, got {size}, and {refused}", hint)
+    return CallError("key-missing", f"expected {expected}, got {size}, and {refused}", f"{hint} ({refused}: {why})")
 
 
 def _list(dimension: Dimension) -> str:

@@ -69,7 +69,7 @@ class Entry:
 
         Inputs as the model takes them, by position or by name: NumPy arrays, torch tensors, or anything that speaks DLPack, all of
         one kind.  The result is of the same kind, row-major, nested as the model's own: an instance of a class of the model's is a
-        record of its fields (call/records.py), and is given as one, as a dict, or as whatever has these attributes.  Raises a
+        Record of its fields, and is given as one, as a dict, or as whatever has these attributes.  Raises a
         CallError that names the input, the axis, what was expected and what came.
         """
         flat = args if len(args) == self._flat and not kwargs else self._flatten(args, kwargs)

@@ -36,7 +36,8 @@ def call_sizes(manifest: Manifest, shapes: Sequence[Sequence[int]]) -> tuple[int
             first = found.setdefault(name, (value, where))
             if first[0] != value:
                 message = f"{where}: expected {name}={first[0]} as in {first[1]}, got {value}"
-                raise CallError("dimension-disagrees", message)
+                axes = f"the axes of {spec.name!r} that are {name} have to be equal"
+                raise CallError("dimension-disagrees", message, axes if f"input {spec.name!r}," in first[1] else "")
     return tuple([found[dimension.name][0] for dimension in manifest.dimensions])
 
 

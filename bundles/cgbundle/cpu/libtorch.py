@@ -26,7 +26,10 @@ def find(needed: str) -> tuple[str, str]:
     """(folder of the libraries, version or "" when unknown).  Raises library-missing; `needed` is the version for the message, ""
     where no bundle names one."""
     package = f"'torch>={needed}'" if needed else "torch"
-    hint = f"pip install {package} (it is not imported), or set {VARIABLE} to the folder that holds {LIBRARIES[1]}"
+    hint = (
+        f"pip install {package} (it is not imported), set {VARIABLE} to the folder that holds {LIBRARIES[1]}, "
+        "or build with --standalone"
+    )
     named = os.environ.get(VARIABLE)
     if named:
         if not _complete(named):

@@ -32,7 +32,7 @@ class Program(Entry):
 
     `entries` are its callables by name: `program.decode(...)`, or `program["decode"](...)` where a name is one of the program's
     own.  A call of the program itself goes to `forward`, or to the only entry.  `memory` are the bytes of each memory; `state`
-    what the model keeps from call to call (see `state.State`), the same for all entries; `manifest` everything else.  As an
+    what the model keeps from call to call (a State), the same for all entries; `manifest` everything else (a Manifest).  As an
     Entry the program is the first one.
     """
 

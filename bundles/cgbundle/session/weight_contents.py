@@ -128,6 +128,11 @@ class Contents(NamedTuple):
         return sha256(memoryview(memory)[: self.bytes]).hexdigest()
 
 
+PICKLES = (".pt", ".pth", ".bin", ".ckpt")
+"""Endings of files that torch.save writes."""
+
+PICKLED = "give update() what torch.load(path) returns, if that is a state_dict: a mapping of names to tensors"
+
 Given = Mapping[str, Contents]
 """By the names of weights."""
 
@@ -195,6 +200,8 @@ def _of_file(path: str) -> Given:
         try:
             entries = read_header(opened, path)
         except BundleError as error:
+            if path.endswith(PICKLES):
+                raise invalid(f"{path}: no safetensors file, but one of torch.save", PICKLED) from None
             raise invalid(str(error)) from None
         except OSError as error:
             raise invalid(f"{path}: {error.strerror}") from None

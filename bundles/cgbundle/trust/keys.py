@@ -14,6 +14,7 @@ Key: TypeAlias = str | os.PathLike[str] | bytes
 """The path of a PEM file, 64 hexadecimal digits, or 32 bytes."""
 
 Keys: TypeAlias = Key | Sequence[Key]
+"""Public keys that are trusted: the path of a PEM file, 64 hexadecimal digits, or 32 bytes; or several of these."""
 
 BEGIN, END = b"-----BEGIN PUBLIC KEY-----", b"-----END PUBLIC KEY-----"
 

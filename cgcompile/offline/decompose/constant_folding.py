@@ -44,6 +44,9 @@ def fold(
     graph = retraced.graph.graph
     named = _weights(retraced, live)
     known = {node: values[name].detach() for node, name in named.items()}
+    for node in _derived(graph, known):
+        if _is_once(node):  # the bias of a product of one row: folded, no update could change it
+            node.replace_all_uses_with(node.args[0])
     derived = _derived(graph, known)
     constants: dict[str, FoldedConstant] = {}
     tensors, names = list(retraced.tensors), list(retraced.names)
@@ -115,6 +118,17 @@ def _is_view(node: Node) -> bool:
 
 def _is_pure(node: Node) -> bool:
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not node.is_impure()
+
+
+def _is_once(node: Node) -> bool:
+    """Whether a node is a tensor times the number 1, and so that tensor."""
+    if node.target not in (aten.mul.Tensor, aten.mul.Scalar) or not isinstance(node.args[0], Node):
+        return False
+    given, made = node.args[0].meta.get("val"), node.meta["val"]
+    number = not isinstance(node.args[1], bool | Node) and node.args[1] == 1
+    return number and isinstance(given, torch.Tensor) and (given.dtype, given.shape, given.stride()) == (
+        made.dtype, made.shape, made.stride(),
+    )  # fmt: skip
 
 
 def _wanted(graph: torch.fx.Graph, derived: set[Node], known: Mapping[Node, torch.Tensor]) -> Iterator[Node]:

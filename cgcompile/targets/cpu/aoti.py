@@ -28,9 +28,9 @@ from ...partition.straight_parts import written_tensors
 from ...util.imports import quick_imports
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
-from ..requirements import check_compiler, compiler
+from ..requirements import check_compiler
 from ..weights import used_weights
-from .compiler import wrap
+from .compiler import ask_compilers, wrap
 from .interface import Interface, begun_interface
 
 TESTED = "2.13"
@@ -112,12 +112,11 @@ def _compiled(
     tell("loading Inductor")
     with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
         from ...transforms.inductor_passes import comparable_indices, passes
-        from .compilations import prefetch_triton_key, side_by_side, unprobed
+        from .compilations import side_by_side, unnamed_machine, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
         from .loops import any_number_of_threads, failures_leave_loops, stored_before_reshapes
 
-    prefetch_triton_key()
     if not hasattr(torch._inductor, "aot_compile"):
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__} has no torch._inductor.aot_compile; cgcompile was tested with {TESTED}"
@@ -140,8 +139,8 @@ def _compiled(
     options |= passes()
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    beside = side_by_side(interface, wrapped.path if standalone else None)
-    compiled = (_private_cache(work / "cache"), _watched(work, tell), unprobed(str(wrapped.path)), beside)
+    beside, compilers = side_by_side(interface, wrapped.path if standalone else None), ask_compilers(str(wrapped.path), level)
+    compiled = (_private_cache(work / "cache"), unnamed_machine(), _watched(work, tell), unprobed(compilers), beside)
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
         for each in (*compiled, *generated, comparable_indices(), torch.no_grad()):
@@ -164,7 +163,7 @@ def _compiled(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
         )
     _make_reproducible(target, work)
-    return Compiled(path=target, features=needed(compiler(), wrapped.options(), os.uname().machine, processor_flags()))
+    return Compiled(path=target, features=needed(compilers.plain, wrapped.options(), os.uname().machine, processor_flags()))
 
 
 def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:

@@ -39,7 +39,7 @@ from .aoti import Compiled
 from .interface import Interface
 from .object_cache import recalled_or_compiled
 
-REASON = "the cpu target has no graphs"
+REASON = "the whole model, compiled for the processor"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

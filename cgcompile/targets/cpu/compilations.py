@@ -2,7 +2,7 @@
 
 Private interfaces (torch 2.11, 2.13): `torch._inductor.cpp_builder.CppBuilder`, whose `build` compiles or links;
 `torch._inductor.cpu_vec_isa`, whose `VecISA.check_build` compiles and loads a probe for an instruction set, a second each, and
-keeps the answers for the process; `torch._inductor.exc.CppCompileError`; `torch._inductor.codecache.triton_key`.
+keeps the answers for the process; `torch._inductor.exc.CppCompileError`; `torch._inductor.codecache.CacheBase.get_system`.
 """
 
 from __future__ import annotations
@@ -22,9 +22,8 @@ from torch._inductor import codecache, cpp_builder, cpu_vec_isa, exc
 
 from ...errors import BuildError
 from ...util.workers import end_group
-from ..instruction_sets import macros
 from ..kernels import standalone as standalone_code
-from ..requirements import compiler as own_compiler
+from .compiler import Compilers
 from .interface import Interface
 
 ASIDE = (".wrapper.cpp", ".kernel.cpp")
@@ -146,23 +145,27 @@ def _start(command: list[str], folder: Path, stack: ExitStack) -> Running:
     return Running(command=command, process=process, said=said)
 
 
-def prefetch_triton_key() -> None:
-    """Begins what Inductor will wait for: its name for the state of the machine has a hash of all of Triton, 0.4 s, for the CPU
-    too.  torch 2.11 cannot do it beside something else."""
-    getattr(getattr(codecache, "triton_key", None), "prefetch", bool)()
+@contextmanager
+def unnamed_machine() -> Iterator[None]:
+    """While it lasts, Inductor has no name for the state of the machine.  It is for caches, and the one here is this build's alone;
+    what it is made of, a hash of all of Triton, takes a third of a second, for the CPU too."""
+    with ExitStack() as stack:
+        if hasattr(codecache.CacheBase, "get_system"):
+            stack.enter_context(patch.object(codecache.CacheBase, "get_system", staticmethod(lambda: {"hash": "this"})))
+        yield
 
 
 @contextmanager
-def unprobed(compiler: str) -> Iterator[None]:
+def unprobed(compilers: Compilers) -> Iterator[None]:
     """While it lasts, Inductor takes an instruction set for usable where the processor has it, which it finds out by itself, and
-    where `compiler` turns it on when it is told to.  Raises torch-unsupported."""
+    where the compiler that it calls turns it on when it is told to.  Raises torch-unsupported."""
     if not hasattr(cpu_vec_isa.VecISA, "check_build"):
         raise _unsupported("torch._inductor.cpu_vec_isa.VecISA.check_build")
 
     def usable(self: Any, code: str) -> bool:
         options = self.build_arch_flags().split()
         try:
-            return _turned_on(compiler, options)
+            return _turned_on(compilers, options)
         except BuildError:  # it does not know an option
             return False
 
@@ -174,11 +177,10 @@ def unprobed(compiler: str) -> Iterator[None]:
             _forget_answers()
 
 
-def _turned_on(compiler: str, options: list[str]) -> bool:
+def _turned_on(compilers: Compilers, options: list[str]) -> bool:
     """Whether the compiler as Inductor calls it compiles for what it is told to: it may have been told something else."""
-    plain = own_compiler()
-    wanted = macros(plain, *options).keys() - macros(plain).keys()
-    return wanted <= macros(compiler, "-march=native", *options).keys()
+    wanted = compilers.plain(*options).keys() - compilers.plain().keys()
+    return wanted <= compilers.wrapped("-march=native", *options).keys()
 
 
 def _forget_answers() -> None:

@@ -76,7 +76,19 @@ AOTITorchError allocated(int64_t rank, const int64_t* sizes, const int64_t* stri
   return AOTI_TORCH_SUCCESS;
 }
 
-bool dense(const Tensor& tensor) { return span(tensor.rank(), tensor.sizes.data(), tensor.strides.data()) == tensor.count(); }
+// No gaps, and no element twice.
+bool dense(const Tensor& tensor) {
+  std::vector<size_t> axes;
+  for (size_t axis = 0; axis < tensor.sizes.size(); axis++)
+    if (tensor.sizes[axis] != 1) axes.push_back(axis);
+  std::sort(axes.begin(), axes.end(), [&](size_t one, size_t other) { return tensor.strides[one] < tensor.strides[other]; });
+  int64_t step = 1;
+  for (size_t axis : axes) {
+    if (tensor.strides[axis] != step) return false;
+    step *= tensor.sizes[axis];
+  }
+  return true;
+}
 
 // The strides of a new tensor like this one, as torch's empty_like gives them and compiled code takes for granted: its own where
 // nothing lies between its elements, else its axes in the order of their strides without gaps.  Of axes with equal strides the

@@ -65,8 +65,10 @@ def _config(features: Any) -> tuple[int, int] | None:
     """Of a kernel with such a product."""
     reductions = features.reduction_nodes()
     found = {origin.meta[MARK] for node in reductions for origin in node.node.get_origins() if MARK in origin.meta}
-    own = [sizes for sizes in found if (features.reduction_numel, features.numel) == sizes]
-    return blocks(*own[0], len(reductions) > 1) if own else None
+    for length, columns in found:
+        if (features.reduction_numel, features.numel) == (length, columns):
+            return blocks(length, columns, len(reductions) > 1)
+    return None
 
 
 def blocks(length: int, columns: int, normed: bool) -> tuple[int, int] | None:

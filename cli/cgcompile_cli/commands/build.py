@@ -140,7 +140,7 @@ def _summary(built: Built, seconds: float) -> Table:
     from cgbundle.format.entries import each_entry
 
     from .. import summary
-    from ..inspection import program_rows
+    from ..inspection import overview, program_rows
 
     manifest = built.manifest
     each = each_entry(manifest)
@@ -156,7 +156,10 @@ def _summary(built: Built, seconds: float) -> Table:
         fields.append(("sizes", [summary.sizes(one), *summary.axes(one)]))
         if one.dimensions:
             fields.append(("padding", [summary.padding(dimension) for dimension in one.dimensions]))
-    fields += [("memory", summary.memory(manifest)), ("files", summary.files(manifest))]
+    fields.append(("memory", summary.memory(manifest)))
+    if any(row.reason == "folded" for row in manifest.fixed):  # who has new weights later is told now
+        fields.append(("update", overview.update(manifest)))
+    fields.append(("files", summary.files(manifest)))
     for one in each:
         of = f" {one.entry}" if len(each) > 1 else ""
         fields += [(f"programs{of}", program_rows.programs(one)), *program_rows.lowering_fields(one, of)]

@@ -58,7 +58,7 @@ def targets(as_json: Annotated[bool, typer.Option("--json", help="Print it as JS
     if as_json:
         write_json([_plain(each) for each in found])
         return
-    rows = [(each.name, each.about, "no" if each.not_built else "yes", "no" if each.not_run else "yes") for each in found]
+    rows = [(each.name, each.about, "no" if each.not_built else "yes", _run(each)) for each in found]
     show(table(("target", "for", "built here", "run here"), rows))
 
 
@@ -83,8 +83,12 @@ def _gpus(found: Environment) -> list[str]:
 
 
 def _table(found: Sequence[TargetHere]) -> Table:
-    rows = [(each.name, RECORDERS.get(each.recorder, "no"), "no" if each.not_run else "yes") for each in found]
+    rows = [(each.name, RECORDERS.get(each.recorder, "no"), _run(each)) for each in found]
     return table(("target", "build here", "run here"), rows)
+
+
+def _run(each: TargetHere) -> str:
+    return "yes" if not each.not_run else "--standalone only" if each.standalone else "no"
 
 
 def _reasons(found: Sequence[TargetHere]) -> list[str]:

@@ -23,10 +23,6 @@ if TYPE_CHECKING:
 NAMED = 6
 """Weights of a kind that are named before the rest is counted."""
 
-
-TABLE = "cgcompile.table."
-"""How the names of weights begin that are no weights of the model: cgcompile/targets/weights.py writes them."""
-
 TELLING = {
     "folded": "folded, the code holds values that the build computed from it; for other ones build again",
     "constant": "a constant of the model, which no state_dict holds",
@@ -55,7 +51,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
     fields += [
         ("memory", summary.memory(manifest)),
         ("weights", summary.weights(manifest)),
-        ("update", _update(manifest)),
+        ("update", update(manifest)),
         *([("state", summary.state(manifest))] if summary.state(manifest) else []),
         *([("chains", summary.chain_lines(manifest))] if manifest.chains else []),
         ("regions", _regions(manifest)),
@@ -81,14 +77,14 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
     return fields
 
 
-def _update(manifest: Manifest) -> list[str]:
+def update(manifest: Manifest) -> list[str]:
     """Which weights `program.update` replaces, and the others by the reason."""
     if manifest.world:
         return ["refused: each GPU has weights of its own; build the bundle again with other ones"]
     if manifest.format < SINCE:
         return [f"refused: format {manifest.format} does not say what the code holds of the weights"]
     names, fixed = updatable(manifest)
-    tables = [name for name in fixed if name.startswith(TABLE)]
+    tables = [name for name in fixed if name.startswith(summary.TABLE)]
     kept = {name: reason for name, reason in fixed.items() if name not in tables}
     reasons = {reason: [name for name, own in kept.items() if own == reason] for reason in dict.fromkeys(kept.values())}
     return [

@@ -28,8 +28,8 @@ def programs(manifest: Manifest) -> Table:
     names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
     heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *distance_head(manifest))
     rows = program_rows(manifest)
-    if not any(program.arena or program.static for program in manifest.programs):  # where there are no graphs
-        heads, rows = _without_memory(heads), [_without_memory(row) for row in rows]
+    if all(step.kind == "host" for program in manifest.programs for step in program.steps):  # where there are no graphs
+        heads, rows = _without_graphs(heads), [_without_graphs(row) for row in rows]
     shown, hidden = shortened(rows[:-1])
     return table(heads, [*shown, *([(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []), *rows[-1:]])
 
@@ -54,8 +54,8 @@ def lowering_fields(manifest: Manifest, of: str = "") -> list[Field]:
     return fields + ([(f"left out{of}", first_lines(list(reasons)))] if reasons else [])
 
 
-def _without_memory(cells: tuple[str, ...]) -> tuple[str, ...]:
-    return cells[:2] + cells[4:]
+def _without_graphs(cells: tuple[str, ...]) -> tuple[str, ...]:
+    return cells[:1] + cells[4:]
 
 
 def distance_head(manifest: Manifest) -> tuple[str, ...]:

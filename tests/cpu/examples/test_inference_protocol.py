@@ -106,7 +106,7 @@ def changed(which: str, **fields: Any) -> dict[str, Any]:
         (changed("ids", data=[1.5, 2]), "input 'ids': data: expected elements of INT64"),
         (changed("ids", data=[True, 2]), "input 'ids': data: expected elements of INT64"),
         (changed("ids", data=[2**63, 2]), "input 'ids': data: an element that INT64 cannot hold"),
-        (changed("mask", data=[1]), "input 'mask': data: expected elements of BOOL"),
+        (changed("mask", data=[1]), "input 'mask': data: expected elements of BOOL, true or false"),
         (changed("mask", data=None), "input 'mask': data: expected a list of 1 elements, or binary data"),
         (changed("mask", parameters={"binary_data_size": 1}), "input 'mask': binary_data_size 1: BOOL .1. has 1 bytes"),
         (request(outputs=[{"name": "loss"}]), "output 'loss': the model has none of that name, but scores, kept"),
@@ -148,7 +148,9 @@ def test_metadata_says_what_a_client_has_to_send(protocol: ModuleType) -> None:
     told = protocol.metadata("m", ["3"], *ports(protocol))
     assert (told["name"], told["versions"], told["platform"]) == ("m", ["3"], "cgbundle")
     assert told["inputs"][0] == {"name": "ids", "datatype": "INT64", "shape": [-1, 2]}
-    assert [row["datatype"] for row in told["outputs"]] == ["FP32", "BF16"]
+    assert [row["datatype"] for row in told["outputs"]] == ["FP32", "BF16"] and "parameters" not in told
+    told = protocol.metadata("m", ["3"], *ports(protocol), [("batch", (1, 8))])
+    assert told["parameters"] == {"sizes": {"batch": [1, 8]}}, "-1 alone would tell no client how long is too long"
 
 
 DTYPES = ["bool", "float16", "float32", "float64", *[f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]]

@@ -201,6 +201,7 @@ def test_health_and_metadata(server: Server) -> None:
             "name": "tiny", "versions": ["1"], "platform": "cgbundle",
             "inputs": [{"name": "input", "datatype": "FP32", "shape": [-1, 6]}],
             "outputs": [{"name": "output", "datatype": "FP32", "shape": [-1, 3]}],
+            "parameters": {"sizes": {"batch": [1, 4]}},
         }  # fmt: skip
     index = client.ask("POST", "/v2/repository/index")[1]
     assert index == [{"name": "tiny", "version": "1", "state": "READY", "reason": ""}]

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -209,6 +210,7 @@ class Gives(nn.Module):
         (lambda x: Strange(), r"output: .*\.Strange cannot be described", "dataclasses"),
         (lambda x: {"a": [x, Frozen(x, more=(Strange(),))]}, r"a\.1\.more\.0: .*\.Strange cannot be described", "dataclasses"),
         (lambda x: (x, type("MambaCache", (), {})()), r"1: .*\.MambaCache cannot be described", "use_cache = False"),
+        (lambda x: (x, numpy.ones(2)), r"1: numpy.ndarray cannot be described", "torch.from_numpy"),
         (lambda x: (x, Constant()), r"1: .*\.Constant cannot be described", "dataclasses"),
         (lambda x: {"low": x.to(torch.float8_e8m0fnu)}, r"low: dtype torch.float8_e8m0fnu", ""),
         (lambda x: [float("nan")], r"0: a bundle holds no number nan", ""),

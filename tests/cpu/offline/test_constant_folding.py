@@ -17,7 +17,6 @@ from cgcompile.offline.lowering_jobs import live_weights, whole_jobs
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.weights import contents
 from cgcompile.transforms.output_aliases import OutputAlias, find_aliases
-from tests.helpers.state_models import WIDTH, looks
 
 
 def folded(model: nn.Module, x: torch.Tensor, writes: bool = False) -> tuple[Retraced, tuple[FoldedConstant, ...], list[object]]:
@@ -53,6 +52,15 @@ def test_the_scale_of_a_normalization_is_a_weight() -> None:
     x = torch.randn(2, 6, 3, 3)
     made, constants, left = folded(model, x)
     assert torch.ops.aten.sqrt.default not in left and torch.ops.aten.reciprocal.default not in left and constants
+    torch.testing.assert_close(computed(made, constants, model, x), model(x))
+
+
+def test_the_bias_of_one_row_stays_a_weight_that_an_update_may_change() -> None:
+    """torch decomposes it as the bias times 1, plus the product."""
+    torch.manual_seed(0)
+    model, x = nn.Linear(96, 5), torch.randn(1, 96)
+    made, constants, _ = folded(model, x)
+    assert constants == () and "bias" in [name for _, name in made.names]
     torch.testing.assert_close(computed(made, constants, model, x), model(x))
 
 
@@ -142,17 +150,25 @@ def test_a_buffer_that_the_program_changes_is_left_alone() -> None:
 
 def test_a_weight_that_a_caller_may_write_to_is_left_alone() -> None:
     """An output that shares memory with a weight hands it out: the next call begins with what the caller left in it."""
-    torch.manual_seed(0)
-    model, x = looks(), torch.randn(1, WIDTH)
-    source = load_source(model, lambda batch: (torch.randn(batch, WIDTH), torch.randn(batch, WIDTH)))
+
+    class Handed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(8))
+
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return x * self.scale.exp(), self.scale
+
+    model, x = Handed().eval(), torch.randn(1, 8)
+    source = load_source(model, lambda batch: (torch.randn(batch, 8),))
     exported = export(source, {"batch": (1,)})
     aliases = find_aliases(exported, describe_signature(exported).outputs, ())
     tensors = exported.programs.weights()
     live = live_weights(tensors, aliases, ())
-    assert live == ("model.linear.bias",)
-    ((_, job),) = whole_jobs(exported.programs, {(1,): (x, x)}, {(1,): False}, live).items()
+    assert live == ("model.scale",)
+    ((_, job),) = whole_jobs(exported.programs, {(1,): (x,)}, {(1,): False}, live).items()
     kept = [lower_key(job.program, (1,), job.tensors, arch("sm_90"), live=names).constants for names in (job.live, ())]
-    assert kept[0] == () and [constant.contents for constant in kept[1]] == [contents(model.linear.bias, (1,))]
+    assert kept[0] == () and [constant.contents for constant in kept[1]] == [contents(model.scale.exp(), (1,))]
 
 
 def test_live_weights_are_state_too_and_all_that_lies_in_their_memory() -> None:

@@ -214,6 +214,7 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "no weights": (lambda folder: 3, "expected a path or a mapping of names to tensors, got int"),
     "no file": (lambda folder: folder / "none.safetensors", "none.safetensors: No such file"),
     "cut header": (lambda folder: cut(folder, 20), "the header's length does not fit"),
+    "of torch.save": (lambda folder: pickled(folder), "new.pt: no safetensors file, but one of torch.save"),
     "cut data": (lambda folder: cut(folder, -4), "the file has .* bytes, its header promises"),
     "text": (lambda folder: text(folder), "header"),
     "empty folder": (lambda folder: folder, "0 files that could be the weights"),
@@ -223,6 +224,11 @@ WRONG: dict[str, tuple[Callable[[Path], Any], str]] = {
     "index": (lambda folder: index(folder, "[]"), "has no weight_map"),
     "index text": (lambda folder: index(folder, "{"), "index.json: "),
 }
+
+
+def pickled(folder: Path) -> Path:
+    torch.save(tiny(7).state_dict(), folder / "new.pt")
+    return folder / "new.pt"
 
 
 def cut(folder: Path, end: int) -> Path:

@@ -13,7 +13,7 @@ from torch import nn
 from cgbundle.cpu.processor import processor_flags
 from cgcompile.targets.cpu.aoti import compile_cpu
 from cgcompile.targets.cpu.compilations import unprobed
-from cgcompile.targets.cpu.compiler import HEADERS, wrap
+from cgcompile.targets.cpu.compiler import HEADERS, ask_compilers, wrap
 from cgcompile.targets.instruction_sets import level_of
 from tests.helpers.raising import raises
 
@@ -45,7 +45,7 @@ def test_instruction_sets_are_those_that_the_compiler_is_told_to_use(tmp_path: P
     found = {}
     for name in ("x86-64-v3", "native"):
         wrapped = wrap(tmp_path / name, level_of(name))
-        with unprobed(str(wrapped.path)):
+        with unprobed(ask_compilers(str(wrapped.path), level_of(name))):
             found[name] = [str(each).split() for each in valid_vec_isa_list()]
     assert [flag for each in found["native"] for flag in each if flag != "avx512" and flag not in processor_flags()] == []
     assert not any("avx512_vnni" in each or "amx_tile" in each for each in found["x86-64-v3"])

@@ -87,10 +87,11 @@ def matrices(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
 
 @st.composite
 def laid_out(draw: st.DrawFn, shape: tuple[int, ...]) -> torch.Tensor:
-    """Random numbers, the axes in any order in memory, with gaps or without."""
+    """Random numbers, the axes in any order in memory, some repeated, with gaps or without."""
     order = draw(st.permutations(range(len(shape))))
-    made = draw(matrices(tuple(shape[axis] for axis in order)))
-    return made.permute([order.index(axis) for axis in range(len(shape))])
+    repeated = [draw(st.integers(0, 7)) == 0 for _ in shape]
+    made = draw(matrices(tuple(1 if repeated[axis] else shape[axis] for axis in order)))
+    return made.permute([order.index(axis) for axis in range(len(shape))]).expand(shape)
 
 
 sizes = st.one_of(st.integers(1, 40), st.sampled_from([48, 64, 127, 384, 400]))

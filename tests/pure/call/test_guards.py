@@ -61,8 +61,9 @@ def test_inputs_that_disagree_name_both_and_both_sizes() -> None:
 
 def test_two_axes_of_one_input_may_disagree_too() -> None:
     model = signature([dimension("n", 4)], [spec("x", "n", "n")], [spec("y", "n")])
-    with raises("dimension-disagrees", match=r"input 'x', axis 1: expected n=4 as in input 'x', axis 0, got 5"):
+    with raises("dimension-disagrees", match=r"input 'x', axis 1: expected n=4 as in input 'x', axis 0, got 5") as caught:
         guards.call_sizes(model, ((4, 5),))
+    assert getattr(caught.value, "hint", "") == "the axes of 'x' that are n have to be equal"
 
 
 def test_a_dtype_names_both_and_what_to_do() -> None:

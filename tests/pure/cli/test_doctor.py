@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
+from cgbundle.errors import MachineError
 from cgcompile.targets.architectures import ARCHES
 from cgcompile.targets.instruction_sets import LEVELS
 from cgcompile.targets.requirements import check_packages
@@ -65,6 +67,23 @@ def test_a_gpu_that_is_here_is_captured_and_runs(here: Any) -> None:
 def test_a_gpu_beside_a_torch_without_cuda_is_built_for_as_if_it_were_elsewhere(here: Any) -> None:
     found = here((H200,), cuda=" (without CUDA)")
     assert (found["cuda"].not_built, found["sm_90"].recorder) == ("torch is installed without CUDA", "trace")
+
+
+def test_without_torchs_libraries_standalone_bundles_run_where_the_processor_does(
+    here: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here()
+
+    def missing(needed: str) -> None:
+        raise MachineError("library-missing", "libtorch_cpu.so not found")
+
+    monkeypatch.setattr(tools.libtorch, "find", missing)
+    found = {each.name: each for each in environment().targets}
+    assert (found["cpu"].standalone, found["cpu"].not_run) == (True, "libtorch_cpu.so not found")
+    foreign = found["x86-64-v3" if os.uname().machine == "aarch64" else "armv8-a"]
+    assert not foreign.standalone and "its code is for" in foreign.not_run and "proved" not in foreign.not_run
+    shown = " ".join(call("targets").output.split())
+    assert "cpu processors like this one yes --standalone only" in shown
 
 
 def test_an_architecture_that_nobody_described_can_be_captured_alone(here: Any) -> None:

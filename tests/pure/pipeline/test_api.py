@@ -13,7 +13,8 @@ from typing import Any
 import pytest
 
 import cgcompile
-from cgcompile.pipeline.records import Built
+from cgbundle.format.schema import Finding
+from cgcompile.pipeline.records import Built, Report
 from cgcompile.util.imports import quick_imports, unfrozen
 from cgcompile.util.progress import Event, Stages, silent
 from cgcompile.util.progress_display import Lines, watcher
@@ -160,3 +161,26 @@ def test_what_imports_made_is_looked_through_again_after_the_build() -> None:
         assert gc.get_freeze_count() > 0, "the caller's own stay apart"
     finally:
         gc.unfreeze()
+
+
+def test_a_report_prints_a_line_per_finding() -> None:
+    def report(entry: str, *found: Finding, others: tuple[Report, ...] = ()) -> Report:
+        return Report(
+            name="gpt", entry=entry, target="cuda", sizes=(), axes=(), assumed=(), findings=found, regions=(), returned=(),
+            unpartitioned="", per_size="", others=others,
+        )  # fmt: skip
+
+    def finding(severity: str) -> Finding:
+        return Finding(
+            rule="cpu-sync", severity=severity, message="the host reads a number", node="", where="gpt.py:3", source="", effect="",
+            fix="leave it out",
+        )  # fmt: skip
+
+    assert str(report("forward")) == "gpt for cuda: can be built, 0 findings"
+    made = report("prefill", finding("host"), others=(report("decode", finding("refuse")),))
+    assert str(made).splitlines() == [
+        "gpt for cuda: cannot be built, 1 of 2 findings",
+        "  prefill: host cpu-sync: the host reads a number (gpt.py:3); leave it out",
+        "  decode: refuse cpu-sync: the host reads a number (gpt.py:3); leave it out",
+    ]
+    assert repr(made) == "<Report of gpt for cuda: cannot be built, 1 of 2 findings>"

@@ -64,7 +64,7 @@ def test_a_dimension_that_all_entries_have_need_not_be_named(given: Any) -> None
 def test_a_hint_names_the_entry() -> None:
     with raises("sizes-invalid") as caught:
         sizes(["batch=1"])
-    assert caught.value.hint == "add --sizes prefill:seq=1,8"
+    assert caught.value.hint == "add --sizes prefill:seq=1,8; in Python sizes={'prefill': {'seq': [1, 8]}}"
 
 
 @pytest.mark.parametrize("given", [[1, 8], "1,8", ["batch=1,8"], {"batch": [1, 8]}, ["forward:batch=1,8"], {"forward": [8, 1]}])

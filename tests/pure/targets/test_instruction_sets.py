@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from cgcompile.targets import instruction_sets
 from cgcompile.targets.instruction_sets import ARM_NAMES, LEVELS, check_level, level_of, macros, needed
 from tests.helpers.raising import raises
 
@@ -32,34 +32,29 @@ GRAVITON3 = {
 GRAVITON3_FLAGS = "fp asimd aes sha2 atomics fphp asimdhp sve bf16 i8mm svebf16 rng"
 
 
-@pytest.fixture
-def defines(monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
-    """What the compiler defines with options; without any it defines __SSE2__ alone."""
-    made: dict[str, str] = {}
-    monkeypatch.setattr(instruction_sets, "macros", lambda compiler, *options: {"__SSE2__": "1"} | (made if options else {}))
-    return made
+def compiler(defines: dict[str, str]) -> Callable[..., dict[str, str]]:
+    """One that defines this with options, and __SSE2__ alone without any."""
+    return lambda *options: {"__SSE2__": "1"} | (defines if options else {})
 
 
-def test_code_for_an_epyc_needs_what_compilers_use_and_nothing_else(defines: dict[str, str]) -> None:
-    defines.update(dict.fromkeys(ZEN4.split(), "1"))
+def test_code_for_an_epyc_needs_what_compilers_use_and_nothing_else() -> None:
+    defines = dict.fromkeys(ZEN4.split(), "1")
     defines.pop("__SSE4A__")  # switched off: compiler.py
-    found = needed("g++", [("-march=native",)], "x86_64", ZEN4_FLAGS.split())
+    found = needed(compiler(defines), [("-march=native",)], "x86_64", ZEN4_FLAGS.split())
     assert {"avx512_vbmi2", "avx512_vnni", "avx512_bf16", "avx512_vpopcntdq", "bmi1", "abm", "pni", "gfni", "fma"} <= set(found)
     assert not {"clzero", "sse4a", "adx", "aes", "sha_ni", "rdpid", "rdrand", "rdseed", "clwb", "xsaveopt", "fsgsbase"} & set(found)
     assert list(found) == sorted(found) and set(found) <= set(ZEN4_FLAGS.split())
 
 
-def test_a_set_that_nobody_knew_is_needed_by_its_name(defines: dict[str, str]) -> None:
-    defines["__AVX10_9_512__"] = "1"
-    assert needed("g++", [("-march=native",)], "x86_64", ["avx10_9_512"]) == ("avx10_9_512",)
+def test_a_set_that_nobody_knew_is_needed_by_its_name() -> None:
+    assert needed(compiler({"__AVX10_9_512__": "1"}), [("-march=native",)], "x86_64", ["avx10_9_512"]) == ("avx10_9_512",)
 
 
-def test_code_for_arm_names_its_sets_and_the_length_of_vectors(defines: dict[str, str]) -> None:
-    defines.update(GRAVITON3)
-    found = needed("g++", [("-mcpu=native",)], "aarch64", GRAVITON3_FLAGS.split())
+def test_code_for_arm_names_its_sets_and_the_length_of_vectors() -> None:
+    found = needed(compiler(GRAVITON3), [("-mcpu=native",)], "aarch64", GRAVITON3_FLAGS.split())
     assert found == ("asimd", "asimdhp", "atomics", "bf16", "i8mm", "sve", "sve256")
-    defines["__ARM_FEATURE_SVE_BITS"] = "0"
-    assert "sve256" not in needed("g++", [("-mcpu=native",)], "aarch64", GRAVITON3_FLAGS.split())
+    others = GRAVITON3 | {"__ARM_FEATURE_SVE_BITS": "0"}
+    assert "sve256" not in needed(compiler(others), [("-mcpu=native",)], "aarch64", GRAVITON3_FLAGS.split())
 
 
 @pytest.mark.parametrize(
