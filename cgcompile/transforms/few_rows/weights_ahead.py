@@ -46,10 +46,10 @@ def weights_ahead(node: Node) -> tuple[Ahead, ...]:
         if product is None or place is None:
             continue
         memory = place.base.args[0] if place.base.target is torch.ops.aten.index_put.default else place.base
-        if memory.op == "placeholder":
+        if memory.op == "placeholder" and memory.meta["val"].is_contiguous():
             (weights if product.rows == 1 else caches).append(memory)
     found = []
-    left = BYTES if torch.cuda.get_device_capability() >= (9, 0) else 0
+    left = BYTES if torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0) else 0
     for each in dict.fromkeys([*caches, *weights]):
         value = each.meta["val"]
         chunks = min(left, value.numel() * value.element_size()) // CHUNK
@@ -66,7 +66,8 @@ def lines_of(names: Sequence[str], weights: Sequence[Ahead], dtype: str) -> list
     for name, each in zip(names, weights, strict=True):
         lines += [
             f"for chunk in range(part, {each.chunks}, {PROGRAMS}):",
-            f'    none = tl.inline_asm_elementwise("{text}", "=r,l", [{name} + chunk * {each.step}], tl.int32, is_pure=True, pack=1)',
+            f"    place = {name} + chunk * {each.step}",
+            f'    none = tl.inline_asm_elementwise("{text}", "=r,l", [place], tl.int32, is_pure=True, pack=1)',
             f"    tl.store(out_ptr + none, none.to({dtype}), none != 0)",
         ]
     return lines
