@@ -251,7 +251,8 @@ def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, 
     if len(failed) == len(results):
         raise ModelError("eager-failed", str(failed[0])) from failed[0].__cause__
     if failed:
-        raise failed[0]
+        ran = ", ".join([f"{name}={value}" for name, value in shapes[0][0].items()])
+        raise ModelError("size-excluded", str(failed[0]), f"it runs at {ran}: {failed[0].hint}") from failed[0].__cause__
     _check_result(source, *results)
     return shapes
 

@@ -46,12 +46,17 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "model_type": "llama", "vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "num_hidden_layers": 12,
         "num_attention_heads": 12, "num_key_value_heads": 4, "max_position_embeddings": 8192,
     },
+    "llama-1b": {
+        "model_type": "llama", "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 64, "max_position_embeddings": 131072,
+        "rope_theta": 500000.0, "tie_word_embeddings": True,
+    },
     "llama-8b": {
         "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32,
         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 500000.0,
     },
 }  # fmt: skip
-"""By name: tiny ones of every family that was tried, and two shapes of Llama to measure with.  Tied, a tiny Gemma with random
+"""By name: tiny ones of every family that was tried, and three shapes of Llama to measure with.  Tied, a tiny Gemma with random
 weights would repeat its last token for ever."""
 
 SPREAD = 0.2

@@ -1,8 +1,8 @@
 """Attention of one token of each lane to the pages of its cache: Triton kernels for GPUs, PyTorch's operations elsewhere.
 
-Flash decoding: the live tokens of a lane are cut into as many parts as keep the GPU busy, each program reads one part of one key
-head, once, for all query heads that share it, and a second kernel adds the parts up.  What is read is what is live, whatever the
-width of the block table.
+Flash decoding: the live tokens of a lane are dealt out in blocks to the programs of each key head, which read them once for all
+query heads that share it; a second kernel adds their parts up.  How many programs there are follows from recorded sizes, so that
+one lane keeps the GPU busy, too.  Those without a live block write nothing, and nothing of theirs is added.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-BLOCK, WARPS, STAGES = 64, 2, 2
-"""Tokens that a program reads at a time, and how Triton compiles it: the fastest of 54 ways on an H100, 1 and 8 lanes of 4096."""
+BLOCK, WARPS, STAGES = 32, 4, 3
+"""Tokens that a program reads at a time, and how Triton compiles it: of 24 ways the best on an H100 (1 to 32 lanes, 1k to 16k)."""
 
-PROGRAMS = 528
-"""As many programs as two processors' worth of an H100 or H200 (132 multiprocessors, 4 programs each) are asked for at least."""
+PROGRAMS = 264
+"""So many programs are asked for: 2 for each of the 132 multiprocessors of an H100 or H200."""
 
 PARTS = 64
-"""And as many parts a lane is cut into at most."""
+"""Into as many parts a lane is cut at most."""
 
 
 def paged_decode(
@@ -77,8 +77,7 @@ def partials(
     return mixed / torch.where(total > 0, total, 1.0)[..., None], total.log() + top
 
 
-@triton_op("language_model::paged_decode", mutates_args=())
-def launch(
+def by_kernel(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
     scale: float, window: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -86,25 +85,27 @@ def launch(
     query = query.contiguous()
     batch, heads, dim = query.shape
     key_heads, page = keys.shape[1:3]
-    parts = max(1, min(PARTS, triton.next_power_of_2(triton.cdiv(PROGRAMS, batch * key_heads))))
+    blocks = triton.cdiv(pages.shape[1] * page, BLOCK)
+    parts = triton.next_power_of_2(max(1, min(PARTS, blocks, triton.cdiv(PROGRAMS, batch * key_heads))))
     sums = query.new_empty((batch, heads, parts, dim), dtype=torch.float32)
     tops = query.new_empty((batch, heads, parts, 2), dtype=torch.float32)
     mixed = query.new_empty((batch, heads, dim), dtype=torch.float32)
     total = query.new_empty((batch, heads), dtype=torch.float32)
     width = max(16, triton.next_power_of_2(dim))  # tl.dot takes no fewer
     groups = heads // key_heads
-    wrap_triton(read_part)[(batch, key_heads, parts)](
-        query, keys, values, pages, place, length, sums, tops, pages.shape[1],
+    wrap_triton(read_part)[(parts, key_heads, batch)](
+        query, keys, values, pages, place, length, sums, tops, pages.shape[1], parts,
         SCALE=scale, WINDOW=window, SOFTCAP=softcap, GROUPS=groups, ROWS=max(16, triton.next_power_of_2(groups)), DIM=dim,
-        WIDTH=width, PAGE=page, KEY_HEADS=key_heads, PARTS=parts, BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
+        WIDTH=width, PAGE=page, KEY_HEADS=key_heads, BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     wrap_triton(add_parts)[(batch, heads)](
-        sums, tops, query if sinks is None else sinks, mixed, total,
-        SINKS=sinks is not None, DIM=dim, WIDTH=width, HEADS=heads, PARTS=parts, num_warps=4,
+        sums, tops, query if sinks is None else sinks, place, length, mixed, total,
+        SINKS=sinks is not None, WINDOW=window, DIM=dim, WIDTH=width, HEADS=heads, PARTS=parts, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return mixed, total
 
 
+launch = triton_op("language_model::paged_decode", by_kernel, mutates_args=())
 launch.register_kernel("cpu")(plain)  # what a build for a GPU that is not here runs the model with
 
 
@@ -118,19 +119,20 @@ def _(
 
 @triton.jit
 def read_part(
-    query, keys, values, pages, place, length, sums, tops, blocks,
+    query, keys, values, pages, place, length, sums, tops, blocks, parts,
     SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr, PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One part of the live tokens of one lane, for the GROUPS query heads of one key head."""
-    lane, head, part = tl.program_id(0).to(tl.int64), tl.program_id(1).to(tl.int64), tl.program_id(2)
+    """Every `parts`-th block of the live tokens of one lane, for the GROUPS query heads of one key head."""
+    part, head, lane = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     here = tl.load(place + lane)
     end = tl.minimum(tl.load(length + lane), here + 1)
-    begin = tl.maximum(here + 1 - WINDOW, 0) if WINDOW else end * 0
-    begin = begin // PAGE * PAGE  # whole pages; the rest is masked
-    each = tl.cdiv(tl.cdiv(tl.maximum(end - begin, 0), PARTS), BLOCK) * BLOCK
-    first = begin + part * each
-    last = tl.minimum(first + each, end)
+    # a whole block; the rest is masked.  Without a window the first pages are known before the length is
+    begin = tl.maximum(here + 1 - WINDOW, 0) // BLOCK * BLOCK if WINDOW else 0
+    first = begin + part * BLOCK
+    step = tl.arange(0, BLOCK)
+    table = pages + lane * blocks
+    page = tl.load(table + (first + step) // PAGE, mask=first + step < blocks * PAGE, other=0)
 
     row, column = tl.arange(0, ROWS), tl.arange(0, WIDTH)
     inside = column < DIM
@@ -140,12 +142,14 @@ def read_part(
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     mixed = tl.zeros([ROWS, WIDTH], tl.float32)
-    for at in range(first, last, BLOCK):
-        token = at + tl.arange(0, BLOCK)
-        live = token < last
-        page = tl.load(pages + lane * blocks + token // PAGE, mask=live, other=0)
+    for at in range(first, end, parts * BLOCK):
+        token = at + step
+        live = token < end
         rows = ((page * KEY_HEADS + head) * PAGE + token % PAGE) * DIM
         k = tl.load(keys + rows[None] + column[:, None], mask=live[None] & inside[:, None], other=0.0)
+        v = tl.load(values + rows[:, None] + column[None], mask=live[:, None] & inside[None], other=0.0)
+        later = token + parts * BLOCK
+        page = tl.load(table + later // PAGE, mask=later < end, other=0)
         products = tl.dot(q, k, input_precision="ieee") * SCALE
         if SOFTCAP != 0.0:
             products = SOFTCAP * (1 - 2 / (1 + tl.exp(2 * products / SOFTCAP)))  # tanh
@@ -154,27 +158,33 @@ def read_part(
         higher = tl.maximum(tl.maximum(top, tl.max(products, 1)), -3.0e38)  # -inf where nothing is seen
         weights = tl.exp(products - higher[:, None])
         shrink = tl.exp(top - higher)
-        v = tl.load(values + rows[:, None] + column[None], mask=live[:, None] & inside[None], other=0.0)
         mixed = mixed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         total = total * shrink + tl.sum(weights, 1)
         top = higher
-    out = (lane * KEY_HEADS * GROUPS + heads) * PARTS + part
-    tl.store(sums + out[:, None] * DIM + column[None], mixed, mask=(row < GROUPS)[:, None] & inside[None])
-    tl.store(tops + out * 2, top, mask=row < GROUPS)
-    tl.store(tops + out * 2 + 1, total, mask=row < GROUPS)
+    out = (lane * KEY_HEADS * GROUPS + heads) * parts + part
+    some = (row < GROUPS) & (first < end)
+    tl.store(sums + out[:, None] * DIM + column[None], mixed, mask=some[:, None] & inside[None])
+    tl.store(tops + out * 2, top, mask=some)
+    tl.store(tops + out * 2 + 1, total, mask=some)
 
 
 @triton.jit
 def add_parts(
-    sums, tops, sinks, mixed, total,
-    SINKS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    sums, tops, sinks, place, length, mixed, total,
+    SINKS: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """All parts of one lane and one head."""
+    """All parts of one lane and one head that have something."""
     lane, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    here = tl.load(place + lane)
+    end = tl.minimum(tl.load(length + lane), here + 1)
+    begin = tl.maximum(here + 1 - WINDOW, 0) // BLOCK * BLOCK if WINDOW else 0
     part, column = tl.arange(0, PARTS), tl.arange(0, WIDTH)
+    some = begin + part * BLOCK < end
     base = (lane * HEADS + head) * PARTS + part
-    top = tl.load(tops + base * 2)
-    weight = tl.load(tops + base * 2 + 1)
+    rows = tl.load(sums + base[:, None] * DIM + column[None], mask=some[:, None] & (column < DIM)[None], other=0.0)
+    top = tl.load(tops + base * 2, mask=some, other=float("-inf"))
+    weight = tl.load(tops + base * 2 + 1, mask=some, other=0.0)
     highest = tl.max(top, 0)
     if SINKS:
         sink = tl.load(sinks + head).to(tl.float32)
@@ -184,7 +194,6 @@ def add_parts(
     all_of_it = tl.sum(share * weight, 0)
     if SINKS:
         all_of_it += tl.exp(sink - highest)
-    rows = tl.load(sums + base[:, None] * DIM + column[None], mask=(column < DIM)[None], other=0.0)
     made = tl.sum(rows * share[:, None], 0) / tl.where(all_of_it > 0, all_of_it, 1.0)
     tl.store(mixed + (lane * HEADS + head) * DIM + column, made, mask=column < DIM)
     tl.store(total + lane * HEADS + head, tl.log(all_of_it) + highest)

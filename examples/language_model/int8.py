@@ -63,8 +63,7 @@ def plain(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return (F.linear(x, weight.to(x.dtype)).float() * scale).to(x.dtype)
 
 
-@triton_op("language_model::int8_product", mutates_args=())
-def launch(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+def by_kernel(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """`int8_product` by a kernel."""
     x = x.contiguous()
     (rows, depth), count = x.shape, weight.shape[0]
@@ -78,6 +77,7 @@ def launch(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     return made
 
 
+launch = triton_op("language_model::int8_product", by_kernel, mutates_args=())
 launch.register_kernel("cpu")(plain)  # what a build for a GPU that is not here runs the model with
 
 

@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 from ...errors import BuildError
+from ...util.imports import collect_seldom
 from ...util.workers import end_with_parent
 from ..request import DONE, RECORD, Request
 from .cupti import ImageLog
@@ -28,6 +29,8 @@ def main(role: str) -> None:
         print(f"+ {text}", file=answers, flush=True)
 
     wake()
+    if log is None:  # what records gives the GPU's memory back as soon as it can
+        collect_seldom()
     for line in requests:
         tell("loading the program")
         request: Request = pickle.loads(Path(line.rstrip("\n")).read_bytes())

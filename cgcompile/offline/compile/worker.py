@@ -14,6 +14,7 @@ from triton.compiler import ASTSource
 
 from ...errors import BuildError
 from ...targets import architectures
+from ...util.imports import collect_seldom
 from ...util.workers import serve
 from ..lowered import KernelVariant
 from . import packed_adds
@@ -73,4 +74,5 @@ def compile_variant(variant: KernelVariant, arch: str) -> KernelImage:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     serve(work)

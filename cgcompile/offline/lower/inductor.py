@@ -29,8 +29,12 @@ from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
 from ...transforms.few_rows.fewer_kernels import fewer_kernels
+<<<<<<< HEAD
 from ...transforms.few_rows.row_blocks import RowBlocks
 from ...transforms.inductor_passes import comparable_indices, passes
+=======
+from ...transforms.inductor_passes import mended, passes
+>>>>>>> main
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line
 from ..decompose.outputs import same_layout
@@ -170,7 +174,7 @@ def lower_graph(
     # zero and selects nothing where the prologue keeps zeros; Triton leaves it undefined, and nan times zero is nan.
     masked = mock.patch.object(simd, "prologue_preserves_zero_mask", lambda prologue: False)
     with (
-        torch._inductor.config.patch(options), V.set_choices_handler(handler), masked, comparable_indices(), torch.no_grad(),
+        torch._inductor.config.patch(options), V.set_choices_handler(handler), masked, mended(), torch.no_grad(),
         warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `exact_products` says how float32 is multiplied

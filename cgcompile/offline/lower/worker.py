@@ -10,6 +10,7 @@ import torch
 from ...model.load import load_code
 from ...targets.architectures import arch
 from ...targets.cuda.tensors import apply_settings
+from ...util.imports import collect_seldom
 from ...util.workers import serve
 from ..lowered import Lowered
 from ..tuning.cost_model import choose, measured
@@ -40,4 +41,5 @@ def work(job: WorkerJob) -> Lowered:
 
 
 if __name__ == "__main__":
+    collect_seldom()
     serve(work)

@@ -52,6 +52,7 @@ class Lanes:
         self._program, self._job = program, job
         self._lanes, self._seq, self._blocks = job["prefill"]
         self._decode = {batch: blocks for batch, blocks in job["decode"]}
+        self._tables: dict[int, tuple[Any, ...]] = {}
 
     def read(self, lane: int) -> int:
         """The prompt of a lane in chunks; the token behind it."""
@@ -72,11 +73,14 @@ class Lanes:
         batch = next(size for size in sorted(self._decode) if size >= len(tokens))
         count = len(tokens)
         off = [0] * (batch - count)
+        if count not in self._tables:  # what stays from step to step is written once, as a server does
+            self._tables[count] = (
+                self._pages(range(count), batch, self._decode[batch]), self._integers([*range(1, count + 1), *off], batch),
+                self._sampling(batch),
+            )  # fmt: skip
         made = self._program.decode(
             self._integers([*tokens, *off], batch, 1), self._integers([1] * count + off, batch),
-            self._integers([self._job["prompt"] + place - 1] * count + off, batch),
-            self._pages(range(count), batch, self._decode[batch]), self._integers([*range(1, count + 1), *off], batch),
-            self._sampling(batch),
+            self._integers([self._job["prompt"] + place - 1] * count + off, batch), *self._tables[count],
         )  # fmt: skip
         found: list[int] = made["token"].tolist()[:count]
         return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 import os
 import random
@@ -22,23 +21,25 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import cgbundle  # noqa: E402
-from tests.helpers.llama_bundle import llama_bundle  # noqa: E402
-
-EXAMPLES = ROOT / "examples"
-FAMILIES = (
-    "llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "phi", "opt", "mixtral", "qwen3-moe",
-    "gpt-oss",
+from tests.helpers.causal_lm import (  # noqa: E402
+    EXAMPLES,
+    FAMILIES,
+    Engine,
+    check_family,
+    check_requests,
+    made,
+    model_file,
+    nobodys_page_is_zero,
+    prompt,
+    reference,
 )  # fmt: skip
+from tests.helpers.llama_bundle import llama_bundle  # noqa: E402
 
 
 @pytest.fixture(scope="module")
 def lm() -> Iterator[ModuleType]:
-    """The model file, as `python causal_lm.py` would import it."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("CAUSAL_LM")]:
-            patch.delenv(name)
-        patch.syspath_prepend(str(EXAMPLES))
-        yield importlib.import_module("causal_lm")
+    with model_file() as imported:
+        yield imported
 
 
 @pytest.fixture(scope="module")
@@ -46,156 +47,17 @@ def llama(lm: ModuleType) -> Any:
     return made(lm, "llama")
 
 
-def made(lm: ModuleType, name: str) -> Any:
-    """The model of a named configuration."""
-    return lm.CausalLM(lm.network(name, torch.float32))
-
-
-def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
-    """What transformers' own `generate` puts behind a prompt, with its own attention and cache."""
-    network = model.network
-    network.set_attn_implementation("eager")
-    try:
-        ids = torch.tensor([prompt])
-        found = network.generate(
-            ids,
-            attention_mask=torch.ones_like(ids),
-            max_new_tokens=count,
-            do_sample=False,
-            eos_token_id=None,
-            pad_token_id=0,
-            **options,
-        )
-    finally:
-        network.set_attn_implementation("paged")
-    return found[0, len(prompt) :].tolist()
-
-
-class Engine:
-    """Requests over the entries of a model or a bundle, in `lanes` lanes: gives pages and slots out and takes them back."""
-
-    def __init__(self, lm: ModuleType, entries: Any, lanes: int = 4, blocks: int = 12, chunk: int = 16) -> None:
-        self.lm, self.entries, self.lanes, self.blocks, self.chunk = lm, entries, lanes, blocks, chunk
-        self.free = list(range(1, lm.PAGES))
-        self.slots = list(range(1, lm.SLOTS))
-        self.texts: dict[Any, dict[str, Any]] = {}
-
-    def add(self, name: Any, prompt: list[int], room: int, **sampling: float) -> None:
-        pages = [self.free.pop(random.randrange(len(self.free))) for _ in range(-(-(len(prompt) + room) // self.lm.PAGE))]
-        self.texts[name] = {"read": 0, "tokens": list(prompt), "pages": pages, "slot": self.slots.pop(), "sampling": sampling}
-
-    def remove(self, name: Any) -> list[int]:
-        text = self.texts.pop(name)
-        self.free += text["pages"]
-        self.slots.append(text["slot"])
-        return text["tokens"]
-
-    def _lanes(self, names: list[Any]) -> tuple[Any, ...]:
-        """(start, pages, slot, sampling) with the lanes that are left over off."""
-        texts = [self.texts[name] for name in names]
-        off = self.lanes - len(texts)
-        pages = [text["pages"] + [0] * (self.blocks - len(text["pages"])) for text in texts] + [[0] * self.blocks] * off
-        plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "penalty": 1.0, "seed": 0, "alternatives": 0}
-        sampling = [{**plain, **text["sampling"]} for text in texts] + [plain] * off
-        sampling = self.lm.Sampling(*[torch.tensor([each[field] for each in sampling]) for field in self.lm.Sampling._fields])
-        start, slot = [[text[field] for text in texts] + [0] * off for field in ("read", "slot")]
-        return torch.tensor(start), torch.tensor(pages), torch.tensor(slot), sampling
-
-    def prefill(self, names: list[Any]) -> dict[str, Any]:
-        """A chunk of each text, which is at its end where the next token is appended."""
-        chunks = [self.texts[name]["tokens"][self.texts[name]["read"] :][: self.chunk] for name in names]
-        ids = [each + [9] * (self.chunk - len(each)) for each in chunks] + [[9] * self.chunk] * (self.lanes - len(names))
-        count = torch.tensor([len(each) for each in chunks] + [0] * (self.lanes - len(names)))
-        with torch.no_grad():
-            given = self.entries.prefill(torch.tensor(ids), count, *self._lanes(names))
-        for name, chunk, token in zip(names, chunks, given["token"].tolist(), strict=False):
-            self.texts[name]["read"] += len(chunk)
-            if self.texts[name]["read"] == len(self.texts[name]["tokens"]):
-                self.texts[name]["tokens"].append(token)
-        return given
-
-    def decode(self, names: list[Any]) -> dict[str, Any]:
-        ids = [self.texts[name]["tokens"][-1:] for name in names] + [[9]] * (self.lanes - len(names))
-        count = torch.tensor([1] * len(names) + [0] * (self.lanes - len(names)))
-        with torch.no_grad():
-            given = self.entries.decode(torch.tensor(ids), count, *self._lanes(names))
-        for name, token in zip(names, given["token"].tolist(), strict=False):
-            self.texts[name]["read"] += 1
-            self.texts[name]["tokens"].append(token)
-        return given
-
-    def generate(self, names: list[Any], limit: list[int], stop: tuple[int, ...] = ()) -> dict[str, Any]:
-        ids = [self.texts[name]["tokens"][-1:] for name in names] + [[9]] * (self.lanes - len(names))
-        stops = torch.tensor([[*stop, *[-1] * (self.lm.STOPS - len(stop))]] * self.lanes)
-        limits = torch.tensor(limit + [0] * (self.lanes - len(names)))
-        with torch.no_grad():
-            given = self.entries.generate(torch.tensor(ids), *self._lanes(names), stops, limits)
-        for name, count, row in zip(names, given["count"].tolist(), given["tokens"].tolist(), strict=False):
-            self.texts[name]["read"] += count
-            self.texts[name]["tokens"] += row[:count]
-        return given
-
-    def run(self, name: Any, count: int) -> None:
-        """The prompt and `count` tokens behind it, beside no other text."""
-        begun = len(self.texts[name]["tokens"])
-        while len(self.texts[name]["tokens"]) == begun:
-            self.prefill([name])
-        while len(self.texts[name]["tokens"]) < begun + count:
-            self.decode([name])
-
-
-def prompt(length: int, seed: int = 0) -> list[int]:
-    return random.Random(f"{length} {seed}").choices(range(3, 128), k=length)
-
-
-def nobodys_page_is_zero(model: Any) -> bool:
-    return not any(buffer[0].any() for name, buffer in model.named_buffers() if name.startswith(("keys", "values", "seen")))
-
-
 # --- the tokens of transformers -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_greedy_tokens_are_transformers(lm: ModuleType, family: str) -> None:
-    model = made(lm, family)
-    prompts = {length: prompt(length) for length in (5, 21, 37)}
-    engine = Engine(lm, model)
-    for name, each in prompts.items():
-        engine.add(name, each, 60)
-    while waiting := [name for name, text in engine.texts.items() if text["read"] < len(prompts[name])]:
-        engine.prefill(waiting)
-    for _ in range(30):
-        engine.decode(list(prompts))
-    engine.generate(list(prompts), [17, 9, 17])
-    for name, each in prompts.items():
-        tokens = engine.remove(name)[name:]
-        assert len(tokens) == (40 if name == 21 else 48)
-        assert tokens == reference(model, each, len(tokens)), f"{family}, prompt of {name} tokens"
-    assert nobodys_page_is_zero(model)
+    check_family(lm, family)
 
 
 def test_pages_are_used_again_by_requests_that_come_and_go(lm: ModuleType, llama: Any) -> None:
-    order = random.Random(0)
-    engine, waiting, expected, seen = Engine(lm, llama), list(range(50)), {}, 0
-    prompts = {name: prompt(order.randrange(1, 60), name) for name in waiting}
-    counts = {name: order.randrange(1, 24) for name in waiting}
-    while waiting or engine.texts:
-        while waiting and len(engine.texts) < 4:
-            name = waiting.pop()
-            engine.add(name, prompts[name], counts[name])
-        reading = [name for name, text in engine.texts.items() if text["read"] < len(prompts[name])]
-        going = [name for name in engine.texts if name not in reading]
-        if reading and (not going or order.random() < 0.5):
-            engine.prefill(order.sample(reading, order.randrange(1, len(reading) + 1)))
-        elif going:
-            engine.decode(order.sample(going, order.randrange(1, len(going) + 1)))
-        for name in list(engine.texts):
-            if len(engine.texts[name]["tokens"]) == len(prompts[name]) + counts[name]:
-                expected[name] = engine.remove(name)[len(prompts[name]) :]
-                seen += 1
-    assert seen == 50 and sorted(engine.free) == list(range(1, lm.PAGES)) and nobodys_page_is_zero(llama)
-    for name in order.sample(sorted(expected), 12):
-        assert expected[name] == reference(llama, prompts[name], counts[name])
+    check_requests(lm, Engine(lm, llama), llama)
+    assert nobodys_page_is_zero(llama)
 
 
 @pytest.mark.parametrize("entry", ["prefill", "decode", "generate"])
@@ -435,12 +297,12 @@ from tests.helpers.decode_cases import CASES, case
 decode_kernel.PROGRAMS = 20  # two parts for each lane and key head: the interpreter is slow
 for name, options in CASES.items():
     given = case(**options)
-    for made, wanted in zip(decode_kernel.launch(*given), decode_kernel.plain(*given), strict=True):
+    for made, wanted in zip(decode_kernel.by_kernel(*given), decode_kernel.plain(*given), strict=True):
         torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5, msg=name)
 for rows, depth, count in ((1, 48, 96), (5, 300, 20), (70, 64, 33)):
     layer = int8.Int8Linear(torch.randn(count, depth), None)
     given = torch.randn(rows, depth), layer.weight, layer.scale
-    torch.testing.assert_close(int8.launch(*given), int8.plain(*given), rtol=1e-5, atol=1e-4)
+    torch.testing.assert_close(int8.by_kernel(*given), int8.plain(*given), rtol=1e-5, atol=1e-4)
 """
 
 

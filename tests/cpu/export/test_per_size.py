@@ -162,7 +162,7 @@ def proved(function: Callable[..., Any], **sizes: tuple[int, ...]) -> tuple[str,
 
 def test_a_branch_between_the_sizes_is_found() -> None:
     pad, chunk, reason = proved(branch, batch=(1, 2, 8))
-    assert (pad, chunk) == ("no", False) and "when batch=3 is filled up with zeros to 8" in reason
+    assert (pad, chunk) == ("no", False) and "with batch=3 was filled up with zeros to 8" in reason
 
 
 def test_programs_of_other_operators_are_not_padded_though_outputs_are_alike() -> None:
@@ -212,6 +212,15 @@ def test_a_size_at_which_eager_pytorch_fails_is_refused_with_the_line() -> None:
 
     with raises("size-excluded", match=r"test_per_size.py:\d+: the model fails in eager PyTorch at batch=6: "):
         exported(fails, batch=(4, 6, 8))
+
+
+def test_a_size_beyond_the_models_own_names_one_at_which_it_runs() -> None:
+    def places(m: Holding, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.arange(6.0)[torch.arange(x.shape[0])].unsqueeze(-1)
+
+    with raises("size-excluded", match="it runs at batch=4: ") as caught:
+        exported(places, batch=(4, 9))
+    assert "batch=9" in str(caught.value)
 
 
 def test_an_output_whose_axes_change_is_refused() -> None:

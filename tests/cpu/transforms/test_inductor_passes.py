@@ -16,7 +16,7 @@ from torch.utils._sympy.functions import Identity  # noqa: E402
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgcompile.targets.cuda.inductor import compile_graph  # noqa: E402
-from cgcompile.transforms.inductor_passes import comparable_indices, passes, read_old_values  # noqa: E402
+from cgcompile.transforms.inductor_passes import mended, passes, read_old_values  # noqa: E402
 
 aten, rev = torch.ops.aten, torch.ops.prims.rev.default
 
@@ -127,8 +127,24 @@ def test_a_number_that_identity_is_a_part_of_is_compared() -> None:
     x = sympy.Symbol("x", integer=True, nonnegative=True)
     with pytest.raises(ValueError, match="not comparable"):
         sympy.Max(three, 0)
-    with comparable_indices():
+    with mended():
         assert sympy.Max(three, 0) == three and sympy.Min(three, 2) == 2
         assert sympy.Max(Identity(x) - 1, 1).xreplace({x: sympy.Integer(0)}) == 1
     with pytest.raises(ValueError, match="not comparable"):
         sympy.Max(Identity(sympy.Integer(0)) + 1, 0)
+
+
+def test_rules_of_dtypes_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch._inductor.lowering
+    from torch._inductor import utils
+    from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
+
+    made, names = [], utils.boolean_ops()
+    monkeypatch.setattr(utils, "boolean_ops", lambda: made.append(1) or names)
+    with mended():
+        for _ in range(3):
+            assert DtypePropagationOpsHandler().eq(1, 2) == torch.bool
+        assert len(made) == 1
+        monkeypatch.setitem(utils.op_dtype_propagation_rules, "registered_later", utils.op_dtype_propagation_rules["add"])
+        assert DtypePropagationOpsHandler().registered_later is not None
+    assert len(made) == 2

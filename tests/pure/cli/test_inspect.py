@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,16 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, Alias, Lowering, Manifest, Weight
+from cgbundle.format.schema import MEMORIES, Alias, FixedWeight, Lowering, Manifest, Weight
 from cgbundle.format.spans import span
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Edge, KernelNode, Recording
+from cgcompile.pipeline.records import Built
+from cgcompile.targets.instruction_sets import LEVELS
 from cgcompile_cli import main, summary
+from cgcompile_cli.commands import build
 from cgcompile_cli.inspection import dot, lanes, memory_map, memory_text, names, nodes, program_text
-from cgcompile_cli.output import safe
+from cgcompile_cli.output import safe, show
 from tests.helpers import cuda_bundles, support
 from tests.helpers.places import GOLDEN
 from tests.pure.cli import shown_bundles
@@ -462,3 +466,20 @@ def test_the_last_of_many_int_keys_is_shown(tmp_path: Path) -> None:
     path = shown_bundles.write(tmp_path / "many.cgb", batches=range(1, 9), seqs=range(1, 5))
     shown = call("inspect", path).stdout
     assert re.search(r"^ +8x4 +1 graph, 1 copy", shown, re.MULTILINE) and "19 more" in shown
+
+
+def test_a_processors_features_are_told_by_its_level() -> None:
+    held = support.manifest().target
+    level = {"cpu x86_64 (x86-64-v3, avx_vnni, f, and 2 more)": (*LEVELS[1].features, "avx_vnni", "f", "g", "h")}
+    level["cpu x86_64 (avx512f, fma)"] = ("fma", "avx512f")
+    for told, features in level.items():
+        assert summary.target(replace(held, arch="x86_64", features=features, torch="")) == told
+
+
+def test_a_build_tells_which_weights_no_update_can_change(capsys: pytest.CaptureFixture[str]) -> None:
+    made = support.manifest()
+    fixed = replace(made, fixed=(FixedWeight(weight=0, reason="folded", sha256="0" * 64),))
+    for manifest, told in ((made, False), (fixed, True)):
+        show(build._summary(Built(path=Path("tiny.cgb"), manifest=manifest, seconds=()), 1.0), sys.stderr)
+        (line,) = [*[row for row in capsys.readouterr().err.splitlines() if made.weights[0].name in row], ""][:1]
+        assert ("folded" in line) == told

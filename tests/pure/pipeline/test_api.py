@@ -15,7 +15,7 @@ import pytest
 import cgcompile
 from cgbundle.format.schema import Finding
 from cgcompile.pipeline.records import Built, Report
-from cgcompile.util.imports import quick_imports, unfrozen
+from cgcompile.util.imports import collect_seldom, quick_imports, unfrozen
 from cgcompile.util.progress import Event, Stages, silent
 from cgcompile.util.progress_display import Lines, watcher
 from tests.helpers.raising import raises
@@ -160,6 +160,17 @@ def test_what_imports_made_is_looked_through_again_after_the_build() -> None:
             pass
         assert gc.get_freeze_count() > 0, "the caller's own stay apart"
     finally:
+        gc.unfreeze()
+
+
+def test_a_process_that_compiles_collects_seldom() -> None:
+    before = gc.get_threshold()
+    try:
+        collect_seldom()
+        assert gc.isenabled() and gc.get_freeze_count() > 0
+        assert gc.get_threshold()[0] == 100_000
+    finally:
+        gc.set_threshold(*before)
         gc.unfreeze()
 
 

@@ -1,0 +1,170 @@
+"""A large language model of random weights: its bundle beside transformers, and its steps beside the bytes that they read.
+
+    language_model.py folder NAME FOLDER              a model of examples/language_model/configurations.py, weights made on the GPU
+    language_model.py compare BUNDLE FOLDER CACHE WAY...   fresh processes, one after the other: bundle, eager, compile
+    language_model.py steps BUNDLE [CONTEXT...]       tokens a second at every recorded number of lanes, and GB/s read
+
+Every line is JSON and printed at once.  `compare` keeps what torch.compile caches in CACHE: the second of two is a warm start.
+`steps` needs no torch; the copy's bandwidth beside it is of a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from array import array
+from itertools import chain
+from math import prod
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import cgbundle
+from cgbundle.format.archive import Archive
+from cgbundle.format.schema import DTYPES
+from cgbundle.tensors.tensor import from_bytes
+from cgcompile.errors import BuildError
+from cgcompile.tools.bench.processes import WorkerProcess, compiler_cache
+from cgcompile.tools.generation.layout import read_layout
+from cgcompile.tools.generation.measure import BATCHES, PROMPT, TOKENS, lengths
+
+ROOT = Path(__file__).parents[3]
+STEPS = 64
+COPY = """
+import torch
+a, b = [torch.empty(1 << 31, dtype=torch.uint8, device="cuda") for _ in range(2)]
+begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+for turn in range(6):
+    begin.record(); b.copy_(a); end.record()
+    torch.cuda.synchronize()
+print(2 * a.numel() / begin.elapsed_time(end) / 1e6)
+"""
+
+
+def folder(name: str, out: str) -> None:
+    """Writes the model as the Hub has it, bfloat16."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    sys.path.insert(0, str(ROOT / "examples"))
+    from language_model.configurations import configuration
+
+    torch.manual_seed(0)
+    with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+        model = AutoModelForCausalLM.from_config(configuration(name), dtype=torch.bfloat16)
+    model.save_pretrained(out, max_shard_size="4GB")
+    say(folder=out, parameters=sum(each.numel() for each in model.parameters()))
+
+
+def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
+    """What every process of `cgcompile bench --generate` answers.  Without a bundle ("-"): those of transformers alone."""
+    told = {
+        "bundle": os.path.abspath(bundle),
+        "model": os.path.abspath(model),
+        "threads": None,
+        "rounds": 2 if "bundle" in ways else 1,
+    }
+    if bundle == "-":
+        vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
+        told |= {"dtype": "bfloat16", "target": "cuda", "vocabulary": vocabulary}
+        prompt, tokens, batches = PROMPT, TOKENS, BATCHES
+    else:
+        manifest = Archive(bundle).manifest
+        layout = read_layout(manifest)
+        prompt, tokens, batches = lengths(layout)
+        told |= {
+            "dtype": layout.dtype, "target": manifest.target.kind, "vocabulary": layout.vocabulary, "prefill": layout.prefill,
+            "decode": layout.decode, "sampling": layout.sampling, "each": -(-(prompt + tokens + 1) // layout.page),
+        }  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        job = Path(scratch, "job.json")
+        job.write_text(json.dumps({**told, "prompt": prompt, "tokens": tokens, "batches": batches}))
+        for way in ways:
+            worker = f"cgcompile.tools.generation.{'bundle' if way == 'bundle' else 'torch'}_worker"
+            given: list[Any] = [job] if way == "bundle" else [way, job]
+            environment = {} if way == "bundle" else compiler_cache(Path(cache))
+            begin = perf_counter()
+            try:
+                with WorkerProcess(worker, *given, log=Path(scratch, f"{way}.log"), environment=environment) as process:
+                    answer = process.answer()
+            except BuildError as error:
+                say(way=way, failed=str(error), process=perf_counter() - begin)
+                continue
+            made = answer.pop("made")
+            say(way=way, prompt=prompt, tokens=tokens, **answer, begins=made[:12], process=perf_counter() - begin)
+
+
+def steps(bundle: str, contexts: list[int]) -> None:
+    """Greedy steps of every recorded number of lanes behind so many tokens, which the cache holds as zeros."""
+    copied = subprocess.run([sys.executable, "-c", COPY], capture_output=True, text=True, check=False).stdout.strip()
+    copy = float(copied) if copied else 0.0
+    program = cgbundle.load(bundle)
+    layout, rows = read_layout(program.manifest), program.manifest.weights
+    for batch, blocks in layout.decode:
+        for context in contexts:
+            each = -(-(context + STEPS + 1) // layout.page)
+            if each > blocks or each * batch >= layout.pages:
+                say(lanes=batch, context=context, skipped="the bundle has too few pages")
+                continue
+            tables = [[*range(1 + lane * each, 1 + (lane + 1) * each), *[0] * (blocks - each)] for lane in range(batch)]
+            pages = from_bytes(array("q", chain.from_iterable(tables)), "int64", (batch, blocks))
+            count, slot = [from_bytes(array("q", values), "int64", (batch,)) for values in ([1] * batch, range(1, batch + 1))]
+            sampling = tuple(
+                [
+                    from_bytes(array("f" if dtype == "float32" else "q", [value] * batch), dtype, (batch,))
+                    for value, dtype in zip((0, 0, 1, 1, 0, 0), layout.sampling, strict=True)
+                ]
+            )
+            best = float("inf")
+            for _ in range(3):
+                ids, begin = [3] * batch, perf_counter()
+                for step in range(STEPS):
+                    start = from_bytes(array("q", [context + step] * batch), "int64", (batch,))
+                    made = program.decode(from_bytes(array("q", ids), "int64", (batch, 1)), count, start, pages, slot, sampling)
+                    ids = made["token"].tolist()
+                best = min(best, (perf_counter() - begin) / STEPS)
+            read = weight_bytes(rows) + batch * context * cache_bytes(rows)
+            say(
+                lanes=batch, context=context, milliseconds=best * 1e3, tokens_per_second=batch / best, gigabytes=read / 1e9,
+                read_per_second=read / best / 1e9, copy=copy, share_of_copy=read / best / 1e9 / copy if copy else None,
+            )  # fmt: skip
+
+
+def weight_bytes(rows: Any) -> int:
+    """What a step reads of the weights: each once, but for embeddings beside a head of their own, of which it reads a row."""
+    places: dict[int, int] = {}
+    names: dict[int, str] = {}
+    for row in rows:
+        if row.memory == "weights" and row.shape:
+            places[row.offset] = DTYPES[row.dtype] * prod(row.shape)
+            names[row.offset] = f"{names.get(row.offset, '')} {row.name}"
+    heads = {place for place, name in names.items() if "lm_head" in name}
+    skipped = {place for place, name in names.items() if heads and "embed" in name and place not in heads}
+    return sum(size for place, size in places.items() if place not in skipped)
+
+
+def cache_bytes(rows: Any) -> int:
+    """What a token takes in the cache of all layers."""
+    total = 0
+    for row in rows:
+        if row.memory == "state" and row.name.startswith(("keys_", "values_")):
+            _, heads, _, dim = row.shape
+            total += heads * dim * DTYPES[row.dtype]
+    return total
+
+
+def say(**found: object) -> None:
+    print(json.dumps({name: round(value, 4) if isinstance(value, float) else value for name, value in found.items()}), flush=True)
+
+
+if __name__ == "__main__":
+    what, *given = sys.argv[1:]
+    if what == "folder":
+        folder(*given)
+    elif what == "compare":
+        compare(given[0], given[1], given[2], given[3:])
+    else:
+        steps(given[0], [int(each) for each in given[1:]] or [128, 1024, 8192])
