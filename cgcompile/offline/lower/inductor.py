@@ -29,12 +29,8 @@ from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
 from ...transforms.few_rows.fewer_kernels import fewer_kernels
-<<<<<<< HEAD
 from ...transforms.few_rows.row_blocks import RowBlocks
-from ...transforms.inductor_passes import comparable_indices, passes
-=======
 from ...transforms.inductor_passes import mended, passes
->>>>>>> main
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line
 from ..decompose.outputs import same_layout

@@ -42,12 +42,8 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
         from ...transforms.few_rows.fewer_kernels import fewer_kernels
-<<<<<<< HEAD
         from ...transforms.few_rows.row_blocks import RowBlocks
-        from ...transforms.inductor_passes import comparable_indices, passes
-=======
         from ...transforms.inductor_passes import mended, passes
->>>>>>> main
     except ImportError as error:
         text = f"torch {torch.__version__} has no {error.name}: {error}; cgcompile was tested with {TESTED}"
         raise BuildError("torch-unsupported", text) from error
@@ -65,11 +61,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
 
     table = None if dynamic else _decompositions()
     try:
-<<<<<<< HEAD
-        with tracing(TracingContext(mode)), comparable_indices(), V.set_choices_handler(RowBlocks()), torch.no_grad():
-=======
-        with tracing(TracingContext(mode)), mended(), torch.no_grad():
->>>>>>> main
+        with tracing(TracingContext(mode)), mended(), V.set_choices_handler(RowBlocks()), torch.no_grad():
             patches = {**options, **passes(), **fewer_kernels()}
             compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
     except Exception as error:
