@@ -210,6 +210,8 @@ CATALOGUE: Mapping[str, Cause] = {
     # --- a model over several devices ---
     "world-refused": Cause(BuildError, 2, "A model, a target or an option that a build over several GPUs does not take.",
         "`--world N` takes a model file with model(rank, world), for one architecture, all of it in graphs"),
+    "split-refused": Cause(BuildError, 1, "A model that cannot be split by its layers.",
+        "give each GPU its share yourself: model(rank, world) with `--world N`, and no --split"),
     "collective-refused": Cause(ModelError, 1, "A collective of a dtype, or of a number of bytes, that its kernels do not take.",
         "cast before it, or pad: sums are of bfloat16, float16 or float32, and each rank gets a multiple of 16 bytes"),
     "collectives-unlike": Cause(ModelError, 1, "The ranks of a model do not call the same collectives in the same order.",

@@ -37,7 +37,8 @@ import uvicorn
 from language_server.answer import Answer, Piece
 from language_server.bundle_model import BundleModel
 from language_server.completions import Asked, Refusal, choice, joined, read_request, usage_of
-from language_server.engine import Busy, Engine, Model, ModelFailed, Stream
+from language_server.engine import Busy, Model, ModelFailed, Stream
+from language_server.engines import Engines
 from language_server.metrics import Metrics
 from language_server.scheduler import Request as Asking
 from language_server.text import Language
@@ -65,12 +66,13 @@ PATHS = {"/v1/completions": False, "/v1/chat/completions": True}
 class Server:
     """The application over a model; `app` is Starlette's."""
 
-    def __init__(self, model: Model, language: Language, name: str, limit: int) -> None:
-        """`name`: what clients call the model; `limit`: requests that may be open, running and waiting."""
+    def __init__(self, models: Sequence[Model], language: Language, name: str, limit: int) -> None:
+        """`models`: a copy for each device; `name`: what clients call them; `limit`: requests that may be open on each, running and
+        waiting."""
         self.language, self.name = language, name
         self.metrics = Metrics()
-        self.engine = Engine(model, limit, self.metrics.watch)
-        self.context = min(model.limits.context, language.positions or model.limits.context)
+        self.engine = Engines(models, limit, self.metrics.watch)
+        self.context = min(self.engine.limits.context, language.positions or self.engine.limits.context)
         self.created = int(time.time())
         routes = [Route(path, self._complete, methods=["POST"]) for path in PATHS]
         routes += [Route("/v1/models", self._models), Route("/v1/models/{model:path}", self._model)]
@@ -299,6 +301,18 @@ def serve(server: Server, host: str, port: int) -> None:
         make_server(server.app).run([listening])
 
 
+def load(bundle: str, devices: Sequence[int] | None, threads: int | None) -> cgbundle.Program | cgbundle.Replicas:
+    """The model, or a copy on each of `devices`.  Raises a CgbundleError."""
+    if devices is None:
+        return cgbundle.load(bundle, threads=threads)
+    return cgbundle.load(bundle, devices=devices, replicas=True, threads=threads)
+
+
+def numbers(text: str) -> list[int]:
+    """`0,1` -> [0, 1].  Raises ValueError."""
+    return [int(each) for each in text.split(",")]
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Serve a language model from a bundle over HTTP, as OpenAI's clients speak it.")
@@ -307,25 +321,30 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one, which the first line names")
     parser.add_argument("--name", help="what clients call the model (default: the bundle's)")
-    parser.add_argument("--limit", type=int, default=256, help="requests that may be open, running and waiting (default: 256)")
+    parser.add_argument("--limit", type=int, default=256, help="requests that may be open on each device (default: 256)")
     parser.add_argument(
         "--turns", type=int, default=8, metavar="N",
         help="tokens that one call may make for each request where no other waits (default: 8; 1: one by one)",
     )  # fmt: skip
     parser.add_argument("--threads", type=int, metavar="N", help="threads of a call on the CPU; 1 beside other work")
+    parser.add_argument(
+        "--devices", type=numbers, metavar="0,1", help="GPUs that have a copy of the model each (default: one GPU, or the CPU)"
+    )
     given = parser.parse_args(arguments)
     try:
-        program = cgbundle.load(given.bundle, threads=given.threads)
+        program = load(given.bundle, given.devices, given.threads)
     except cgbundle.CgbundleError as error:
         raise SystemExit(f"serve_llm: {error}" + (f"\nhint: {error.hint}" if error.hint else "")) from None
     with program:
         try:
-            model, language = BundleModel(program, given.turns), Language(given.tokenizer)
-            if language.size > model.vocabulary:
-                raise ValueError(f"{given.tokenizer}: the tokenizer has {language.size} tokens, the model {model.vocabulary}")
+            each = program.programs if isinstance(program, cgbundle.Replicas) else [program]
+            models, language = [BundleModel(own, given.turns) for own in each], Language(given.tokenizer)
+            if language.size > models[0].vocabulary:
+                text = f"{given.tokenizer}: the tokenizer has {language.size} tokens, the model {models[0].vocabulary}"
+                raise ValueError(text)
         except ValueError as error:
             raise SystemExit(f"serve_llm: {error}") from None
-        serve(Server(model, language, given.name or program.manifest.name, given.limit), given.host, given.port)
+        serve(Server(models, language, given.name or program.manifest.name, given.limit), given.host, given.port)
 
 
 if __name__ == "__main__":

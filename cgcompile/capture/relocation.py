@@ -7,7 +7,8 @@ Every 8-byte aligned word of a parameter block is one of (README.md here):
 * *undefined*: bytes that differ and are no address in both: padding, unused slots of arrays, stale stack.  They are zeroed
   and listed, to be poisoned in the verification, which shows that no kernel reads them.  This is decided byte by byte,
   since a word may hold four bytes of data beside four bytes of padding.  A word that is an address in one recording only
-  is of this kind, and so is one with equal lower halves that reads as different places of weights, inputs or state.
+  is of this kind, and so is one with equal lower halves that one process reads as a place of weights, inputs or state, and
+  the other as another place.
 
 Refused: any other word that is an address in both recordings but of different places, and one that points into pinned host
 memory in both.
@@ -107,9 +108,10 @@ def classify(mine: Block, theirs: Block, paired: PairedRanges, spot: Callable[[i
 
 
 def _is_number(mine: Block, theirs: Block, word: Word, other: Word, paired: PairedRanges) -> bool:
-    """Whether two words are a number of four bytes and stale ones above it, which read as addresses of weights."""
+    """Whether two words, which are no address of the same place, are a number of four bytes and stale ones above it: what one
+    process reads as an address of weights would be so in the other, too."""
     at = slice(word.at, word.at + 4)
-    return mine.data[at] == theirs.data[at] and stays(word, paired.ranges[0]) and stays(other, paired.ranges[1])
+    return mine.data[at] == theirs.data[at] and (stays(word, paired.ranges[0]) or stays(other, paired.ranges[1]))
 
 
 def classify_graph(x: RawGraph, y: RawGraph, paired: PairedRanges) -> dict[int, Classified]:

@@ -70,6 +70,13 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
         ) from error
 
 
+def functional_form(program: ExportedProgram) -> ExportedProgram:
+    """The program with what it writes to buffers and inputs as outputs.  `functional` says what cannot be traced."""
+    parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
+    with _other_operators_left_alone(parts):
+        return program.run_decompositions({})
+
+
 def _only_reads(node: Node) -> bool:
     """Whether a node surely writes to nothing, and makes no size from data, which may not be possible to trace.  Operators of
     others, and those that call a graph, may do anything."""

@@ -107,6 +107,15 @@ def without_weights(program: ExportedProgram) -> ExportedProgram:
     return made
 
 
+def with_weights(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:
+    """A program that `without_weights` gave, with its parameters, buffers and constants, by their names in it."""
+    state = {name: _like(value, tensors[name]) for name, value in program.state_dict.items()}
+    return with_graph(
+        program, program.graph_module, {}, state_dict=state,
+        constants={name: tensors.get(name, value) for name, value in program.constants.items()},
+    )  # fmt: skip
+
+
 def _hollow(value: torch.Tensor) -> torch.Tensor:
     one = torch.zeros((), dtype=value.dtype)
     return one.expand(value.shape) if value.numel() else torch.empty(value.shape, dtype=value.dtype)

@@ -16,13 +16,13 @@ from torch import Tensor
 from ..targets.kernels.exchange_nodes import output_shape
 
 NAME = "collective"
-"""Of the operator: (input, one of `exchange_nodes.KINDS`, ranks, the rank that sends or -1) -> what comes."""
+"""Of the operator: (input, one of `exchange_nodes.KINDS`, ranks, the rank that sends or -1, what comes first) -> what comes."""
 
 _LIBRARY = torch.library.Library("cgcompile", "FRAGMENT")
-_LIBRARY.define(f"{NAME}(Tensor given, str kind, int world, int sender) -> Tensor")
+_LIBRARY.define(f"{NAME}(Tensor given, str kind, int world, int sender, Tensor? after=None) -> Tensor")
 
 
-def _shape(given: Tensor, kind: str, world: int, sender: int) -> Tensor:
+def _shape(given: Tensor, kind: str, world: int, sender: int, after: Tensor | None = None) -> Tensor:
     return given.new_empty(output_shape(kind, given.shape, world))
 
 

@@ -63,6 +63,7 @@ def build(
     max_keys: int = MAX_KEYS,
     chains: Sequence[tuple[str, str]] = (),
     world: int | None = None,
+    split: str | None = None,
     progress: Progress = None,
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
@@ -89,6 +90,8 @@ def build(
     lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `chains` for it.
     `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,
     and `forward` calls functional collectives of torch.distributed.  The launches are traced, whatever GPU is here.
+    `split`: "layers" puts the layers of a plain `model()` one after the other on these GPUs, for a model that does not fit on one:
+    the elements of its longest list of modules by weight, about as many bytes on each.  One GPU works at a time.
     `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
     notebook.
 
@@ -102,7 +105,8 @@ def build(
         options = Options(
             sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, budget=budget, train=train, host_ops=tuple(host_ops),
-            standalone=standalone, force=force, max_keys=max_keys, chains=chains, world=world, progress=tell,
+            standalone=standalone, force=force, max_keys=max_keys, chains=chains, world=world, split=split,
+            progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
         if world is not None:

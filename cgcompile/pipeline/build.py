@@ -36,6 +36,7 @@ from ..targets.choice import ALL_LOWERINGS, CONDITIONALS, FIRST_LOWERING, Chosen
 from ..transforms.error_bounds import error_bounds
 from ..transforms.padding_proof import prove_padding
 from ..transforms.prepared import prepare, together
+from ..util.disk_space import size
 from ..util.imports import quick_imports
 from ..util.progress import Stages
 from .destination import destination_path, staged_bundle
@@ -71,7 +72,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
     chosen = choose(*asked, standalone=options.standalone)
     with ExitStack() as stack:
         with stages("source") as tell:
-            loaded = load_sources(model, inputs, (ranks.rank, ranks.size) if ranks else None)
+            loaded = load_sources(model, inputs, (ranks.rank, ranks.size) if ranks and not options.split else None)
             sizes = _sizes(loaded, options.sizes)
             keys = count_keys(sizes, options.max_keys)
             destination = given or destination_path(options.out, loaded[0].name)
@@ -134,6 +135,12 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             if ranks:
                 dimensions = [agreed(each) for each in zip(*ranks.gathered(dimensions), strict=True)]
             tell(", ".join([f"{one.name} {PADDED[one.pad]}" for each in dimensions for one in each]) or "no dimension")
+        if ranks and options.split:
+            from ..offline.layers.shares import layer_shares
+
+            with stages("split") as tell:
+                prepared = layer_shares(prepared, ranks)
+                tell(f"{size(sum(value.nbytes for value in prepared[0].weights.values()))} on rank {ranks.rank}")
         entries = tuple(
             [
                 EntrySpec(source=source, prepared=own, sizes=sizes[source.entry], dimensions=each, placements=rules.placements)
@@ -229,6 +236,8 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
             named["prove_budget"] = f"{options.prove_budget:g}"
     if options.world is not None:
         named["world"] = str(options.world)
+    if options.split is not None:
+        named["split"] = options.split
     if options.budget is not None:
         named["budget"] = f"{options.budget:g}"
     if options.standalone:

@@ -41,6 +41,7 @@ class Options:
     max_keys: int
     chains: Sequence[tuple[str, str]]
     world: int | None
+    split: str | None
     progress: Watcher
 
 

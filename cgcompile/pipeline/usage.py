@@ -51,6 +51,8 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
         check_budget(options.budget, options.lower)
     # where torch has to be asked, `build` chooses when it is there: that it is being imported has been told
     known = not asks_torch(options.target)
+    if options.split is not None and options.world is None:
+        raise BuildError("world-refused", f"split={options.split!r} without world: over how many GPUs?", "add --world 2, or more")
     record = options.record if options.world is None else _check_world(model, options)
     chosen = (options.target, options.lower, options.specialize, record, options.prove)
     recorder = choose(*chosen, standalone=options.standalone).recorder if known else ""
@@ -66,6 +68,8 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
 
 def _check_world(model: Any, options: Options) -> str:
     """The recorder of a model over several devices.  Raises world-refused for what cannot be built so."""
+    if options.split not in (None, "layers"):
+        raise BuildError("world-refused", f"split is {options.split!r}: expected 'layers'")
     if options.world not in WORLDS:
         raise BuildError("world-refused", f"world is {options.world}: expected {WORLDS[0]} to {WORLDS[-1]} GPUs")
     if not isinstance(model, str | os.PathLike) or kind_of(os.fspath(model)) == "saved":

@@ -3,7 +3,9 @@ update of the loaded program must leave as they are, since what the code holds o
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cache, partial
 from hashlib import sha256
@@ -26,6 +28,10 @@ from ..export.weights import weight_placeholders
 from ..model.flat_module import PREFIX
 from ..util.raw_bytes import is_zero, raw
 from .memory_layout import Shape, Table, dense_strides
+
+WRITERS, BLOCK = 8, 16 << 20
+"""Threads that write weights, and bytes that each takes from the GPU at a time.  One thread writes 16 GB into memory in 40 s: a new
+page costs more than its copy."""
 
 TABLE = "cgcompile.table."
 """How the names of tables begin: of rows of the manifest that are no weights of the model."""
@@ -58,9 +64,13 @@ def contents(tensor: torch.Tensor, strides: Iterable[int]) -> bytes:
 
 def _bytes(tensor: torch.Tensor, strides: Iterable[int]) -> memoryview:
     """What `contents` gives, not copied where the tensor is on the host and lies so."""
+    return memoryview(_in_order(tensor, strides).cpu().numpy())
+
+
+def _in_order(tensor: torch.Tensor, strides: Iterable[int]) -> torch.Tensor:
+    """The bytes in the order of memory that `strides` describe, uint8, where the tensor is."""
     order = sorted(range(tensor.dim()), key=lambda axis: -tuple(strides)[axis])
-    dense = tensor.detach().resolve_conj().resolve_neg().permute(order).contiguous().cpu()
-    return memoryview(raw(dense).numpy())
+    return raw(tensor.detach().resolve_conj().resolve_neg().permute(order))
 
 
 def row_major(tensor: torch.Tensor) -> bytes:
@@ -71,19 +81,35 @@ def row_major(tensor: torch.Tensor) -> bytes:
 def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], placed: Iterable[Weight]) -> tuple[Weight, ...]:
     """weights.safetensors: the tensors as `lay_out` placed them.  `tensors` and `placed` have the program's names.  Returns the
     manifest's rows, under the model's own.  A weight that is not row-major is stored with its axes in memory order.  Wherever the
-    tensors are, one at a time is copied to the host.  State of zeros takes no bytes: a cache may be larger than the model."""
+    tensors are, the host holds a few blocks of them.  State of zeros takes no bytes: a cache may be larger than the model."""
     rows: list[Weight] = []
-    stored: dict[str, safetensors.Tensor] = {}
+    shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
+    stored: dict[str, tuple[torch.Tensor, tuple[int, ...]]] = {}
     for row in placed:
         shape = tuple([row.shape[axis] for axis in memory_order(row.shape, row.strides)])
         tensor = row.tensor.removeprefix(PREFIX)
         zeros = row.memory == STATE and is_zero(tensors[row.tensor])
         if not zeros:
-            stored[tensor] = row.dtype, shape, partial(_bytes, tensors[row.tensor], row.strides)
+            shapes[tensor], stored[tensor] = (row.dtype, shape), (tensors[row.tensor], row.strides)
         rows.append(replace(row, name=row.name.removeprefix(PREFIX), tensor=tensor, zeros=zeros))
     with open(path, "wb") as file:
-        safetensors.write(file, stored)
+        places = safetensors.write_header(file, shapes)
+        file.flush()
+        with ThreadPoolExecutor(WRITERS) as threads:
+            for _ in threads.map(lambda name: _write(file.fileno(), places[name], _in_order(*stored[name])), places):
+                pass  # what failed is raised
     return tuple(rows)
+
+
+def _write(file: int, place: int, data: torch.Tensor) -> None:
+    """Writes bytes (uint8), which may be on a GPU, to a place of a file."""
+    block = torch.empty(min(BLOCK, data.numel()), dtype=torch.uint8, pin_memory=True) if data.is_cuda else None
+    for part in data.split(BLOCK):
+        here = part if block is None else block[: part.numel()].copy_(part)
+        view = memoryview(here.numpy())
+        while view:
+            written = os.pwrite(file, view, place)
+            place, view = place + written, view[written:]
 
 
 def write_tables(path: Path, tables: Sequence[Table]) -> tuple[Weight, ...]:

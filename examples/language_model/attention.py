@@ -14,11 +14,11 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from .decode_kernel import paged_decode, partials, together
+from .decode_kernel import paged_decode, partials
+from .prefill_kernel import paged_prefill
 
 PAGE = 16
 """Tokens in a page."""
@@ -60,7 +60,7 @@ class Pages:
                 query[:, 0], keys, values, lanes.pages, lanes.start, lanes.start + lanes.count, scores.sinks, *scores.numbers()
             )
             return mixed[:, None].to(query.dtype)
-        return gathered(query, keys, values, lanes, scores)
+        return paged_prefill(query, keys, values, lanes.pages, lanes.start, lanes.count, scores.sinks, *scores.numbers())
 
 
 class Loop:
@@ -134,29 +134,3 @@ def write(cache: Tensor, rows: Tensor, lanes: Lanes) -> None:
     places = lanes.positions(rows.shape[1])
     page = torch.where(counts, lanes.pages.gather(1, places // PAGE), 0)
     cache[page, :, places % PAGE] = torch.where(counts[..., None, None], rows, 0)
-
-
-def gathered(query: Tensor, keys: Tensor, values: Tensor, lanes: Lanes, scores: Scores) -> Tensor:
-    """Attention of several tokens of each lane, (batch, seq, heads, dim), to its pages, which are copied into one piece."""
-    batch, seq, heads, _ = query.shape
-    groups = heads // keys.shape[1]
-    key, value = [together(each, lanes.pages) for each in (keys, values)]  # (batch, key heads, tokens, dim)
-    place = lanes.positions(seq)[:, :, None]
-    token = torch.arange(key.shape[2], device=query.device)
-    seen = token <= place
-    if scores.window:
-        seen = seen & (token > place - scores.window)
-    rows = query.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (batch, key heads, groups * seq, dim)
-    mask = seen[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
-    if scores.softcap or scores.sinks is not None:
-        products = rows.float() @ key.float().transpose(-2, -1) * scores.scale
-        if scores.softcap:
-            products = scores.softcap * torch.tanh(products / scores.softcap)
-        products = products.masked_fill(~mask, float("-inf"))
-        if scores.sinks is not None:
-            sinks = scores.sinks.float().view(1, -1, groups, 1, 1).expand(batch, -1, -1, seq, -1).flatten(2, 3)
-            products = torch.cat([products, sinks], -1)
-        mixed = torch.softmax(products, -1)[..., : key.shape[2]].to(value.dtype) @ value
-    else:
-        mixed = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scores.scale)
-    return mixed.unflatten(2, (groups, seq)).permute(0, 3, 1, 2, 4).flatten(2, 3)

@@ -49,6 +49,11 @@ class State:
     pages_free: int
     preempted: int
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All of them, in order."""
+        return self.running, self.waiting, self.pages_used, self.pages_free, self.preempted
+
 
 Queue = asyncio.Queue[tuple[int, Progress] | ModelFailed]
 
@@ -104,6 +109,8 @@ class Engine:
         self._streams: dict[object, tuple[int, Queue]] = {}  # by key: the request's index in its block, and the block's queue
         self._ended, self._pace = 0.0, 1.0  # when a request ended last, and the seconds between two ends, about
         self.alive = False
+        self.failures = 0
+        """Calls that failed since one was right."""
 
     @property
     def state(self) -> State:
@@ -203,11 +210,13 @@ class Engine:
         try:
             made = self._model.run(step)
         except CgbundleError as error:  # those of this call are lost; others may go on
+            self.failures += 1
             keys = [lane.key for lane in step.lanes]
             for key in keys:
                 self._scheduler.cancel(key)
             self._loop.call_soon_threadsafe(self._fail, keys, " ".join(str(error).split()))
             return
+        self.failures = 0
         found = self._scheduler.finish(step, made)
         self._watch(step, time.perf_counter() - began)
         if found:

@@ -112,7 +112,7 @@ def read(backend: CudaBackend, program: Program, number: int, given: Any, poison
     arena = dict(backend._manifest.memories)["arena"]
     with backend.locked(None) as stream:
         backend.run(number, given, None, stream)  # puts the inputs into their places
-        bound = backend._programs[number]
+        bound = backend._bound[number]
         if poisoned:
             backend._memories.poison(POISON, stream)
         for place, step in enumerate(bound.steps):

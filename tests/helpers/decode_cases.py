@@ -30,3 +30,13 @@ def case(
     sunk = torch.randn(heads, generator=generator).to(device, dtype) if sinks else None
     tensors = [each.to(device, dtype) for each in (query, *cache)]
     return (*tensors, pages.to(device), place.to(device), length.to(device), sunk, dim**-0.5, window, softcap)
+
+
+def prompt_case(*, seq: int = 40, **options: Any) -> tuple[Any, ...]:
+    """Arguments of `paged_prefill`: the last `seq` tokens of each lane, or fewer, are new; at last, which of them count."""
+    query, keys, values, pages, _, length, sunk, scale, window, softcap = case(**options)
+    count = torch.minimum(length, torch.tensor([seq, seq, seq - 3, seq], device=length.device))
+    generator = torch.Generator().manual_seed(1)
+    rows = torch.randn(len(length), seq, *query.shape[1:], generator=generator).to(query.device, query.dtype)
+    counts = torch.arange(seq, device=length.device) < count[:, None]
+    return rows, keys, values, pages, length - count, count, sunk, scale, window, softcap, counts

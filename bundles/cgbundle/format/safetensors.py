@@ -111,16 +111,27 @@ Tensor = tuple[str, tuple[int, ...], Callable[[], Any]]
 
 def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
     """One tensor at a time is held in memory.  Equal tensors in any order give equal files."""
+    for name in write_header(file, {name: (dtype, shape) for name, (dtype, shape, _) in tensors.items()}):
+        dtype, shape, contents = tensors[name]
+        data = memoryview(contents())
+        if data.nbytes != nbytes(dtype, shape):
+            raise ValueError(f"tensor {name!r} gave {data.nbytes} bytes, expected {nbytes(dtype, shape)}")
+        file.write(data)
+
+
+def write_header(file: IO[bytes], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, int]:
+    """Writes what comes before the data of tensors of these dtypes and shapes; where in the file each begins, in that order.
+    Raises ValueError for a dtype that the format does not have."""
 
     def rank(name: str) -> tuple[bool, int, str]:
-        dtype, shape, _ = tensors[name]
+        dtype, shape = shapes[name]
         return (nbytes(dtype, shape) % ALIGNMENT != 0, -DTYPES[dtype], name)
 
     header: dict[str, Any] = {}
     end = 0
-    names = sorted(tensors, key=rank)
+    names = sorted(shapes, key=rank)
     for name in names:
-        dtype, shape, _ = tensors[name]
+        dtype, shape = shapes[name]
         if dtype not in CODES:
             raise ValueError(f"tensor {name!r}: safetensors has no dtype {dtype}")
         begin, end = end, end + nbytes(dtype, shape)
@@ -129,12 +140,7 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     file.write(len(text).to_bytes(8, "little"))
     file.write(text)
-    for name in names:
-        dtype, shape, contents = tensors[name]
-        data = memoryview(contents())
-        if data.nbytes != nbytes(dtype, shape):
-            raise ValueError(f"tensor {name!r} gave {data.nbytes} bytes, expected {nbytes(dtype, shape)}")
-        file.write(data)
+    return {name: 8 + len(text) + header[name]["data_offsets"][0] for name in names}
 
 
 POPULATE_READ = 22

@@ -13,6 +13,7 @@ import torch
 from torch.fx import Node
 
 from ...targets.weights import contents, stored_dtype
+from ..collectives import COLLECTIVE
 from ..lowered import WEIGHT, FoldedConstant
 from .retrace import Retraced
 
@@ -117,6 +118,8 @@ def _is_view(node: Node) -> bool:
 
 
 def _is_pure(node: Node) -> bool:
+    if node.target is COLLECTIVE:
+        return False  # what comes is another rank's
     return isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable and not node.is_impure()
 
 

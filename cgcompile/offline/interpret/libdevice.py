@@ -104,8 +104,8 @@ ASSEMBLY: dict[str, Function] = {
 }
 """Statements of one element at a time: what Inductor writes for atan."""
 
-ORDERING = ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;")
-"""Statements that only order kernels, which run one after the other here."""
+ORDERING = ("griddepcontrol.wait;", "griddepcontrol.launch_dependents;", "{ .reg .pred first; ")
+"""Statements that only order kernels, which run one after the other here, or bring memory near."""
 
 
 def install(builder: Builder, semantic: Any) -> None:

@@ -15,7 +15,6 @@ from unittest import mock
 
 import torch
 import torch._inductor.config
-from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen import simd
 from torch._inductor.compile_fx import compile_fx_inner
 from torch._inductor.kernel.bmm import bmm_template
@@ -30,6 +29,7 @@ from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
 from ...transforms.few_rows.fewer_kernels import fewer_kernels
+from ...transforms.few_rows.row_blocks import RowBlocks
 from ...transforms.inductor_passes import mended, passes
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line
@@ -236,7 +236,7 @@ def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
 # --- configurations -------------------------------------------------------------------------------------------
 
 
-class _Choices(InductorChoices):
+class _Choices(RowBlocks):
     """Inductor's choices, with one configuration for every template; `selected` says how each was found."""
 
     def __init__(self, arch: Arch, choose: Choose, more: More) -> None:

@@ -13,7 +13,8 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
-from ...export.torch_program import serializable
+from ...export.torch_program import with_weights, without_weights
+from ...export.weights import weight_tensors
 from ...targets.build_spec import own_key
 from ...targets.cuda.recorded import RegionKey
 from ...targets.cuda.tensors import settings
@@ -42,11 +43,14 @@ class LoweringJob:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerJob:
-    """A job as a worker is asked for it: `program` is a file, and `code` registers operators that it calls, "" for none.
+    """A job as a worker is asked for it: `program` is a file without weights, which are those of number `number` in the file
+    `weights`; `code` registers operators that it calls, "" for none.
     `settings`: torch's switches that choose kernels; `table`: the file of measured configurations, or None for Inductor's offers
     ranked by the model of cost."""
 
     program: Path
+    weights: Path
+    number: int
     code: str
     tensors: tuple[torch.Tensor, ...]
     layouts: Layouts
@@ -88,12 +92,14 @@ def lower_all(
     if len(known) == len(jobs):
         tell(f"all {len(known)} were lowered before")
     left = {name: job for name, job in jobs.items() if name not in known}
-    files = _saved([job.program for job in left.values()], folder)
+    weights = folder / "weights.pt"
+    files = _saved([job.program for job in left.values()], folder, weights)
     requests = {}
     for name, job in left.items():
+        number, path = files[id(job.program)]
         content = WorkerJob(
-            program=files[id(job.program)], code=code, tensors=job.tensors, layouts=job.layouts, writes=job.writes, live=job.live,
-            key=own_key(name[1]), arch=arch, settings=settings(), table=table,
+            program=path, weights=weights, number=number, code=code, tensors=job.tensors, layouts=job.layouts, writes=job.writes,
+            live=job.live, key=own_key(name[1]), arch=arch, settings=settings(), table=table,
         )  # fmt: skip
         requests[name] = Request(content=content, what=f"lowering {name[0]} for int_key {name[1]}")
     for name, lowered in ask(_kind(folder), requests, seconds=seconds, begun=workers):
@@ -118,11 +124,20 @@ def _kind(folder: Path) -> Kind:
     return Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken")
 
 
-def _saved(programs: Iterable[ExportedProgram], folder: Path) -> dict[int, Path]:
-    """Files of the programs by identity, each once."""
-    files: dict[int, Path] = {}
+def read_program(job: WorkerJob) -> ExportedProgram:
+    """The job's program; its weights are pages of the file that all workers share, read where something is computed from them."""
+    tensors = torch.load(job.weights, mmap=True, weights_only=True)[job.number]
+    return with_weights(torch.export.load(job.program), tensors)
+
+
+def _saved(programs: Iterable[ExportedProgram], folder: Path, weights: Path) -> dict[int, tuple[int, Path]]:
+    """Numbers and files of the programs by identity.  Their weights, of which several programs have the same, are one more file."""
+    files: dict[int, tuple[int, Path]] = {}
+    tensors: list[dict[str, torch.Tensor]] = []
     for program in programs:
         if id(program) not in files:
-            files[id(program)] = folder / f"program{len(files)}.pt2"
-            torch.export.save(serializable(program), files[id(program)])
+            files[id(program)] = len(files), folder / f"program{len(files)}.pt2"
+            torch.export.save(without_weights(program), files[id(program)][1])
+            tensors.append(weight_tensors(program))
+    torch.save(tensors, weights)
     return files

@@ -177,9 +177,9 @@ class _Log:
         handle = _Handle(buffer, lambda gone: self.events.append(Release(buffer=gone)))
         return WrapperTensor(self, handle, 0, tuple(shape), tuple(strides), dtype)
 
-    def exchange(self, given: Any, kind: Any, world: int, sender: int) -> Any:
-        """As the wrapper calls the operator of `collectives`.  Kernels send multiples of 16 bytes from multiples of 16: what is
-        none is copied to where they may read on."""
+    def exchange(self, given: Any, kind: Any, world: int, sender: int, after: Any = None) -> Any:
+        """As the wrapper calls the operator of `collectives`; calls are recorded in their order, whatever `after` is.  Kernels send
+        multiples of 16 bytes from multiples of 16: what is none is copied to where they may read on."""
         if isinstance(given, UnknownCall):
             return given
         dtype, nbytes = given.dtype, given.span()

@@ -5,8 +5,6 @@ from __future__ import annotations
 import warnings
 from functools import partial
 
-import torch
-
 from ...model.load import load_code
 from ...targets.architectures import arch
 from ...targets.cuda.tensors import apply_settings
@@ -17,7 +15,7 @@ from ..tuning.cost_model import choose, measured
 from ..tuning.measurements import read_table
 from ..tuning.split_factors import split_factor
 from .inductor import lower_key
-from .jobs import WorkerJob
+from .jobs import WorkerJob, read_program
 
 
 def work(job: WorkerJob) -> Lowered:
@@ -27,7 +25,7 @@ def work(job: WorkerJob) -> Lowered:
     load_code(job.code)
     target, table = arch(job.arch), read_table(job.table) if job.table else {}
     return lower_key(
-        torch.export.load(job.program),
+        read_program(job),
         job.key,
         job.tensors,
         target,

@@ -37,10 +37,12 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         from torch._dynamo.source import ConstantSource
         from torch._guards import TracingContext, tracing
         from torch._inductor.compile_fx import compile_fx
+        from torch._inductor.virtualized import V
         from torch._subclasses.fake_tensor import FakeTensorMode
         from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
         from ...transforms.few_rows.fewer_kernels import fewer_kernels
+        from ...transforms.few_rows.row_blocks import RowBlocks
         from ...transforms.inductor_passes import mended, passes
     except ImportError as error:
         text = f"torch {torch.__version__} has no {error.name}: {error}; cgcompile was tested with {TESTED}"
@@ -59,7 +61,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
 
     table = None if dynamic else _decompositions()
     try:
-        with tracing(TracingContext(mode)), mended(), torch.no_grad():
+        with tracing(TracingContext(mode)), mended(), V.set_choices_handler(RowBlocks()), torch.no_grad():
             patches = {**options, **passes(), **fewer_kernels()}
             compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
     except Exception as error:

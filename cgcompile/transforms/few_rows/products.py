@@ -34,7 +34,7 @@ class Product:
         return math.prod(self.lead)
 
 
-def one_product(total: Node) -> Product | None:
+def one_product(total: Node, longest: int = LONGEST) -> Product | None:
     """None for another sum."""
     product, axes = total.args[:2]
     if list(axes) != [-2] or len(total.args) > 2 or product.target is not aten.mul.Tensor or len(product.users) > 1:
@@ -43,7 +43,7 @@ def one_product(total: Node) -> Product | None:
     if not isinstance(row, Node) or not isinstance(matrix, Node):
         return None
     *lead, length, columns = shape_of(product)
-    if not all(isinstance(size, int) for size in shape_of(product)) or not 1 < length <= LONGEST:
+    if not all(isinstance(size, int) for size in shape_of(product)) or not 1 < length <= longest:
         return None
     if shape_of(row) != (*lead, length, 1) or shape_of(matrix) != (*lead, length, columns):
         return None

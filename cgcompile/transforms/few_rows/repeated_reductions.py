@@ -165,4 +165,5 @@ def _replace(graph: Graph, product: Product, row: Node) -> None:
     turned = call(graph, aten.permute.default, product.matrix, [*range(axes), axes + 1, axes])
     multiplied = call(graph, aten.mul.Tensor, row, turned)
     total = call(graph, SUM, multiplied, [-1], **product.total.kwargs)
+    total.meta = {**product.total.meta, **total.meta}
     product.total.replace_all_uses_with(total)

@@ -76,6 +76,12 @@ def build(
         int | None,
         typer.Option("--world", metavar="N", help="Over how many GPUs the model goes: model(rank, world) gives each share."),
     ] = None,
+    split: Annotated[
+        Literal["layers"] | None,
+        typer.Option(
+            "--split", metavar="layers", help="With --world: the layers of a plain model() one after the other on the GPUs."
+        ),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
     waive: Annotated[
         list[str] | None,
@@ -110,6 +116,7 @@ def build(
     cgcompile build gpt.py --sizes 1,8,32 --target sm_90
     cgcompile build gpt.py --sizes 1,8,32 --target x86-64-v3
     cgcompile build llama.py --sizes 1,8 --target sm_90 --world 2
+    cgcompile build large.py --sizes 1,8 --target sm_90 --world 2 --split layers
     """
     import cgcompile
 
@@ -123,7 +130,7 @@ def build(
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
             specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, budget=budget, train=train,
-            host_ops=tuple(host_ops or ()), standalone=standalone, force=force, max_keys=max_keys, world=world,
+            host_ops=tuple(host_ops or ()), standalone=standalone, force=force, max_keys=max_keys, world=world, split=split,
             progress=progress or "silent",
         )  # fmt: skip
     if not quiet:

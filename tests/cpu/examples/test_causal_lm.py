@@ -293,12 +293,19 @@ def test_inputs_share_no_page(lm: ModuleType, batch: int) -> None:
 KERNEL = """
 import torch
 from language_model import decode_kernel, int8
-from tests.helpers.decode_cases import CASES, case
+from language_model import prefill_kernel
+from tests.helpers.decode_cases import CASES, case, prompt_case
 decode_kernel.PROGRAMS = 20  # two parts for each lane and key head: the interpreter is slow
 for name, options in CASES.items():
     given = case(**options)
     for made, wanted in zip(decode_kernel.by_kernel(*given), decode_kernel.plain(*given), strict=True):
         torch.testing.assert_close(made, wanted, rtol=1e-5, atol=1e-5, msg=name)
+prefill_kernel.ROWS, prefill_kernel.BLOCK = 16, 32
+for name, options in CASES.items():
+    *given, counts = prompt_case(**options)
+    made, wanted = prefill_kernel.by_kernel(*given), prefill_kernel.plain(*given)
+    torch.testing.assert_close(made[counts], wanted[counts], rtol=1e-5, atol=1e-5, msg=name)
+    assert made.isfinite().all()
 for rows, depth, count in ((1, 48, 96), (5, 300, 20), (70, 64, 33)):
     layer = int8.Int8Linear(torch.randn(count, depth), None)
     given = torch.randn(rows, depth), layer.weight, layer.scale

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
@@ -96,11 +96,11 @@ def said(start: int, count: int) -> str:
 class Running:
     """A server in a thread, over a model."""
 
-    def __init__(self, serve_llm: ModuleType, model: Any, folder: Path, limit: int = 32) -> None:
+    def __init__(self, serve_llm: ModuleType, model: Any, folder: Path, limit: int = 32, others: Sequence[Any] = ()) -> None:
         from language_server.text import Language
 
         self.model = model
-        self.server = serve_llm.Server(model, Language(folder), "script", limit)
+        self.server = serve_llm.Server([model, *others], Language(folder), "script", limit)
         self.uvicorn = serve_llm.make_server(self.server.app)
         listening = socket.create_server(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
@@ -401,6 +401,25 @@ def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
     with ThreadPoolExecutor(16) as threads:
         list(threads.map(one, order.sample(range(1000), 150)))
     server.until_free()
+
+
+def test_copies_on_several_devices(serve_llm: ModuleType, folder: Path) -> None:
+    """A request goes to the copy that has the least to do; one that fails at once does not draw them all."""
+    with running(serve_llm, folder, others=[Scripted()], limit=2) as server:
+        models = [engine._model for engine in server.server.engine._each]
+        for each in models:
+            each.gate.clear()
+        sent = [server.send("/v1/completions", {"prompt": "abc", "max_tokens": 8, "seed": 0}) for _ in range(4)]
+        server.until(lambda: [engine.open_requests for engine in server.server.engine._each] == [2, 2])
+        assert server.ask("/v1/completions", {"prompt": "abc"})[0] == 429
+        for each in models:
+            each.gate.set()
+        assert {json.loads(each.getresponse().read())["choices"][0]["text"] for each in sent} == {said(3, 8)}
+        server.until(lambda: server.server.engine.state.pages_free == 2 * PAGES)
+        models[0].fails = 0
+        found = [server.ask("/v1/completions", {"prompt": "abc", "max_tokens": 8, "seed": 0})[0] for _ in range(6)]
+        assert found == [500] + [200] * 5
+        models[0].fails = 1000
 
 
 # --- failures and the end -------------------------------------------------------------------------------------------------

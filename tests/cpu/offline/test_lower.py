@@ -557,6 +557,16 @@ def test_the_vector_of_a_product_is_computed_once() -> None:
     assert "erf(" in first and "erf(" not in second and "tl.sum(" in second
 
 
+def test_programs_of_a_product_of_one_row_are_few_enough_to_begin_at_once() -> None:
+    """Also where a norm in front of it is made by each of them; Inductor would begin 4096."""
+    model = nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 4096), nn.GELU(), nn.Linear(4096, 512))
+    traced = lowered(model, floats(512), batch=1)
+    first, second = launches(traced)
+    assert first.grid == (2048, 1, 1) and second.grid == (512, 1, 1)
+    assert [traced.variants[each.variant].warps for each in (first, second)] == [1, 8]
+    assert not any("r0_offset in" in traced.variants[each.variant].source for each in (first, second))
+
+
 @pytest.mark.parametrize(("causal", "mask"), [(False, ""), (True, ""), (False, "bool"), (False, "float")])
 def test_attentions(causal: bool, mask: str) -> None:
     torch.manual_seed(0)

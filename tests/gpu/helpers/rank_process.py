@@ -1,7 +1,7 @@
 """`python -m tests.gpu.helpers.rank_process BUNDLE RANK MEETING DEVICE CALLS [KEY]`: a rank of `rank_bundles` in its own process.
 
-It makes so many calls with inputs of the CPU, says `ready` after the first, and `right` at the end, or the code of what it raised
-and how long that call took.
+It makes so many calls with inputs of the CPU, says `ready` after the first, and `right` at the end, or the code of what it raised,
+how long that call took, and how many were right before.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.helpers.rank_bundles import FLOATS, expected, inputs
 
 
 def main(path: str, rank: str, meeting: str, device: str, calls: str, key: str = "4") -> None:
-    began, size = time.monotonic(), int(key)
+    began, size, number = time.monotonic(), int(key), 0
     try:
         with cgbundle.load(path, rank=int(rank), rendezvous=meeting, device=int(device), timeout=3.0) as program:
             for number in range(int(calls)):
@@ -29,7 +29,7 @@ def main(path: str, rank: str, meeting: str, device: str, calls: str, key: str =
                 assert array("f", made.tobytes()) == expected(given), number
         print("right", flush=True)
     except CgbundleError as error:
-        print(f"{error.code} {time.monotonic() - began:.1f} {error}", flush=True)
+        print(f"{error.code} {time.monotonic() - began:.1f} {number} {error}", flush=True)
 
 
 if __name__ == "__main__":

@@ -281,9 +281,11 @@ def test_weights_at_different_places_are_no_address() -> None:
     found = classify(mine, theirs, PAIRED, spot)
     assert found.relocations == () and found.undefined == ((4, 1),)
     assert found.data == bytes([1, 0, 0, 0, 0, 0x7F, 0, 0])
-    elsewhere = replace(theirs, words=(word((0, 16), (3, 0)),))  # the end of the weights, or the beginning of a pool
-    with raises("address-disagrees", match="^word 0 is an address in both recordings, but not of the same place"):
-        classify(mine, elsewhere, PAIRED, spot)
+    elsewhere = replace(theirs, words=(word((7, 16)),))  # what lies beside the weights there
+    assert classify(mine, elsewhere, PAIRED, spot) == found
+    for disagreeing in (replace(elsewhere, data=bytes(8)), replace(theirs, data=bytes(8))):
+        with raises("address-disagrees", match="^word 0 is an address in both recordings, but not of the same place"):
+            classify(mine, disagreeing, PAIRED, spot)
 
 
 def test_pinned_memory_in_both_processes_is_refused() -> None:
@@ -300,7 +302,8 @@ def test_pinned_memory_in_both_processes_is_refused() -> None:
         classify(both[0], both[2], paired, spot)
     for mine, theirs in ((both[1], both[2]), (both[0], both[1]), (both[3], both[1])):
         assert classify(mine, theirs, paired, spot).relocations == ((0, Reading(range=0, offset=8)),)
-    for mine, theirs in ((8, 8), (7, 7), (7, 8), (8, 0), (0, 7)):
+    assert read(8, 0).relocations == read(0, 7).relocations == (), "a number, and stale bytes above it"
+    for mine, theirs in ((8, 8), (7, 7), (7, 8)):
         with raises("address-disagrees", match="^word 0 is an address in both recordings, but not of the same place"):
             read(mine, theirs)
 
@@ -309,7 +312,7 @@ def test_a_disagreement_names_the_node_and_the_parameter() -> None:
     params = ((0, 8), (8, 4), (12, 12))
     for at, said in ((0, "parameter 0, the word at 0 of 8 bytes"), (16, "parameter 2, the word at 4 of 12 bytes"),
                      (8, "parameter 1, the word at 0 of 4 bytes"), (24, "the word at 24 of the parameters")):  # fmt: skip
-        takes = [take(RawEmpty(), kernel(word(place, at=at), data=bytes(32), params=params)) for place in ((0, 8), (3, 8))]
+        takes = [take(RawEmpty(), kernel(word(place, at=at), data=bytes(32), params=params)) for place in ((6, 8), (7, 8))]
         with raises("address-disagrees") as caught:
             classify_graph(takes[0].graphs[0], takes[1].graphs[0], PAIRED)
         assert str(caught.value).startswith(f"int_key (4,), node 1 (add), {said} is an address")

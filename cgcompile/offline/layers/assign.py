@@ -1,0 +1,163 @@
+"""Which device computes each operation of a model that is split by layers.
+
+A *layer* is an element of a list of modules (nn.ModuleList, nn.Sequential).  The first devices' layers come first, cut where the
+bytes of the weights are about equal.  What lies outside of the layers goes where its arguments are.  What needs no more than
+inputs, or weights and nothing else, or small weights outside of the layers, is *free*: each device computes it that uses it.
+
+Any assignment gives the same results (`share.py`); this one crosses devices once between two neighbours.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from ...errors import BuildError
+from ...export.weights import weight_placeholders, weight_tensors
+
+SMALL = 1 << 20
+"""Bytes of weights that are read on every device rather than that what they make is sent."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Assigned:
+    """`ranks`: of the operations of a program that one device computes, and of the buffers that calls change, by the names of the
+    nodes.  All others are free."""
+
+    ranks: Mapping[str, int]
+
+
+def assigned(programs: Sequence[ExportedProgram], state: Sequence[str], world: int) -> tuple[dict[str, int], list[Assigned]]:
+    """The device of every buffer of `state`, and what each program's operations are computed by.  The programs are functional, of
+    one model.  Raises split-refused."""
+    layers = _cut(programs, world)
+    owners = _owners(programs, layers, state)
+    found = [_Program(program, layers, state, owners).assigned() for program in programs]
+    return {name: owners.get(name, 0) for name in state}, found
+
+
+def layer_of(node: Node) -> str:
+    """The path of the outermost layer that an operation belongs to, or ""."""
+    for path, _ in (node.meta.get("nn_module_stack") or {}).values():
+        if path.rpartition(".")[2].isdecimal():
+            return str(path)
+    return ""
+
+
+def _owners(programs: Sequence[ExportedProgram], layers: Mapping[str, int], state: Sequence[str]) -> dict[str, int]:
+    """The device of every buffer that a layer reads, which may not be the first to do so: other entries reset caches."""
+    owners: dict[str, int] = {}
+    for program in programs:
+        names = weight_placeholders(program)
+        for node in program.graph.nodes:
+            if (layer := layer_of(node)) in layers:
+                for name in [names[each.name] for each in node.all_input_nodes if each.name in names]:
+                    if name in state:
+                        owners.setdefault(name, layers[layer])
+    return owners
+
+
+def _cut(programs: Sequence[ExportedProgram], world: int) -> dict[str, int]:
+    """The device of every layer of the list that has the most weights."""
+    used: list[tuple[str, dict[str, int]]] = []  # of every operation: its layer, and the bytes of the weights that it reads
+    for program in programs:
+        names, tensors = weight_placeholders(program), weight_tensors(program)
+        for node in program.graph.nodes:
+            if node.op == "call_function":
+                weights = [names[each.name] for each in node.all_input_nodes if each.name in names]
+                used.append((layer_of(node), {name: tensors[name].nbytes for name in weights}))
+    lists: dict[str, dict[str, int]] = {}  # by path of the list: the bytes of its layers, in the order of their calls
+    counted: set[str] = set()
+    for path, read in used:
+        if path:
+            layers = lists.setdefault(path.rpartition(".")[0], {})
+            layers[path] = layers.get(path, 0) + sum(size for name, size in read.items() if name not in counted)
+            counted |= read.keys()
+    before, after, inside = 0, 0, False
+    for path, read in used:
+        inside = inside or bool(path)
+        size = sum(size for name, size in read.items() if name not in counted)
+        before, after = (before, after + size) if inside else (before + size, after)
+        counted |= read.keys()
+    long = [each for each in lists.values() if len(each) >= world]
+    if not long:
+        text = f"no list of layers (nn.ModuleList, nn.Sequential) with {world} elements or more is called"
+        raise BuildError("split-refused", f"model: {text}")
+    layers = max(long, key=lambda each: sum(each.values()))
+    outside = sum(sum(each.values()) for each in lists.values()) - sum(layers.values())
+    ranks: dict[str, int] = {}
+    total, at = before + outside + sum(layers.values()) + after, before + outside
+    for place, (path, size) in enumerate(layers.items()):
+        middle = min(int((at + size / 2) * world / max(1, total)), world - 1)
+        latest = world - (len(layers) - place)  # as many layers as devices are left for those behind
+        earliest = ranks[next(reversed(ranks))] if ranks else 0
+        ranks[path] = min(max(middle, latest, earliest), earliest + 1 if ranks else 0)
+        at += size
+    return ranks
+
+
+class _Program:
+    """One program, operation by operation."""
+
+    def __init__(self, program: ExportedProgram, layers: Mapping[str, int], state: Sequence[str], owners: dict[str, int]) -> None:
+        self._program, self._layers, self._owners = program, layers, owners
+        names = weight_placeholders(program)
+        self._tensors = weight_tensors(program)
+        self._state = {placeholder: name for placeholder, name in names.items() if name in state}
+        self._weights = {
+            node: frozenset([names[node.name]])
+            for node in program.graph.nodes
+            if node.name in names and node.name not in self._state
+        }
+        self._reads = {node: False for node in program.graph.nodes}
+        """Whether a free operation reads an input of the call."""
+        self._ranks: dict[Node, int] = {}
+
+    def assigned(self) -> Assigned:
+        for node in self._program.graph.nodes:
+            if node.op == "placeholder":
+                self._reads[node] = node not in self._weights
+            elif node.op == "call_function":
+                self._assign(node)
+        mutated = self._program.graph_signature.buffers_to_mutate
+        for node in self._program.graph.nodes:
+            if node.name in mutated and mutated[node.name] not in self._owners:
+                self._owners[mutated[node.name]] = self._ranks.get(node, 0)
+        ranks = {node.name: rank for node, rank in self._ranks.items()}
+        places = {placeholder: self._owners[name] for placeholder, name in self._state.items() if name in self._owners}
+        return Assigned(ranks=ranks | places)
+
+    def _assign(self, node: Node) -> None:
+        given = node.all_input_nodes
+        state = [self._state[each.name] for each in given if each.name in self._state]
+        pinned = [self._ranks[each] for each in given if each in self._ranks]
+        if not _has_tensors(node):
+            self._reads[node] = True  # a size, which follows from those of the inputs
+            return
+        if node.target is operator.getitem and given[0] in self._ranks:
+            self._ranks[node] = self._ranks[given[0]]
+            return
+        if not state and not pinned:
+            weights = frozenset().union(*[self._weights.get(each, frozenset()) for each in given])
+            reads = any(self._reads[each] for each in given)
+            small = layer_of(node) not in self._layers and sum(self._tensors[name].nbytes for name in weights) <= SMALL
+            if small or not (weights and reads):
+                self._weights[node], self._reads[node] = weights, reads
+                return
+        known = [self._owners[name] for name in state if name in self._owners]
+        rank = self._layers.get(layer_of(node), max([*pinned, *known], default=0))
+        self._ranks[node] = rank
+        for name in state:
+            self._owners.setdefault(name, rank)
+
+
+def _has_tensors(node: Node) -> bool:
+    """Whether an operation gives tensors, or nothing: no size."""
+    leaves = [leaf for leaf in tree_leaves(node.meta.get("val")) if leaf is not None]
+    return not leaves or any(isinstance(leaf, torch.Tensor) for leaf in leaves)

@@ -1,0 +1,205 @@
+"""One device's share of a program: its own operations, and for every value that another device needs an exchange.
+
+All devices have the same exchanges in the same order, whatever the assignment is: each takes the one before it as an argument, so
+that no compiler drops or moves one, and the last one makes an output.
+
+Private interfaces (torch 2.11, 2.13): the expression of a SymInt (`size.node.expr`), the `fake_mode` of what a node gives.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import reduce
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind, OutputSpec, TensorArgument
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+
+from ...errors import BuildError
+from ...export.torch_program import copied_graph, with_graph
+from ...export.weights import WEIGHT_KINDS
+from ...model.user_code import place
+from ..collectives import COLLECTIVE
+from .assign import Assigned
+
+aten = torch.ops.aten
+
+
+def share_of(program: ExportedProgram, given: Assigned, rank: int, world: int) -> ExportedProgram:
+    """What the device number `rank` of `world` computes of a functional program; it gives all outputs.  Buffers that calls change
+    belong to one device, other weights to all that read them.  Raises split-refused."""
+    root = copied_graph(program)
+    share = _Share(root.graph, program, given, rank, world)
+    outputs = share.cut()
+    share.drop_unused()
+    left = {node.name for node in root.graph.nodes if node.op == "placeholder"}
+    inputs = [spec for spec in program.graph_signature.input_specs if spec.arg.name in left]
+    kept = {str(spec.target) for spec in inputs if spec.kind in WEIGHT_KINDS}
+    root.recompile()
+    return with_graph(
+        program, root, {}, input_specs=inputs, output_specs=outputs,
+        state_dict={name: value for name, value in program.state_dict.items() if name in kept},
+        constants={
+            name: value for name, value in program.constants.items() if name in kept or not isinstance(value, torch.Tensor)
+        },
+    )  # fmt: skip
+
+
+class _Share:
+    """A graph on its way to a device's share."""
+
+    def __init__(self, graph: Graph, program: ExportedProgram, given: Assigned, rank: int, world: int) -> None:
+        self._graph, self._program, self._rank, self._world = graph, program, rank, world
+        self._ranks = {node: given.ranks[node.name] for node in graph.nodes if node.name in given.ranks}
+        self._nodes = {node.name: node for node in graph.nodes}
+        self._last: Node | None = None
+        """The exchange before."""
+        self._sizes: dict[Any, Node] = {}
+
+    def cut(self) -> list[OutputSpec]:
+        """Puts the exchanges in, and gives the rows of the outputs: the new contents of the device's buffers, and all others."""
+        nodes = list(self._graph.nodes)
+        output, signature = nodes[-1], self._program.graph_signature
+        owners = {spec.target: self._ranks.get(self._nodes[spec.arg.name]) for spec in signature.input_specs}
+        changed: dict[Node, list[int]] = {}  # by value: the devices whose buffers it is the new contents of
+        for spec in signature.output_specs:
+            if spec.kind == OutputKind.BUFFER_MUTATION:
+                changed.setdefault(self._nodes[spec.arg.name], []).append(owners[spec.target] or 0)
+        self._bind_sizes(nodes)
+        first = next(node for node in nodes if node.op != "placeholder")
+        moved: dict[Node, Node] = {}  # what stands for a value in the buffers of this device
+        for node in nodes:
+            own = self._ranks.get(node)
+            if own is None:
+                self._replace_size(node)
+                continue
+            if node.target is aten.as_strided.default:
+                text = f"{place(node)[0] or 'model'}: as_strided reads a value as it lies, which an exchange does not keep"
+                raise BuildError("split-refused", text)
+            users = [user for user in node.users if user in self._ranks and self._ranks[user] != own]
+            if not users and all(rank == own for rank in changed.get(node, ())):
+                continue
+            sent = self._exchange(node, own, first if node.op == "placeholder" else node.next)
+            if own != self._rank:
+                for user in users:
+                    if self._ranks[user] == self._rank:
+                        user.replace_input_with(node, sent)
+                moved[node] = sent
+        made: dict[Node, Node] = {}
+        values, specs = [], []
+        for value, spec in zip(output.args[0], signature.output_specs, strict=True):
+            if spec.kind == OutputKind.BUFFER_MUTATION:
+                if (owners[spec.target] or 0) != self._rank:
+                    continue
+                value = moved.get(value, value)
+            elif isinstance(value, Node) and value in self._ranks:
+                value = made[value] = made.get(value) or self._exchange(value, self._ranks[value], output)
+            values.append(value)
+            named = isinstance(value, Node) and isinstance(spec.arg, TensorArgument)
+            specs.append(replace(spec, arg=TensorArgument(name=value.name)) if named else spec)
+        if self._last is not None and not made:
+            raise BuildError(
+                "split-refused", "model: a call gives no tensor that a layer makes: the devices have nothing to end with"
+            )
+        output.args = (tuple(values),)
+        return specs
+
+    def drop_unused(self) -> None:
+        """Takes out what nobody on this device needs; buffers that it owns, and the inputs of the call, stay."""
+        specs = {spec.arg.name: spec for spec in self._program.graph_signature.input_specs}
+        for node in reversed(list(self._graph.nodes)):
+            if node.users or node.op == "output":
+                continue
+            own = self._ranks.get(node, self._rank)
+            if node.op == "placeholder":
+                spec = specs[node.name]
+                if spec.kind == InputKind.USER_INPUT or (node in self._ranks and own == self._rank):
+                    continue
+            elif node.is_impure() and own == self._rank:
+                continue
+            self._graph.erase_node(node)
+
+    def _exchange(self, node: Node, own: int, before: Node) -> Node:
+        """What comes of a value of the device `own`, on every device."""
+        value = node.meta["val"]
+        with self._graph.inserting_before(before):
+            if own == self._rank:
+                given = (
+                    node
+                    if value.is_contiguous()
+                    else self._call(aten.clone.default, (node,), memory_format=torch.contiguous_format)
+                )
+            else:
+                shape = [self._size(size, node) for size in value.shape]
+                given = self._call(aten.empty.memory_format, (shape,), dtype=value.dtype, device=value.device, pin_memory=False)
+            sent = self._call(COLLECTIVE, (given, "broadcast", self._world, own, self._last))
+        with value.fake_mode:
+            like = torch.empty(value.shape, dtype=value.dtype, device=value.device)
+        for each in (given, sent):
+            each.meta.setdefault("val", like)
+            each.meta.setdefault("stack_trace", node.meta.get("stack_trace"))
+        self._last = sent
+        return sent
+
+    def _call(self, target: Any, arguments: tuple[Any, ...], **others: Any) -> Node:
+        return self._graph.call_function(target, arguments, others)
+
+    # --- sizes --------------------------------------------------------------------------------------------------------
+
+    def _bind_sizes(self, nodes: Sequence[Node]) -> None:
+        """A node for every symbol that is the size of an input."""
+        names = set(self._program.graph_signature.user_inputs)
+        first = next(node for node in nodes if node.op != "placeholder")
+        for node in nodes:
+            value = node.meta.get("val")
+            if node.op != "placeholder" or node.name not in names or not isinstance(value, torch.Tensor):
+                continue
+            for axis, size in enumerate(value.shape):
+                if isinstance(size, torch.SymInt) and size.node.expr.is_Symbol and size.node.expr not in self._sizes:
+                    with self._graph.inserting_before(first):
+                        made = self._call(aten.sym_size.int, (node, axis))
+                    made.meta["val"] = size
+                    self._sizes[size.node.expr] = made
+
+    def _replace_size(self, node: Node) -> None:
+        """A size of a value that one device has follows from those of the inputs on all."""
+        value = node.meta.get("val")
+        if isinstance(value, torch.SymInt) and any(each in self._ranks for each in node.all_input_nodes):
+            with self._graph.inserting_before(node):
+                made = self._size(value, node)
+            for user in list(node.users):
+                user.args, user.kwargs = map_arg((user.args, user.kwargs), lambda each: made if each is node else each)
+
+    def _size(self, size: Any, node: Node) -> Any:
+        """A number, or a node that computes a size.  Raises split-refused for one that follows from data."""
+        return size if isinstance(size, int) else self._computed(size.node.expr, node, size)
+
+    def _computed(self, expr: Any, node: Node, size: Any) -> Any:
+        if expr.is_Integer:
+            return int(expr)
+        if expr in self._sizes:
+            return self._sizes[expr]
+        function = OPERATIONS.get(type(expr).__name__)
+        if function is None or not expr.args:
+            text = f"{place(node)[0] or 'model'}: {node.target} makes a tensor of size {size}, which goes to another device"
+            raise BuildError("split-refused", text, "cut where sizes are those of the inputs: `--world` with model(rank, world)")
+
+        def combined(one: Any, other: Any) -> Node:
+            made = self._call(function, (one, other))
+            made.meta["val"] = function(*[each.meta["val"] if isinstance(each, Node) else each for each in (one, other)])
+            return made
+
+        self._sizes[expr] = reduce(combined, [self._computed(each, node, size) for each in expr.args])
+        return self._sizes[expr]
+
+
+OPERATIONS = {
+    "Add": operator.add, "Mul": operator.mul, "FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
+    "Pow": operator.pow,
+}  # fmt: skip
+"""What a size is made with, by the class of its expression (sympy's, and torch's for whole numbers)."""

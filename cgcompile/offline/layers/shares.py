@@ -1,0 +1,41 @@
+"""The entries of a model as one device's shares of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...bundle.ranks import Ranks
+from ...errors import BuildError
+from ...export.functionalization import functional_form
+from ...export.programs import Programs
+from ...transforms.prepared import Prepared, together
+from .assign import Assigned, assigned
+from .share import share_of
+
+
+def layer_shares(each: Sequence[Prepared], ranks: Ranks) -> tuple[Prepared, ...]:
+    """What this device computes of every entry of a model, which is whole on all of them.  It takes all inputs and gives all
+    outputs, and has the weights that it reads, and the buffers that calls change, of its layers.  Raises split-refused."""
+    for prepared in each:
+        if prepared.written or prepared.generator:
+            what = "writes to an input" if prepared.written else "draws random numbers"
+            raise BuildError("split-refused", f"model: a call {what}: each device has its own")
+    whole = [prepared.programs.changed(functional_form) for prepared in each]
+    flat = [program for programs in whole for _, program in programs.each]
+    owners, found = assigned(flat, each[0].state, ranks.size)
+    by_program = {id(program): given for program, given in zip(flat, found, strict=True)}
+    made = [_share(prepared, programs, by_program, owners, ranks) for prepared, programs in zip(each, whole, strict=True)]
+    return together(made)
+
+
+def _share(
+    prepared: Prepared, programs: Programs, by_program: dict[int, Assigned], owners: dict[str, int], ranks: Ranks
+) -> Prepared:
+    """A device's share of one entry.  `by_program`: by the identity of a program."""
+    shares = programs.changed(lambda program: share_of(program, by_program[id(program)], ranks.rank, ranks.size))
+    ranks_of = by_program[id(programs.first)].ranks
+    free = [name not in ranks_of for name in programs.first.graph_signature.user_outputs]
+    kept = [row for row in prepared.aliases if free[row.output] and (row.memory != "outputs" or free[row.index])]
+    changes = tuple([name for name in prepared.changes if owners[name] == ranks.rank])
+    return replace(prepared, programs=shares, changes=changes, weights=shares.weights(), aliases=tuple(kept))

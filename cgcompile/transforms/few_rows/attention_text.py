@@ -1,0 +1,305 @@
+"""The text of a Triton kernel for attention of one row: one program for every head, which has all places in its registers.
+
+Numbers of half precision are computed with as float32, and rounded where the graph rounds them.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch._inductor.inductor_prims
+from torch.fx import Node
+
+from .cache_writes import Write, axis_of, values_of, write_into
+from .operation_texts import DTYPES, RESHAPES, ROUNDED, TEXTS, power, rounded
+from .places import HALF, Place, on, place_of
+from .products import SUM, Product, one_product, shape_of
+from .weights_ahead import PROGRAMS, lines_of, weights_ahead
+
+MOST = 1 << 14
+"""Elements of a head's keys, at most, as many as are in the registers of one program."""
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+SOFTMAX = prims.prepare_softmax_online.default
+
+
+class UnknownOperation(Exception):
+    """Something that no text is known for."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionText:
+    """A kernel `attention` with pointers in the order of `arguments` and, last, `out_ptr`, where rows of `outcome`'s dtype go.  It
+    writes to the arguments that `writes` names, too.  `programs`: the grid."""
+
+    source: str
+    programs: int
+    arguments: dict[str, Node]
+    writes: dict[str, Write]
+    outcome: Node
+
+
+def attention_text(mixed: Product) -> AttentionText | None:
+    """A kernel for the product with the values, `mixed`, the softmax before it and the product with the keys before that.  None for
+    a product of something else, and for more than fits into one program."""
+    writer = _Writer(mixed)
+    try:
+        return writer.written()
+    except UnknownOperation:
+        return None
+
+
+@dataclass(slots=True)
+class _Writer:
+    """Lines, growing: all that is `read` is asked for before anything is computed.  `names`: of the values that are there.
+    `reduces`: whether something is computed of all places."""
+
+    mixed: Product
+    reads: list[str] = field(default_factory=list)
+    lines: list[str] = field(default_factory=list)
+    arguments: dict[str, Node] = field(default_factory=dict)
+    writes: dict[str, Write] = field(default_factory=dict)
+    names: dict[Node, Any] = field(default_factory=dict)
+    scores: Product | None = None
+    reduces: bool = False
+
+    def written(self) -> AttentionText:
+        mixed, length = self.mixed, self.mixed.length
+        if length == mixed.rows:  # a vector of heads would look like one of places
+            raise UnknownOperation
+        weights = self.vector(mixed.row)
+        if self.scores is None or not self.reduces or any(_depends(each, self.scores.total) for each in self.arguments.values()):
+            raise UnknownOperation  # two products alone are no attention, and have more to read than one program can
+        self.lines.append(f"weights = tl.where(p < {length}, {weights}, 0.0)")
+        self.matrix("v", mixed, (-2, -1), mixed.columns)
+        users = list(mixed.total.users)
+        narrow = len(users) == 1 and users[0].target is prims.convert_element_type.default and users[0].args[1] in HALF
+        outcome = users[0] if narrow else mixed.total
+        dtype = DTYPES[outcome.meta["val"].dtype]
+        ahead = weights_ahead(mixed.total)
+        named = [self.pointer(each.weight) for each in ahead]
+        body = [
+            f"p = tl.arange(0, {power(length)})",
+            f"k_column = tl.arange(0, {power(self.scores.length)})",
+            f"v_column = tl.arange(0, {power(mixed.columns)})",
+            *self.reads,
+            *self.lines,
+            "total = tl.sum(weights[:, None] * v, 0)",
+            f"tl.store(out_ptr + h * {mixed.columns} + v_column, total.to({dtype}), v_column < {mixed.columns})",
+        ]
+        if ahead:
+            body = [f"if h < {mixed.rows}:", *["    " + line for line in body], "else:", f"    part = h - {mixed.rows}"]
+            body += ["    " + line for line in lines_of(named, ahead, dtype)]
+        source = "\n".join([
+            "import triton", "import triton.language as tl", "", "", "@triton.jit",
+            f"def attention({', '.join([*self.arguments, 'out_ptr'])}):", "    h = tl.program_id(0)",
+            *["    " + line for line in body], "",
+        ])  # fmt: skip
+        programs = mixed.rows + (PROGRAMS if ahead else 0)
+        return AttentionText(source=source, programs=programs, arguments=self.arguments, writes=self.writes, outcome=outcome)
+
+    # --- a number for every place, or one for the head
+
+    def vector(self, value: Any) -> str:
+        """The name of a value, which is computed where it is not yet."""
+        if not isinstance(value, Node):
+            return repr(value) if isinstance(value, bool | int) or math.isfinite(value) else f'float("{value}")'
+        if value not in self.names:
+            text = self.computed(value)
+            if not text.isidentifier():
+                name = f"x{len(self.names)}"
+                (self.reads if text.startswith("tl.load(") else self.lines).append(f"{name} = {text}")
+                text = name
+            self.names[value] = text
+        return str(self.names[value])
+
+    def computed(self, node: Node) -> str:
+        target = node.target
+        if not self.kind(node):
+            raise UnknownOperation
+        if node.op != "call_function":
+            return self.loaded(node)
+        if target is operator.getitem and node.args[0].target is SOFTMAX:
+            return self.softmax(node.args[0])[node.args[1]]
+        if target in RESHAPES and self.kind(node.args[0]) == self.kind(node):
+            return self.vector(node.args[0])
+        if target is SUM and list(node.args[1]) == [-2]:
+            return self.product_with_keys(node)
+        if target in (SUM, aten.amax.default):
+            return self.reduced(node)
+        if target is prims.convert_element_type.default:
+            return self.converted(node)
+        if target is aten.scalar_tensor.default:
+            return self.vector(node.args[0])
+        if target is aten.full.default:
+            return self.vector(node.args[1])
+        if target is prims.iota.default:
+            step, start, dtype = node.kwargs["step"], node.kwargs["start"], DTYPES[node.kwargs["dtype"]]
+            return f"(p * {step} + {start}).to({dtype})"
+        return self.by_element(node)
+
+    def by_element(self, node: Node) -> str:
+        schema = getattr(node.target, "_schema", None)
+        name = "" if schema is None else schema.name.removeprefix("aten::")
+        text = TEXTS.get(name, "")
+        dtype = node.meta["val"].dtype
+        other = any(key != "alpha" or value != 1 for key, value in node.kwargs.items())
+        if not text or other or text.count("{}") != len(node.args) or dtype not in DTYPES:
+            return self.loaded(node)
+        made = text.format(*[self.vector(each) for each in node.args])
+        return rounded(made, dtype) if name in ROUNDED else made
+
+    def converted(self, node: Node) -> str:
+        given, dtype = node.args[0].meta["val"].dtype, node.args[1]
+        if given not in DTYPES or dtype not in DTYPES:
+            raise UnknownOperation
+        made = self.vector(node.args[0])
+        if dtype in HALF:
+            return rounded(f"{made}.to(tl.float32)" if given not in (*HALF, torch.float32) else made, dtype)
+        return made if given in HALF and dtype is torch.float32 else f"{made}.to({DTYPES[dtype]})"
+
+    def softmax(self, node: Node) -> tuple[str, str]:
+        """The names of the largest element and of the sum of exponentials."""
+        if node not in self.names:
+            self.check_row(node.args[0], node.args[1])
+            given, number = self.vector(node.args[0]), len(self.names)
+            inside = f"p < {self.mixed.length}"
+            self.lines += [
+                f'most{number} = tl.max(tl.where({inside}, {given}, float("-inf")), 0)',
+                f"sum{number} = tl.sum(tl.where({inside}, tl.exp({given} - most{number}), 0.0), 0)",
+            ]
+            self.names[node] = f"most{number}", f"sum{number}"
+        found: tuple[str, str] = self.names[node]
+        return found
+
+    def reduced(self, node: Node) -> str:
+        keeps = len(node.args) > 2 and node.args[2]
+        if len(node.args[1]) != 1 or not keeps or node.meta["val"].dtype is not torch.float32:
+            raise UnknownOperation
+        self.check_row(node.args[0], node.args[1][0])
+        rest, function = ("0.0", "sum") if node.target is SUM else ('float("-inf")', "max")
+        return f"tl.{function}(tl.where(p < {self.mixed.length}, {self.vector(node.args[0])}, {rest}), 0)"
+
+    def check_row(self, node: Node, axis: int) -> None:
+        if self.kind(node) != "row" or axis not in (-1, len(shape_of(node)) - 1) or shape_of(node)[-1] != self.mixed.length:
+            raise UnknownOperation
+        self.reduces = True
+
+    def loaded(self, node: Node) -> str:
+        value = node.meta["val"]
+        if value.dtype not in DTYPES or not value.is_contiguous():
+            raise UnknownOperation
+        length, kind = self.mixed.length, self.kind(node)
+        where = {"row": f" + h * {length} + p", "shared": " + p", "statistic": " + h", "element": ""}[kind]
+        mask = f", p < {length}, other=0" if kind in ("row", "shared") else ""
+        text = f"tl.load({self.pointer(node)}{where}{mask})"
+        return f"{text}.to(tl.float32)" if value.dtype in HALF else text
+
+    def kind(self, node: Any) -> str:
+        """What a value is: a "row" of numbers for each head, a "statistic" of each, "shared" by all, one "element"; else ""."""
+        shape, mixed = shape_of(node), self.mixed
+        if not isinstance(node.meta.get("val"), torch.Tensor) or not all(isinstance(size, int) for size in shape):
+            return ""
+        count = math.prod(shape)
+        last = shape[:-1] if shape[-2:] == (mixed.length, 1) else shape
+        if last[-1:] == (mixed.length,) and count in (mixed.length, mixed.rows * mixed.length):
+            return "shared" if count == mixed.length else "row"
+        if shape[-1:] == (1,) and count == mixed.rows:
+            return "statistic"
+        return "element" if count == 1 else ""
+
+    # --- products and what they read
+
+    def product_with_keys(self, total: Node) -> str:
+        scores, mixed = one_product(total, MOST), self.mixed
+        if scores is None or self.scores is not None or (scores.rows, scores.columns) != (mixed.rows, mixed.length):
+            raise UnknownOperation
+        if power(mixed.length) * max(power(scores.length), power(mixed.columns)) > MOST:
+            raise UnknownOperation
+        self.scores = scores
+        row = _placed(scores.row)
+        query = self.at(row, [*self.heads(row), "k_column", None])
+        self.reads.append(f"q = tl.load({query}, k_column < {scores.length}, other=0)")
+        self.matrix("k", scores, (-1, -2), scores.length)
+        return "tl.sum(q.to(tl.float32)[None, :] * k, 1)"
+
+    def matrix(self, name: str, product: Product, axes: tuple[int, int], width: int) -> None:
+        """Reads a matrix of (places, `width`), which are these `axes` of the product's; what is put into it is written here."""
+        place, length, column = _placed(product.matrix), self.mixed.length, f"{name}_column"
+        write = write_into(place)
+        memory = place if write is None else on(place, write.cache)
+        heads = self.heads(place)
+
+        def at(memory: Place, row: str, column: str) -> str:
+            found: list[str | None] = [*heads, None, None]
+            found[axes[0]], found[axes[1]] = row, column
+            return self.at(memory, found)
+
+        mask = f"(p[:, None] < {length}) & ({column}[None, :] < {width})"
+        self.reads.append(f"{name} = tl.load({at(memory, 'p[:, None]', f'{column}[None, :]')}, {mask}, other=0)")
+        if write is None:
+            self.lines.append(f"{name} = {name}.to(tl.float32)")
+            return
+        index, values, stored = _placed(write.index), values_of(write, place), DTYPES[write.cache.meta["val"].dtype]
+        if values is None or values.strides[axes[0]] or memory.strides[axes[0]] != write.cache.meta["val"].stride(axis_of(write)):
+            raise UnknownOperation  # it is put along another axis than that of the places
+        self.reads += [
+            f"{name}_index = tl.load({self.pointer(index.base)} + {index.offset})",
+            f"{name}_new = tl.load({at(values, '0', column)}, {column} < {width}, other=0)",
+        ]
+        self.lines += [
+            f"{name}_index = tl.where({name}_index < 0, {name}_index + {length}, {name}_index)",
+            f"{name}_new = {name}_new.to({stored})",
+            f"{name} = tl.where(p[:, None] == {name}_index, {name}_new[None, :], {name}).to(tl.float32)",
+            f'tl.device_assert((0 <= {name}_index) & ({name}_index < {length}), "index out of bounds: a place of {length}")',
+            f"{name}_inside = ({column} < {width}) & (0 <= {name}_index) & ({name}_index < {length})",
+            f"tl.store({at(memory, f'{name}_index', column)}, {name}_new, {name}_inside)",
+        ]
+        self.writes[self.pointer(write.cache)] = write
+
+    def heads(self, place: Place) -> list[str | None]:
+        """Coordinates of the program's head along all axes but the last two."""
+        sizes = place.shape[:-2]
+        if math.prod(sizes) != self.mixed.rows:
+            raise UnknownOperation
+        after = [math.prod(sizes[index + 1 :]) for index in range(len(sizes))]
+        return [None if size == 1 else f"(h // {rest} % {size})" for size, rest in zip(sizes, after, strict=True)]
+
+    def at(self, place: Place, coordinates: Sequence[str | None]) -> str:
+        """The address of an element, or of several."""
+        both = zip(coordinates, place.strides, strict=True)
+        terms = [f"{each} * {stride}" for each, stride in both if each is not None and stride]
+        return " + ".join([self.pointer(place.base), str(place.offset), *terms])
+
+    def pointer(self, node: Node) -> str:
+        for name, given in self.arguments.items():
+            if given is node:
+                return name
+        name = f"in_ptr{len(self.arguments)}"
+        self.arguments[name] = node
+        return name
+
+
+def _depends(node: Node, other: Node) -> bool:
+    waiting, seen = [node], set()
+    while waiting:
+        each = waiting.pop()
+        if each is other:
+            return True
+        if each not in seen and other < each:
+            seen.add(each)
+            waiting += each.all_input_nodes
+    return False
+
+
+def _placed(node: Node) -> Place:
+    found = place_of(node)
+    if found is None or found.base.meta["val"].dtype not in DTYPES:
+        raise UnknownOperation
+    return found

@@ -1,0 +1,114 @@
+"""Where the elements of a value lie, in the memory of what it is a view of."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+HALF = (torch.float16, torch.bfloat16)
+
+VIEWS = {
+    aten.clone.default, aten.expand.default, aten.permute.default, aten.reshape.default, aten.select.int, aten.slice.Tensor,
+    aten.split.Tensor, aten.split_with_sizes.default, aten.squeeze.dim, aten.unbind.int, aten.unsqueeze.default,
+    aten.view.default,
+}  # fmt: skip
+"""Operations whose result has elements of what they are given; a copy of it need not be made to read them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """The element at some coordinates is that many elements behind the first of `base`: `offset`, and a stride for each axis of
+    `shape`.  `chain`: the operations between `base` and the value, from the value on."""
+
+    base: Node
+    chain: tuple[Node, ...]
+    offset: int
+    strides: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def place_of(node: Node) -> Place | None:
+    """Beneath views and conversions to float32; None where strides do not tell it.  Axes before the last two may be more than the
+    value has: heads that share a key are expanded in an axis of their own."""
+    chain: list[Node] = []
+    base = node
+    while _keeps_elements(base):
+        chain.append(base)
+        base = base.args[0]
+    value = base.meta.get("val")
+    if not isinstance(value, Tensor) or not all(isinstance(size, int) for size in (*value.shape, *value.stride())):
+        return None
+    memory = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return viewed(Place(base=base, chain=tuple(chain), offset=0, strides=(), shape=()), memory)
+
+
+def viewed(place: Place, memory: Tensor) -> Place | None:
+    """`place`, of the value that its chain makes of `memory`, a tensor on the device meta whose offset and strides are told."""
+    made: Any = memory
+    for node in reversed(place.chain):
+        if node.target is operator.getitem:
+            made = made[node.args[1]]
+        elif node.target in VIEWS and (made := _view(node, made)) is None:
+            return None
+    return Place(
+        base=place.base, chain=place.chain, offset=made.storage_offset(), strides=tuple(made.stride()), shape=tuple(made.shape)
+    )
+
+
+def on(place: Place, base: Node) -> Place:
+    """The same place in the memory of another tensor."""
+    return replace(place, base=base)
+
+
+def _keeps_elements(node: Node) -> bool:
+    if node.op != "call_function" or not node.args or not isinstance(node.args[0], Node):
+        return False
+    if node.target is prims.convert_element_type.default:
+        return node.args[1] is torch.float32 and node.args[0].meta["val"].dtype in (*HALF, torch.float32)
+    if node.target is operator.getitem:
+        return node.args[0].target in VIEWS
+    return node.target in VIEWS or node.target is prims.inductor_force_stride_order.default
+
+
+def _view(node: Node, given: Any) -> Any:
+    """The node's value as a view of `given`; None where it is none.  `given` may have more axes before its last two."""
+    before, after = node.args[0].meta["val"], node.meta["val"]
+    if node.target is aten.clone.default:
+        return given
+    if isinstance(after, Tensor) and after.dim() > 1 < before.dim() and after.numel() == before.numel():
+        if _leads_alone(node, before.shape, after.shape):
+            if tuple(given.shape) != tuple(before.shape):
+                return given
+            made = _applied(node, given)
+            return made if _same_memory(made, given) else given
+        if tuple(given.shape) != tuple(before.shape):
+            axes = list(node.args[1]) if node.target is aten.permute.default else []
+            turned = [*range(len(axes) - 2), len(axes) - 1, len(axes) - 2]
+            return given.transpose(-1, -2) if axes and [axis % len(axes) for axis in axes] == turned else None
+    if tuple(given.shape) != tuple(before.shape):
+        return None
+    made = _applied(node, given)
+    return made if _same_memory(made[0] if isinstance(made, list | tuple) else made, given) else None
+
+
+def _applied(node: Node, given: Tensor) -> Any:
+    target = aten.reshape.default if node.target is aten.view.default else node.target  # what is no copy here may be no view
+    return target(given, *node.args[1:], **node.kwargs)
+
+
+def _leads_alone(node: Node, before: Sequence[int], after: Sequence[int]) -> bool:
+    """Whether a node gives other axes before the last two, which stay, and all elements their order."""
+    reshapes = (aten.reshape.default, aten.view.default, aten.unsqueeze.default, aten.squeeze.dim, aten.expand.default)
+    return node.target in reshapes and tuple(before[-2:]) == tuple(after[-2:])
+
+
+def _same_memory(made: Tensor, given: Tensor) -> bool:
+    return made.untyped_storage()._cdata == given.untyped_storage()._cdata

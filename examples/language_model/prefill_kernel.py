@@ -1,0 +1,168 @@
+"""Attention of several tokens of each lane to the pages of its cache: a Triton kernel for GPUs, PyTorch's operations elsewhere.
+
+Flash attention: each program takes ROWS tokens of one lane and one head, and reads the pages that they see, and no others, whatever
+the width of the block table.  Nothing is copied together, and no mask is made.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from .decode_kernel import together
+
+ROWS, BLOCK, WARPS, STAGES = 64, 64, 4, 2
+"""Queries of a program, tokens that it reads at a time, and how Triton compiles it."""
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+def paged_prefill(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
+    scale: float, window: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    """query (batch, seq, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> the same shape
+    and dtype as `query`.
+
+    Token i of a lane is at place `start + i` and sees all up to it, the last `window` of them where that is not 0; both int64
+    (batch,).  What is given for tokens beyond the first `count` counts nowhere.  `softcap` and `sinks` as in `paged_decode`.
+    """
+    way = launch if query.device.type == "cuda" and query.dtype != torch.float32 else plain  # whose products are exact
+    return way(query, keys, values, pages, start, count, sinks, scale, window, softcap)
+
+
+def plain(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
+    scale: float, window: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    """The same with PyTorch's operations, over a copy of the whole width of the block table."""
+    batch, seq, heads, _ = query.shape
+    groups = heads // keys.shape[1]
+    key, value = [together(each, pages) for each in (keys, values)]  # (batch, key heads, tokens, dim)
+    step = torch.arange(seq, device=query.device)
+    place = (start[:, None] + torch.minimum(step, (count - 1).clamp(min=0)[:, None]))[:, :, None]
+    token = torch.arange(key.shape[2], device=query.device)
+    seen = token <= place
+    if window:
+        seen = seen & (token > place - window)
+    rows = query.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (batch, key heads, groups * seq, dim)
+    mask = seen[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    if softcap or sinks is not None:
+        products = rows.float() @ key.float().transpose(-2, -1) * scale
+        if softcap:
+            products = softcap * torch.tanh(products / softcap)
+        products = products.masked_fill(~mask, float("-inf"))
+        if sinks is not None:
+            lost = sinks.float().view(1, -1, groups, 1, 1).expand(batch, -1, -1, seq, -1).flatten(2, 3)
+            products = torch.cat([products, lost], -1)
+        mixed = torch.softmax(products, -1)[..., : key.shape[2]].to(value.dtype) @ value
+    else:
+        mixed = F.scaled_dot_product_attention(rows, key, value, attn_mask=mask, scale=scale)
+    return mixed.unflatten(2, (groups, seq)).permute(0, 3, 1, 2, 4).flatten(2, 3)
+
+
+def by_kernel(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
+    scale: float, window: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    """`paged_prefill` by a kernel."""
+    query = query.contiguous()
+    batch, seq, heads, dim = query.shape
+    key_heads, page = keys.shape[1:3]
+    made = torch.empty_like(query)
+    wrap_triton(attend)[(triton.cdiv(seq, ROWS), heads, batch)](
+        query, keys, values, pages, start, count, query if sinks is None else sinks, made, seq, pages.shape[1],
+        SCALE=scale, WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, HEADS=heads, GROUPS=heads // key_heads, DIM=dim,
+        WIDTH=max(16, triton.next_power_of_2(dim)), PAGE=page, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
+    )  # fmt: skip
+    return made
+
+
+launch = triton_op("language_model::paged_prefill", by_kernel, mutates_args=())
+launch.register_kernel("cpu")(plain)  # what a build for a GPU that is not here runs the model with
+
+
+@launch.register_fake
+def _(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
+    scale: float, window: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    return query.new_empty(query.shape)
+
+
+@triton.jit
+def attend(
+    query, keys, values, pages, start, count, sinks, made, seq, blocks,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr,
+    GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """ROWS queries of one lane and one head; those that see most come first."""
+    block = (tl.num_programs(0) - 1 - tl.program_id(0)) * ROWS
+    head, lane = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    before, most = tl.load(start + lane), tl.maximum(tl.load(count + lane) - 1, 0)
+    row, column = block + tl.arange(0, ROWS), tl.arange(0, WIDTH)
+    place = before + tl.minimum(row, most)
+    first = before + tl.minimum(block, most)
+    end = tl.where(block <= most, before + tl.minimum(block + ROWS - 1, most) + 1, 0)
+    begin = tl.maximum(first + 1 - WINDOW, 0) // BLOCK * BLOCK if WINDOW else 0
+    whole = begin if WINDOW else tl.minimum(first + 1, end) // BLOCK * BLOCK  # before it every row sees every token
+
+    inside = column < DIM
+    here = ((lane * seq + row) * HEADS + head)[:, None] * DIM + column[None]
+    used = (row < seq)[:, None] & inside[None]
+    q = tl.load(query + here, mask=used, other=0.0)
+    top = tl.full([ROWS], -3.0e38, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    mixed = tl.zeros([ROWS, WIDTH], tl.float32)
+    base = head // GROUPS * PAGE
+    stride = HEADS // GROUPS * PAGE
+    table = pages + lane * blocks
+    for at in range(begin, whole, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        rows = (tl.load(table + token // PAGE) * stride + base + token % PAGE) * DIM
+        k = tl.load(keys + rows[None] + column[:, None], mask=inside[:, None], other=0.0)
+        v = tl.load(values + rows[:, None] + column[None], mask=inside[None], other=0.0)
+        products = capped(tl.dot(q, k, input_precision="ieee"), SCALE, SOFTCAP)
+        higher = tl.maximum(top, tl.max(products, 1))
+        weights = tl.exp2(products - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        top = higher
+    for at in range(whole, end, BLOCK):
+        token = at + tl.arange(0, BLOCK)
+        live = token < end
+        rows = (tl.load(table + token // PAGE, mask=live, other=0) * stride + base + token % PAGE) * DIM
+        k = tl.load(keys + rows[None] + column[:, None], mask=live[None] & inside[:, None], other=0.0)
+        v = tl.load(values + rows[:, None] + column[None], mask=live[:, None] & inside[None], other=0.0)
+        products = capped(tl.dot(q, k, input_precision="ieee"), SCALE, SOFTCAP)
+        seen = token[None] <= place[:, None]
+        if WINDOW:
+            seen = seen & (token[None] > place[:, None] - WINDOW)
+        products = tl.where(seen, products, float("-inf"))
+        higher = tl.maximum(top, tl.max(products, 1))
+        weights = tl.exp2(products - higher[:, None])
+        shrink = tl.exp2(top - higher)
+        mixed = tl.dot(weights.to(v.dtype), v, mixed * shrink[:, None], input_precision="ieee")
+        total = total * shrink + tl.sum(weights, 1)
+        top = higher
+    if SINKS:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        higher = tl.maximum(top, sink)
+        mixed *= tl.exp2(top - higher)[:, None]
+        total = total * tl.exp2(top - higher) + tl.exp2(sink - higher)
+    mixed /= tl.where(total > 0, total, 1.0)[:, None]
+    tl.store(made + here, mixed.to(made.dtype.element_ty), mask=used)
+
+
+@triton.jit
+def capped(products, SCALE: tl.constexpr, SOFTCAP: tl.constexpr):
+    """Scores, as powers of two."""
+    if SOFTCAP != 0.0:
+        return (SOFTCAP * LOG2E) * (1 - 2 / (1 + tl.exp(products * (2 * SCALE / SOFTCAP))))  # tanh
+    else:
+        return products * (SCALE * LOG2E)

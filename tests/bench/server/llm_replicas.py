@@ -1,0 +1,147 @@
+"""Requests a second of examples/serve_llm.py with one GPU, and with a copy of the model on each of several.
+
+    python -m tests.bench.server.llm_replicas --write FOLDER       a Llama of random weights and a tokenizer of bytes
+    python -m tests.bench.server.llm_replicas BUNDLE FOLDER [--devices 0,1]
+
+The same clients ask one GPU and then several, greedily, without a pause, from processes of their own; server and clients have
+processors of their own (`--cores N`: the server's).  Each run is `--seconds` long after `--warm` seconds that are not counted.
+Answers that differ from the first one to their prompt are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+SERVER = Path(__file__).parents[3] / "examples" / "serve_llm.py"
+PROMPTS = 64
+
+WIDTH, HIDDEN, LAYERS, HEADS, KEY_HEADS, VOCABULARY = 4096, 11008, 3, 32, 4, 256
+
+
+def write(folder: Path) -> None:
+    """Layers as wide as those of a model of 7B, and few of them: a call is the GPU's work, and a bundle is soon built."""
+    import torch
+    import transformers
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    config = transformers.AutoConfig.for_model(
+        "llama", vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=4096, bos_token_id=None,
+        eos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    tokenizer.save(str(folder / "tokenizer.json"))
+
+
+def started(bundle: str, tokenizer: str, devices: str, cores: set[int], turns: int) -> tuple[subprocess.Popen[str], str]:
+    """A server and host:port."""
+    command = [sys.executable, str(SERVER), bundle, "--tokenizer", tokenizer, "--port", "0", "--name", "llm", "--turns", str(turns)]
+    command += ["--devices", devices, "--limit", "512"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores))
+    assert process.stderr is not None
+    line = process.stderr.readline()
+    if not line.startswith("serving "):
+        raise SystemExit(line + process.stderr.read())
+    return process, line.split()[-1].removeprefix("http://")
+
+
+def ask(address: str, options: dict[str, Any], threads: int, first: int, begin: float, until: float, cores: set[int]) -> list[Any]:
+    """Of clients of one process between two moments of the clock: answers, those that differ, and the seconds of all."""
+    os.sched_setaffinity(0, cores)
+    counts, wrong, spent = [0] * threads, [0] * threads, [0.0] * threads
+    known: dict[int, str] = {}
+
+    def client(number: int) -> None:
+        connection, turn = http.client.HTTPConnection(address, timeout=60), 0
+        while (began := time.monotonic()) < until:
+            prompt = (first + 7 * number + turn) % PROMPTS
+            turn += 1
+            ids = [(31 * prompt + 17 * place + place * place) % VOCABULARY for place in range(options["prompt"])]
+            body = {"model": "llm", "prompt": ids, "max_tokens": options["tokens"], "temperature": 0}
+            connection.request("POST", "/v1/completions", json.dumps(body))
+            answer = connection.getresponse()
+            told = json.loads(answer.read())
+            if answer.status != 200:
+                raise SystemExit(str(told))
+            now = time.monotonic()
+            wrong[number] += told["choices"][0]["text"] != known.setdefault(prompt, told["choices"][0]["text"])
+            if begin <= now < until:
+                counts[number] += 1
+                spent[number] += now - began
+
+    each = [threading.Thread(target=client, args=(number,)) for number in range(threads)]
+    for thread in each:
+        thread.start()
+    for thread in each:
+        thread.join()
+    return [sum(counts), sum(wrong), sum(spent)]
+
+
+def rate(bundle: str, tokenizer: str, devices: str, given: argparse.Namespace) -> float:
+    """Answers a second."""
+    every = sorted(os.sched_getaffinity(0))
+    own, theirs = set(every[: given.cores]), set(every[given.cores :]) or set(every)
+    server, address = started(bundle, tokenizer, devices, own, given.turns)
+    try:
+        begin = time.monotonic() + given.warm
+        until, threads = begin + given.seconds, given.clients // given.processes
+        with get_context("spawn").Pool(given.processes) as pool:
+            rows = pool.starmap(
+                ask, [(address, vars(given), threads, 13 * number, begin, until, theirs) for number in range(given.processes)]
+            )
+        with open(f"/proc/{server.pid}/stat") as file:
+            fields = file.read().rpartition(")")[2].split()
+        busy = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    finally:
+        server.terminate()
+        server.wait()
+    counts, wrong, spent = [sum(each) for each in zip(*rows, strict=True)]
+    made = counts / given.seconds
+    print(
+        f"devices {devices}: {made:.1f} answers/s, {made * given.tokens:.0f} tokens/s, "
+        f"{1000 * spent / max(1, counts):.0f} ms each, {wrong} unlike the first; the server's processor {busy:.1f} s",
+        flush=True,
+    )
+    return made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("bundle")
+    parser.add_argument("tokenizer", nargs="?")
+    parser.add_argument("--write", action="store_true")
+    parser.add_argument("--devices", default="0,1")
+    parser.add_argument("--clients", type=int, default=96)
+    parser.add_argument("--processes", type=int, default=4)
+    parser.add_argument("--seconds", type=float, default=8.0)
+    parser.add_argument("--warm", type=float, default=4.0)
+    parser.add_argument("--prompt", type=int, default=256)
+    parser.add_argument("--tokens", type=int, default=16)
+    parser.add_argument("--turns", type=int, default=1)
+    parser.add_argument("--cores", type=int, default=8)
+    given = parser.parse_args()
+    if given.write:
+        write(Path(given.bundle))
+        return
+    one, several = [rate(given.bundle, given.tokenizer, devices, given) for devices in (given.devices.split(",")[0], given.devices)]
+    count = len(given.devices.split(","))
+    print(f"prompts of {given.prompt}, {given.tokens} tokens: {count} GPUs {several / one:.2f} times one", flush=True)
+
+
+if __name__ == "__main__":
+    main()

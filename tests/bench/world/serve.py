@@ -1,0 +1,188 @@
+"""What measure.py starts: one way to run the decoder in a process of its own, which prints a row of JSON.
+
+    python tests/bench/world/serve.py bundle BUNDLE DEVICES        process start to first output, without torch
+    python tests/bench/world/serve.py calls BUNDLE DEVICES OUT     microseconds a token, and the scores of STEPS steps
+    python tests/bench/world/serve.py rank BUNDLE RANK MEETING     the hashes of a rank's scores, in a process for each rank
+    python tests/bench/world/serve.py torch BUNDLE RANK WORLD PORT OUT    eager PyTorch captured by hand, with NCCL over two
+
+SHAPE as shares.py takes it.  Times are of batch 1 and 8; the scores are those of 8 rows.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+import time
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+BATCHES, STEPS, CALLS, WARM = (1, 8), 24, 200, 20
+
+
+def say(row: dict[str, Any]) -> None:
+    """The row, the process's last word: threads of NCCL do not end by themselves while graphs that hold it are alive."""
+    print(json.dumps(row), flush=True)
+    os._exit(0)
+
+
+def tokens(step: int, batch: int) -> array[int]:
+    """What every way is given at a step."""
+    return array("q", [(7919 * step + 104729 * row) % 1000 for row in range(batch)])
+
+
+def bundle(path: str, devices: str) -> None:
+    """Inputs of the CPU, a call for each size."""
+    import cgbundle
+    from cgbundle.tensors.tensor import from_bytes
+
+    with opened(cgbundle, path, devices) as program:
+        for batch in BATCHES:
+            program(from_bytes(tokens(0, batch), "int64", (batch,)), from_bytes(array("q", bytes(8 * batch)), "int64", (batch,)))
+        clock = time.clock_gettime(time.CLOCK_MONOTONIC)
+    say({"clock": clock, "torch": "torch" in sys.modules})
+
+
+def opened(cgbundle: Any, path: str, devices: str) -> Any:
+    """A program on one GPU or over several."""
+    each = [int(device) for device in devices.split(",")]
+    where = {"devices": each} if len(each) > 1 else {"device": each[0]}
+    return cgbundle.load(path, outputs="view", **where)
+
+
+def calls(path: str, devices: str, out: str) -> None:
+    """Inputs of the first GPU, nobody waits between two calls."""
+    import torch
+
+    import cgbundle
+
+    with opened(cgbundle, path, devices) as program:
+        torch.save(scores(lambda *given: program(*given).tensor), out)
+        say({"us": {batch: per_call(program, batch) for batch in BATCHES}})
+
+
+def scores(step: Callable[..., Any]) -> Any:
+    """float32 (STEPS, 8, vocabulary), on the CPU: a token a row for each step, keys and values of all before in the state."""
+    import torch
+
+    made = []
+    for number in range(STEPS):
+        given = torch.tensor(tokens(number, 8)), torch.full((8,), number)
+        made.append(step(*[each.cuda() for each in given]).float().cpu())
+    return torch.stack(made)
+
+
+def per_call(step: Callable[..., Any], batch: int) -> float:
+    """Microseconds, the least of five times CALLS calls."""
+    import torch
+
+    given = torch.tensor(tokens(0, batch)).cuda(), torch.full((batch,), STEPS).cuda()
+    for _ in range(WARM):
+        step(*given)
+    torch.cuda.synchronize()
+    best = float("inf")
+    for _ in range(5):
+        began = time.perf_counter()
+        for _ in range(CALLS):
+            step(*given)
+        torch.cuda.synchronize()
+        best = min(best, (time.perf_counter() - began) / CALLS)
+    return best * 1e6
+
+
+def rank(path: str, number: str, meeting: str) -> None:
+    """Without torch, on the GPU of the rank's number."""
+    import cgbundle
+    from cgbundle.tensors.tensor import from_bytes
+
+    hashes = []
+    with cgbundle.load(path, rank=int(number), rendezvous=meeting, device=int(number)) as program:
+        for step in range(STEPS):
+            given = tokens(step, 8), array("q", [step] * 8)
+            made = program(*[from_bytes(each, "int64", (8,)) for each in given])
+            hashes.append(hashlib.sha256(made.tobytes()).hexdigest())
+    say({"hashes": hashes})
+
+
+def by_hand(path: str, number: str, world: str, port: str, out: str) -> None:
+    """Weights as they lie in the bundle; collectives in place, by NCCL."""
+    import torch
+    from safetensors.torch import load_file
+    from torch import distributed, nn
+
+    own, ranks = int(number), int(world)
+    torch.cuda.set_device(own)
+    torch.set_grad_enabled(False)
+    if ranks > 1:
+        distributed.init_process_group("nccl", init_method=f"tcp://127.0.0.1:{port}", rank=own, world_size=ranks)
+    sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+    import tensor_parallel
+
+    def empty(_: str, rows: int, columns: int, rank: int, world: int, split: int) -> nn.Parameter:
+        shape = [rows, columns]
+        if split >= 0:
+            shape[split] //= world
+        return nn.Parameter(torch.empty(shape, dtype=tensor_parallel.DTYPE), requires_grad=False)
+
+    def summed(partial: torch.Tensor, world: int) -> torch.Tensor:
+        if world > 1:
+            distributed.all_reduce(partial)
+        return partial
+
+    class Gathers:
+        @staticmethod
+        def all_gather_tensor(given: torch.Tensor, axis: int, _: object) -> torch.Tensor:
+            made = given.new_empty(ranks * given.shape[0], *given.shape[1:])
+            distributed.all_gather_into_tensor(made, given.contiguous())
+            return torch.cat(made.chunk(ranks), axis)
+
+    tensor_parallel.weight, tensor_parallel.summed, tensor_parallel.collectives = empty, summed, Gathers
+    with torch.device("cuda"):
+        model = tensor_parallel.model(own, ranks)
+    file = Path(path, "ranks", number, "weights.safetensors") if own else Path(path, "weights.safetensors")
+    left = model.load_state_dict(load_file(file, device=f"cuda:{own}"), strict=False)
+    assert not left.unexpected_keys, left
+    steps = {batch: captured(model, batch) for batch in BATCHES}
+    for batch in BATCHES:
+        steps[batch](torch.tensor(tokens(0, batch)), torch.zeros(batch, dtype=torch.int64)).cpu()
+    clock = time.clock_gettime(time.CLOCK_MONOTONIC)
+    for name, buffer in model.named_buffers():
+        if name.endswith(("keys", "values")):
+            buffer.zero_()
+    found = scores(steps[8])
+    if not own:
+        torch.save(found, out)
+    hashes = [hashlib.sha256(each.numpy().tobytes()).hexdigest() for each in found]
+    say({"clock": clock, "us": {batch: per_call(steps[batch], batch) for batch in BATCHES}, "hashes": hashes})
+
+
+def captured(model: Any, batch: int) -> Callable[..., Any]:
+    """The model in a CUDA graph: warmed up on another stream, then captured."""
+    import torch
+
+    given = [torch.zeros(batch, dtype=torch.int64, device="cuda") for _ in range(2)]
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        for _ in range(3):
+            model(*given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = model(*given)
+
+    def replay(*inputs: Any) -> Any:
+        for place, each in zip(given, inputs, strict=True):
+            place.copy_(each, non_blocking=True)
+        graph.replay()
+        return made
+
+    return replay
+
+
+WAYS = {"bundle": bundle, "calls": calls, "rank": rank, "torch": by_hand}
+
+if __name__ == "__main__":
+    WAYS[sys.argv[1]](*sys.argv[2:])

@@ -1,0 +1,19 @@
+"""The decoder of shares.py on one GPU."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parent))
+import shares
+
+
+def model() -> nn.Module:
+    """All shares in one."""
+    return shares.decoder.model(0, 1)
+
+
+inputs = shares.inputs

@@ -1,0 +1,94 @@
+"""Models whose layers lie one after the other on several GPUs: built by a process for each, interpreted together."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cgcompile
+from cgbundle.format.archive import Archive
+from cgbundle.format.entries import each_entry
+from cgbundle.tables.collectives import exchanges
+from cgbundle.tables.table import Table
+from cgbundle.validate import bundle as verify
+from cgcompile.bundle.ranks import Ranks, Value
+from cgcompile.pipeline.build import build_rank
+from cgcompile.pipeline.records import Options
+from tests.helpers.raising import raises
+
+MODEL = str(Path(__file__).parent / "layers_model.py")
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("split") / "layers.cgb"
+    return cgcompile.build(MODEL, sizes={"batch": [2, 4]}, target="sm_90", world=2, split="layers", out=out, progress="silent").path
+
+
+def test_both_devices_are_proved_together(built: Path) -> None:
+    bundle = Archive(str(built))
+    assert verify.examine(bundle) == []
+    (other,) = verify.check_ranks(bundle, "full")
+    for each in (bundle, other):
+        forward, reset = each_entry(each.manifest)
+        proofs = [*forward.exam.proofs, *reset.exam.proofs]
+        assert [proof.method for proof in proofs] == ["interpret"] * 4
+        assert all(proof.error <= proof.tolerance for proof in proofs)
+        for program, sent in [*[(program, 4) for program in forward.programs], *[(program, 0) for program in reset.programs]]:
+            table = Table(each.data(program.steps[0].file), "table")
+            assert len(exchanges(table, each.manifest.world[0])) == sent, "a value to the second device, and three outputs"
+    assert dict(bundle.manifest.provenance.options)["split"] == "layers"
+
+
+def test_a_device_has_its_own_layers(built: Path) -> None:
+    bundle = Archive(str(built))
+    first, second = [{row.name: row for row in each.manifest.weights} for each in (bundle, bundle.rank(1))]
+    for number in range(5):
+        own, others = (first, second) if number < 2 else (second, first)
+        assert f"layers.{number}.up" in own and f"layers.{number}.up" not in others
+        assert own[f"layers.{number}.calls"].memory == "state" and f"layers.{number}.calls" not in others
+    assert "embedding" in first and "embedding" in second, "it is read at both ends"
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"world": None}, "split='layers' without world"), ({"split": "rows"}, "expected 'layers'")],
+)
+def test_options_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+    given: dict[str, Any] = {"sizes": [4], "target": "sm_90", "world": 2, "split": "layers", "out": tmp_path / "x.cgb", **options}
+    with raises("world-refused", match=reason):
+        cgcompile.build(MODEL, progress="silent", **given)
+
+
+class Alone(Ranks):
+    """A rank without the other ones, which would say the same."""
+
+    def gathered(self, value: Value) -> list[Value]:
+        return [value] * self.size
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        ("x.add_(1)\n        return self.layers(x)", "writes to an input"),
+        ("return self.layers(x) + torch.rand_like(x)", "draws random numbers"),
+        ("return x + self.layers[0].weight", "no list of layers"),
+    ],
+)
+def test_models_that_cannot_be_split(tmp_path: Path, body: str, reason: str) -> None:
+    path = tmp_path / "model.py"
+    path.write_text(
+        "import torch\nfrom torch import nn\n\n\nclass Model(nn.Module):\n    def __init__(self):\n        super().__init__()\n"
+        "        self.layers = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))\n\n"
+        f"    def forward(self, x):\n        {body}\n\n\ndef model():\n    return Model().eval()\n\n\n"
+        "def inputs():\n    return (torch.ones(4, 4),)\n"
+    )
+    options = Options(
+        sizes=(), out=None, target="sm_90", strict=False, waive=(), lower="inductor", specialize="size", record="trace",
+        prove="none", prove_budget=1.0, budget=None, train=False, host_ops=(), standalone=False, force=False, max_keys=16,
+        chains=(), world=2, split="layers", progress=lambda event: None,
+    )  # fmt: skip
+    with raises("split-refused", match=reason):
+        build_rank(str(path), options, Alone(rank=0, size=2), tmp_path / "rank")
