@@ -11,7 +11,8 @@ HINT = "build the bundle on this kind of machine, or for a level of processors: 
 """For a bundle of the cpu target."""
 
 BY_NAME_ALONE = frozenset((
-    "rdrand", "rdseed", "rdpid", "clflushopt", "clwb", "cldemote", "fsgsbase", "pku", "xsave", "xsaveopt", "xsavec", "xsaves", "wbnoinvd",
+    "rdrand", "rdseed", "rdpid", "clflushopt", "clwb", "cldemote", "fsgsbase", "pku", "xsave", "xsaveopt", "xsavec", "xsaves",
+    "wbnoinvd",
 ))  # fmt: skip
 """Instructions that no compiler chooses by itself: code has them where its source names them, which that of a model never does.
 A bundle names all that its compiler could have written."""
