@@ -10,13 +10,20 @@ from ..errors import MachineError
 HINT = "build the bundle on this kind of machine, or for a level of processors: --target x86-64-v3 (all with AVX2), armv8-a"
 """For a bundle of the cpu target."""
 
+BY_NAME_ALONE = frozenset((
+    "rdrand", "rdseed", "rdpid", "clflushopt", "clwb", "cldemote", "fsgsbase", "pku", "xsave", "xsaveopt", "xsavec", "xsaves",
+    "wbnoinvd",
+))  # fmt: skip
+"""Instructions that no compiler chooses by itself: code has them where its source names them, which that of a model never does.
+A bundle names all that its compiler could have written."""
+
 SVE_LENGTH = 51
 """prctl's PR_SVE_GET_VL (include/uapi/linux/prctl.h): aarch64's bytes of a vector in the low 16 bits."""
 
 
 def check_features(features: Iterable[str], hint: str = "build the bundle on this kind of machine") -> None:
-    """Raises wrong-machine, naming what is missing, unless this processor has all of `features`."""
-    wanted = set(features)
+    """Raises wrong-machine, naming what is missing, unless this processor has all of `features` that code can use unasked."""
+    wanted = set(features) - BY_NAME_ALONE
     missing = sorted(wanted - processor_flags()) if wanted else []
     if missing:
         raise MachineError("wrong-machine", f"this processor lacks {', '.join(missing)}, which the bundle's code uses", hint)

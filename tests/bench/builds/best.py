@@ -1,11 +1,12 @@
 """What `--lower best` keeps, beside torch.compile max-autotune, and beside bundles of one lowering:
 
-    best.py [MODEL...] [--each] [--budget SECONDS]
+    best.py [MODEL...] [--sizes N,N] [--each] [--budget SECONDS]
 
 For every model and int_key a line: what was chosen, the microseconds that its graphs take on the GPU, those of a graph captured by
 hand of torch.compile(mode="max-autotune-no-cudagraphs"), and their ratio.  The two are timed in turns, by events around many
-launches.  Behind it what the build measured of each lowering.  With `--each`, bundles of every lowering alone are built, too, and
-timed in turns with the best one: exit status 1 where one of them is faster by more than 5 %.
+launches, each in a process of its own: torch.compile works in the other one while the bundle is built.  Before it what the build
+measured of each lowering.  With `--each`, bundles of every lowering alone are built, too, and timed in turns with the best one:
+exit status 1 where one of them is faster by more than 5 %.
 
 Models: gpt (12 layers, bf16), minilm (6 layers, fp32), resnet (ResNet-50, fp16, channels last), vit (ViT-B/16, bf16), decoder
 (Llama of 1.2 billion parameters, bf16), mlp.  Weights are random but for gpt, resnet and mlp, which are seeded.
@@ -15,8 +16,10 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -33,7 +36,7 @@ from cgbundle.gpu.backend import CudaBackend
 from cgcompile.pipeline.best.timing import time_graphs
 from tests.bench.common import children
 
-ROUNDS, LAUNCHES = 15, 40
+ROUNDS, LAUNCHES, WARMUPS = 15, 40, 5
 TOLERANCE = 1.05
 Made = tuple[torch.nn.Module, Callable[..., tuple[torch.Tensor, ...]]]
 
@@ -128,6 +131,8 @@ def captured(function: Callable[..., Any], given: tuple[torch.Tensor, ...]) -> t
 def microseconds(stream: Any, launch: Callable[[], object]) -> float:
     """Per launch, of many between two events on a stream of torch's."""
     begin, end = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+    for _ in range(WARMUPS):
+        launch()
     begin.record(stream)
     for _ in range(LAUNCHES):
         launch()
@@ -136,8 +141,57 @@ def microseconds(stream: Any, launch: Callable[[], object]) -> float:
     return begin.elapsed_time(end) * 1000 / LAUNCHES
 
 
-def beside(program: Any, number: int, graph: torch.cuda.CUDAGraph, given: tuple[torch.Tensor, ...]) -> tuple[float, float]:
-    """Medians of the bundle's graphs and of torch.compile's, timed in turns on one stream."""
+class Peer:
+    """torch.compile of a model at its sizes, in another process, which began when this was made."""
+
+    def __init__(self, name: str, sizes: list[int]) -> None:
+        line = [sys.executable, __file__, "--peer", name, "--sizes", ",".join(map(str, sizes))]
+        self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def compiled(self) -> str:
+        """When the next size is compiled: the seconds that it took, or why it is not."""
+        return self._answer()
+
+    def time(self, number: int) -> float:
+        """Microseconds of a launch at size `number`."""
+        assert self._process.stdin is not None
+        print(number, file=self._process.stdin, flush=True)
+        return float(self._answer())
+
+    def end(self) -> None:
+        self._process.kill()
+        self._process.wait()
+
+    def _answer(self) -> str:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        if not line:
+            raise SystemExit("torch.compile's process ended")
+        return str(json.loads(line))
+
+
+def serve_peer(name: str, sizes: list[int]) -> None:
+    """What the process of `Peer` does: an answer a line."""
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what compilers print is no answer
+    network, inputs = made(name)
+    network = network.cuda()
+    torch._dynamo.config.cache_size_limit = 64
+    options = {**torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), "triton.cudagraphs": False}
+    graphs = []
+    for size in sizes:
+        begun = time.perf_counter()
+        given = tuple([tensor.cuda() for tensor in inputs(size)])
+        graphs.append(captured(torch.compile(network, options=options, fullgraph=True, dynamic=False), given))
+        print(json.dumps(f"{time.perf_counter() - begun:.0f}"), file=answers, flush=True)
+    stream = torch.cuda.Stream()
+    for line in sys.stdin:
+        with torch.cuda.stream(stream):
+            print(json.dumps(f"{microseconds(stream, graphs[int(line)].replay)}"), file=answers, flush=True)
+
+
+def beside(program: Any, number: int, peer: Peer, given: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+    """Medians of the bundle's graphs and of torch.compile's, timed in turns."""
     stream = torch.cuda.Stream()
     backend = program._backend
     assert isinstance(backend, CudaBackend)
@@ -149,45 +203,47 @@ def beside(program: Any, number: int, graph: torch.cuda.CUDAGraph, given: tuple[
         with backend.locked(stream.cuda_stream) as handle:
             steps = backend.steps(number)
             times[0].append(microseconds(stream, lambda steps=steps, handle=handle: [step(handle) for step in steps]))  # type: ignore[misc]
-        with torch.cuda.stream(stream):
-            times[1].append(microseconds(stream, graph.replay))
+        times[1].append(peer.time(number))
     return statistics.median(times[0]), statistics.median(times[1])
 
 
-def measure(name: str, each: bool, budget: float | None, folder: Path) -> bool:
-    """Prints a model's lines; False where a single lowering is faster."""
-    make, sizes = MODELS[name]
+def made(name: str) -> Made:
+    """A model in eval mode, the same in every process."""
     torch.manual_seed(0)
-    network, inputs = make()
-    network = network.eval()
-    begun = time.perf_counter()
-    built = cgcompile.build(
-        network, inputs, sizes=sizes, out=folder / f"{name}.cgb", lower="best", budget=budget, force=True, progress=watch
-    )
-    spent = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in built.seconds if seconds >= 1)
-    print(f"{name}: built in {time.perf_counter() - begun:.0f} s ({spent})", flush=True)
-    network = network.cuda()
-    torch._dynamo.config.cache_size_limit = 64
-    options = {**torch._inductor.list_mode_options("max-autotune-no-cudagraphs"), "triton.cudagraphs": False}
-    for program in built.manifest.programs:
-        print(f"  {program.key}: {told(program.lowerings)}", flush=True)
-    with cgbundle.load(built.path) as loaded:
-        for number, program in enumerate(built.manifest.programs):
-            given = tuple([tensor.cuda() for tensor in inputs(*program.key)])
-            begun = time.perf_counter()
-            compiled = torch.compile(network, options=options, fullgraph=True, dynamic=False)
-            graph = captured(compiled, given)
-            seconds = time.perf_counter() - begun
-            ours, theirs = beside(loaded, number, graph, given)
-            with torch.no_grad():
-                want, got = network(*given).double(), loaded(*given).double()
-            error = float((got - want).abs().max() / want.abs().max())
-            best = next(row.name for row in program.lowerings if row.chosen)
-            print(
-                f"  {program.key}: {best} {ours:.1f} us, torch.compile max-autotune {theirs:.1f} us, ratio {theirs / ours:.2f}"
-                f" (error {error:.1e}, compiled in {seconds:.0f} s)",
-                flush=True,
-            )
+    network, inputs = MODELS[name][0]()
+    return network.eval(), inputs
+
+
+def measure(name: str, sizes: list[int], each: bool, budget: float | None, folder: Path) -> bool:
+    """Prints a model's lines; False where a single lowering is faster."""
+    peer = Peer(name, sizes)
+    try:
+        network, inputs = made(name)
+        begun = time.perf_counter()
+        built = cgcompile.build(
+            network, inputs, sizes=sizes, out=folder / f"{name}.cgb", lower="best", budget=budget, force=True, progress=watch
+        )
+        spent = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in built.seconds if seconds >= 1)
+        print(f"{name}: built in {time.perf_counter() - begun:.0f} s ({spent})", flush=True)
+        for program in built.manifest.programs:
+            print(f"  {program.key}: {told(program.lowerings)}", flush=True)
+        network = network.cuda()
+        compiled = [peer.compiled() for _ in sizes]
+        with cgbundle.load(built.path) as loaded:
+            for number, program in enumerate(built.manifest.programs):
+                given = tuple([tensor.cuda() for tensor in inputs(*program.key)])
+                with torch.no_grad():
+                    want, got = network(*given).double(), loaded(*given).double()
+                error = float((got - want).abs().max() / want.abs().max())
+                ours, theirs = beside(loaded, number, peer, given)
+                best = next(row.name for row in program.lowerings if row.chosen)
+                print(
+                    f"  {program.key}: {best} {ours:.1f} us, torch.compile max-autotune {theirs:.1f} us, ratio {theirs / ours:.2f}"
+                    f" (error {error:.1e}, compiled in {compiled[number]} s)",
+                    flush=True,
+                )
+    finally:
+        peer.end()
     return not each or compare(network.cpu(), inputs, sizes, built, folder)
 
 
@@ -233,14 +289,19 @@ def needs(manifest: Manifest) -> int:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("models", nargs="*", choices=[[], *MODELS], default=[])
+    parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")])
     parser.add_argument("--each", action="store_true")
     parser.add_argument("--budget", type=float)
+    parser.add_argument("--peer", choices=MODELS, help=argparse.SUPPRESS)
     given = parser.parse_args()
+    if given.peer:
+        serve_peer(given.peer, given.sizes)
+        return 0
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     fine = True
     with tempfile.TemporaryDirectory() as folder:
         for name in given.models or list(MODELS):
-            fine = measure(name, given.each, given.budget, Path(folder)) and fine
+            fine = measure(name, given.sizes or MODELS[name][1], given.each, given.budget, Path(folder)) and fine
     return 0 if fine else 1
 
 

@@ -1,30 +1,32 @@
-"""The tables: plain text, or Rich's where it is installed."""
+"""The tables, as plain text: a machine with a GPU may have no Rich."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
 
-from rich import box
-from rich.console import Console
-from rich.table import Table
+
+class Console:
+    """Where tables go: standard output."""
+
+    def print(self, text: str = "") -> None:
+        print(text, flush=True)
 
 
 def console() -> Console:
-    """Wide enough for the tables where standard output is no terminal."""
-    plain = Console()
-    return plain if plain.is_terminal else Console(width=110)
+    return Console()
 
 
 def table(where: Console, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]], note: str = "") -> None:
     """Prints a table: the first column to the left, numbers to the right."""
-    made = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, pad_edge=False, caption=note or None)
-    made.caption_justify = "left"
-    for index, column in enumerate(columns):
-        made.add_column(column, justify="right" if index else "left")
-    for row in rows:
-        made.add_row(*row)
-    where.print(made)
+    widths = [max(len(row[index]) for row in (columns, *rows)) for index in range(len(columns))]
+    where.print(title)
+    for row in (columns, ["-" * width for width in widths], *rows):
+        cells = [
+            text.rjust(width) if index else text.ljust(width) for index, (text, width) in enumerate(zip(row, widths, strict=True))
+        ]
+        where.print(" " + "  ".join(cells).rstrip())
+    where.print(f" {note}\n" if note else "")
 
 
 def spread(seconds: Sequence[float]) -> str:

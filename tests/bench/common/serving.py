@@ -8,8 +8,11 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
-from typing import Any
+
+TYPE_CHECKING = False  # see cgbundle/__init__.py
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from typing import Any
 
 SPAWNED = "CGCOMPILE_BENCH_SPAWNED"
 """Environment variable: when the parent started this process, on the monotonic clock, which is the same in all processes."""

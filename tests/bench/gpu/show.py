@@ -27,8 +27,6 @@ from tests.bench.gpu_cold import cold_start
 BUILDS = {"builds", "architectures"}
 PARTS = ("builds", "architectures", "cold", "dispatch", "device", "memory", "replays")
 LEAK_ROUNDS, REPLAYS = 100, 10_000
-WIDTH = 140
-"""Columns of the tables."""
 
 
 def main() -> int:
@@ -36,7 +34,7 @@ def main() -> int:
     options = arguments()
     cache = options.cache.resolve()
     cache.mkdir(parents=True, exist_ok=True)
-    screen = report.Console(width=WIDTH)
+    screen = report.console()
     screen.print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.2f}\n")
     found: dict[str, Any] = {}
     wrong: list[str] = []

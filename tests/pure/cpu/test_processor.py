@@ -23,3 +23,11 @@ def test_vectors_of_another_length_are_another_processor(monkeypatch: pytest.Mon
     assert processor_flags() == {"fp", "asimd", "sve", "sve128"}
     with raises("wrong-machine", match=r"lacks sve256"):
         check_features(("asimd", "sve", "sve256"))
+
+
+def test_what_no_compiler_writes_by_itself_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processors that differ in nothing else serve each other's bundles."""
+    monkeypatch.setattr("cgbundle.cpu.processor.processor_flags", lambda: frozenset({"avx2"}))
+    check_features(("avx2", "rdseed", "clwb"))
+    with raises("wrong-machine", match="this processor lacks avx512f, which"):
+        check_features(("avx2", "rdseed", "avx512f"))

@@ -1,0 +1,28 @@
+"""A model file: 24 layers of a transformer's second half, 72 launches of few different kernels, for bundles of many int_keys
+(many_keys.py), which are built in minutes without a GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+WIDTH, LAYERS = 256, 24
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """(rows, width) -> the same shape."""
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*[Layer() for _ in range(LAYERS)]).bfloat16().eval()
+
+
+def inputs(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randn(batch, WIDTH, dtype=torch.bfloat16),)

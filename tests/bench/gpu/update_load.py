@@ -1,0 +1,177 @@
+"""Weights replaced while four sessions are called: `update_load.py BUNDLE [SECONDS]`, a bundle for CUDA of floating weights.
+
+Two files with the names and shapes of the bundle's weights are made, of random numbers.  Each of four threads calls a session of
+its own with inputs of the CPU, and compares every answer bit for bit with what each file's weights give; meanwhile the program is
+updated with one file and the other in turns.  Prints the answers of either and of neither, which must be none, how long updates
+took, and calls with and without them.  Then a file that ends early and one with another shape are refused, and change nothing.
+Needs NumPy, no torch.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+import cgbundle
+from cgbundle.errors import CgbundleError
+from cgbundle.format import archive, safetensors
+from cgbundle.tensors import tensor
+
+SESSIONS = 4
+
+SMALL = {
+    "bfloat16": (numpy.uint16, 0x807F, 0x3C80),
+    "float16": (numpy.uint16, 0x83FF, 0x2400),
+    "float32": (numpy.uint32, 0x807FFFFF, 0x3C800000),
+}
+"""By dtype: words, the bits that are random (sign and fraction), and the others: an exponent that makes numbers near 0.02."""
+
+
+def main(bundle: str, seconds: str = "4") -> int:
+    """Exit status 1 where an answer is by neither weights, or a refused file changed something."""
+    with tempfile.TemporaryDirectory() as folder, cgbundle.load(bundle) as program:
+        files = [write(bundle, Path(folder) / f"{number}.safetensors", number) for number in range(2)]
+        keys = program.int_keys
+        given = [draw(program, key) for key in keys]
+        expected: list[list[bytes]] = []
+        for file in files:
+            program.update(file)
+            expected.append([answer(program, each) for each in given])
+        fine = all(len(set(each)) == len(files) for each in zip(*expected, strict=True))
+        print(f"{Path(files[0]).stat().st_size / 1e6:.0f} MB of weights; answers of both files differ: {fine}")
+        alone, _ = load(program, given, expected, float(seconds) / 2, [])
+        during, took = load(program, given, expected, float(seconds), files)
+        for name, found in (("without updates", alone), (f"beside {len(took)} updates", during)):
+            times = sorted(1e3 * each for own in found for each, _ in own)
+            counts = [sum(by == number for own in found for _, by in own) for number in (0, 1, -1)]
+            fine = fine and not counts[2]
+            print(
+                f"{name}: {len(times)} calls of {SESSIONS} sessions, by the one {counts[0]}, by the other {counts[1]}, by neither"
+                f" {counts[2]}; a call {statistics.median(times):.2f} ms, the longest {times[-1]:.1f}"
+            )
+        print(f"an update {1e3 * statistics.median(took):.0f} ms ({1e3 * min(took):.0f} to {1e3 * max(took):.0f})")
+        program.update(files[0])
+        for file in (truncated(files[1]), misshapen(files[1])):
+            try:
+                program.update(file)
+                fine = False
+                print(f"{file}: NOT REFUSED")
+            except CgbundleError as refusal:
+                same = [answer(program, each) for each in given] == expected[0]
+                fine = fine and same
+                print(f"refused: {refusal} ({'nothing changed' if same else 'SOMETHING CHANGED'})"[:200])
+    return 0 if fine else 1
+
+
+def load(
+    program: Any, given: list[Any], expected: list[list[bytes]], seconds: float, files: list[str]
+) -> tuple[list[list[tuple[float, int]]], list[float]]:
+    """By session, of every call its seconds and which file's weights it used; and the seconds of every update."""
+    found: list[list[tuple[float, int]]] = [[] for _ in range(SESSIONS)]
+    done, ready = threading.Event(), threading.Barrier(SESSIONS + 1)
+
+    def call(place: int) -> None:
+        with program.session() as session:
+            ready.wait()
+            number = place
+            while not done.is_set():
+                number = (number + 1) % len(given)
+                begun = time.perf_counter()
+                got = answer(session, given[number])
+                spent = time.perf_counter() - begun
+                by = next((index for index, each in enumerate(expected) if each[number] == got), -1)
+                found[place].append((spent, by))
+
+    threads = [threading.Thread(target=call, args=(place,)) for place in range(SESSIONS)]
+    for thread in threads:
+        thread.start()
+    ready.wait()
+    took, end = [], time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        if files:
+            begun = time.perf_counter()
+            program.update(files[len(took) % 2])
+            took.append(time.perf_counter() - begun)
+        time.sleep(0.02)
+    done.set()
+    for thread in threads:
+        thread.join()
+    return found, took
+
+
+def answer(program: Any, values: list[Any]) -> bytes:
+    """The first output's bytes."""
+    made = program.replay(values)
+    return bytes((made[0] if isinstance(made, (list, tuple)) else made).tobytes())
+
+
+def draw(program: Any, key: tuple[int, ...]) -> list[Any]:
+    """Inputs of the CPU for a key: indices below 1000, or numbers near 0.02."""
+    row = program.manifest.programs[program.int_keys.index(key)]
+    random, made = numpy.random.default_rng(sum(key)), []
+    for value in [row.values[index] for index in row.inputs]:
+        if value.dtype in SMALL:
+            data = small(random, value.dtype, math.prod(value.shape))
+        else:
+            data = random.integers(0, 1000, value.shape, value.dtype).tobytes()
+        made.append(tensor.from_bytes(data, value.dtype, value.shape))
+    return made
+
+
+def write(bundle: str, path: Path, seed: int) -> str:
+    """A file of random weights under the bundle's names; those that the code was compiled with stay."""
+    random, manifest = numpy.random.default_rng(seed), archive.read_manifest(bundle)
+    fixed = {manifest.weights[row.weight].tensor for row in manifest.fixed}
+    mapped = safetensors.Mapped(str(Path(bundle) / archive.WEIGHTS), archive.WEIGHTS)
+    made: dict[str, safetensors.Tensor] = {}
+    for name, entry in mapped.entries.items():
+        data = bytes(mapped.data(name))
+        if entry.dtype in SMALL and name not in fixed:
+            data = small(random, entry.dtype, math.prod(entry.shape))
+        made[name] = (entry.dtype, entry.shape, partial(bytes, data))
+    mapped.close()
+    with open(path, "wb") as file:
+        safetensors.write(file, made)
+    return str(path)
+
+
+def small(random: numpy.random.Generator, dtype: str, number: int) -> bytes:
+    """Random numbers near 0.02, of either sign."""
+    words, free, fixed = SMALL[dtype]
+    return ((random.integers(0, numpy.iinfo(words).max, number, words) & free) | fixed).astype(words).tobytes()
+
+
+def truncated(file: str) -> str:
+    """A copy whose last bytes are missing."""
+    made = Path(f"{file}.truncated.safetensors")
+    made.write_bytes(Path(file).read_bytes()[:-64])
+    return str(made)
+
+
+def misshapen(file: str) -> str:
+    """A copy in which a tensor has another shape."""
+    mapped = safetensors.Mapped(file, archive.WEIGHTS)
+    tensors: dict[str, safetensors.Tensor] = {}
+    for name, entry in mapped.entries.items():
+        tensors[name] = (entry.dtype, entry.shape, partial(bytes, bytes(mapped.data(name))))
+    mapped.close()
+    last = list(tensors)[-1]
+    dtype, shape, data = tensors[last]
+    tensors[last] = (dtype, (*shape, 1), data)
+    made = Path(f"{file}.misshapen.safetensors")
+    with open(made, "wb") as out:
+        safetensors.write(out, tensors)
+    return str(made)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
