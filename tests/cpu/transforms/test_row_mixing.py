@@ -204,8 +204,8 @@ def test_sequence(case: str) -> None:
 
 
 class Layer(torch.nn.Module):
-    """PyTorch's own masked attention, of a width at which kernels for two sizes give other bits.  Its program has views that take one
-    order of the axes in memory."""
+    """PyTorch's own masked attention, of a width at which kernels for two sizes give other bits.  Its program has views that take
+    one order of the axes in memory."""
 
     def __init__(self, whole: bool) -> None:
         super().__init__()
