@@ -76,9 +76,10 @@ class PaddedValue:
         part = padded_part(self.spot, self.long.shape)
         padded = self.long[part] if self.spot else self.long.new_empty(0)
         short, free = _varied(self.short, self.long, padded, self.fixed, variation, generator)
+        short = _laid_out(short, self.short)
         if not self.spot:
             return short, short
-        long = torch.empty(self.long.shape, dtype=self.long.dtype, device=self.long.device)
+        long = torch.empty_like(self.long)
         long[part] = free if self.fixed is None else torch.where(self.fixed, padded, free)
         long[_grid(self.spot, long.shape)] = short
         return short, long
@@ -90,8 +91,8 @@ def front(value: torch.Tensor, spot: Spot) -> torch.Tensor:
 
 
 def placed(value: torch.Tensor, spot: Spot, short: torch.Tensor) -> torch.Tensor:
-    """A copy of a long tensor with the short one at `spot`."""
-    made = value.clone(memory_format=torch.contiguous_format)
+    """A copy of a long tensor with the short one at `spot`, its axes in the same order in memory: views take no other."""
+    made = value.clone()
     made[_grid(spot, value.shape)] = short
     return made
 
@@ -104,6 +105,11 @@ def padded_part(spot: Spot, shape: Sequence[int]) -> tuple[slice, ...]:
         return ()
     rest = slice(0, each.start) if each.start else slice(each.stop, None)
     return (*[slice(None)] * inner[0], rest)
+
+
+def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    """The value with its axes in the order in memory that those of `like` have."""
+    return value if value.stride() == like.stride() else torch.empty_like(like).copy_(value)
 
 
 def _covers(each: slice | torch.Tensor, size: int) -> bool:

@@ -203,6 +203,37 @@ def test_sequence(case: str) -> None:
     assert found[:2] == (pad, chunk), found[2]
 
 
+class Layer(torch.nn.Module):
+    """PyTorch's own masked attention, of a width at which kernels for two sizes give other bits.  Its program has views that take
+    one order of the axes in memory."""
+
+    def __init__(self, whole: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.attention = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+        self.layer = torch.nn.TransformerEncoderLayer(64, 4, 128, batch_first=True) if whole else None
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        if self.layer is not None:
+            return self.layer(x, src_key_padding_mask=~mask)
+        return self.attention(x, x, x, key_padding_mask=~mask, need_weights=False)[0]
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_attention_of_torch_is_padded_behind_its_mask(whole: bool) -> None:
+    def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(batch, seq, 64), torch.ones(batch, seq, dtype=torch.bool)
+
+    model = Layer(whole).eval()
+    found = decide(model, inputs, {"batch": (1, 8), "seq": (16, 64)})
+    assert found["batch"][:2] == ("rows", True), found["batch"][2]
+    assert found["seq"][:2] == ("zeros", False), found["seq"][2]
+    x, mask = inputs(3, 9)
+    with torch.no_grad():
+        got = model(F.pad(x, (0, 0, 0, 7, 0, 5)), F.pad(mask, (0, 7, 0, 5)))[:3, :9]
+        torch.testing.assert_close(got, model(x, mask), rtol=1e-5, atol=1e-5)
+
+
 def test_the_operator_is_named_with_its_line() -> None:
     reason = decide(Over(gate), signed, {"batch": (1, 4)})["batch"][2]
     assert reason.startswith("sum joins what lies along batch (") and "test_row_mixing.py:" in reason
