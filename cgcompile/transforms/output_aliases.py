@@ -1,7 +1,10 @@
 """Outputs that share memory with an input, a weight, state or another output, as eager PyTorch hands them out.
 
 What eager PyTorch does is asked, not derived: a `reshape` copies or not, `contiguous` and `to` give the tensor itself or another.
-A bundle keeps the sharing by where the output's Value lies, whatever the compiled code does with it.
+A bundle keeps the sharing by where the output's Value lies, whatever the compiled code does with it.  What a branch of `torch.cond`
+gives is a copy: the other branch may share nothing.
+
+Private interface (torch 2.11, 2.13): `_cdata`, which fake tensors that share memory have in common.
 """
 
 from __future__ import annotations
@@ -10,12 +13,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind
+from torch.fx import GraphModule, Node
 
 from cgbundle.format.schema import DTYPES, Alias, IntKey, Program, TensorSpec, Value, Weight
 from cgbundle.format.spans import HOST_ONLY
 
 from ..errors import ModelError
 from ..export.exported import Exported
+from ..export.higher_order.conditionals import bodies, is_conditional
 from ..model.flat_module import PREFIX, FlatModule
 from ..model.source import all_keys, sample
 
@@ -58,7 +65,8 @@ def find_aliases(exported: Exported, outputs: Sequence[TensorSpec], state: Seque
 
     def at(key: IntKey) -> dict[_Pair, View]:
         tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
-        return _shared(exported.flat, tensors, changed, [spec.name for spec in outputs])
+        found = _shared(exported.flat, tensors, changed, [spec.name for spec in outputs])
+        return _whatever_branch(exported.programs.at(key), found) if found else found
 
     first = at(keys[0])
     if not first:
@@ -154,6 +162,38 @@ def _shared(flat: FlatModule, tensors: Sequence[torch.Tensor], state: frozenset[
     finally:
         flat.snapshot.restore()
     return dict(sorted(found.items()))
+
+
+def _whatever_branch(program: ExportedProgram, found: Mapping[_Pair, View]) -> dict[_Pair, View]:
+    """Those that a call shares whichever branches it takes: where a branch's result is on the way, those that the program shares,
+    too, in which a branch's result has memory of its own."""
+    graph, specs = program.graph, program.graph_signature.output_specs
+    decided: set[Node] = set()
+    for node in graph.nodes:
+        if _decides(node, program.graph_module) or not decided.isdisjoint(node.all_input_nodes):
+            decided.add(node)
+    made = zip(graph.output_node().args[0], specs, strict=True)
+    outputs = [node for node, spec in made if spec.kind is OutputKind.USER_OUTPUT]
+    places = {_memory(node) for node in graph.find_nodes(op="placeholder")} - {None}
+
+    def stays(pair: _Pair) -> bool:
+        output, memory, base, _ = pair
+        if memory != "outputs":
+            return outputs[output] not in decided or _memory(outputs[output]) in places
+        return decided.isdisjoint({outputs[output], outputs[base]}) or _memory(outputs[output]) == _memory(outputs[base])
+
+    return {pair: view for pair, view in found.items() if stays(pair)}
+
+
+def _decides(node: Node, module: GraphModule) -> bool:
+    """Whether data decides in an operator which memory it gives."""
+    parts = [part for body in bodies(node, module) for part in body.modules() if isinstance(part, GraphModule)]
+    return is_conditional(node) or any(is_conditional(inner) for part in parts for inner in part.graph.nodes)
+
+
+def _memory(node: Node) -> int | None:
+    value = node.meta.get("val")
+    return value.untyped_storage()._cdata if isinstance(value, torch.Tensor) else None
 
 
 def _among(outputs: Sequence[torch.Tensor], rest: Iterable[int], names: Sequence[str]) -> dict[_Pair, View]:

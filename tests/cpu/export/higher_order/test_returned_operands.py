@@ -1,0 +1,98 @@
+"""Branches that give an operand itself: `lambda y: y` is what one writes for "else leave it"."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cgbundle
+import cgcompile
+from cgcompile.export.export import export
+from cgcompile.model.load import load_source
+from cgcompile.offline.interpret.interpret import interpret
+from tests.cpu.offline.test_control_flow import check
+from tests.cpu.offline.test_interpret_lowered import task_of
+
+BRANCHES: dict[str, tuple[Callable[[Tensor], object], Callable[[Tensor], object]]] = {
+    "itself": (lambda y: y * 2, lambda y: y),
+    "a view": (lambda y: y.t() * 2, lambda y: y.t()),
+    "both": (lambda y: (y, y * 2), lambda y: (y * 3, y)),
+    "one twice": (lambda y: (y * 2,) * 2, lambda y: (y, y)),
+}
+
+
+class Gate(nn.Module):
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.cheap, self.branches = nn.Linear(8, 8, bias=False), BRANCHES[name]
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = self.cheap(x)
+        made = torch.cond(y.sum() > 0, *self.branches, (y,))
+        made = made if isinstance(made, tuple) else (made,)
+        return *[each.softmax(-1) for each in made], y + 1
+
+
+def calls() -> list[Tensor]:
+    """One that takes each branch."""
+    x = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    return [x, -x]
+
+
+@pytest.mark.parametrize("name", BRANCHES)
+def test_lowered_for_sm_90(name: str, tmp_path: Path) -> None:
+    model = Gate(name).eval()
+    program = export(load_source(model, lambda: calls()[0]), {}).programs.first
+    with torch.no_grad():
+        expected = [model(x) for x in calls()]
+    task = task_of(program, calls()[0], calls(), tmp_path)
+    (outcome,) = interpret([task], tmp_path, budget=1)
+    read = iter(outcome.read)
+    for stage, wanted in zip(task.stages, expected, strict=True):
+        check(stage, wanted, [next(read) for _ in wanted])
+
+
+@pytest.mark.parametrize("name", ["itself", "one twice"])
+def test_built_for_the_cpu(name: str, tmp_path: Path) -> None:
+    model = Gate(name).eval()
+    sizes = {"batch": (2, 4)}
+    built = cgcompile.build(model, lambda batch: torch.randn(batch, 8), sizes=sizes, target="cpu", out=tmp_path / "gate.cgb")
+    program = cgbundle.load(built.path)
+    for x in calls():
+        with torch.no_grad():
+            expected = model(x)
+        for got, want in zip(program(x), expected, strict=True):
+            torch.testing.assert_close(torch.as_tensor(got), want)
+
+
+class Handed(nn.Module):
+    """Outputs that are what a branch gives: the input, a weight, a view of either; one that is the input whatever the branch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.weight = nn.Parameter(torch.randn(2, 8))
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x, (x,))
+        z = torch.cond(x.sum() > 0, lambda x: self.weight + x.sum(), lambda x: self.weight, (x,))
+        u, v = torch.cond(x.sum() > 0, lambda x: (x + 1, x + 2), lambda x: (x * 3,) * 2, (x,))
+        return y, y[:, :4], z, u, v, x[:, 2:], u.reshape(-1), v.reshape(-1)
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_what_a_branch_gives_is_no_part_of_an_input(sign: int, tmp_path: Path) -> None:
+    """Whichever branch the inputs of the build took: the other one would be answered with the input itself."""
+    model, out = Handed().eval(), tmp_path / "handed.cgb"
+    built = cgcompile.build(model, lambda batch: torch.rand(batch, 8) * sign, sizes={"batch": (2, 4)}, target="cpu", out=out)
+    program = cgbundle.load(built.path)
+    for x in (torch.rand(4, 8), -torch.rand(4, 8)):
+        with torch.no_grad():
+            expected = model(x)
+        for got, want in zip(program(x), expected, strict=True):
+            torch.testing.assert_close(torch.as_tensor(got), want)
