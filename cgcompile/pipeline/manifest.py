@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from cgbundle.format.entries import each_entry, with_entries
-from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest, Provenance
+from cgbundle.format.schema import Finding, Manifest, Provenance
+from cgbundle.format.versions import FORMAT_VERSION
 
 from ..bundle.proof import mismatches
 from ..model.flat_module import PREFIX

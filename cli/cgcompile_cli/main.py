@@ -53,7 +53,7 @@ app = typer.Typer(
 def _version(wanted: bool) -> None:
     if wanted:
         import cgcompile
-        from cgbundle.format.schema import FORMAT_VERSION
+        from cgbundle.format.versions import FORMAT_VERSION
 
         typer.echo(f"cgcompile {cgcompile.__version__} (bundle format {FORMAT_VERSION})")
         raise typer.Exit()

@@ -123,7 +123,7 @@ def main() -> int:
     import torch
 
     from cgbundle.errors import CgbundleError
-    from cgbundle.format.schema import FORMAT_VERSION
+    from cgbundle.format.versions import FORMAT_VERSION
 
     fitting = [name for name, golden in GOLDENS.items() if golden.gpu == torch.cuda.is_available()]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])

@@ -20,7 +20,8 @@ from struct import pack
 
 from cgbundle.format import safetensors
 from cgbundle.format.archive import WEIGHTS, describe_files
-from cgbundle.format.schema import FORMAT_VERSION, Exam, Manifest, Program, Provenance, Region, Step, Target, Value, Weight
+from cgbundle.format.schema import Exam, Manifest, Program, Provenance, Region, Step, Target, Value, Weight
+from cgbundle.format.versions import FORMAT_VERSION
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import (

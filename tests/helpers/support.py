@@ -14,7 +14,6 @@ from struct import pack
 from cgbundle.format import archive, manifest_json, safetensors
 from cgbundle.format.archive import exam_entry as entry
 from cgbundle.format.schema import (
-    FORMAT_VERSION,
     Dimension,
     Exam,
     Manifest,
@@ -29,6 +28,7 @@ from cgbundle.format.schema import (
     Value,
     Weight,
 )
+from cgbundle.format.versions import FORMAT_VERSION
 from cgbundle.validate import host_code
 
 Change = Callable[[Manifest], Manifest]

@@ -20,7 +20,8 @@ from cgbundle import exam
 from cgbundle.errors import BundleError, CgbundleError, MachineError
 from cgbundle.format import archive, manifest_json
 from cgbundle.format.entries import all_programs, each_entry
-from cgbundle.format.schema import FORMAT_VERSION, MEMORIES, Manifest
+from cgbundle.format.schema import MEMORIES, Manifest
+from cgbundle.format.versions import FORMAT_VERSION
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import decode_states, encode_states
 from cgbundle.tables.recording import Address, ConditionalNode, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording

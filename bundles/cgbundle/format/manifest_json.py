@@ -3,7 +3,7 @@
 Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well.  The extra
 key `sha256` holds the hash of the whole text with that hash's own digits as zeros, so that no byte can change unseen.  Decoding is
 driven by the annotations in `schema.py` and fails with the path of the offending field, such as
-`programs[2].values[0].dtype: expected str, got int`.  An earlier format version lacks the fields that `schema.ADDED` names.
+`programs[2].values[0].dtype: expected str, got int`.  An earlier format version lacks the fields that `versions.ADDED` names.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from math import isfinite
 from typing import Any
 
 from ..errors import BundleError
-from . import json_text, limits, schema
+from . import json_text, limits, schema, versions
 from .scalars import brief, expected, invalid, name, text, whole
 from .size_expressions import OPERATORS
 
@@ -47,10 +47,10 @@ def decode(data: bytes) -> schema.Manifest:
     version = plain.get("format")
     if type(version) is not int or not 1 <= version < limits.INTEGER:
         raise BundleError("manifest-invalid", f"format: expected a version number, got {brief(version)}")
-    if version > schema.FORMAT_VERSION:
+    if version > versions.FORMAT_VERSION:
         raise BundleError(
             "format-unsupported",
-            f"format: the bundle has format version {version}, this cgbundle reads versions up to {schema.FORMAT_VERSION}",
+            f"format: the bundle has format version {version}, this cgbundle reads versions up to {versions.FORMAT_VERSION}",
         )
     seal = plain.pop(SEAL, None)
     if type(seal) is not str or not seal.isascii() or data.count(_seal(seal)) != 1:
@@ -71,7 +71,7 @@ def _plain(value: Any, version: int) -> Any:
         for field in fields(value):
             since, before = _added(type(value), field.name)
             item = getattr(value, field.name)
-            if (type(value).__name__, field.name) in schema.SPARSE and item == before:
+            if (type(value).__name__, field.name) in versions.SPARSE and item == before:
                 continue
             if version >= since:
                 found[field.name] = _plain(item, version)
@@ -89,7 +89,7 @@ def _plain(value: Any, version: int) -> Any:
 
 def _added(kind: type, field: str) -> tuple[int, Any]:
     """The format version from which on a record has a field, and what it is before."""
-    return schema.ADDED.get((kind.__name__, field), (1, None))
+    return versions.ADDED.get((kind.__name__, field), (1, None))
 
 
 # --- decoders, built once per process and format version from the annotations -------------------------------------
@@ -169,7 +169,7 @@ def _record(kind: type, version: int) -> Decoder:
     added = {field.name: _added(kind, field.name) for field in fields(kind)}
     members = {field.name: _annotation(str(field.type), version) for field in fields(kind) if added[field.name][0] <= version}
     lacking = {field: before for field, (since, before) in added.items() if since > version}
-    sparse = {field: added[field][1] for field in members if (kind.__name__, field) in schema.SPARSE}
+    sparse = {field: added[field][1] for field in members if (kind.__name__, field) in versions.SPARSE}
 
     def decoder(value: Any, where: str) -> Any:
         if type(value) is not dict:

@@ -15,7 +15,8 @@ from operator import attrgetter
 from typing import Any
 
 from ..format.entries import each_entry
-from ..format.schema import ADDED, SPARSE, Manifest, Value, Weight
+from ..format.schema import Manifest, Value, Weight
+from ..format.versions import ADDED, SPARSE
 
 SINCE = 4
 """The format version from which on every shared object of a bundle has its rows."""

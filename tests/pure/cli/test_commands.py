@@ -16,7 +16,8 @@ from cgbundle import exam
 from cgbundle.errors import CgbundleError, OutOfMemory
 from cgbundle.exam import Compared
 from cgbundle.format import archive
-from cgbundle.format.schema import FORMAT_VERSION, Finding, Manifest
+from cgbundle.format.schema import Finding, Manifest
+from cgbundle.format.versions import FORMAT_VERSION
 from cgcompile_cli import errors, main, output
 from cgcompile_cli import int_keys as keys
 from tests.helpers import support

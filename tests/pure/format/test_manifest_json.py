@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import limits, manifest_json, schema
+from cgbundle.format import limits, manifest_json, schema, versions
 from cgbundle.format.schema import Manifest
 from tests.helpers.fabricate import seal_plain, seal_text
 from tests.helpers.raising import raises
@@ -57,7 +57,7 @@ def values_of(kind: Any) -> st.SearchStrategy[Any]:
     return st.tuples(*map(values_of, parts))
 
 
-manifests = values_of(Manifest).map(lambda made: replace(made, format=schema.FORMAT_VERSION))
+manifests = values_of(Manifest).map(lambda made: replace(made, format=versions.FORMAT_VERSION))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -78,7 +78,7 @@ def test_every_field_of_the_manifest_has_a_line_of_its_own_in_sorted_order() -> 
     lines = manifest_json.encode(manifest()).decode().split("\n")
     assert (lines[0], lines[-2:]) == ("{", ["}", ""])
     names = [line.partition(":")[0].strip('"') for line in lines[1:-2]]
-    left_out = {name for record, name in schema.SPARSE if record == "Manifest"}  # they are empty
+    left_out = {name for record, name in versions.SPARSE if record == "Manifest"}  # they are empty
     assert names == sorted([field.name for field in fields(Manifest) if field.name not in left_out] + ["sha256"])
 
 
@@ -162,9 +162,9 @@ def test_an_edit_that_changes_nothing_is_accepted() -> None:
     assert decode_edited(lambda plain: None) == manifest()
 
 
-@pytest.mark.parametrize("version", [schema.FORMAT_VERSION + 1, schema.FORMAT_VERSION + 2, 10**9])
+@pytest.mark.parametrize("version", [versions.FORMAT_VERSION + 1, versions.FORMAT_VERSION + 2, 10**9])
 def test_a_newer_format_version_names_both_versions(version: int) -> None:
-    words = f"version {version}, this cgbundle reads versions up to {schema.FORMAT_VERSION}$"
+    words = f"version {version}, this cgbundle reads versions up to {versions.FORMAT_VERSION}$"
     with raises("format-unsupported", match=words) as caught:
         decode_edited(lambda plain: plain.update(format=version))
     assert caught.value.exit_code == 2
@@ -172,7 +172,7 @@ def test_a_newer_format_version_names_both_versions(version: int) -> None:
 
 def test_a_newer_format_is_told_as_such_even_when_its_seal_and_fields_are_unknown_here() -> None:
     with raises("format-unsupported"):
-        manifest_json.decode(b'{"format":%d,"something":"else"}' % (schema.FORMAT_VERSION + 1))
+        manifest_json.decode(b'{"format":%d,"something":"else"}' % (versions.FORMAT_VERSION + 1))
 
 
 def test_an_earlier_version_lacks_the_fields_that_came_later() -> None:
@@ -192,8 +192,8 @@ def test_an_earlier_version_lacks_the_fields_that_came_later() -> None:
 
 
 def test_the_fields_that_came_later_exist() -> None:
-    for (record, field), (since, _) in schema.ADDED.items():
-        assert field in {each.name for each in fields(getattr(schema, record))} and 1 < since <= schema.FORMAT_VERSION
+    for (record, field), (since, _) in versions.ADDED.items():
+        assert field in {each.name for each in fields(getattr(schema, record))} and 1 < since <= versions.FORMAT_VERSION
 
 
 @pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None, [1]])

@@ -19,7 +19,8 @@ from typer.testing import CliRunner, Result
 
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, manifest_json, safetensors
-from cgbundle.format.schema import FORMAT_VERSION, Alias, File, Finding, Manifest, Weight
+from cgbundle.format.schema import Alias, File, Finding, Manifest, Weight
+from cgbundle.format.versions import FORMAT_VERSION
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemsetNode, Recording, Relocation
