@@ -30,6 +30,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "too-many-keys": Cause(BuildError, 2, "The product of the sizes has more int_keys than are built without being asked.",
         "give fewer sizes (`cgcompile sizes` chooses them), or raise --max-keys"),
     "waiver-unknown": Cause(BuildError, 2, "A rule to waive that there is not.", "`cgcompile explain` lists the rules of findings"),
+    "option-invalid": Cause(BuildError, 2, "An option of a build has a word that it does not take.",
+        "give one of the words that the message names, or leave the option out"),
     "progress-unknown": Cause(BuildError, 2, "Progress is to be shown in a way that there is not.", "leave progress out"),
     # --- the model ---
     "dimension-unused": Cause(ModelError, 1, "A declared dimension changes no shape of the inputs.",
@@ -48,7 +50,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "export-differs": Cause(ModelError, 1,
         "The program of torch.export computes something else than the model in eager PyTorch.",
         "look for what it does otherwise while it is traced (is_compiling, is_exporting), or try another version of its library"),
-    "branch-on-data": Cause(ModelError, 1,
+    "data-dependent-branch": Cause(ModelError, 1,
         "Python branches on the value of a tensor: an exported program has one of the branches only.",
         "choose with torch.where, or write torch.cond; make in forward() what is always the same, such as a mask of ones"),
     "structure-unsupported": Cause(ModelError, 1, "An input or output is of a type that a bundle cannot describe.",

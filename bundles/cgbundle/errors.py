@@ -6,6 +6,8 @@ line returns: 1 when the bundle is wrong, 2 when the call, the machine or the pa
 
 from __future__ import annotations
 
+import os
+
 TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -38,8 +40,14 @@ class CgbundleError(Exception):
 
     @property
     def kind(self) -> str:
-        """The code as `--json` spells it: FileDamaged."""
+        """The code spelled as a class is: FileDamaged."""
         return self.code.title().replace("-", "")
+
+    @property
+    def where(self) -> str:
+        """What the message says it is about: `model.py:12`, `gpt.cgb`, `sizes`, a field of a manifest.  "" where it begins with a
+        sentence."""
+        return place(str(self))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return type(self), (self.code, str(self), self.hint)
@@ -85,6 +93,15 @@ class EntryMissing(CallError, KeyError):
     """The bundle has no such entry."""
 
     __str__ = Exception.__str__
+
+
+def place(message: str) -> str:
+    """What stands before the first colon and blank of a message, where it is one word or a path that exists; else ""."""
+    where, colon, _ = message.partition(": ")
+    if not colon or not any(map(str.isspace, where)):
+        return where if colon else ""
+    path, line, number = where.rpartition(":")
+    return where if os.path.lexists(path if line and number.isdigit() else where) else ""
 
 
 LONGEST = 2000

@@ -29,13 +29,13 @@ from .functionalization import size_from_a_float
 from .programs import Programs, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
 
-STOPPED = ("export-failed", "branch-on-data", "size-excluded", "shape-depends-on-data")
+STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "shape-depends-on-data")
 """Causes by which torch.export stops."""
 
 OF_SHAPES = ("export-failed", "size-excluded")
 """Those that constant sizes may remove."""
 
-OF_VALUES = ("branch-on-data", "shape-depends-on-data")
+OF_VALUES = ("data-dependent-branch", "shape-depends-on-data")
 """Those that constant sizes may answer."""
 
 PROBES = 8
@@ -50,7 +50,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
     which might write to a buffer that this one asks for its values.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
-    file and line), branch-on-data, shape-depends-on-data and structure-unsupported.
+    file and line), data-dependent-branch, shape-depends-on-data and structure-unsupported.
     """
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
@@ -83,7 +83,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
 
 
 def refuse_branches(exported: Exported) -> None:
-    """Raises branch-on-data where Python branched on the value of a tensor."""
+    """Raises data-dependent-branch where Python branched on the value of a tensor."""
     for obstacle in exported.obstacles:
         if obstacle.rule == "data-dependent-branch":
             raise branch(obstacle.where or exported.source.label, obstacle.source)
@@ -118,7 +118,7 @@ def _as_eager(
         try:
             return _made(source, flat, shapes, sizes, calls)
         except ModelError as error:
-            if error.code == "branch-on-data":
+            if error.code == "data-dependent-branch":
                 raise
     raise why
 
@@ -182,7 +182,7 @@ def _per_size(
 ) -> _Made:
     """A program for each int_key.  At each the model runs in eager PyTorch first: a branch on data takes the way that it took.
 
-    Without `branches` such a branch raises branch-on-data."""
+    Without `branches` such a branch raises data-dependent-branch."""
     by_key: dict[IntKey, ExportedProgram] = {}
     obstacles: list[Obstacle] = []
     seen: list[EagerShapes] = []

@@ -40,7 +40,7 @@ from .higher_order.returned_operands import copy_shared_results
 def export_dynamic(
     source: Source, flat: FlatModule, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> ExportedProgram:
-    """One program for all sizes.  Raises size-excluded, export-failed, branch-on-data, shape-depends-on-data."""
+    """One program for all sizes.  Raises size-excluded, export-failed, data-dependent-branch, shape-depends-on-data."""
     # export takes a dimension with a single value above 1 for a constant: the range always goes beyond the sizes
     roots = {name: Dim(name, min=values[0], max=max(values[0] + 3, values[-1])) for name, values in sizes.items()}
     tensors = flat.like.tensors
@@ -57,7 +57,7 @@ def export_dynamic(
 
 
 def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
-    """The program for the sizes of `tensors`.  Raises export-failed, branch-on-data, shape-depends-on-data."""
+    """The program for the sizes of `tensors`.  Raises export-failed, data-dependent-branch, shape-depends-on-data."""
     try:
         return _export(flat, tensors, None)
     except Exception as error:
@@ -79,7 +79,7 @@ def past_branches(
         except ModelError as error:
             stop = error.__cause__
             more = calls[-1].reads_of(_free_symbols(stop)) - flat.known
-            if error.code != "branch-on-data" or not more or stop is None:
+            if error.code != "data-dependent-branch" or not more or stop is None:
                 raise
             flat.known = flat.known | more
             if more <= calls[-1].whole and all(_fail(flat, tensors, other) for other in _other_numbers(flat.earlier, more)):
@@ -267,4 +267,4 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
 
 def branch(where: str, line: str) -> ModelError:
     """Python branched on the value of a tensor at `where`."""
-    return ModelError("branch-on-data", f"{where}: data-dependent-branch: {BRANCH}: {line}", branch_fix(line))
+    return ModelError("data-dependent-branch", f"{where}: data-dependent-branch: {BRANCH}: {line}", branch_fix(line))

@@ -91,7 +91,7 @@ def _report(
     try:
         exported = export(source, wanted, alone=not several)
     except ModelError as error:
-        if error.code not in ("export-failed", "branch-on-data", "shape-depends-on-data"):
+        if error.code not in ("export-failed", "data-dependent-branch", "shape-depends-on-data"):
             raise
         found.append(_stopped(error))
         unpartitioned = "the model cannot be exported"
@@ -132,7 +132,7 @@ def _stopped(error: ModelError) -> Finding:
     """The finding of a rule that torch.export stopped at.  Raises `error` where no rule knows it."""
     cause = error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")
-    if error.code == "branch-on-data":
+    if error.code == "data-dependent-branch":
         rule, message, fix = "data-dependent-branch", BRANCH, error.hint
     elif error.code == "shape-depends-on-data":
         rule, message, fix = "data-dependent-shape", "torch.export cannot follow a size that depends on data", error.hint

@@ -42,7 +42,7 @@ NO_PROOF = "--prove none leaves the proof out"
 def check_build(model: Any, inputs: Any, options: Options) -> None:
     """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, waiver-unknown,
     sizes-invalid, too-many-keys, limit-invalid, world-refused, output-exists, output-unwritable, target-unavailable,
-    compiler-failed."""
+    option-invalid, compiler-failed."""
     check_arguments(model, inputs)
     check_packages("host")
     _check_waived(options.waive)

@@ -60,7 +60,7 @@ def choose(
     standalone: bool = False,
 ) -> Chosen:
     """What is built, and how.  A GPU that is here is captured; for every other architecture, or with record="trace", launches are
-    traced.  Raises target-unavailable."""
+    traced.  Raises target-unavailable, and option-invalid for a word that no option has."""
     chosen = _chosen(target, lower, specialize, record, prove)
     if standalone and chosen.recorder != "host":
         reason = "a bundle for a GPU needs torch's libraries for operations on the host alone"
@@ -76,7 +76,7 @@ def _chosen(target: str, lower: str, specialize: str, record: str, prove: str) -
         ("prove", prove, PROVE),
     ):
         if value not in known:
-            raise BuildError("target-unavailable", f"{name} {value!r}: expected one of {', '.join(known)}")
+            raise BuildError("option-invalid", f"{name} {value!r}: expected one of {', '.join(known)}")
     level = level_of(target)
     if level is not None:
         check_level(level, os.uname().machine, processor_flags())

@@ -30,6 +30,7 @@ from uuid import uuid4
 
 from cgbundle.errors import BundleError
 from cgbundle.format.archive import EXAM, MANIFEST, SIGNATURE, Archive
+from cgbundle.format.manifest_json import bundle_bytes, encode
 from cgbundle.format.open_files import is_kept, pieces
 from cgbundle.format.publish import UNLOCKABLE, staged
 from cgbundle.format.schema import File, Manifest
@@ -63,7 +64,8 @@ class Stored:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Added:
-    """A bundle that was added: the path of its name, its digest, the bytes of its files, and of those that the store lacked."""
+    """A bundle that was added: the path of its name, its digest, the bytes of its files, its manifest's
+    among them, and of those that the store lacked."""
 
     path: Path
     digest: str
@@ -104,9 +106,10 @@ class Store:
         with self._made(fcntl.LOCK_SH):
             self._check_free(link, digest, replace)
             new = sum([self._keep(source, file) for file in {file.sha256: file for file in source.manifest.files}.values()])
+            new += 0 if self._bundle(digest).exists() else len(source.text)
             self._place(source, digest)
             _put_link(link, f"{BUNDLES}/{digest}")
-        return Added(path=link, digest=digest, bytes=_size(source.manifest), new=new)
+        return Added(path=link, digest=digest, bytes=bundle_bytes(source.manifest), new=new)
 
     def remove(self, name: str) -> None:
         """Takes a name away.  The bundle stays until `collect`.  Raises store-name-unknown."""
@@ -127,8 +130,8 @@ class Store:
                     digest=digest,
                     path=self._bundle(digest),
                     manifest=manifest,
-                    bytes=_size(manifest),
-                    own=sum(size for each, size in _contents(manifest).items() if counts[each] == 1),
+                    bytes=bundle_bytes(manifest),
+                    own=len(encode(manifest)) + sum(size for each, size in _contents(manifest).items() if counts[each] == 1),
                     loaded=self._is_loaded(digest),
                 )
                 for digest, manifest in manifests.items()
@@ -312,7 +315,3 @@ def _put_link(link: Path, target: str) -> None:
 def _contents(manifest: Manifest) -> Mapping[str, int]:
     """The bytes of every file, by its SHA-256."""
     return {file.sha256: file.bytes for file in manifest.files}
-
-
-def _size(manifest: Manifest) -> int:
-    return sum(file.bytes for file in manifest.files)

@@ -104,7 +104,7 @@ def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> 
         if there == source.text:
             moved = 0
         else:
-            moved = _put_files(remote, Path(bundle), manifest, manifest_json.decode(there) if there else None)
+            moved = len(source.text) + _put_files(remote, Path(bundle), manifest, manifest_json.decode(there) if there else None)
         if signature is not None:
             remote.put(signature, SIGNATURE)
         elif there != source.text and remote.size(SIGNATURE) >= 0:
@@ -136,7 +136,7 @@ def pull(url: str, out: str | os.PathLike[str] | None = None, *, replace: bool =
     left = place.parent / f".{place.name}.{hashlib.sha256(text).hexdigest()[:16]}.pull"
     with staged_bundle(place, replace) as stage:
         left.mkdir(exist_ok=True)
-        moved = sum(_each(lambda file: _get(remote, file, left / file.sha256), _distinct(manifest)))
+        moved = len(text) + sum(_each(lambda file: _get(remote, file, left / file.sha256), _distinct(manifest)))
         for file in manifest.files:
             (stage / file.path).parent.mkdir(parents=True, exist_ok=True)
             link(left / file.sha256, stage / file.path)

@@ -72,7 +72,7 @@ def nearest(name: str, known: Iterable[str]) -> list[str]:
 
 
 def spelled(name: str) -> str:
-    """A name as the catalogues have it: `InputDtype` of --json and `input_dtype` are input-dtype."""
+    """A name as the catalogues have it: `InputDtype`, as `error.kind` spells it, and `input_dtype` are input-dtype."""
     return re.sub(r"(?<=[a-z])(?=[A-Z])", "-", name.strip()).replace("_", "-").lower()
 
 

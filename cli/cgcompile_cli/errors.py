@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import difflib
 import errno
-import os
-import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -17,7 +15,7 @@ from typing import Any
 
 import typer
 
-from cgbundle.errors import Cause, CgbundleError
+from cgbundle.errors import Cause, CgbundleError, place
 
 from .output import complain, write_json
 from .signals import Stopped
@@ -104,14 +102,6 @@ def _tell(arguments: Sequence[str], code: str, message: str, fix: str) -> None:
 
 def _write(code: str, message: str, fix: str) -> None:
     write_json({"error": {"code": code, "message": message, "where": place(message), "fix": fix}})
-
-
-def place(message: str) -> str:
-    """What a message says it is about, before its first colon and blank: `model.py:12`, `gpt.cgb`, `sizes`, a field of a manifest.
-    "" where it begins with a sentence."""
-    where, colon, _ = message.partition(": ")
-    named = colon and (not re.search(r"\s", where) or os.path.lexists(re.sub(r":\d+$", "", where)))
-    return where if named else ""
 
 
 COMMAND = "cgcompile build ..."

@@ -59,7 +59,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
     names, fixed = updatable(manifest)
     return {
         "path": path,
-        "bytes": total(manifest),
+        "bytes": manifest_json.bundle_bytes(manifest),
         "signature": signature(path),
         **plain_entry(each[0]),
         "entries": [plain_entry(one) for one in each],
@@ -109,26 +109,23 @@ def signed(path: str) -> str:
     return "no" if told is None else f"by key {told['key']}" if "key" in told else f"wrongly: {told['error']}"
 
 
-def total(manifest: Manifest) -> int:
-    """Bytes of all files."""
-    return sum(file.bytes for file in manifest.files) + len(manifest_json.encode(manifest))
-
-
 def bulk(manifest: Manifest) -> str:
     """`5 files, 1.2 MiB`."""
-    return f"{count(len(manifest.files) + 1, 'file')}, {size(total(manifest))}"
+    return f"{count(len(manifest.files) + 1, 'file')}, {size(manifest_json.bundle_bytes(manifest))}"
 
 
 def target(row: Target) -> str:
     """`cpu x86_64 (x86-64-v3, avx_vnni, and 9 more), to run: torch 2.13 or newer`, or for a level of processors `cpu x86-64-v3, to
-    run: ...`."""
+    run: ...`.  What brings all that it needs of torch runs on OpenMP's library."""
+    from cgbundle.cpu.libtorch import OPENMP  # late: it imports ctypes
+
     held = max(
         [each for each in LEVELS if set(each.features) - UNASKED <= set(row.features)], key=lambda each: each.name, default=None
     )
     ranked = sorted(set(row.features) - set(held.features if held else ()), key=lambda name: (not name.startswith(TELLING), name))
     named = [held.name, *ranked] if held else ranked
     features = f" ({listed(named, FEATURES)})" if row.features else ""
-    needs = [f"torch {row.torch} or newer"] if row.torch else []
+    needs = [f"torch {row.torch} or newer"] if row.torch else [OPENMP] if row.kind == "cpu" else []
     if row.driver:
         needs.append(f"CUDA driver {row.driver // 1000}.{row.driver % 1000 // 10} or newer")
     return f"{row.kind} {row.level or row.arch + features}" + (f", to run: {', '.join(needs)}" if needs else "")
@@ -180,6 +177,12 @@ def padding(row: Dimension) -> str:
     return f"{row.name}: {PADDING[row.pad]}, {chunks}" + (f": {row.reason}" if row.reason else "")
 
 
+def unpadded(manifest: Manifest) -> list[str]:
+    """`seq takes 16, 64 only: ...` of every dimension at whose recorded sizes alone calls are taken."""
+    told = "other sizes are refused; `padding` above says why (cli/docs/calls.md: Why is a dimension not padded?)"
+    return [f"{each.name} takes {listed(each.sizes)} only: {told}" for each in manifest.dimensions if each.pad == "no"]
+
+
 def sizes(manifest: Manifest) -> str:
     """`batch 1, 8 x seq 32, 128: 4 int_keys`, and `, exported per size` where each has an exported program of its own."""
     axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in manifest.dimensions])
@@ -206,7 +209,7 @@ def world(manifest: Manifest) -> list[str]:
     (own,) = manifest.world
     folders = [archive.rank_folder(rank) for rank in range(1, own.size)]
     others = [sum(file.bytes for file in manifest.files if file.path.startswith(folder)) for folder in folders]
-    first = total(manifest) - sum(others)
+    first = manifest_json.bundle_bytes(manifest) - sum(others)
     rows = [f"rank {rank}: {size(number)}" for rank, number in enumerate([first, *others])]
     return [f"{own.size} GPUs that write to each other's memory; this is rank {own.rank}", *(rows if not own.rank else [])]
 

@@ -41,11 +41,13 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output of a model: its name, its datatype, and its shape, -1 where the size varies."""
+    """An input or output of a model: its name, its datatype, and its shape, -1 where the size varies.  `axes`: what each size is by
+    the names of dimensions, `batch` or `2*seq+1`, where one varies."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
+    axes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,10 +130,13 @@ def metadata(
     sizes: Sequence[tuple[str, Sequence[int]]] = (),
 ) -> dict[str, Any]:
     """What /v2/models/M answers.  `sizes`: those recorded of each dimension, whose largest is a limit where calls cannot be
-    cut; the protocol has no field for them, but parameters."""
+    cut; the protocol has no field for them, nor for what the axes of inputs are, but parameters."""
     ports = [[{"name": p.name, "datatype": p.datatype, "shape": list(p.shape)} for p in side] for side in (inputs, outputs)]
     told = {"name": model, "versions": list(versions), "platform": "cgbundle", "inputs": ports[0], "outputs": ports[1]}
-    return told | {"parameters": {"sizes": {name: list(each) for name, each in sizes}}} if sizes else told
+    if not sizes:
+        return told
+    axes = {port.name: list(port.axes) for port in inputs if port.axes}
+    return told | {"parameters": {"sizes": {name: list(each) for name, each in sizes}, "axes": axes}}
 
 
 # --- inside -----------------------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ class Metrics:
     def __init__(self) -> None:
         every = self._registry = CollectorRegistry()
         self.requests = Counter("cgbundle_requests", "Requests by HTTP status.", (*OWNER, "code"), registry=every)
-        self.rows = Counter("cgbundle_rows", "Rows of requests.", OWNER, registry=every)
+        self.rows = Counter("cgbundle_rows", "Rows of requests that were answered.", OWNER, registry=every)
         self.recorded = Counter(
             "cgbundle_recorded_rows", "Rows that were computed for them: recorded sizes.", OWNER, registry=every
         )
@@ -33,7 +33,9 @@ class Metrics:
         self.phases = Gauge("cgbundle_load_seconds", "The last load of a version.", (*OWNER, "phase"), registry=every)
 
     def watch(self, model: str, version: Version, batch: Batch) -> None:
-        """Counts a batch."""
+        """Counts a batch that was answered: a call that failed computed no rows."""
+        if batch.failed:
+            return
         owner, rows = (model, str(version.number)), sum(batch.rows)
         self.rows.labels(*owner).inc(rows)
         self.recorded.labels(*owner).inc(recorded_rows(rows, version.served.batches))

@@ -27,6 +27,7 @@ from typing import Any
 import cgbundle
 from cgbundle.exam import replay_exam
 from cgbundle.format.entries import each_entry
+from cgbundle.format.size_expressions import text
 from cgbundle.tensors.tensor import from_bytes
 
 from .inference_protocol import DATATYPES, Given, Port
@@ -43,7 +44,11 @@ GPU_FAILED = "driver-failed"
 
 
 class Refused(Exception):
-    """A version that is not served; the text says why."""
+    """A version that is not served; the text says why, `hint` what to do, or ""."""
+
+    def __init__(self, why: str, hint: str = "") -> None:
+        super().__init__(why)
+        self.hint = hint
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +83,13 @@ def describe(manifest: Any) -> Served:
         unknown = [spec for spec in specs if spec.dtype not in DATATYPES]
         if unknown:
             raise Refused(f"{unknown[0].name} is {unknown[0].dtype}, which the protocol does not have")
-        sides.append(
-            tuple([Port(s.name, DATATYPES[s.dtype], tuple([n if type(n) is int else -1 for n in s.shape])) for s in specs])
-        )
+        sides.append(tuple([_port(spec) for spec in specs]))
     return Served(*sides, _batches(manifest), tuple([(each.name, tuple(each.sizes)) for each in manifest.dimensions]))
+
+
+def _port(spec: Any) -> Port:
+    shape = tuple([size if type(size) is int else -1 for size in spec.shape])
+    return Port(spec.name, DATATYPES[spec.dtype], shape, tuple(map(text, spec.shape)) if -1 in shape else ())
 
 
 def _batches(manifest: Any) -> tuple[int, ...]:
@@ -200,7 +208,7 @@ class Version:
         try:
             program = cgbundle.load(path, devices=devices, replicas=True) if devices else cgbundle.load(path)
         except cgbundle.CgbundleError as error:
-            raise Refused(" ".join(str(error).split())) from None
+            raise Refused(" ".join(str(error).split()), error.hint) from None
         self.seconds["load"] = time.perf_counter() - began
         try:
             self.served = describe(program.manifest)
@@ -213,7 +221,7 @@ class Version:
                     )
         except cgbundle.CgbundleError as error:
             program.close()
-            raise Refused(" ".join(str(error).split())) from None
+            raise Refused(" ".join(str(error).split()), error.hint) from None
         except BaseException:
             program.close()
             raise
@@ -245,7 +253,8 @@ class Model:
                 await version.open(path, self._options, self._watch)
             except Refused as error:
                 self.refused[number] = (identity, str(error))
-                tell({"event": "refused", "model": self.name, "version": number, "why": str(error), **_rounded(version.seconds)})
+                told = {"why": str(error)} | ({"hint": error.hint} if error.hint else {})
+                tell({"event": "refused", "model": self.name, "version": number, **told, **_rounded(version.seconds)})
                 continue
             before = self._switch(version)
             tell({"event": "serving", "model": self.name, "version": number, "before": before, **_rounded(version.seconds)})

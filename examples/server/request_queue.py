@@ -51,13 +51,14 @@ class Waiting:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What was answered together: the rows of each request, the seconds that each waited, those that the call took, and the context
-    of each."""
+    """What went into a call together: the rows of each request, the seconds that each waited, those that the call took, and the
+    context of each.  `failed`: nothing was answered; several requests then go again, one by one."""
 
     rows: tuple[int, ...]
     waited: tuple[float, ...]
     seconds: float
     contexts: tuple[Context, ...]
+    failed: bool = False
 
 
 class RequestQueue:
@@ -160,8 +161,8 @@ class RequestQueue:
         seconds = loop.time() - began
         self._pace = seconds if not self._pace else 0.8 * self._pace + 0.2 * seconds
         rows, contexts = tuple([each.rows for each in batch]), tuple([each.context for each in batch])
-        self._watch(Batch(rows, tuple([began - each.since for each in batch]), seconds, contexts))
         error = done.exception()
+        self._watch(Batch(rows, tuple([began - each.since for each in batch]), seconds, contexts, failed=error is not None))
         if error is None:
             return list(done.result())
         return [error] if len(batch) == 1 else [each for one in batch for each in await self._answers([one])]

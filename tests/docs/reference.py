@@ -286,7 +286,7 @@ def errors() -> str:
     known = [each for each in explanations({"cgcompile_cli": UsageError.catalogue}) if each.kind == "error"]
     opening = (
         "An error is one line that says what is wrong, where, what was expected and what came; a `hint:` line says what to do. "
-        "`error.code` names the cause, `error.hint` the cure; `--json` spells the code in one word (InputDtype). The hint "
+        "`error.code` names the cause, `error.where` the place, `error.hint` the cure; `--json` has the same. The hint "
         "below is the general one; where the place of the error knows better, it says so. "
         "`cgcompile explain CODE` shows the same."
     )

@@ -58,11 +58,10 @@ def cgcompile_says(case: Case) -> Verdict:
 
 
 def _refused(error: BuildError) -> Verdict:
-    """A branch on data that export could not pass is a finding like one that it passed."""
-    rule = "data-dependent-branch" if error.code == "branch-on-data" else error.code
+    """A branch on data that export could not pass has the name of the finding of one that it passed."""
     found = re.match(r"\S+\.py:\d+", str(error))
     lines = frozenset([short(found[0])] if found else [])
-    return Verdict(rules=frozenset([rule]), flagged=True, lines=lines, findings=(), error=str(error))
+    return Verdict(rules=frozenset([error.code]), flagged=True, lines=lines, findings=(), error=str(error))
 
 
 def short(where: str) -> str:

@@ -208,6 +208,8 @@ def test_a_traceback_ends_with_the_hint_and_the_message_alone_has_none() -> None
 
 def test_a_kind_is_the_code_in_one_word() -> None:
     assert CallError("stale-view", "x").kind == "StaleView"
+    told = {"model.py:12: fails": "model.py:12", "no model: give one": "", "nothing": "", "a.cgb: exists": "a.cgb"}
+    assert {text: CallError("stale-view", text).where for text in told} == told
 
 
 def test_nothing_in_the_runtime_catches_everything() -> None:

@@ -27,6 +27,11 @@ SEAL = "sha256"
 Decoder = Callable[[Any, str], Any]
 
 
+def bundle_bytes(manifest: schema.Manifest) -> int:
+    """Bytes of all files of a bundle, its manifest's among them."""
+    return sum(file.bytes for file in manifest.files) + len(encode(manifest))
+
+
 def encode(manifest: schema.Manifest) -> bytes:
     """Canonical JSON of `manifest` in its own format version, UTF-8, ending with a newline.  Raises manifest-invalid for what that
     version cannot hold."""

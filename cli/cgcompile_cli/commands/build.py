@@ -171,11 +171,13 @@ def _summary(built: Built, seconds: float) -> Table:
         of = f" {one.entry}" if len(each) > 1 else ""
         fields += [(f"programs{of}", program_rows.programs(one)), *program_rows.lowering_fields(one, of)]
         fields.append((f"proof{of}", _proof(one, dict(built.seconds))))
+    notes = [f"{one.entry}: {line}" if len(each) > 1 else line for one in each for line in summary.unpadded(one)]
     return record([
         *fields,
         *([("findings", first_lines(findings))] if findings else []),
         *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
         ("load", summary.load_lines(str(built.path), manifest)),
+        *([("note:", notes)] if notes else []),
     ])  # fmt: skip
 
 

@@ -61,8 +61,8 @@ def explain(
 ) -> None:
     """Explain a finding of `check` or an error: cause and cure.
 
-    Without a name, lists all of them. Names may be typed as --json spells
-    them, too: InputDtype is input-dtype.
+    Without a name, lists all of them. InputDtype and input_dtype are
+    input-dtype, too.
 
     \b
     cgcompile explain host-scalar

@@ -179,9 +179,10 @@ def push(bundle: BundlePath, url: Url, force: Force = False, as_json: AsJson = F
     cgcompile push classifier.cgb s3://models/classifier.cgb
     """
     import cgcompile
+    from cgbundle.format.manifest_json import bundle_bytes
 
     done = cgcompile.push(bundle, url, replace=force)
-    _tell_transfer(done.place, sum(file.bytes for file in done.manifest.files), done.moved, as_json)
+    _tell_transfer(done.place, bundle_bytes(done.manifest), done.moved, as_json)
 
 
 def pull(
@@ -198,9 +199,10 @@ def pull(
     goes on where it was. A signature comes along: cgcompile verify --key.
     """
     import cgcompile
+    from cgbundle.format.manifest_json import bundle_bytes
 
     done = cgcompile.pull(url, out, replace=force)
-    _tell_transfer(done.place, sum(file.bytes for file in done.manifest.files), done.moved, as_json)
+    _tell_transfer(done.place, bundle_bytes(done.manifest), done.moved, as_json)
 
 
 def _tell_transfer(place: str, total: int, moved: int, as_json: bool) -> None:

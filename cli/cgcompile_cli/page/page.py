@@ -12,6 +12,7 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from cgbundle.format import manifest_json
 from cgbundle.format.entries import all_programs, each_entry
 from cgbundle.format.safetensors import nbytes
 
@@ -106,7 +107,7 @@ def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) ->
     facts = [
         ("int_keys", len(all_programs(manifest))),
         *([("GPUs", manifest.world[0].size)] if manifest.world else []),
-        ("on disk", size(summary.total(manifest))),
+        ("on disk", size(manifest_json.bundle_bytes(manifest))),
         ("weights", size(memories.get("weights", 0))),
         *([("state", size(memories["state"]))] if memories.get("state") else []),
         *([("arena, of all sizes", size(memories["arena"]))] if memories.get("arena") else []),

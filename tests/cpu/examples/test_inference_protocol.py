@@ -150,7 +150,11 @@ def test_metadata_says_what_a_client_has_to_send(protocol: ModuleType) -> None:
     assert told["inputs"][0] == {"name": "ids", "datatype": "INT64", "shape": [-1, 2]}
     assert [row["datatype"] for row in told["outputs"]] == ["FP32", "BF16"] and "parameters" not in told
     told = protocol.metadata("m", ["3"], *ports(protocol), [("batch", (1, 8))])
-    assert told["parameters"] == {"sizes": {"batch": [1, 8]}}, "-1 alone would tell no client how long is too long"
+    assert told["parameters"]["sizes"] == {"batch": [1, 8]}, "-1 alone would tell no client how long is too long"
+    assert told["parameters"]["axes"] == {}
+    named = protocol.Port("ids", "INT64", (-1, -1), ("batch", "seq"))
+    told = protocol.metadata("m", ["3"], [named], [], [("batch", (1, 8)), ("seq", (16,))])
+    assert told["parameters"]["axes"] == {"ids": ["batch", "seq"]}
 
 
 DTYPES = ["bool", "float16", "float32", "float64", *[f"{sign}int{bits}" for sign in ("", "u") for bits in (8, 16, 32, 64)]]

@@ -65,7 +65,7 @@ def test_rows_of_one_group_go_together_up_to_the_largest(requests: ModuleType) -
     assert asked(requests, model, session, watch=batches.append) == [2, 4, 6, 8, 10]
     assert sorted(model.called) == [[1, 3], [2], [4], [5]], "4 would make 5 rows of 4, and 5 has 9 of its own"
     assert sorted(batch.rows for batch in batches) == [(1,), (2,), (2, 1), (9,)]
-    assert all(len(batch.waited) == len(batch.rows) and batch.seconds >= 0 for batch in batches)
+    assert all(len(batch.waited) == len(batch.rows) and batch.seconds >= 0 and not batch.failed for batch in batches)
 
 
 def test_several_calls_at_once(requests: ModuleType) -> None:
@@ -139,8 +139,10 @@ def test_a_request_that_fails_fails_alone(requests: ModuleType) -> None:
     async def session(queue: Any) -> list[Any]:
         return list(await asyncio.gather(*[queue.answer(n, "a", 1, 20) for n in (1, 13, 3)], return_exceptions=True))
 
-    told = asked(requests, Model(), session)
+    batches: list[Any] = []
+    told = asked(requests, Model(), session, watch=batches.append)
     assert [str(each) for each in told] == ["2", "bad luck", "6"]
+    assert sum(sum(batch.rows) for batch in batches if not batch.failed) == 2, "rows are counted once, and where there is an answer"
 
 
 def test_the_end_answers_what_waits_and_takes_nothing_more(requests: ModuleType) -> None:

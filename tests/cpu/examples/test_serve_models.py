@@ -201,7 +201,7 @@ def test_health_and_metadata(server: Server) -> None:
             "name": "tiny", "versions": ["1"], "platform": "cgbundle",
             "inputs": [{"name": "input", "datatype": "FP32", "shape": [-1, 6]}],
             "outputs": [{"name": "output", "datatype": "FP32", "shape": [-1, 3]}],
-            "parameters": {"sizes": {"batch": [1, 4]}},
+            "parameters": {"sizes": {"batch": [1, 4]}, "axes": {"input": ["batch", "6"]}},
         }  # fmt: skip
     index = client.ask("POST", "/v2/repository/index")[1]
     assert index == [{"name": "tiny", "version": "1", "state": "READY", "reason": ""}]
@@ -258,10 +258,11 @@ def test_prometheus_reads_what_happened(server: Server) -> None:
     client = Client(server.port)
     before = counted(client)
     assert client.infer([ROW] * 3)[0] == 200 and client.infer([ROW], outputs=[{"name": "?"}])[0] == 400
+    assert client.infer([])[0] == 400, "the guards of the call refuse it, which computes nothing"
     after, owner = counted(client), 'model="tiny",version="1"'
     grown = {name: after[name] - before.get(name, 0) for name in after}
     assert grown[f'cgbundle_requests_total{{code="200",{owner}}}'] == 1
-    assert grown[f'cgbundle_requests_total{{code="400",{owner}}}'] == 1
+    assert grown[f'cgbundle_requests_total{{code="400",{owner}}}'] == 2
     assert grown[f"cgbundle_rows_total{{{owner}}}"] == 3 and grown[f"cgbundle_recorded_rows_total{{{owner}}}"] == 4
     assert grown[f"cgbundle_queue_seconds_count{{{owner}}}"] == grown[f"cgbundle_call_seconds_count{{{owner}}}"] == 1
     assert after[f'cgbundle_memory_bytes{{memory="weights",{owner}}}'] > 0
@@ -426,6 +427,7 @@ def test_a_version_whose_exam_fails_is_refused_and_the_old_one_stays(folder: Fol
             broken.mkdir(parents=True)
             (broken / "manifest.json").write_text("{}")
             event = server.said(lambda event: event["event"] == "refused" and event["version"] == 8)
+            assert "hint" in event and "build it again" in event["hint"]
             time.sleep(0.5)
             assert len([each for each in server.log if each["event"] == "refused"]) == 2, "each is tried once"
             assert client.infer([ROW])[1]["model_version"] == "1" and client.ask("GET", "/v2/health/ready")[0] == 200

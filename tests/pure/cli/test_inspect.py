@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, Alias, FixedWeight, Lowering, Manifest, Weight
+from cgbundle.format.schema import MEMORIES, Alias, Dimension, FixedWeight, Lowering, Manifest, Weight
 from cgbundle.format.spans import span
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Edge, KernelNode, Recording
@@ -473,7 +473,14 @@ def test_a_processors_features_are_told_by_its_level() -> None:
     level = {"cpu x86_64 (x86-64-v3, avx_vnni, f, and 2 more)": (*LEVELS[1].features, "avx_vnni", "f", "g", "h")}
     level["cpu x86_64 (avx512f, fma)"] = ("fma", "avx512f")
     for told, features in level.items():
-        assert summary.target(replace(held, arch="x86_64", features=features, torch="")) == told
+        shown = summary.target(replace(held, arch="x86_64", features=features, torch=""))
+        assert shown == f"{told}, to run: libgomp.so.1", "nothing of torch's, but OpenMP's library"
+
+
+def test_a_dimension_that_takes_its_recorded_sizes_only_is_noted() -> None:
+    each = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why", uncut="") for pad in ("rows", "zeros", "no")]
+    (told,) = summary.unpadded(replace(support.manifest(), dimensions=tuple(each)))
+    assert told.startswith("no takes 2, 4 only: other sizes are refused") and "docs/calls.md" in told
 
 
 def test_a_build_tells_which_weights_no_update_can_change(capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cgbundle.errors import place
 from cgbundle.format import archive
 from cgcompile_cli import errors, main
-from cgcompile_cli.errors import place
 from cgcompile_cli.signals import Stopped
 from tests.helpers import support
 

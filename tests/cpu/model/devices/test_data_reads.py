@@ -57,7 +57,7 @@ def test_a_loop_that_the_inputs_did_not_enter_ends() -> None:
 
 @pytest.mark.parametrize("function", [branches, BRANCHES[0][1], BRANCHES[1][1]])
 def test_nothing_is_built_from_one_branch_of_several(function: Callable[..., Any]) -> None:
-    with raises("branch-on-data", match=r"test_data_reads.py:\d+: data-dependent-branch: ") as caught:
+    with raises("data-dependent-branch", match=r"test_data_reads.py:\d+: data-dependent-branch: ") as caught:
         refuse_branches(export(load_source(Model(function), rows), {"batch": (1, 8)}))
     assert "\n" not in str(caught.value) and "torch.where" in caught.value.hint
 
@@ -69,7 +69,7 @@ def test_a_loop_over_what_was_chosen_is_told_to_take_all() -> None:
             made[:, column] = x[:, column] * int(column)
         return made
 
-    with raises("branch-on-data") as caught:
+    with raises("data-dependent-branch") as caught:
         refuse_branches(export(load_source(Model(experts), rows), {"batch": (1, 8)}))
     assert "for column in" in str(caught.value) and "every expert" in caught.value.hint
 

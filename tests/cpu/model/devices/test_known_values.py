@@ -141,7 +141,7 @@ def under_a_view(m: Asking, x: torch.Tensor) -> bool:
 )  # fmt: skip
 def test_what_an_input_a_weight_or_chance_decides_has_none(condition: Callable[..., bool]) -> None:
     made = exported(lambda m, x: x * 2 if condition(m, x) else x, 1, 3)
-    with raises("branch-on-data", match="test_known_values.py"):
+    with raises("data-dependent-branch", match="test_known_values.py"):
         refuse_branches(made)
 
 
@@ -181,5 +181,5 @@ def test_integers_that_are_buffers_and_never_change_have_values() -> None:
     ids=["written", "in the state dict", "of another entry too"],
 )
 def test_integers_that_may_change_have_none(function: Callable[..., Any], alone: bool) -> None:
-    with raises("branch-on-data", match="test_known_values.py"):
+    with raises("data-dependent-branch", match="test_known_values.py"):
         refuse_branches(export(load_source(Strided(function), rows), {"batch": (1, 3)}, alone=alone))
