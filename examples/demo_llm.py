@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import urllib.request
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,8 +23,14 @@ TOKENS = 24
 SERVER = Path(__file__).with_name("serve_llm.py")
 
 
-def write(folder: Path) -> None:
-    """config.json, model.safetensors, tokenizer.json."""
+SHAPE = {
+    "hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 128, "initializer_range": 0.2,
+}  # fmt: skip
+
+
+def write(folder: Path, shape: Mapping[str, Any] = SHAPE) -> None:
+    """config.json, model.safetensors, tokenizer.json; `shape`: what transformers' LlamaConfig takes."""
     import torch
     import transformers
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -32,10 +39,7 @@ def write(folder: Path) -> None:
     tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    config = transformers.AutoConfig.for_model(
-        "llama", vocab_size=len(letters), hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=128, initializer_range=0.2, bos_token_id=None, eos_token_id=None,
-    )  # fmt: skip
+    config = transformers.AutoConfig.for_model("llama", vocab_size=len(letters), bos_token_id=None, eos_token_id=None, **shape)
     torch.manual_seed(0)
     transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     tokenizer.save(str(folder / "tokenizer.json"))

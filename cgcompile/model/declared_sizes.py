@@ -53,7 +53,7 @@ def sizes_of_entries(given: Given, dimensions: Mapping[str, Sequence[str]]) -> d
                 "name the entry: --sizes decode:batch=1,8",
             )  # fmt: skip
         for name in own:
-            for dimension, sizes in _pairs(part, dimensions[name]):
+            for dimension, sizes in _pairs(part, dimensions[name], name):
                 if entry and dimension in found[name]:
                     raise BuildError("sizes-invalid", f"sizes: dimension {dimension!r} of {name!r} is given twice")
                 found[name].setdefault(dimension, sizes)
@@ -90,18 +90,16 @@ def declared_sizes(
 
     Raises sizes-invalid, and size-excluded for what a program was not exported for.
     """
-    if entry:
-        try:
-            return declared_sizes(given, dimensions, saved)
-        except BuildError as error:
-            raise BuildError(
-                "sizes-invalid",
-                f"entry {entry!r}: {error}",
-                error.hint.replace("--sizes ", f"--sizes {entry}:")
-                .replace("sizes={", f"sizes={{{entry!r}: {{")
-                .replace("]}", "]}}"),
-            ) from None
-    pairs = _pairs(given, dimensions)
+    try:
+        return _declared(given, dimensions, saved, entry)
+    except BuildError as error:
+        if not entry:
+            raise
+        raise BuildError("sizes-invalid", f"entry {entry!r}: {error}", error.hint) from None
+
+
+def _declared(given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension], entry: str) -> dict[str, tuple[int, ...]]:
+    pairs = _pairs(given, dimensions, entry)
     found: dict[str, tuple[int, ...]] = {}
     for called, sizes in pairs:
         name = next((each.name for each in saved if called in each.axes), called)
@@ -116,7 +114,7 @@ def declared_sizes(
         if name in found:
             raise BuildError("sizes-invalid", f"sizes: dimension {name!r} is given twice")
         if not sizes:
-            raise BuildError("sizes-invalid", f"sizes: no size for dimension {name!r}", _example([name]))
+            raise BuildError("sizes-invalid", f"sizes: no size for dimension {name!r}", f"add {_example([name], entry)}")
         for size in sizes:
             if size < 1:
                 raise BuildError("sizes-invalid", f"sizes: {name}={size} is not a positive whole number")
@@ -126,7 +124,9 @@ def declared_sizes(
         found[name] = tuple(sorted(sizes))
     if missing := [name for name in dimensions if name not in found]:
         named = " and ".join(map(repr, missing))
-        raise BuildError("sizes-invalid", f"sizes: no size for dimension{'s' * (len(missing) > 1)} {named}", _example(missing))
+        raise BuildError(
+            "sizes-invalid", f"sizes: no size for dimension{'s' * (len(missing) > 1)} {named}", f"add {_example(missing, entry)}"
+        )
     for each in saved:
         for size in found[each.name]:
             if size < each.low or (each.high is not None and size > each.high):
@@ -171,23 +171,23 @@ def count_keys(sizes: Mapping[str, Mapping[str, Sequence[int]]], limit: int) -> 
     return keys
 
 
-def _pairs(given: Given, dimensions: Sequence[str]) -> list[tuple[str, list[int]]]:
+def _pairs(given: Given, dimensions: Sequence[str], entry: str) -> list[tuple[str, list[int]]]:
     if isinstance(given, Mapping):
         return [(name, [_whole(size) for size in sizes]) for name, sizes in given.items()]
     if isinstance(given, str):
         given = [given]
     items = list(given)
     if items and all(isinstance(item, str) for item in items):
-        return [_parse(str(item), dimensions) for item in items]
+        return [_parse(str(item), dimensions, entry) for item in items]
     if not items:
         return []
-    return [(_only(dimensions), [_whole(item) for item in items])]
+    return [(_only(dimensions, entry), [_whole(item) for item in items])]
 
 
-def _parse(text: str, dimensions: Sequence[str]) -> tuple[str, list[int]]:
+def _parse(text: str, dimensions: Sequence[str], entry: str) -> tuple[str, list[int]]:
     name, equals, rest = text.partition("=")
     if not equals:
-        name, rest = _only(dimensions), text
+        name, rest = _only(dimensions, entry), text
     return name.strip(), [_whole(part.strip()) for part in rest.split(",")] if rest.strip() else []
 
 
@@ -198,12 +198,13 @@ def _whole(value: object) -> int:
         raise BuildError("sizes-invalid", f"sizes: {value!r} is not a whole number") from None
 
 
-def _example(missing: Sequence[str]) -> str:
-    given = ", ".join(f"{name!r}: [1, 8]" for name in missing)
-    return "add " + " ".join(f"--sizes {name}=1,8" for name in missing) + f"; in Python sizes={{{given}}}"
+def _example(missing: Sequence[str], entry: str) -> str:
+    words = " ".join(f"--sizes {entry}{':' if entry else ''}{name}=1,8" for name in missing)
+    given = "{" + ", ".join(f"{name!r}: [1, 8]" for name in missing) + "}"
+    return f"{words}; in Python sizes={f'{{{entry!r}: {given}}}' if entry else given}"
 
 
-def _only(dimensions: Sequence[str]) -> str:
+def _only(dimensions: Sequence[str], entry: str) -> str:
     if len(dimensions) == 1:
         return dimensions[0]
     if not dimensions:
@@ -213,5 +214,5 @@ def _only(dimensions: Sequence[str]) -> str:
     raise BuildError(
         "sizes-invalid",
         f"sizes: the model declares {len(dimensions)} dimensions ({', '.join(dimensions)}): name each",
-        f"for example {_example(dimensions).removeprefix('add ')}",
+        f"for example {_example(dimensions, entry)}",
     )

@@ -33,7 +33,6 @@ from ..util.content_cache import cache_folder
 from ..util.disk_space import size
 from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
-from ..util.workers import Worker
 from .compile.kernels import CompiledKernel
 from .interpret.interpret import Outcome, WeightFiles, interpret
 from .lowered import KernelVariant
@@ -50,9 +49,8 @@ from .trace import (
 )
 
 
-def build_parts(spec: BuildSpec, stage: Path, stages: Stages, workers: Sequence[Worker] = ()) -> ManifestParts:
-    """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.  `workers`: as `lower_all`
-    takes them.  Raises the refusals of
+def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
+    """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.  Raises the refusals of
     lowering and of `split_program`, and proof-failed when a key differs from eager PyTorch by more than the dtype allows."""
     target, exported = arch(spec.target), spec.programs
     tensors, state = exported.weights(), spec.entries[0].prepared.state
@@ -62,7 +60,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, workers: Sequence[
         with stages("lower") as tell:
             jobs = jobs_of(spec, exported, split, calls, live_weights_of(spec, tensors))
             code = code_of(spec.entries[0].source, exported)
-            lowered = lower_programs(jobs, split, target, scratch, tell, code=code, workers=workers)
+            lowered = lower_programs(jobs, split, target, scratch, tell, code=code)
             tell(summary(lowered))
         with stages("compile") as tell:
             compiled = compile_programs(lowered, target, tell)

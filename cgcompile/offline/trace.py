@@ -28,7 +28,6 @@ from ..targets.kernels.exchange_nodes import ExchangeKernels, needed_memory, tra
 from ..targets.memory_layout import PAD, Table, WeightLayout, align
 from ..util.content_cache import cache_folder
 from ..util.progress import Tell
-from ..util.workers import Worker
 from .assemble.arena import plan
 from .assemble.kept import Kept, keep_outputs
 from .assemble.merge import LoweredRegion, merge, whole
@@ -110,14 +109,11 @@ def lower_programs(
     *,
     code: str = "",
     seconds: float | None = None,
-    workers: Sequence[Worker] = (),
 ) -> LoweredPrograms:
-    """All jobs lowered, the regions of a key as one program.  `code` and `workers`: see `lower_all`.  Raises the refusals of
-    lowering, and TimeoutError when it takes more than so many `seconds`."""
+    """All jobs lowered, the regions of a key as one program.  `code`: see `lower_all`.  Raises the refusals of lowering, and
+    TimeoutError when it takes more than so many `seconds`."""
     table = table_file(target.name)
-    lowered = lower_all(
-        jobs, target.name, scratch, code=code, cache=cache_folder(), table=table, tell=tell, seconds=seconds, workers=workers
-    )
+    lowered = lower_all(jobs, target.name, scratch, code=code, cache=cache_folder(), table=table, tell=tell, seconds=seconds)
     sources = {name for each in lowered.values() for constant in each.constants for name in constant.sources}
     return LoweredPrograms(by_key=_programs(lowered, split), sources=frozenset(sources))
 

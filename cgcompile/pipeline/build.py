@@ -94,10 +94,6 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
 
             level = FIRST_LOWERING if options.lower == ALL_LOWERINGS else options.lower
             build_parts = partial(build_parts, processes=stack.enter_context(started(keys, level, options.specialize)))
-        if chosen.recorder == "trace" and not ranks:  # ranks build side by side, and leave no processor idle
-            from ..offline.lower.jobs import begun_workers
-
-            build_parts = partial(build_parts, workers=stack.enter_context(begun_workers(keys)))
         if chosen.recorder == "host":
             from ..targets.cpu.interface import begun_interface
 

@@ -69,7 +69,7 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
 def _check_world(model: Any, options: Options) -> str:
     """The recorder of a model over several devices.  Raises world-refused for what cannot be built so."""
     if options.split not in (None, "layers"):
-        raise BuildError("world-refused", f"split is {options.split!r}: expected 'layers'")
+        raise BuildError("option-invalid", f"split {options.split!r}: expected layers")
     if options.world not in WORLDS:
         raise BuildError("world-refused", f"world is {options.world}: expected {WORLDS[0]} to {WORLDS[-1]} GPUs")
     if not isinstance(model, str | os.PathLike) or kind_of(os.fspath(model)) == "saved":

@@ -14,9 +14,9 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Collection, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, CancelledError, ThreadPoolExecutor, wait
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -55,25 +55,25 @@ def ask(
     workers: int | None = None,
     seconds: float | None = None,
     needed: Collection[Key] = (),
-    begun: Sequence[Worker] = (),
 ) -> Iterator[tuple[Key, Any]]:
-    """The answers as they come, of `workers` processes at a time (default: as many as `processors`), `begun` before others.  After
-    `seconds` those to `needed` alone are waited for, and the others left out.  Raises what a worker refused, and an error of code
-    `kind.died` when one ended without an answer.  The first error ends all."""
-    started, idle = list(begun), list(begun)
+    """The answers as they come, of `workers` processes at a time (default: as many as `processors`).  After `seconds` those to
+    `needed` alone are waited for, and the others left out.  Raises what a worker refused, and an error of code `kind.died` when one
+    ended without an answer.  The first error ends all."""
+    started: list[_Worker] = []
+    idle: list[_Worker] = []
     starting = threading.Lock()
     ended = False
 
     def answer(request: Request) -> Any:
-        with starting:  # one that starts while the others are ended would be waited for
-            if ended:
-                raise CancelledError
-            if idle:
-                worker = idle.pop()
-            else:
-                started.append(worker := Worker(kind, len(started)))
+        if idle:
+            worker = idle.pop()
+        else:
+            with starting:  # one that starts while the others are ended would be waited for
+                if ended:
+                    raise CancelledError
+                started.append(worker := _Worker(kind, len(started)))
         found = worker.ask(request)
-        (idle.append if kind.reused else Worker.close)(worker)
+        (idle.append if kind.reused else _Worker.close)(worker)
         return found
 
     def kill() -> None:
@@ -109,20 +109,7 @@ def processors() -> int:
     return len(os.sched_getaffinity(0))
 
 
-@contextmanager
-def begun(kind: Kind, number: int) -> Iterator[list[Worker]]:
-    """So many workers, for `ask`: what they import is there when there is something to ask.  They end with this.  Call it in the
-    thread that lives longest."""
-    started: list[Worker] = []
-    try:
-        started += [Worker(kind, each) for each in range(number)]
-        yield started
-    finally:
-        for worker in started:
-            worker.close()
-
-
-class Worker:
+class _Worker:
     """A process that was started."""
 
     def __init__(self, kind: Kind, number: int) -> None:

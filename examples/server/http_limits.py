@@ -68,15 +68,16 @@ class BoundedBodies:
         declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
         if int(declared) > self.largest:  # h11 refuses what is no number
             return None
-        body, more = b"", True
+        body, more = bytearray(), True
         while more:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            body, more = body + message["body"], message["more_body"]
+            body += message.get("body", b"")
+            more = message.get("more_body", False)
             if len(body) > self.largest:
                 return None
-        return body
+        return bytes(body)
 
 
 class BoundedConnection(H11Protocol):

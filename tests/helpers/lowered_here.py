@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Hashable, Iterator, Mapping
 from typing import Any
 
 import pytest
 
 from cgcompile.offline.lower import jobs
 from cgcompile.offline.lower.worker import work
-from cgcompile.util.workers import Kind, Request, Worker
+from cgcompile.util.workers import Kind, Request
 
 
 def lower_here(patch: pytest.MonkeyPatch) -> None:
     """As long as `patch` holds.  Builds with workers: tests/cpu/pipeline/test_build_offline.py."""
 
-    def answers(
-        kind: Kind, requests: Mapping[Hashable, Request], seconds: float | None = None, begun: Sequence[Worker] = ()
-    ) -> Iterator[tuple[Hashable, Any]]:
+    def answers(kind: Kind, requests: Mapping[Hashable, Request], seconds: float | None = None) -> Iterator[tuple[Hashable, Any]]:
         for name, request in requests.items():
             yield name, work(request.content)  # type: ignore[arg-type]
 
     patch.setattr(jobs, "ask", answers)
-    patch.setattr(jobs, "begun", lambda kind, number: nullcontext([]))

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,7 @@ from ...targets.cuda.tensors import settings
 from ...targets.program_contents import program_contents, tensor_layout
 from ...util.content_cache import cache_path, recall, remember
 from ...util.progress import Tell
-from ...util.scratch import scratch_folder
-from ...util.workers import Kind, Request, Worker, ask, begun, processors
+from ...util.workers import Kind, Request, ask
 from ..lowered import Lowered
 
 Layouts = tuple[tuple[int, ...] | None, ...]
@@ -72,13 +70,12 @@ def lower_all(
     table: Path | None,
     tell: Tell,
     seconds: float | None = None,
-    workers: Sequence[Worker] = (),
 ) -> dict[RegionKey, Lowered]:
-    """Every job lowered for `arch`, in the order of `jobs`, in as many processes as there are processors, `workers` (see
-    `begun_workers`) before others.  `folder` takes working files and logs, `cache` what was lowered.  `code` names the model whose
-    code registers operators that the programs call, or is "": what these launch may change while the programs stay the same, so
-    that nothing is remembered.  Raises what `inductor.lower_key` raises, lowering-broken when a process ends without an answer, and
-    TimeoutError when not all is done after so many `seconds`."""
+    """Every job lowered for `arch`, in the order of `jobs`, in as many processes as there are processors.  `folder` takes working
+    files and logs, `cache` what was lowered.  `code` names the model whose code registers operators that the programs call, or is
+    "": what these launch may change while the programs stay the same, so that nothing is remembered.  Raises what
+    `inductor.lower_key` raises, lowering-broken when a process ends without an answer, and TimeoutError when not all is done after
+    so many `seconds`."""
     rest = arch, table.read_bytes() if table else b"", settings()
     about = program_contents([job.program for job in jobs.values()])
     asked = {name: ([tensor_layout(each) for each in job.tensors], job.layouts, job.writes, job.live) for name, job in jobs.items()}
@@ -102,7 +99,8 @@ def lower_all(
             live=job.live, key=own_key(name[1]), arch=arch, settings=settings(), table=table,
         )  # fmt: skip
         requests[name] = Request(content=content, what=f"lowering {name[0]} for int_key {name[1]}")
-    for name, lowered in ask(_kind(folder), requests, seconds=seconds, begun=workers):
+    kind = Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken")
+    for name, lowered in ask(kind, requests, seconds=seconds):
         if not code:
             remember(kept[name], lowered)
         known[name] = lowered
@@ -110,18 +108,6 @@ def lower_all(
     if len(known) < len(jobs):
         raise TimeoutError
     return {name: known[name] for name in jobs}
-
-
-@contextmanager
-def begun_workers(keys: int) -> Iterator[Sequence[Worker]]:
-    """Processes for `lower_all`, which import Inductor while so many int_keys are exported: half as many as there are processors at
-    most, since what was lowered before needs none."""
-    with scratch_folder() as folder, begun(_kind(folder), min(keys, max(1, processors() // 2))) as workers:
-        yield workers
-
-
-def _kind(folder: Path) -> Kind:
-    return Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken")
 
 
 def read_program(job: WorkerJob) -> ExportedProgram:

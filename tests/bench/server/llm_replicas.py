@@ -22,30 +22,16 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from examples.demo_llm import write
+
 SERVER = Path(__file__).parents[3] / "examples" / "serve_llm.py"
-PROMPTS = 64
+PROMPTS, VOCABULARY = 64, 256
 
-WIDTH, HIDDEN, LAYERS, HEADS, KEY_HEADS, VOCABULARY = 4096, 11008, 3, 32, 4, 256
-
-
-def write(folder: Path) -> None:
-    """Layers as wide as those of a model of 7B, and few of them: a call is the GPU's work, and a bundle is soon built."""
-    import torch
-    import transformers
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    tokenizer = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(letters)}, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    config = transformers.AutoConfig.for_model(
-        "llama", vocab_size=VOCABULARY, hidden_size=WIDTH, intermediate_size=HIDDEN, num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS, num_key_value_heads=KEY_HEADS, max_position_embeddings=4096, bos_token_id=None,
-        eos_token_id=None,
-    )  # fmt: skip
-    torch.manual_seed(0)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder)
-    tokenizer.save(str(folder / "tokenizer.json"))
+SHAPE = {
+    "hidden_size": 4096, "intermediate_size": 11008, "num_hidden_layers": 3, "num_attention_heads": 32, "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+}  # fmt: skip
+"""Layers as wide as those of a model of 7B, and few of them: a call is the GPU's work, and a bundle is soon built."""
 
 
 def started(bundle: str, tokenizer: str, devices: str, cores: set[int], turns: int) -> tuple[subprocess.Popen[str], str]:
@@ -136,7 +122,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=8)
     given = parser.parse_args()
     if given.write:
-        write(Path(given.bundle))
+        write(Path(given.bundle), SHAPE)
         return
     one, several = [rate(given.bundle, given.tokenizer, devices, given) for devices in (given.devices.split(",")[0], given.devices)]
     count = len(given.devices.split(","))

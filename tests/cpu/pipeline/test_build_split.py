@@ -53,12 +53,15 @@ def test_a_device_has_its_own_layers(built: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "reason"),
-    [({"world": None}, "split='layers' without world"), ({"split": "rows"}, "expected 'layers'")],
+    ("options", "code", "reason"),
+    [
+        ({"world": None}, "world-refused", "split='layers' without world"),
+        ({"split": "rows"}, "option-invalid", "split 'rows': expected layers"),
+    ],
 )
-def test_options_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], reason: str) -> None:
+def test_options_that_do_not_go_together(tmp_path: Path, options: dict[str, Any], code: str, reason: str) -> None:
     given: dict[str, Any] = {"sizes": [4], "target": "sm_90", "world": 2, "split": "layers", "out": tmp_path / "x.cgb", **options}
-    with raises("world-refused", match=reason):
+    with raises(code, match=reason):
         cgcompile.build(MODEL, progress="silent", **given)
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from cgcompile.errors import CATALOGUE
-from cgcompile.util.workers import Kind, Request, ask, begun
+from cgcompile.util.workers import Kind, Request, ask
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
 
@@ -155,7 +155,7 @@ def test_what_a_worker_started_ends_with_it(kind: Mapping[str, Any], tmp_path: P
 PARENT = """
 import sys
 from pathlib import Path
-from cgcompile.util.workers import Kind, Request, ask, begun
+from cgcompile.util.workers import Kind, Request, ask
 sys.path.append(sys.argv[1])
 kind = Kind(module="asked_worker", folder=Path(sys.argv[1]), died="worker-died")
 list(ask(kind, {0: Request(content="hang", what="doing it")}))
@@ -201,24 +201,3 @@ def test_when_the_time_is_over_the_needed_answers_alone_are_waited_for(kind: Map
     assert dict(ask(Kind(**kind), requests, 2, 0.0, ["needed"])) == {"needed": {"twice": 8}}
     assert dict(ask(Kind(**kind), requests, 2, 5.0)) == {"needed": {"twice": 8}}
     assert time.monotonic() - began < 50, "who hangs was not waited for"
-
-
-def test_workers_that_were_begun_are_asked_first_and_end_with_their_context(kind: Mapping[str, Any]) -> None:
-    requests = {number: Request(content="who", what="doing it") for number in range(3)}
-    with begun(Kind(**kind), 2) as workers:
-        processes = {worker.process.pid for worker in workers}
-        assert len(processes) == 2 and all(worker.process.poll() is None for worker in workers)
-        answers = set(dict(ask(Kind(**kind), requests, 1, begun=workers)).values())
-        assert answers and answers <= processes
-    assert all(worker.process.returncode is not None for worker in workers)
-    with begun(Kind(**kind), 1) as workers:  # nothing is asked
-        pass
-    assert workers[0].process.returncode is not None
-
-
-def test_more_are_started_than_were_begun(kind: Mapping[str, Any], tmp_path: Path) -> None:
-    with begun(Kind(**kind), 1) as workers:
-        asking = ask(Kind(**kind), {name: Request(content=name, what="doing it") for name in ("compile", "who")}, 2, begun=workers)
-        assert next(asking)[0] == "who"
-        asking.close()  # type: ignore[attr-defined]
-        assert wait_until("", tmp_path, seconds=10)

@@ -65,6 +65,16 @@ def test_a_hint_names_the_entry() -> None:
     with raises("sizes-invalid") as caught:
         sizes(["batch=1"])
     assert caught.value.hint == "add --sizes prefill:seq=1,8; in Python sizes={'prefill': {'seq': [1, 8]}}"
+    with raises("sizes-invalid", match="declares 2 dimensions") as caught:
+        sizes(["decode:1"], {"decode": ("batch", "seq"), "reset": ()})
+    words = "--sizes decode:batch=1,8 --sizes decode:seq=1,8"
+    assert caught.value.hint == f"for example {words}; in Python sizes={{'decode': {{'batch': [1, 8], 'seq': [1, 8]}}}}"
+
+
+def test_an_entry_without_dimensions_is_told_to_leave_sizes_out() -> None:
+    with raises("sizes-invalid", match="declares no dimension") as caught:
+        sizes(["reset:1"], {"decode": ("batch",), "reset": ()})
+    assert caught.value.hint == "inputs() takes no parameter: leave --sizes out"
 
 
 @pytest.mark.parametrize("given", [[1, 8], "1,8", ["batch=1,8"], {"batch": [1, 8]}, ["forward:batch=1,8"], {"forward": [8, 1]}])
