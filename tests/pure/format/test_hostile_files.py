@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import shutil
@@ -196,6 +197,7 @@ def test_weights_that_are_copied_stay(bundle: Path) -> None:
 
 
 def test_no_descriptor_stays_open(bundle: Path) -> None:
+    gc.collect()  # what tests before left open in cycles
     before = len(os.listdir("/proc/self/fd"))
     opened = Archive(str(bundle))
     verify.check_bundle(opened, "full")
