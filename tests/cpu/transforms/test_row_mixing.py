@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cgcompile.transforms import padded_run
+from cgcompile.transforms.padding import operator_trials
 from tests.cpu.models import rows
 from tests.cpu.transforms.test_padding_proof import decide
 
@@ -100,7 +100,7 @@ def test_batch(case: str) -> None:
 
 @pytest.mark.parametrize("case", ["a threshold on a sum of zeros", "largest", "length", "normalized", "in place"])
 def test_large_operators_that_join_nothing_hide_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padded_run, "LARGE", 1)
+    monkeypatch.setattr(operator_trials, "LARGE", 1)
     function, pad, chunk = BATCH[case]
     assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][:2] == (pad, chunk)
 
@@ -120,7 +120,7 @@ class Tanhs(TorchFunctionMode):
 def test_large_operators_that_join_nothing_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     counted = []
     for large in (2**20, 1):
-        monkeypatch.setattr(padded_run, "LARGE", large)
+        monkeypatch.setattr(operator_trials, "LARGE", large)
         with Tanhs() as tanhs:
             assert decide(Over(lambda m, x: x.tanh()), signed, {"batch": (2, 4)})["batch"][:2] == ("rows", True)
         counted.append(tanhs.calls)
@@ -129,7 +129,7 @@ def test_large_operators_that_join_nothing_are_not_tried(monkeypatch: pytest.Mon
 
 def test_what_is_large_and_joined_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries meet others of a tensor whose rows are none of the call's, or lie elsewhere."""
-    monkeypatch.setattr(padded_run, "LARGE", 1)
+    monkeypatch.setattr(operator_trials, "LARGE", 1)
     for function in (lambda m, x: x * x.flip(0), lambda m, x: x * torch.arange(x.shape[0]).flip(0)[:, None]):
         assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][0] == "no"
 
