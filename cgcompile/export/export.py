@@ -29,13 +29,13 @@ from .functionalization import size_from_a_float
 from .programs import Programs, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
 
-STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "shape-depends-on-data")
+STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "data-dependent-shape")
 """Causes by which torch.export stops."""
 
 OF_SHAPES = ("export-failed", "size-excluded")
 """Those that constant sizes may remove."""
 
-OF_VALUES = ("data-dependent-branch", "shape-depends-on-data")
+OF_VALUES = ("data-dependent-branch", "data-dependent-shape")
 """Those that constant sizes may answer."""
 
 PROBES = 8
@@ -50,7 +50,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
     which might write to a buffer that this one asks for its values.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
-    file and line), data-dependent-branch, shape-depends-on-data and structure-unsupported.
+    file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
     """
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
@@ -138,7 +138,7 @@ def _made(
         first = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
         program, obstacles = past_branches(flat, calls, first, lambda: export_dynamic(source, flat, shapes, sizes))
         if sizes and (where := size_from_a_float(program)):
-            raise ModelError("shape-depends-on-data", f"{where}: the size of a tensor depends on data")
+            raise ModelError("data-dependent-shape", f"{where}: the size of a tensor depends on data")
         if sizes and not _same(flat.asserted, *calls[:2]):
             raise branch(*next((each.where, each.source) for each in obstacles if each.rule == "asserted-value"))
         check_dynamic(source, flat, program, shapes, sizes, branched=_branched(obstacles))
