@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from cgcompile.export.export import export
+from cgcompile.export.functionalization import functional
 from cgcompile.model.load import load_source
 from tests.helpers.raising import raises
 
@@ -57,3 +58,26 @@ def test_a_branch_that_calls_what_torch_cannot_trace() -> None:
     with raises("eager-failed", match=r"torch\.cond: torch refuses a body: .*`print`") as raised:
         export(load_source(Branch(), lambda: torch.ones(2, 4)), {})
     assert "tensors alone" in raised.value.hint
+
+
+class Writing(nn.Module):
+    """Bodies that write to an operand, or to a view of it: PyTorch runs them, torch.export does not make them functional."""
+
+    def __init__(self, loop: bool) -> None:
+        super().__init__()
+        self.loop = loop
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.loop:
+            start = torch.zeros((), dtype=torch.int64), x
+            return torch.while_loop(lambda i, y: i < TURNS, lambda i, y: (i + 1, y.add_(1) * 2), start)[1]  # the loop writes
+        return torch.cond(x.sum() > 0, lambda y: y * 2, lambda y: y[:1].mul_(3) * y, (x,))  # the branch writes
+
+
+@pytest.mark.parametrize(("loop", "told"), [(True, "the loop writes"), (False, "the branch writes")])
+def test_a_body_that_writes_to_an_operand(loop: bool, told: str) -> None:
+    line = next(at for at, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(f"# {told}"))
+    program = export(load_source(Writing(loop), lambda: torch.ones(2, 4)), {}).programs.first
+    with raises("export-failed", match=rf"test_refused_bodies\.py:{line}: a body of torch\.\w+ writes to an operand") as raised:
+        functional(program)
+    assert "x + 1" in raised.value.hint
