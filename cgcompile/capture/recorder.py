@@ -149,7 +149,7 @@ def prepare(
     `stored` is where the file of weights goes, from which the processes take them (default: inside `folder`).  With `release` the
     programs' own tensors, but for state, give their memory back once it is written: nothing can run the programs afterwards.
 
-    Raises sizes-differ, shared-storage.
+    Raises inputs-unlike, state-shared.
     """
     folder.mkdir(parents=True, exist_ok=True)
     _check_calls(calls, exam)
@@ -311,19 +311,19 @@ def _saved(programs: Programs, folder: Path) -> dict[IntKey, Path]:
 def _check_calls(calls: Mapping[IntKey, Call], exam: Mapping[IntKey, Call]) -> None:
     for key, call in calls.items():
         if key not in exam:
-            raise BuildError("sizes-differ", f"there are no fresh inputs for int_key {key}")
+            raise BuildError("inputs-unlike", f"there are no fresh inputs for int_key {key}")
         shapes = []
         for leaves, spec in (tree_flatten(call), tree_flatten(exam[key])):
             shapes.append((spec, [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
         if shapes[0] != shapes[1]:
-            raise BuildError("sizes-differ", f"int_key {key}: the fresh inputs have other shapes than the example's")
+            raise BuildError("inputs-unlike", f"int_key {key}: the fresh inputs have other shapes than the example's")
 
 
 def _check_apart(state: Collection[str], tensors: Mapping[str, torch.Tensor]) -> None:
     tied = [name for name, shape in shapes_of(tensors).items() if shape.same_as in state or (shape.same_as and name in state)]
     broken = sorted((set(state) & _overlapping(tensors)) | set(tied))
     if broken:
-        raise ModelError("shared-storage", f"the program changes {', '.join(broken)}, which shares memory with another weight")
+        raise ModelError("state-shared", f"the program changes {', '.join(broken)}, which shares memory with another weight")
 
 
 def _overlapping(tensors: Mapping[str, torch.Tensor]) -> frozenset[str]:

@@ -36,7 +36,7 @@ def unknown_collective(context: RuleContext) -> Iterable[Finding]:
     Why: NCCL's kernels cannot be stored, and these are done by kernels of ours, which all ranks launch in one order.
     Effect: no bundle can be built.
     Fix: one of these collectives, of torch.distributed's functional ones, with group.WORLD.
-    Source: torch/distributed/_functional_collectives.py; cgcompile/targets/kernels/collectives.py.
+    Source: torch/distributed/_functional_collectives.py; cgcompile/targets/collectives/kernels.py.
     """
     for node, top in context.calls():
         if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace in NAMESPACES:

@@ -1,4 +1,4 @@
-"""Whether an exported program computes what the model computes in eager PyTorch."""
+"""The model in eager PyTorch: whether it runs, the shapes that it gives, and whether its program computes the same."""
 
 from __future__ import annotations
 
@@ -7,16 +7,94 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch.export import ExportedProgram
 
-from cgbundle.format.schema import Size
+from cgbundle.format.schema import Size, Tree
 from cgbundle.format.size_expressions import evaluate
 
 from ..errors import ModelError
 from ..model.flat_module import FlatModule, ProgramModule, Reference, run_eager
 from ..model.source import SEED, Source, all_keys, sample, written_method
-from ..model.user_code import definition
+from ..model.user_code import definition, first_line, user_line
 from ..util.tolerance import compare, tolerance
+from .exported import EagerShapes
+from .higher_order.refused_bodies import refused_body
 from .programs import Programs, coarsest
 from .signature import symbols_of
+
+FAR = tolerance(torch.bfloat16)
+"""Beyond what rounding does to any dtype: the exam finds what is nearer."""
+
+
+ASSERTED = "Runtime assertion failed"
+"""What torch (2.11, 2.13) says where a program does not hold what its export found out."""
+
+
+def try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
+    """Runs the model at its smallest and largest sizes.  Raises size-excluded, eager-failed, structure-unsupported."""
+    results, shapes, failed = [], [], []
+    for pick in (0, -1):
+        chosen = {name: values[pick] for name, values in sizes.items()}
+        try:
+            shapes.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
+        except ModelError as error:
+            if error.code != "size-excluded":
+                raise
+            failed.append(error)
+        results.append(flat.result)
+    if len(failed) == len(results):
+        cause = failed[0].__cause__
+        raise ModelError("eager-failed", str(failed[0]), refused_body(cause)[1]) from cause
+    if failed:
+        ran = ", ".join([f"{name}={value}" for name, value in shapes[0][0].items()])
+        raise ModelError("size-excluded", str(failed[0]), f"it runs at {ran}: {failed[0].hint}") from failed[0].__cause__
+    check_result(source, *results)
+    return shapes
+
+
+def eager_shapes(
+    source: Source, flat: FlatModule, chosen: Mapping[str, int], tensors: Sequence[torch.Tensor]
+) -> list[tuple[int, ...]]:
+    """The shapes of the outputs.  Raises size-excluded, structure-unsupported."""
+    try:
+        return [tuple(output.shape) for output in run_eager(flat, tensors).outputs]
+    except Exception as error:
+        if isinstance(error, ModelError):
+            raise
+        place = user_line(error, source.label) or source.label
+        nested = _nested(flat) if isinstance(error, TypeError) else ""
+        raise ModelError(
+            "size-excluded", f"{place}: the model fails in eager PyTorch at {_at(chosen) or 'its inputs'}: {_said(error)}{nested}"
+        ) from error
+
+
+def _said(error: Exception) -> str:
+    """What the model raised; PyTorch's own RuntimeError says by its text alone what it is."""
+    refused, _ = refused_body(error)
+    if refused:
+        return refused
+    kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
+    return kind + first_line(error)
+
+
+def _nested(flat: FlatModule) -> str:
+    """A remark on arguments that are tuples, where the model may want a tensor."""
+    names = [name for name, _ in flat.like.call["call"]]
+    given = dict(zip(names, flat.like.args, strict=False)) | flat.like.kwargs
+    tuples = [f"{name} is a {type(value).__name__}" for name, value in given.items() if isinstance(value, tuple | list)]
+    return (
+        f"; of what inputs() gives, {', '.join(tuples)}: was a tensor meant? (x,) is one argument, ((x,),) a tuple"
+        if tuples
+        else ""
+    )
+
+
+def check_result(source: Source, one: Tree | None, other: Tree | None) -> None:
+    """Raises structure-unsupported where a model gives results of different nesting at two sizes."""
+    if one != other:
+        raise ModelError(
+            "structure-unsupported",
+            f"{source.label}: the result's nesting or constants change with the sizes: {one} and {other}",
+            "return tensors, and numbers that do not depend on a declared dimension",
+        )
 
 
 def check_dynamic(
@@ -61,14 +139,6 @@ def check_static(
         where = definition(written_method(source.model, source.entry)) or source.label
         at = f" at {_at(chosen)}" if chosen else ""
         raise ModelError("export-differs", f"{where}: while torch.export traces it, the model computes something else{at}")
-
-
-FAR = tolerance(torch.bfloat16)
-"""Beyond what rounding does to any dtype: the exam finds what is nearer."""
-
-
-ASSERTED = "Runtime assertion failed"
-"""What torch (2.11, 2.13) says where a program does not hold what its export found out."""
 
 
 def _at(chosen: Mapping[str, int]) -> str:

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from cgbundle.format.schema import IntKey, Size, Tree
+from cgbundle.format.schema import IntKey, Size
 
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
@@ -22,20 +22,19 @@ from ..model.source import Source, all_keys, sample
 from ..model.tracing.attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.tracing.held_tensors import held_tensors, make_buffer
 from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
-from ..model.user_code import first_line, user_line
-from .eager_check import check_dynamic, check_static
+from .eager_check import check_dynamic, check_result, check_static, eager_shapes, try_eager
 from .exported import EagerShapes, Exported, memory_order
 from .functionalization import size_from_a_float
 from .programs import Programs, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
 
-STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "shape-depends-on-data")
+STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "data-dependent-shape")
 """Causes by which torch.export stops."""
 
 OF_SHAPES = ("export-failed", "size-excluded")
 """Those that constant sizes may remove."""
 
-OF_VALUES = ("data-dependent-branch", "shape-depends-on-data")
+OF_VALUES = ("data-dependent-branch", "data-dependent-shape")
 """Those that constant sizes may answer."""
 
 PROBES = 8
@@ -50,7 +49,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
     which might write to a buffer that this one asks for its values.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
-    file and line), data-dependent-branch, shape-depends-on-data and structure-unsupported.
+    file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
     """
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
@@ -59,7 +58,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
     calls: list[SideEffects] = []
     flat.watch = calls.append
     versions = {id(buffer): buffer._version for buffer in source.model.buffers() if not buffer.is_inference()}
-    seen = _try_eager(source, flat, sizes)
+    seen = try_eager(source, flat, sizes)
     flat.earlier = calls[0]
     changes = _changed_attributes(source, flat, sizes)
     flat.assigned = tuple(changes)
@@ -138,7 +137,7 @@ def _made(
         first = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
         program, obstacles = past_branches(flat, calls, first, lambda: export_dynamic(source, flat, shapes, sizes))
         if sizes and (where := size_from_a_float(program)):
-            raise ModelError("shape-depends-on-data", f"{where}: the size of a tensor depends on data")
+            raise ModelError("data-dependent-shape", f"{where}: the size of a tensor depends on data")
         if sizes and not _same(flat.asserted, *calls[:2]):
             raise branch(*next((each.where, each.source) for each in obstacles if each.rule == "asserted-value"))
         check_dynamic(source, flat, program, shapes, sizes, branched=_branched(obstacles))
@@ -191,8 +190,8 @@ def _per_size(
         chosen = dict(zip(sizes, key, strict=True))
         tensors = sample(source, chosen).tensors
         flat.known, flat.asserted = frozenset(), NOTHING
-        seen.append((chosen, _eager_shapes(source, flat, chosen, tensors)))
-        _check_result(source, result, flat.result)
+        seen.append((chosen, eager_shapes(source, flat, chosen, tensors)))
+        check_result(source, result, flat.result)
         flat.earlier = calls[-1]
         program, found = past_branches(flat, calls, tensors, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
         if not _branched(found):
@@ -219,7 +218,7 @@ def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...
         for size in between[::step] if between else ():
             chosen = {**{other: each[0] for other, each in sizes.items()}, name: size}
             try:
-                found.append((chosen, _eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
+                found.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
             except ModelError:
                 continue  # no declared size: the proof of padding finds out what a call there gets
     return found
@@ -234,71 +233,6 @@ def _make_dense(model: torch.nn.Module) -> None:
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.permute(memory_order(parameter)).is_contiguous():
                 parameter.data = parameter.data.contiguous()
-
-
-def _try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
-    """Runs the model at its smallest and largest sizes.  Raises size-excluded, eager-failed, structure-unsupported."""
-    results, shapes, failed = [], [], []
-    for pick in (0, -1):
-        chosen = {name: values[pick] for name, values in sizes.items()}
-        try:
-            shapes.append((chosen, _eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
-        except ModelError as error:
-            if error.code != "size-excluded":
-                raise
-            failed.append(error)
-        results.append(flat.result)
-    if len(failed) == len(results):
-        raise ModelError("eager-failed", str(failed[0])) from failed[0].__cause__
-    if failed:
-        ran = ", ".join([f"{name}={value}" for name, value in shapes[0][0].items()])
-        raise ModelError("size-excluded", str(failed[0]), f"it runs at {ran}: {failed[0].hint}") from failed[0].__cause__
-    _check_result(source, *results)
-    return shapes
-
-
-def _eager_shapes(
-    source: Source, flat: FlatModule, chosen: Mapping[str, int], tensors: Sequence[torch.Tensor]
-) -> list[tuple[int, ...]]:
-    """The shapes of the outputs.  Raises size-excluded, structure-unsupported."""
-    at = ", ".join(f"{name}={size}" for name, size in chosen.items())
-    try:
-        return [tuple(output.shape) for output in run_eager(flat, tensors).outputs]
-    except Exception as error:
-        if isinstance(error, ModelError):
-            raise
-        place = user_line(error, source.label) or source.label
-        nested = _nested(flat) if isinstance(error, TypeError) else ""
-        raise ModelError(
-            "size-excluded", f"{place}: the model fails in eager PyTorch at {at or 'its inputs'}: {_said(error)}{nested}"
-        ) from error
-
-
-def _said(error: Exception) -> str:
-    """What the model raised; PyTorch's own RuntimeError says by its text alone what it is."""
-    kind = "" if type(error) is RuntimeError else f"{type(error).__name__}: "
-    return kind + first_line(error)
-
-
-def _nested(flat: FlatModule) -> str:
-    """A remark on arguments that are tuples, where the model may want a tensor."""
-    names = [name for name, _ in flat.like.call["call"]]
-    given = dict(zip(names, flat.like.args, strict=False)) | flat.like.kwargs
-    tuples = [f"{name} is a {type(value).__name__}" for name, value in given.items() if isinstance(value, tuple | list)]
-    return (
-        f"; of what inputs() gives, {', '.join(tuples)}: was a tensor meant? (x,) is one argument, ((x,),) a tuple"
-        if tuples
-        else ""
-    )
-
-
-def _check_result(source: Source, one: Tree | None, other: Tree | None) -> None:
-    if one != other:
-        raise ModelError(
-            "structure-unsupported",
-            f"{source.label}: the result's nesting or constants change with the sizes: {one} and {other}",
-            "return tensors, and numbers that do not depend on a declared dimension",
-        )
 
 
 FEW = 16

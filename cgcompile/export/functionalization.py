@@ -21,6 +21,7 @@ from ..errors import ModelError
 from ..model.flat_module import PREFIX
 from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.user_code import first_line, place
+from .higher_order.refused_bodies import written_operand
 from .torch_program import arguments, without_weights
 from .weights import weight_tensors
 
@@ -34,7 +35,7 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
     form traces the program anew, which takes as long as exporting it.
 
     torch makes none of a program that saves states of random generators: it is the program's own then, and the rule
-    rng-state-operation refuses the program.  Raises state-changed, state-shared, shape-depends-on-data, export-failed.
+    rng-state-operation refuses the program.  Raises state-changed, state-shared, data-dependent-shape, export-failed.
     """
     parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
     if any(keeps_rng_state(node) for part in parts for node in part.graph.nodes):
@@ -62,7 +63,14 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
                 "give each a tensor of its own",
             ) from error
         if where := size_from_a_float(program):
-            raise ModelError("shape-depends-on-data", f"{where}: the size of a tensor depends on data") from error
+            raise ModelError("data-dependent-shape", f"{where}: the size of a tensor depends on data") from error
+        where, operator = written_operand(program.graph_module)
+        if operator:
+            raise ModelError(
+                "export-failed",
+                f"{where or 'model'}: a body of {operator} writes to an operand, of which torch.export makes no functional form",
+                "make a new tensor in it: `x + 1` in place of `x.add_(1)`",
+            ) from error
         raise ModelError(
             "export-failed",
             f"model: torch.export cannot make the program functional: {type(error).__name__}: {first_line(error)}",

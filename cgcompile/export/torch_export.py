@@ -40,7 +40,7 @@ from .higher_order.returned_operands import copy_shared_results
 def export_dynamic(
     source: Source, flat: FlatModule, shapes: Sequence[tuple[Size, ...]], sizes: Mapping[str, tuple[int, ...]]
 ) -> ExportedProgram:
-    """One program for all sizes.  Raises size-excluded, export-failed, data-dependent-branch, shape-depends-on-data."""
+    """One program for all sizes.  Raises size-excluded, export-failed, data-dependent-branch, data-dependent-shape."""
     # export takes a dimension with a single value above 1 for a constant: the range always goes beyond the sizes
     roots = {name: Dim(name, min=values[0], max=max(values[0] + 3, values[-1])) for name, values in sizes.items()}
     tensors = flat.like.tensors
@@ -57,7 +57,7 @@ def export_dynamic(
 
 
 def export_static(source: Source, flat: FlatModule, tensors: Sequence[torch.Tensor]) -> ExportedProgram:
-    """The program for the sizes of `tensors`.  Raises export-failed, data-dependent-branch, shape-depends-on-data."""
+    """The program for the sizes of `tensors`.  Raises export-failed, data-dependent-branch, data-dependent-shape."""
     try:
         return _export(flat, tensors, None)
     except Exception as error:
@@ -257,7 +257,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         place = f"{found[1]}:{found[2]}" if found else source.label
     if isinstance(error, DynamicOutputShapeException) or (isinstance(error, TypeError) and "but got FakeTensor" in text):
         what = f" ({error.func})" if isinstance(error, DynamicOutputShapeException) else ""
-        return ModelError("shape-depends-on-data", f"{place}: the size of a tensor depends on data{what}")
+        return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}")
     if not sizes and found_place and type(error).__module__ == "builtins" and "torch.export" not in text:
         # raised by the model's own code, which eager PyTorch could run
         said = f"{type(error).__name__}: {first_line(error)}"

@@ -13,7 +13,7 @@ import torch
 import torch.distributed._functional_collectives  # registers the shapes of what its operators give
 from torch import Tensor
 
-from ..targets.kernels.exchange_nodes import output_shape
+from ..targets.collectives.exchange_nodes import output_shape
 
 NAME = "collective"
 """Of the operator: (input, one of `exchange_nodes.KINDS`, ranks, the rank that sends or -1, what comes first) -> what comes."""

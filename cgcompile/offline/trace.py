@@ -18,13 +18,13 @@ from cgbundle.tables.recording import Address, Function
 from ..export.programs import Programs
 from ..targets.architectures import Arch
 from ..targets.build_spec import BuildSpec
+from ..targets.collectives.exchange_nodes import ExchangeKernels, needed_memory, transfer
+from ..targets.collectives.kernels import collective_image
 from ..targets.cuda.chains import chained_outputs
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
-from ..targets.kernels.collectives import collective_image
 from ..targets.kernels.conditions import condition_function, condition_image
-from ..targets.kernels.exchange_nodes import ExchangeKernels, needed_memory, transfer
 from ..targets.memory_layout import PAD, Table, WeightLayout, align
 from ..util.content_cache import cache_folder
 from ..util.progress import Tell

@@ -34,7 +34,7 @@ from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.chains import chains_of, check_layouts
 from ..targets.choice import ALL_LOWERINGS, CONDITIONALS, FIRST_LOWERING, Chosen, choose
 from ..transforms.error_bounds import error_bounds
-from ..transforms.padding_proof import prove_padding
+from ..transforms.padding.proof import prove_padding
 from ..transforms.prepared import prepare, together
 from ..util.disk_space import size
 from ..util.imports import quick_imports

@@ -91,7 +91,7 @@ def _report(
     try:
         exported = export(source, wanted, alone=not several)
     except ModelError as error:
-        if error.code not in ("export-failed", "data-dependent-branch", "shape-depends-on-data"):
+        if error.code not in ("export-failed", "data-dependent-branch", "data-dependent-shape"):
             raise
         found.append(_stopped(error))
         unpartitioned = "the model cannot be exported"
@@ -134,7 +134,7 @@ def _stopped(error: ModelError) -> Finding:
     where, line = user_place(cause) if cause is not None else ("", "")
     if error.code == "data-dependent-branch":
         rule, message, fix = "data-dependent-branch", BRANCH, error.hint
-    elif error.code == "shape-depends-on-data":
+    elif error.code == "data-dependent-shape":
         rule, message, fix = "data-dependent-shape", "torch.export cannot follow a size that depends on data", error.hint
     elif isinstance(cause, UnsupportedOperatorException) and re.search("sparse|nested", str(cause.func)):
         rule, message, fix = "sparse-output", "a tensor that is not dense", "use dense tensors, and masks"

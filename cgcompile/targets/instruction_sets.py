@@ -84,18 +84,19 @@ def level_of(name: str) -> Level | None:
     return next((row for row in LEVELS if row.name == name), None)
 
 
-def check_level(level: Level, machine: str, flags: Collection[str]) -> None:
-    """Raises target-unavailable where this machine, with `flags` of /proc/cpuinfo, cannot run code of that level."""
+def foreign(level: Level, machine: str, flags: Collection[str]) -> str:
+    """Why a machine, with `flags` of /proc/cpuinfo, cannot run code of that level; "" where it can."""
     if machine != level.machine:
-        raise BuildError(
-            "target-unavailable", f"target {level.name}: this machine is {machine}, and its code is proved by running it"
-        )
-    if missing := sorted(set(level.features) - set(flags)):
-        raise BuildError(
-            "target-unavailable",
-            f"target {level.name}: this processor lacks {', '.join(missing)}, and the code is proved by running it",
-            "name a lower level, or build on another machine",
-        )
+        return f"its code is for {level.machine}, and this machine is {machine}"
+    missing = sorted(set(level.features) - set(flags))
+    return f"this processor lacks {', '.join(missing)}" if missing else ""
+
+
+def check_level(level: Level, machine: str, flags: Collection[str]) -> None:
+    """Raises target-unavailable where `foreign` has a reason."""
+    if why := foreign(level, machine, flags):
+        hint = "name a lower level, or build on another machine" if machine == level.machine else ""
+        raise BuildError("target-unavailable", f"target {level.name}: {why}; what is built here is proved by running it", hint)
 
 
 def needed(

@@ -19,7 +19,7 @@ from cgbundle.cpu.processor import processor_flags, processor_name
 from cgbundle.errors import CgbundleError
 
 from ..targets.architectures import ARCHES
-from ..targets.instruction_sets import LEVELS, Level, check_level
+from ..targets.instruction_sets import LEVELS, Level, check_level, foreign
 from ..targets.requirements import BINDINGS, DRIVER, EXTRA, check_compiler, check_packages, compiler, installed
 from ..util.version import VERSION
 
@@ -174,25 +174,19 @@ def _level(row: Level) -> TargetHere:
 
 
 def _processors(name: str, about: str, level: Level | None) -> TargetHere:
+    machine, flags = os.uname().machine, processor_flags()
+
     def fits() -> None:
         if level is not None:
-            check_level(level, os.uname().machine, processor_flags())
+            check_level(level, machine, flags)
 
     built = _refusal(lambda: check_packages("host"), check_compiler, fits)
-    foreign = _foreign(level) if level is not None else ""
-    lacking, how = ("", "") if foreign else _refusal(lambda: libtorch.find(""))
+    elsewhere = foreign(level, machine, flags) if level is not None else ""
+    lacking, how = ("", "") if elsewhere else _refusal(lambda: libtorch.find(""))
     return TargetHere(
-        name=name, about=about, not_built=built[0], not_run=foreign or lacking, recorder="" if built[0] else "host",
-        fix=built[1] or how, standalone=not foreign,
+        name=name, about=about, not_built=built[0], not_run=elsewhere or lacking, recorder="" if built[0] else "host",
+        fix=built[1] or how, standalone=not elsewhere,
     )  # fmt: skip
-
-
-def _foreign(level: Level) -> str:
-    """Why this processor cannot run code of that level, or ""."""
-    if level.machine != os.uname().machine:
-        return f"its code is for {level.machine}, and this machine is {os.uname().machine}"
-    missing = sorted(set(level.features) - processor_flags())
-    return f"this processor lacks {', '.join(missing)}" if missing else ""
 
 
 def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:

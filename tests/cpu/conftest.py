@@ -10,9 +10,10 @@ import pytest
 from tests.helpers.shared_builds import shared_build
 
 with suppress(ImportError):  # a machine with a GPU may have no more than torch and pytest
-    from hypothesis import settings
+    from hypothesis import HealthCheck, settings
 
-    settings.register_profile("cpu", deadline=None)  # the machine may be busy: no example fails for the time it took
+    # the machine may be busy: nothing fails for the time that it took
+    settings.register_profile("cpu", deadline=None, suppress_health_check=[HealthCheck.too_slow])
     settings.load_profile("cpu")
 
 MODEL = """

@@ -31,7 +31,7 @@ PORT = "8123"
 """In pages; while they are run, another that is free."""
 
 DEAR = ("slow", "gpu")
-PATIENCE = 60
+PATIENCE = 300
 """Seconds that a command in the background has to print its first line."""
 
 

@@ -16,9 +16,9 @@ if not torch.cuda.can_device_access_peer(0, 1):
     pytest.skip("the GPUs cannot write to each other's memory", allow_module_level=True)
 pytest.importorskip("cuda.bindings")
 
-from cgcompile.targets.kernels.collective_launches import CollectiveLaunch, collective_launch  # noqa: E402
-from cgcompile.targets.kernels.collectives import PIECE, Combine, Way  # noqa: E402
-from cgcompile.targets.kernels.exchange_memory import ExchangeMemory  # noqa: E402
+from cgcompile.targets.collectives.exchange_memory import ExchangeMemory  # noqa: E402
+from cgcompile.targets.collectives.kernels import PIECE, Combine, Way  # noqa: E402
+from cgcompile.targets.collectives.launches import CollectiveLaunch, collective_launch  # noqa: E402
 from tests.gpu.helpers.ranks import Collective, Ranks  # noqa: E402
 
 WORLD = 2

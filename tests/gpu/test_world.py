@@ -23,7 +23,7 @@ pytest.importorskip("triton")
 
 import cgbundle  # noqa: E402
 from cgbundle.exam import replay_exam  # noqa: E402
-from cgcompile.targets.kernels.collectives import collective_image  # noqa: E402
+from cgcompile.targets.collectives.kernels import collective_image  # noqa: E402
 from cgcompile.targets.kernels.ptxas import assemble  # noqa: E402
 from tests.helpers import rank_bundles  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402

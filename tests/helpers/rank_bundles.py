@@ -19,7 +19,7 @@ from cgbundle.format.archive import EXAM, PROGRAM, WEIGHTS, describe_files, exam
 from cgbundle.format.schema import MEMORIES, Dimension, Exam, Manifest, Program, Step, TensorSpec, Value, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Function, Recording
-from cgcompile.targets.kernels.exchange_nodes import ExchangeKernels, exchange_node, needed_memory, transfer
+from cgcompile.targets.collectives.exchange_nodes import ExchangeKernels, exchange_node, needed_memory, transfer
 from tests.helpers import cuda_bundles
 from tests.helpers.cuda_bundles import ADD, FLOATS, KEYS, address, edge, launch, relocations
 from tests.helpers.support import POSITIONAL, bounds, proof, seal

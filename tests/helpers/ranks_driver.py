@@ -15,7 +15,7 @@ from random import Random
 from typing import Any
 
 from cgbundle.tables.collectives import params, unpacked
-from cgcompile.targets.kernels.exchange_memory import LIMIT, STATUS
+from cgcompile.targets.collectives.exchange_memory import LIMIT, STATUS
 from tests.helpers.fake_driver import FakeDriver, Handle
 
 Work = Callable[[], bool]

@@ -6,11 +6,12 @@ import gc
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests.helpers.fake_driver import FakeDriver, install
 
-settings.register_profile("pure", deadline=None)  # the machine may be busy: no example fails for the time it took
+# the machine may be busy: nothing fails for the time that it took
+settings.register_profile("pure", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("pure")
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from cgbundle.format.schema import DTYPES, IntKey
 
 from ...bundle.rows import WHOLE
-from ...errors import BuildError
+from ...errors import DEFECT, BuildError
 from ..lowered import (
     TEMPORARY,
     WEIGHT,
@@ -56,7 +56,7 @@ def whole(traced: Lowered) -> LoweredProgram:
 def merge(key: IntKey, regions: Sequence[LoweredRegion], given: Sequence[str], outputs: Sequence[str]) -> LoweredProgram:
     """`regions`, in the order in which they run, as one program.  `given`: the values of INPUT buffers, in order: the call's, and
     behind them those that the host makes and a graph takes.  `outputs`: the call's; those that a graph makes live to the end.
-    Raises sizes-unlike and place-invalid when a region takes a value otherwise than an earlier one made it."""
+    Raises inputs-unlike and place-invalid when a region takes a value otherwise than an earlier one made it."""
     growing = MergedProgram(key=key, given={name: place for place, name in enumerate(given)})
     for region in regions:
         if region.lowered is None:
@@ -153,7 +153,8 @@ class MergedProgram:
             return self._shared(replace(buffer, name=str(self.given[name])))
         made, where = self.made[name], f"int_key {self.key}, {region.name}"
         if _layout(made) != _layout(tensor):
-            raise BuildError("sizes-unlike", f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(made)}")
+            what = f"{where}: {name} is taken as {_layout(tensor)}, and was made as {_layout(made)}"
+            raise BuildError("inputs-unlike", what, DEFECT)
         if made.pointer.offset + buffer.nbytes > self.buffers[made.pointer.buffer].nbytes:
             raise BuildError(
                 "place-invalid", f"{where}: {name}, {buffer.nbytes} bytes, does not lie inside the buffer that it was made in"

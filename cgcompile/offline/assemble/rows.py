@@ -10,10 +10,10 @@ from cgbundle.format.schema import MEMORIES, Value
 from cgbundle.tables.recording import Address, Function, KernelNode, MemcpyNode, MemsetNode, Recording, Relocation
 
 from ...errors import BuildError
+from ...targets.collectives.exchange_nodes import ExchangeKernels, exchange_node, transfer
 from ...targets.cuda.bodies import Bodies
 from ...targets.cuda.recorded import RecordedGraph
 from ...targets.kernels.conditions import set_condition
-from ...targets.kernels.exchange_nodes import ExchangeKernels, exchange_node, transfer
 from ..compile.kernels import CompiledKernel
 from ..lowered import (
     INPUT,

@@ -40,16 +40,16 @@ def given_rows(program: ExportedProgram, tensors: Sequence[torch.Tensor]) -> lis
             raise ModelError("constant-unknown", f"input {spec.arg.name} of the program is of the kind {spec.kind.name}")
         if spec.kind == InputKind.USER_INPUT:
             if given >= len(tensors):
-                raise BuildError("sizes-unlike", f"the program takes more than the {len(tensors)} tensors of the call")
+                raise BuildError("inputs-unlike", f"the program takes more than the {len(tensors)} tensors of the call")
             tensor, seen = tensors[given], node.meta["val"]
             if (tensor.dtype, tensor.dim()) != (seen.dtype, seen.dim()):
-                raise BuildError("sizes-unlike", f"input {given} is {_text(tensor)}, the program takes {_text(seen)}")
+                raise BuildError("inputs-unlike", f"input {given} is {_text(tensor)}, the program takes {_text(seen)}")
             rows.append((INPUT, str(given), tensor))
             given += 1
         else:
             rows.append((WEIGHT, spec.target, state[spec.target]))
     if given != len(tensors):
-        raise BuildError("sizes-unlike", f"the program takes {given} tensors, the call has {len(tensors)}")
+        raise BuildError("inputs-unlike", f"the program takes {given} tensors, the call has {len(tensors)}")
     return rows
 
 

@@ -44,7 +44,7 @@ def retrace(
     writes: bool = False,
 ) -> Retraced:
     """The program at the sizes of `tensors`, inside `fake_device`.  `layouts`: of each output the strides that it must have, None
-    for any; () for any of all.  `writes`: it writes to buffers or inputs.  Raises sizes-unlike, state-shared, constant-unknown,
+    for any; () for any of all.  `writes`: it writes to buffers or inputs.  Raises inputs-unlike, state-shared, constant-unknown,
     randomness-refused, operation-needs-gpu."""
     source = program.graph_module
     if writes or any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):

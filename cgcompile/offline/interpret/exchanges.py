@@ -16,7 +16,7 @@ from cgbundle.format.schema import IntKey
 from cgbundle.tables.recording import KernelNode
 
 from ...errors import ModelError
-from ...targets.kernels.exchange_nodes import Transfer
+from ...targets.collectives.exchange_nodes import Transfer
 from .memory import Memory
 from .values import Array
 

@@ -26,7 +26,7 @@ from cgbundle.tables.recording import (
 )
 
 from ...errors import BuildError
-from ...targets.kernels.exchange_nodes import transfer_of
+from ...targets.collectives.exchange_nodes import transfer_of
 from ...targets.kernels.fills import memset_of
 from ...util.workers import serve
 from ..assemble.block_reader import arguments, check_order, programs

@@ -123,7 +123,7 @@ def lower_key(
     that may change between calls.  `choose` picks the configuration of products and convolutions among
     Inductor's and `more`.  Equal arguments give equal results, in every process.
 
-    Raises operation-needs-gpu, randomness-refused, state-shared, constant-unknown, sizes-unlike, lowering-broken,
+    Raises operation-needs-gpu, randomness-refused, state-shared, constant-unknown, inputs-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
     """
     with fake_device(arch):

@@ -17,7 +17,7 @@ import torch
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError, ModelError
-from ...targets.kernels.exchange_nodes import MULTIPLE, output_shape, transfer
+from ...targets.collectives.exchange_nodes import MULTIPLE, output_shape, transfer
 from ..collectives import NAME
 from ..lowered import (
     INPUT,

@@ -12,7 +12,7 @@ from cgbundle.format.schema import IntKey
 
 from ...capture.build import CutProgram, example_calls, graph_names
 from ...capture.recorder import Recordable, Recorded
-from ...errors import BuildError
+from ...errors import DEFECT, BuildError
 from ...export.programs import Programs
 from ...export.torch_program import on_device
 from ...export.weights import weight_tensors
@@ -38,7 +38,7 @@ class Traceable:
 
 
 def traceable(spec: BuildSpec, cut: CutProgram) -> Traceable:
-    """Copies the program to the CPU.  Raises target-unavailable for a GPU that nobody described, and sizes-unlike where the host's
+    """Copies the program to the CPU.  Raises target-unavailable for a GPU that nobody described, and inputs-unlike where the host's
     part would not be the one of the captured recordings."""
     arch(spec.target)
     programs = _on_cpu(spec.programs)
@@ -50,7 +50,8 @@ def traceable(spec: BuildSpec, cut: CutProgram) -> Traceable:
         placements = spec.by_key({entry.name: entry.placements for entry in spec.entries})
         split = split_program(programs, placements, calls)
         if (split.uploads, split.host_only) != (cut.split.uploads, cut.split.host_only):
-            raise BuildError("sizes-unlike", "what crosses between host and GPU is laid out otherwise where the CPU computed it")
+            what = "what crosses between host and GPU is laid out otherwise where the CPU computed it"
+            raise BuildError("inputs-unlike", what, DEFECT)
     live = live_weights_of(spec, spec.programs.weights())
     return Traceable(jobs=jobs_of(spec, programs, split, calls, live), calls=calls, split=split)
 

@@ -116,7 +116,7 @@ def lifted(module: GraphModule, leaves: Sequence[Any]) -> tuple[GraphModule, lis
             made[node] = arguments[same]
     placeholders = [node for node in module.graph.nodes if node.op == "placeholder"]
     if len(placeholders) != len(leaves):
-        raise BuildError("sizes-unlike", f"the program takes {len(placeholders)} values, the call has {len(leaves)}")
+        raise BuildError("inputs-unlike", f"the program takes {len(placeholders)} values, the call has {len(leaves)}")
     taken = [(i, node) for i, node in enumerate(placeholders) if isinstance(leaves[i], torch.Tensor)]
     for i, node in taken:
         made[node] = graph.placeholder(f"input_{i}")

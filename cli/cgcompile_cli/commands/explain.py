@@ -28,9 +28,9 @@ MET = {
 
 LAST = "of the recorders, which few people meet"
 RECORDERS = frozenset({
-    "cupti-unavailable", "driver-call-failed", "recorder-failed", "sizes-differ", "parameters-unreadable",
+    "cupti-unavailable", "driver-call-failed", "recorder-failed", "parameters-unreadable",
     "image-unseen", "image-format", "loader-unknown", "recordings-differ", "address-disagrees",
-    "module-state-differs", "module-state-unreadable", "gpu-visible", "sizes-unlike", "lowering-broken",
+    "module-state-differs", "module-state-unreadable", "gpu-visible", "lowering-broken",
     "measurements-broken", "kernel-failed", "kernel-too-large", "kernel-unsupported", "worker-died",
     "lifetime-broken", "arena-overlap", "place-invalid", "parameter-mismatch", "order-broken",
     "function-not-interpretable", "access-outside", "kernel-unreadable", "node-refused", "copy-refused",

@@ -66,8 +66,8 @@ def measured_nccl() -> dict[int, float]:
 
 def ours(theirs: dict[int, float]) -> None:
     """The table; `theirs`: NCCL's microseconds by bytes."""
-    from cgcompile.targets.kernels.collective_launches import collective_launch
-    from cgcompile.targets.kernels.exchange_memory import ExchangeMemory
+    from cgcompile.targets.collectives.exchange_memory import ExchangeMemory
+    from cgcompile.targets.collectives.launches import collective_launch
     from tests.gpu.helpers.ranks import Collective, Ranks
 
     ranks = Ranks(ExchangeMemory(world=2, packets=4 << 20, buffers=SIZES[-1]))
@@ -90,8 +90,8 @@ def ours(theirs: dict[int, float]) -> None:
 
 def many(count: int) -> None:
     """Random sizes one behind the other, other numbers and one of six graphs at every replay."""
-    from cgcompile.targets.kernels.collective_launches import collective_launch
-    from cgcompile.targets.kernels.exchange_memory import ExchangeMemory
+    from cgcompile.targets.collectives.exchange_memory import ExchangeMemory
+    from cgcompile.targets.collectives.launches import collective_launch
     from tests.gpu.helpers.ranks import Collective, Ranks
 
     random = Random(1)

@@ -146,6 +146,7 @@ ALIASES: list[Change] = [
 def test_outputs_that_share_something_else(tmp_path: Path, change: Change) -> None:
     x = from_bytes(pack("<64f", *range(1, 65)), "float32", (4, 16))
     program = cgbundle.load(altered("v3/cpu_state", tmp_path, change))
+    program.seed(0)  # from a seed of its own, one load in 200 drops all that tells the two places apart
     with program, raises("library-refused", match="is not what the bundle says that it shares|, the bundle says"):
         program(x)
 

@@ -21,8 +21,8 @@ from cgbundle.errors import CallError, MachineError
 from tests.helpers.places import ROOT
 
 EXAMPLES = ROOT / "examples"
-SECONDS = 0.4
-"""That a connection has for a whole request here."""
+SECONDS, IDLE = 1.5, 2
+"""That a connection has for a whole request here, and between two: enough for a server that waits for a processor."""
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ class Model:
 
     def __call__(self, rows: Sequence[Sequence[int]], length: int) -> list[Any]:
         self.began.set()
-        assert self.go.wait(20)
+        assert self.go.wait(60)
         self.rows += [list(row) for row in rows]
         if any(99 in row for row in rows):
             raise CallError("input-shape", "token 99:\nout of range")
@@ -69,15 +69,15 @@ class Running:
     def stop(self) -> None:
         self.model.go.set()
         self.server.should_exit = True
-        self.thread.join(30)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
     def connect(self) -> socket.socket:
-        return socket.create_connection(("127.0.0.1", self.port), timeout=20)
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
 
     def ask(self, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any, dict[str, str]]:
         """(status, body, headers) of a request of its own."""
-        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=20)
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("POST", "/embed", body, {"Content-Type": "application/json"} | (headers or {}))
         answer = connection.getresponse()
         told = json.loads(answer.read())
@@ -99,7 +99,7 @@ def shared(serve: ModuleType) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def strict(serve: ModuleType) -> Iterator[Running]:
     """One that does not wait long."""
-    running = Running(serve, SECONDS)
+    running = Running(serve, SECONDS, IDLE)
     yield running
     running.stop()
 
@@ -140,7 +140,7 @@ def ended(connection: socket.socket) -> bool:
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.005)
@@ -213,7 +213,7 @@ def test_a_request_that_does_not_come_ends_the_connection(strict: Running) -> No
         connection.sendall(sent)
     for connection in connections:
         assert ended(connection)
-        assert SECONDS / 2 < time.monotonic() - begin < 10
+        assert SECONDS / 2 < time.monotonic() - begin < 60
         connection.close()
 
 
@@ -222,7 +222,7 @@ def test_a_byte_now_and_then_does_not_keep_a_connection(strict: Running) -> None
     open_ones = {strict.connect(): begun for begun in (b"POST /embed HTTP/1.1\r\nX: ", head(10**5), head(None) + b"99999\r\n")}
     for connection, begun in open_ones.items():
         connection.sendall(begun)
-    while open_ones and time.monotonic() - begin < 10:
+    while open_ones and time.monotonic() - begin < 60:
         for connection in [*open_ones]:
             try:
                 connection.sendall(b" ")
@@ -230,7 +230,7 @@ def test_a_byte_now_and_then_does_not_keep_a_connection(strict: Running) -> None
                 connection.close()
                 del open_ones[connection]
         time.sleep(SECONDS / 10)
-    assert SECONDS / 2 < time.monotonic() - begin < 9
+    assert SECONDS / 2 < time.monotonic() - begin < 50
 
 
 def test_a_connection_is_kept_between_requests_and_closed_when_idle(strict: Running) -> None:
@@ -241,7 +241,7 @@ def test_a_connection_is_kept_between_requests_and_closed_when_idle(strict: Runn
             assert status(connection) == 200
             time.sleep(SECONDS / 2)
         assert ended(connection)
-    assert SECONDS < time.monotonic() - begin < 10
+    assert SECONDS < time.monotonic() - begin < 60
 
 
 def test_the_rest_of_a_refused_body_keeps_no_connection(strict: Running) -> None:
@@ -251,12 +251,12 @@ def test_the_rest_of_a_refused_body_keeps_no_connection(strict: Running) -> None
         connection.sendall(head(1 << 40))
         assert status(connection) == 413
         try:
-            while time.monotonic() - begin < 10:
+            while time.monotonic() - begin < 60:
                 connection.sendall(b" " * 1000)
                 time.sleep(0.01)
         except ConnectionError:
             pass
-    assert time.monotonic() - begin < 9
+    assert time.monotonic() - begin < 50
 
 
 def test_half_of_a_next_request_keeps_no_connection(strict: Running) -> None:
@@ -290,7 +290,7 @@ def test_what_a_client_asked_that_left_is_not_computed(running: Running) -> None
     running.model.go.clear()
     with running.connect() as first, running.connect() as stays:
         first.sendall(request("1"))
-        assert running.model.began.wait(20)
+        assert running.model.began.wait(60)
         leaves = [running.connect() for _ in range(2)]
         for connection in leaves:
             connection.sendall(request("2"))
@@ -318,7 +318,7 @@ def test_who_ends_the_server_ends_a_request_too(serve: ModuleType) -> None:
         task = asyncio.create_task(bounded({"type": "http", "headers": []}, messages.get, None))
         await asyncio.sleep(0.01)
         messages.put_nowait({"type": "http.disconnect"}) if leaves else task.cancel()
-        await asyncio.wait([task], timeout=20)
+        await asyncio.wait([task], timeout=60)
         return "cancelled" if task.cancelled() else "done"
 
     assert asyncio.run(run(leaves=True)) == "done"
@@ -329,7 +329,7 @@ def test_a_full_queue_says_when_to_come_back(running: Running) -> None:
     running.model.go.clear()
     connections = [running.connect() for _ in range(4)]
     connections[0].sendall(request("1"))
-    assert running.model.began.wait(20)
+    assert running.model.began.wait(60)
     for connection in connections[1:]:
         connection.sendall(request("2"))
     wait_for(lambda: len(running.server.server_state.tasks) == 4)
@@ -359,13 +359,21 @@ import sys, threading, time
 import serve
 from server import batching
 
+texts = []
+
+def tokens(text):
+    texts.append(text)
+    return [int(word) for word in text.split()]
+
 def model(rows, length):
+    while len(texts) < 5:
+        time.sleep(0.01)
     print("called", file=sys.stderr, flush=True)
     time.sleep(0.2)
     return [list(row) for row in rows]
 
 batcher = batching.Batcher(model, (8,), 2, 0.0)
-serve.serve(serve.make_app(batcher, lambda text: [int(word) for word in text.split()], {}), "127.0.0.1", 0, "slow")
+serve.serve(serve.make_app(batcher, tokens, {}), "127.0.0.1", 0, "slow")
 """
 
 
@@ -377,17 +385,17 @@ def test_sigterm_answers_those_who_wait_and_takes_no_more(serve: ModuleType) -> 
     assert process.stderr is not None
     try:
         port = int(process.stderr.readline().rsplit(":", 1)[1])
-        idle, *waiting = [socket.create_connection(("127.0.0.1", port), timeout=20) for _ in range(6)]
+        idle, *waiting = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(6)]
         for connection in waiting:
             connection.sendall(request("1"))
         assert process.stderr.readline() == "called\n", "five wait for three calls, of which the first has begun"
         time.sleep(0.05)
         process.terminate()
         assert [status(connection) for connection in waiting] == [200] * 5
-        assert process.wait(20) == 0
+        assert process.wait(60) == 0
         assert ended(idle)
         with pytest.raises(ConnectionRefusedError):
-            socket.create_connection(("127.0.0.1", port), timeout=20)
+            socket.create_connection(("127.0.0.1", port), timeout=60)
         assert set(process.stderr.read().split()) <= {"called"}
         for connection in (idle, *waiting):
             connection.close()

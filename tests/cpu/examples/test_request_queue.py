@@ -36,7 +36,7 @@ class Model:
     def __call__(self, items: Sequence[int]) -> list[int]:
         self.called.append(list(items))
         if self.gate is not None:
-            assert self.gate.wait(20)
+            assert self.gate.wait(60)
         if 13 in items:
             raise ValueError("bad luck")
         return [2 * item for item in items]
@@ -49,7 +49,7 @@ def asked(requests: ModuleType, model: Model, session: Callable[[Any], Awaitable
         given = {"wait": 0.01, "limit": 100, "watch": lambda batch: None} | options
         with ThreadPoolExecutor(1) as thread:
             async with requests.RequestQueue(model, thread, 4, **given) as queue:
-                return await asyncio.wait_for(session(queue), 20)
+                return await asyncio.wait_for(session(queue), 60)
 
     return asyncio.run(run())
 
@@ -74,7 +74,7 @@ def test_several_calls_at_once(requests: ModuleType) -> None:
 
     def call(items: Sequence[int]) -> list[int]:
         began.release()
-        assert gate.wait(20)
+        assert gate.wait(60)
         return [2 * item for item in items]
 
     async def run() -> tuple[int, list[int]]:
@@ -82,7 +82,7 @@ def test_several_calls_at_once(requests: ModuleType) -> None:
             async with requests.RequestQueue(call, threads, 4, 0.01, 100, lambda batch: None, 2) as queue:
                 each = [asyncio.create_task(queue.answer(number, "a", 4, 20)) for number in range(5)]
                 for _ in range(2):
-                    assert await asyncio.to_thread(began.acquire, timeout=20)
+                    assert await asyncio.to_thread(began.acquire, timeout=60)
                 await asyncio.sleep(0.05)
                 waiting = queue.waiting
                 gate.set()
@@ -125,7 +125,7 @@ def test_a_deadline_that_passes_is_told_and_takes_no_place(requests: ModuleType)
         began = time.monotonic()
         with pytest.raises(requests.Late, match=r"no answer within 0.05 s"):
             await queue.answer(1, "a", 1, 0.05)
-        assert time.monotonic() - began < 10 and queue.waiting == 0
+        assert time.monotonic() - began < 60 and queue.waiting == 0
         gate.set()
         assert await first == 0
         assert await queue.answer(2, "a", 1, 20) == 4
@@ -153,7 +153,7 @@ def test_the_end_answers_what_waits_and_takes_nothing_more(requests: ModuleType)
                 await asyncio.sleep(0)
             with pytest.raises(requests.Stopping):
                 await queue.answer(1, "a", 1, 20)
-            return await asyncio.wait_for(asyncio.gather(*waiting), 20)
+            return await asyncio.wait_for(asyncio.gather(*waiting), 60)
 
     assert asyncio.run(run()) == [0, 2, 4]
 

@@ -60,7 +60,7 @@ def asked(batching: ModuleType, model: Any, session: Callable[[Any], Awaitable[A
 
     async def run() -> Any:
         async with batching.Batcher(model, (2, 4), 3, **options) as batcher:
-            return await asyncio.wait_for(session(batcher), 20)
+            return await asyncio.wait_for(session(batcher), 60)
 
     return asyncio.run(run())
 
@@ -94,7 +94,7 @@ def test_what_comes_during_a_call_goes_with_the_next(batching: ModuleType) -> No
 
 def test_several_calls_run_at_once(batching: ModuleType) -> None:
     """Each waits for the other."""
-    both = threading.Barrier(2, timeout=10)
+    both = threading.Barrier(2, timeout=60)
 
     def model(rows: Sequence[Sequence[int]], length: int) -> list[int]:
         both.wait()
@@ -337,7 +337,7 @@ def test_the_server_stops_without_a_word(made: tuple[Path, Path, Expected], how:
         kept.request("GET", "/health")
         assert kept.getresponse().read(), "a connection that is kept open does not hold it up"
         server.process.send_signal(how)
-        assert server.process.wait(30) == 0
+        assert server.process.wait(60) == 0
         assert server.process.stderr is not None and server.process.stderr.read() == ""
 
 
@@ -351,4 +351,4 @@ def test_what_cannot_be_served_is_one_line(made: tuple[Path, Path, Expected], bu
         }
         for arguments, line in expected.items():
             process = start(*arguments)
-            assert (process.communicate(timeout=60)[1], process.returncode) == (line, 1)
+            assert (process.communicate(timeout=300)[1], process.returncode) == (line, 1)

@@ -140,7 +140,7 @@ class Running:
 
     @staticmethod
     def until(true: Callable[[], bool]) -> None:
-        end = time.monotonic() + 30
+        end = time.monotonic() + 60
         while not true():
             assert time.monotonic() < end
             time.sleep(0.005)
@@ -153,7 +153,7 @@ class Running:
     def stop(self) -> None:
         self.model.gate.set()
         self.uvicorn.should_exit = True
-        self.thread.join(30)
+        self.thread.join(60)
         assert not self.thread.is_alive()
 
 
@@ -452,7 +452,7 @@ def test_the_end_waits_for_answers(serve_llm: ModuleType, folder: Path) -> None:
         server.until(lambda: refuses(server.port))
         server.model.gate.set()
         assert json.loads(open_one.getresponse().read())["usage"]["completion_tokens"] == 40
-        server.thread.join(30)
+        server.thread.join(60)
         assert not server.thread.is_alive() and not server.server.engine.alive
 
 
@@ -582,12 +582,12 @@ def test_a_signal_drains_it(process: Process) -> None:
     answer.readline()
     process.process.send_signal(signal.SIGTERM)
     assert answer.read().decode().endswith("data: [DONE]\n\n")
-    assert process.process.wait(30) == 0
+    assert process.process.wait(60) == 0
 
 
 def test_a_bundle_that_is_not_there(tmp_path: Path) -> None:
     started = Process(tmp_path / "none.cgb", "--tokenizer", tmp_path)
-    assert started.line.startswith("serve_llm: ") and "none.cgb" in started.line and started.process.wait(30) == 1
+    assert started.line.startswith("serve_llm: ") and "none.cgb" in started.line and started.process.wait(60) == 1
 
 
 def test_a_bundle_of_another_model(serve_llm: ModuleType) -> None:

@@ -173,7 +173,7 @@ def ctc(x: torch.Tensor) -> torch.Tensor:
         (lambda x: {1.5: x}, (1, 8), "structure-unsupported", "neither text nor a number"),
         (lambda x: (x, x.shape[0]), (1, 8), "structure-unsupported", "change with the sizes"),
         (lambda x: x @ x, (1, 8), "eager-failed", "test_export.py:"),
-        (ctc, (2, 8), "shape-depends-on-data", "test_export.py:"),
+        (ctc, (2, 8), "data-dependent-shape", "test_export.py:"),
     ],
 )
 def test_models_that_cannot_be_exported(

@@ -20,7 +20,7 @@ from cgcompile.model.flat_module import run_eager
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
 from cgcompile.targets.weights import shapes_of
-from cgcompile.transforms.padding_proof import prove_padding
+from cgcompile.transforms.padding.proof import prove_padding
 from cgcompile.transforms.prepared import Prepared, prepare
 from tests.helpers.raising import raises
 

@@ -18,7 +18,7 @@ from cgcompile.export.signature import describe_signature
 from cgcompile.model.flat_module import run_eager
 from cgcompile.model.load import load_sources
 from cgcompile.model.source import sample
-from cgcompile.transforms.padding_proof import prove_padding
+from cgcompile.transforms.padding.proof import prove_padding
 from cgcompile.transforms.prepared import Prepared, prepare, together
 from tests.golden.models import Lanes, traced_entries
 from tests.helpers.raising import raises

@@ -176,7 +176,7 @@ def exported() -> Any:
 
 
 def test_state_that_shares_memory_is_not_torn_apart(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
-    with raises("shared-storage", match="whole"):
+    with raises("state-shared", match="whole"):
         record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, state=("whole",))
 
 
@@ -194,7 +194,7 @@ def test_a_weight_that_a_replay_changes(
 def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     calls = {KEY: ((torch.ones(2),), {})}
     for fresh, message in (({}, "no fresh inputs"), ({KEY: ((torch.ones(3),), {})}, "other shapes than the example's")):
-        with raises("sizes-differ", match=message):
+        with raises("inputs-unlike", match=message):
             record.recorder.record(exported, calls, folder=tmp_path, exam=fresh)
 
 

@@ -54,7 +54,7 @@ def running(folder: Path) -> list[str]:
 
 
 def wait_for(what: str, folder: Path) -> None:
-    end = time.monotonic() + 100
+    end = time.monotonic() + 300
     while not any(what in command for command in running(folder)):
         assert time.monotonic() < end, "it does not begin"
         time.sleep(0.02)
@@ -74,7 +74,7 @@ def test_a_build_that_is_told_to_end(tmp_path: Path) -> None:
         wait_for("sleep 600", tmp_path)
         assert [each.suffix for each in sorted((tmp_path / "out").iterdir())] == [".building", ".lock"]
         process.send_signal(signal.SIGTERM)
-        told = process.communicate(timeout=100)[1]
+        told = process.communicate(timeout=300)[1]
     finally:
         process.kill()
     assert (process.returncode, told) == (143, "error: terminated\n")

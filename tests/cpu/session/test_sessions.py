@@ -285,14 +285,14 @@ def test_threads_that_close_one_session_at_once_free_it_once(bundle: Path) -> No
         start = threading.Barrier(6)
 
         def end(each: cgbundle.Program, start: threading.Barrier = start) -> None:
-            start.wait(10)
+            start.wait(60)
             each.close()
 
         threads = [threading.Thread(target=end, args=(each,)) for each in (*sessions, program, program)]
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

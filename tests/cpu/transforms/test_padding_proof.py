@@ -11,8 +11,8 @@ from cgcompile.export.export import export
 from cgcompile.export.functionalization import functional
 from cgcompile.export.signature import describe_signature
 from cgcompile.model.load import load_source
-from cgcompile.transforms import padding_proof
-from cgcompile.transforms.padding_proof import prove_padding
+from cgcompile.transforms.padding import proof
+from cgcompile.transforms.padding.proof import prove_padding
 from cgcompile.transforms.prepared import prepare
 from tests.cpu.models import Batched, rows
 
@@ -106,8 +106,8 @@ def test_a_model_that_asserts_its_size_is_not_padded() -> None:
 
 
 def test_the_graph_whose_operators_are_tried_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    made, functional_graph = [], padding_proof.functional
-    monkeypatch.setattr(padding_proof, "functional", lambda program: made.append(1) or functional_graph(program))
+    made, functional_graph = [], proof.functional
+    monkeypatch.setattr(proof, "functional", lambda program: made.append(1) or functional_graph(program))
     found = decide(Batched(torch.relu), lambda batch, seq: torch.rand(batch, seq, 4), {"batch": (2, 4), "seq": (2, 8)})
     assert {name: each[:2] for name, each in found.items()} == {"batch": ("rows", True), "seq": ("rows", True)}
     assert len(made) == 1

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from cgcompile.transforms import padded_run
+from cgcompile.transforms.padding import operator_trials
 from tests.cpu.models import rows
 from tests.cpu.transforms.test_padding_proof import decide
 
@@ -100,7 +100,7 @@ def test_batch(case: str) -> None:
 
 @pytest.mark.parametrize("case", BATCH)
 def test_what_is_believed_of_large_operators_hides_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padded_run, "LARGE", 1)
+    monkeypatch.setattr(operator_trials, "LARGE", 1)
     function, pad, chunk = BATCH[case]
     assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][:2] == (pad, chunk)
 
@@ -142,7 +142,7 @@ KNOWN: dict[str, tuple[Function, str]] = {
 def test_what_is_known_of_operators_is_what_trying_them_shows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     function, pad = KNOWN[case]
     for large in (2**20, 1):
-        monkeypatch.setattr(padded_run, "LARGE", large)
+        monkeypatch.setattr(operator_trials, "LARGE", large)
         found = decide(Over(function), signed, {"batch": (2, 4)})["batch"]
         assert found[0] == pad, found[2]
 
@@ -168,7 +168,7 @@ def test_large_operators_that_join_nothing_are_not_tried(
 ) -> None:
     counted = []
     for large in (2**20, 1):
-        monkeypatch.setattr(padded_run, "LARGE", large)
+        monkeypatch.setattr(operator_trials, "LARGE", large)
         with Calls(name) as calls:
             assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][:2] == ("rows", True)
         counted.append(calls.calls)
@@ -177,7 +177,7 @@ def test_large_operators_that_join_nothing_are_not_tried(
 
 def test_what_is_large_and_joined_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """Entries meet others of a tensor whose rows are none of the call's, or lie elsewhere."""
-    monkeypatch.setattr(padded_run, "LARGE", 1)
+    monkeypatch.setattr(operator_trials, "LARGE", 1)
     for function in (lambda m, x: x * x.flip(0), lambda m, x: x * torch.arange(x.shape[0]).flip(0)[:, None]):
         assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][0] == "no"
 
@@ -247,7 +247,7 @@ SEQ: dict[str, tuple[Function, Callable[..., object], str, bool]] = {
 @pytest.mark.parametrize("large", [2**20, 1])
 @pytest.mark.parametrize("case", SEQ)
 def test_sequence(case: str, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(padded_run, "LARGE", large)
+    monkeypatch.setattr(operator_trials, "LARGE", large)
     function, inputs, pad, chunk = SEQ[case]
     found = decide(Over(function), inputs, {"seq": (5,), "batch": (2,)})["seq"]
     assert found[:2] == (pad, chunk), found[2]

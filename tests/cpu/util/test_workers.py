@@ -34,7 +34,7 @@ WORKER = """
         if request == "die":
             raise RuntimeError("out of luck")
         if request == "hang":
-            time.sleep(60)
+            time.sleep(600)
         if request == "compile":
             subprocess.run(["sleep", "600"])
         if request == "who":
@@ -109,7 +109,7 @@ def test_the_first_error_ends_the_others(kind: Mapping[str, Any]) -> None:
     began = time.monotonic()
     with raises("sizes-invalid"):
         asked(kind, "hang", "refuse plainly", 1, workers=2)
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
 
 
 # --- what is left ----------------------------------------------------------------------------------------------------
@@ -149,7 +149,7 @@ def test_what_a_worker_started_ends_with_it(kind: Mapping[str, Any], tmp_path: P
     answers = ask(Kind(**kind), {name: Request(content=name, what="doing it") for name in ("compile", "who")}, 2)
     assert next(answers)[0] == "who" and wait_until("sleep", tmp_path)
     answers.close()  # type: ignore[attr-defined]
-    assert wait_until("", tmp_path, seconds=10)
+    assert wait_until("", tmp_path, seconds=60)
 
 
 PARENT = """
@@ -171,7 +171,7 @@ def test_a_worker_ends_with_a_parent_that_is_killed(kind: Mapping[str, Any], tmp
     time.sleep(delay)
     parent.kill()
     assert parent.wait() == -signal.SIGKILL
-    assert wait_until("", tmp_path, seconds=10)
+    assert wait_until("", tmp_path, seconds=60)
 
 
 def test_a_worker_that_starts_while_the_others_are_ended_is_not_waited_for(
@@ -192,12 +192,12 @@ def test_a_worker_that_starts_while_the_others_are_ended_is_not_waited_for(
     with raises("function-not-interpretable"):
         for _ in ask(Kind(**kind), requests, 2):
             pass
-    assert time.monotonic() - began < 30
+    assert time.monotonic() - began < 300
 
 
 def test_when_the_time_is_over_the_needed_answers_alone_are_waited_for(kind: Mapping[str, Any]) -> None:
     requests = {name: Request(content=content, what="doing it") for name, content in (("slow", "hang"), ("needed", 4))}
     began = time.monotonic()
     assert dict(ask(Kind(**kind), requests, 2, 0.0, ["needed"])) == {"needed": {"twice": 8}}
-    assert dict(ask(Kind(**kind), requests, 2, 5.0)) == {"needed": {"twice": 8}}
-    assert time.monotonic() - began < 50, "who hangs was not waited for"
+    assert dict(ask(Kind(**kind), requests, 2, 10.0)) == {"needed": {"twice": 8}}
+    assert time.monotonic() - began < 300, "who hangs was not waited for"

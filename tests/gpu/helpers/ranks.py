@@ -10,16 +10,16 @@ from typing import Any, NamedTuple
 import torch
 from cuda.bindings import driver
 
-from cgcompile.targets.kernels.collective_launches import CollectiveLaunch
-from cgcompile.targets.kernels.collectives import Combine, collective_image, symbol
-from cgcompile.targets.kernels.exchange_memory import LIMIT, STATUS, ExchangeMemory
+from cgcompile.targets.collectives.exchange_memory import LIMIT, STATUS, ExchangeMemory
+from cgcompile.targets.collectives.kernels import Combine, collective_image, symbol
+from cgcompile.targets.collectives.launches import CollectiveLaunch
 
 ENABLED_BEFORE = 704
 """CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED."""
 
 
 class Collective(NamedTuple):
-    """A launch on every rank.  `inputs`, `outputs`: an address for each; `stride` as in `collectives.params`.  `sender` -1: all."""
+    """A launch on every rank.  `inputs`, `outputs`: an address for each; `stride` as in `kernels.params`.  `sender` -1: all."""
 
     launch: CollectiveLaunch
     combine: Combine

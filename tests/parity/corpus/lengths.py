@@ -114,7 +114,7 @@ class JaggedToPadded(nn.Module):
 
 CASES = (
     _case(RepeatByTensor, ragged, SHAPE, FOLLOWER),
-    _case(PackedLstm, ragged, "shape-depends-on-data"),
+    _case(PackedLstm, ragged, "data-dependent-shape"),
     _case(PackAndUnpack, ragged, "data-dependent-branch"),
     _case(LengthMask, ragged, near=("data-dependent-shape",)),
     _case(SelectByItem, ragged, SELECT, FOLLOWER),

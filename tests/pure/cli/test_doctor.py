@@ -82,6 +82,7 @@ def test_without_torchs_libraries_standalone_bundles_run_where_the_processor_doe
     assert (found["cpu"].standalone, found["cpu"].not_run) == (True, "libtorch_cpu.so not found")
     foreign = found["x86-64-v3" if os.uname().machine == "aarch64" else "armv8-a"]
     assert not foreign.standalone and "its code is for" in foreign.not_run and "proved" not in foreign.not_run
+    assert foreign.not_built.startswith(f"target {foreign.name}: {foreign.not_run}; ")  # one reason, told alike
     shown = " ".join(call("targets").output.split())
     assert "cpu processors like this one yes --standalone only" in shown
 

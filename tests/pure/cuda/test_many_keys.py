@@ -112,7 +112,7 @@ def test_a_call_inside_a_capture_builds_its_key(fake: FakeDriver, bundle: tuple[
 def test_the_thread_builds_the_rest(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     backend = opened(*bundle, lazy=None)
     assert isinstance(backend._background, Background)
-    backend._background._thread.join(20)
+    backend._background._thread.join(60)
     assert fake.calls.count(BUILT) == 2
     assert answers(backend, 0) and answers(backend, 1)
     backend.close()
@@ -149,7 +149,7 @@ def test_an_error_ends_the_background_without_a_word() -> None:
         raise CgbundleError("out-of-memory", "no more")
 
     background = Background(steps())
-    background._thread.join(20)
+    background._thread.join(60)
     background.stop()
     background.stop()
     assert taken == [1]
@@ -160,12 +160,12 @@ def test_a_step_may_stop_it() -> None:
     ready = threading.Event()
 
     def steps() -> Iterator[None]:
-        ready.wait(20)
+        ready.wait(60)
         found[0].stop()
         yield
         pytest.fail("after the end")
 
     found.append(Background(steps()))
     ready.set()
-    found[0]._thread.join(20)
+    found[0]._thread.join(60)
     assert not found[0]._thread.is_alive()

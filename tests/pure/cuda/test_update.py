@@ -109,21 +109,21 @@ def test_a_session_that_is_held_for_a_moment_is_waited_for(fake: FakeDriver, bun
 
     def slow(self: CudaBackend, *arguments: object) -> None:
         stopped.set()
-        assert going.wait(10)
+        assert going.wait(60)
         replace(self, *arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(CudaBackend, "_replace", slow)
         updating = threading.Thread(target=lambda: update(bundle[0], [[backend, session]], given(1.0), partial=False))
         updating.start()
-        assert stopped.wait(10)
+        assert stopped.wait(60)
         calling = threading.Thread(target=lambda: found.append(answers(session, 1.0)))
         calling.start()
         calling.join(0.05)
         assert calling.is_alive() and not found
         going.set()
         for thread in (updating, calling):
-            thread.join(10)
+            thread.join(60)
     assert found == [True]
     session.close()
     backend.close()

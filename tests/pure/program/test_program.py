@@ -373,7 +373,7 @@ def test_a_view_is_stale_when_another_threads_replay_came_after_its_own() -> Non
     def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
         if inputs[0][0] == 1.0:
             first_runs.set()
-            assert second_waits.wait(5)
+            assert second_waits.wait(60)
         return double(key, inputs)
 
     run, backend = program(LINE, compute, outputs="view", static=True)
@@ -393,10 +393,10 @@ def test_a_view_is_stale_when_another_threads_replay_came_after_its_own() -> Non
     one = threading.Thread(target=lambda: made.update(one=run(numbers((2, 3)))[0]))
     two = threading.Thread(target=lambda: made.update(two=run(numbers((2, 3), first=7))[0]))
     one.start()
-    assert first_runs.wait(5)
+    assert first_runs.wait(60)
     two.start()
-    one.join(5)
-    two.join(5)
+    one.join(60)
+    two.join(60)
     with raises("stale-view"):
         _ = made["one"].tensor
     assert made["two"].tensor.tolist() == rows(2, 4)
@@ -458,14 +458,14 @@ def test_close_waits_for_the_running_call_and_refuses_new_ones() -> None:
 
     def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
         running.set()
-        assert go_on.wait(5)
+        assert go_on.wait(60)
         return double(key, inputs)
 
     run, backend = program(LINE, compute)
     made: list[Any] = []
     caller = threading.Thread(target=lambda: made.append(run(numbers((2, 3)))))
     caller.start()
-    assert running.wait(5)
+    assert running.wait(60)
     closers = [threading.Thread(target=run.close) for _ in range(2)]
     for closer in closers:
         closer.start()
@@ -475,7 +475,7 @@ def test_close_waits_for_the_running_call_and_refuses_new_ones() -> None:
         run(numbers((2, 3)))
     go_on.set()
     for thread in (caller, *closers):
-        thread.join(5)
+        thread.join(60)
         assert not thread.is_alive()
     assert made[0][0].tolist() == rows(0, 2) and backend.closed == 1
 
@@ -486,7 +486,7 @@ def test_a_view_that_a_running_call_gives_while_the_program_is_closed_is_stale()
 
     def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
         running.set()
-        assert go_on.wait(5)
+        assert go_on.wait(60)
         return double(key, inputs)
 
     run, backend = program(LINE, compute, outputs="view", static=True)
@@ -494,13 +494,13 @@ def test_a_view_that_a_running_call_gives_while_the_program_is_closed_is_stale()
     made: list[Any] = []
     caller = threading.Thread(target=lambda: made.append(run(numbers((2, 3)))))
     caller.start()
-    assert running.wait(5)
+    assert running.wait(60)
     closer = threading.Thread(target=run.close)
     closer.start()
     closer.join(0.05)
     go_on.set()
     for thread in (caller, closer):
-        thread.join(5)
+        thread.join(60)
     ((view,),) = made
     with raises("stale-view", match="was read after the program was closed"):
         _ = view.tensor

@@ -33,11 +33,11 @@ def test_a_lock_that_another_thread_held_is_not_waited_for(lock: SharedLock | Ex
     def hold() -> None:
         with lock:
             held.set()
-            over.wait(10)
+            over.wait(60)
 
     thread = threading.Thread(target=hold)
     thread.start()
-    held.wait(10)
+    held.wait(60)
     FORKS.count()
     assert lock.inherited
     with raises("process-forked", match="program 'gpt' was loaded before this process was forked"), lock:

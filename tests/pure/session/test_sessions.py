@@ -183,14 +183,14 @@ def test_two_threads_in_one_session_are_told_and_nothing_is_spoiled(fake: FakeDr
             if threading.current_thread().name == "first":
                 inside.set()
                 fake._lock.release()
-                assert go_on.wait(5)
+                assert go_on.wait(60)
                 fake._lock.acquire()
             real(*arguments)
 
         fake.do_cuMemcpyDtoHAsync = slow  # type: ignore[method-assign]
         first = threading.Thread(target=lambda: made.append(session(given(4, 1))), name="first")
         first.start()
-        assert inside.wait(5)
+        assert inside.wait(60)
         uses = (lambda: session(given(4)), lambda: session.state["total"], session.reset, lambda: session.buffers((4,)))
         for use in uses:
             with raises(
@@ -204,8 +204,8 @@ def test_two_threads_in_one_session_are_told_and_nothing_is_spoiled(fake: FakeDr
         closer.join(0.05)
         assert closer.is_alive(), "close waits"
         go_on.set()
-        first.join(5)
-        closer.join(5)
+        first.join(60)
+        closer.join(60)
         assert numbers(made[0]["y"]) == list(expected(inputs(4, 1)))
 
 

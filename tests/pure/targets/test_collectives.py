@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgcompile.targets.kernels.collective_launches import collective_launch
-from cgcompile.targets.kernels.collectives import PIECE, Combine, Way, params, source, symbol
-from cgcompile.targets.kernels.exchange_memory import BLOCKS, LIMIT, STATUS, WORLDS, ExchangeMemory
+from cgcompile.targets.collectives.exchange_memory import BLOCKS, LIMIT, STATUS, WORLDS, ExchangeMemory
+from cgcompile.targets.collectives.kernels import PIECE, Combine, Way, params, source, symbol
+from cgcompile.targets.collectives.launches import collective_launch
 from tests.helpers.ptx import Launch, Memory, bfloat16, bits_of, float_of, parse, run
 
 SUMS: tuple[Combine, ...] = ("bfloat16", "float16", "float32")

@@ -17,8 +17,8 @@ from cgbundle.tables.recording import Address, Edge, EmptyNode, KernelNode, Reco
 from cgbundle.tables.table import Table
 from cgcompile.offline.interpret.exchanges import exchange, together
 from cgcompile.offline.interpret.memory import Memory
-from cgcompile.targets.kernels.exchange_memory import WORLDS, ExchangeMemory
-from cgcompile.targets.kernels.exchange_nodes import (
+from cgcompile.targets.collectives.exchange_memory import WORLDS, ExchangeMemory
+from cgcompile.targets.collectives.exchange_nodes import (
     KINDS,
     SUMS,
     ExchangeKernels,

@@ -118,13 +118,13 @@ def test_some_int_keys_are_the_smallest_the_largest_and_others_in_order(sizes: l
 
 
 def test_laps_count_what_is_not_skipped() -> None:
-    laps = Laps(started=time.clock_gettime(time.CLOCK_MONOTONIC) - 5.0)
+    laps = Laps(started=time.clock_gettime(time.CLOCK_MONOTONIC) - 1000.0)
     laps.mark("start")
     laps.skip()
     laps.mark("load")
     laps.mark("load")
     assert list(laps.seconds) == ["start", "load"]
-    assert 5.0 <= laps.seconds["start"] < 6.0 and laps.seconds["load"] < 1.0
+    assert 1000.0 <= laps.seconds["start"] < 1500.0 and laps.seconds["load"] < 500.0
 
 
 # --- peers ------------------------------------------------------------------------------------------------------------
@@ -201,7 +201,8 @@ def test_leaving_ends_a_process_and_what_it_started(start: Any, tmp_path: Path) 
     with start(code + "say({})\ntime.sleep(600)") as process:
         process.answer()
     state = Path(f"/proc/{mark.read_text()}/stat")
-    for _ in range(100):  # the system takes a moment; a dead one that nobody waits for stays as a zombie
+    until = time.monotonic() + 60
+    while time.monotonic() < until:  # the system takes a moment; a dead one that nobody waits for stays as a zombie
         if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
             return
         time.sleep(0.05)

@@ -35,7 +35,7 @@ class Tree:
 
 
 @pytest.mark.parametrize("kind", [Lowered, KernelImage, Outcome, Tree])
-@settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much])  # those that hold their like grow too large
+@settings(max_examples=15, suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow])
 @given(data=st.data())
 def test_what_is_written_comes_back(kind: type, data: st.DataObject) -> None:
     record = data.draw(st.from_type(kind))

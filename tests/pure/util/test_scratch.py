@@ -21,7 +21,7 @@ def test_the_folder_is_new_and_goes() -> None:
 
 @pytest.mark.parametrize("ends", [True, False], ids=["a worker that ends", "one that does not"])
 def test_a_worker_that_still_writes_is_waited_for_and_no_error(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
-    monkeypatch.setattr(scratch, "PATIENCE", 2.0 if ends else 0.3)
+    monkeypatch.setattr(scratch, "PATIENCE", 60.0 if ends else 0.3)
     stop = threading.Event()
 
     def work() -> None:

@@ -55,10 +55,10 @@ class Device(torch.fx.Interpreter):
         given, kind, world, sender, _ = args
         assert kind == "broadcast" and given.is_contiguous()
         self.sent[self.rank] = given, sender
-        self.met.wait(10)
+        self.met.wait(60)
         assert len({(other.shape, other.dtype, by) for other, by in self.sent}) == 1 and len(self.sent) == world
         came = self.sent[sender][0].clone()
-        self.met.wait(10)
+        self.met.wait(60)
         return came
 
     def outcome(self, tensors: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .collectives import PIECE, Way
+from .kernels import PIECE, Way
 
 PACKETS = 512 << 10
 """The most bytes from one rank to another that go as packets.  Microseconds of an all_reduce in a graph, two H100 with NVLink,

@@ -21,11 +21,11 @@ import torch
 from cgbundle.format.schema import Dimension
 from cgbundle.format.size_expressions import evaluate, linear, names
 
-from ..model.flat_module import PREFIX, run_eager
-from ..model.source import Source, sample
-from ..util.tolerance import compare
-from .error_bounds import ErrorBound, error_bounds
-from .prepared import Prepared
+from ...model.flat_module import PREFIX, run_eager
+from ...model.source import Source, sample
+from ...util.tolerance import compare
+from ..error_bounds import ErrorBound, error_bounds
+from ..prepared import Prepared
 from .row_mixing import Functional, TwoSizes, changed, functional, two_sizes
 
 Tensors = Sequence[torch.Tensor]

@@ -1,4 +1,4 @@
-"""A collective of a program as the launch of a kernel of `collectives`, and back.  Pure."""
+"""A collective of a program as the launch of a kernel of `kernels`, and back.  Pure."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from cgbundle.tables.collectives import FIRST_PEER, INPUT, OUTPUT, packed, param
 from cgbundle.tables.recording import Address, Function, KernelNode, Relocation
 from cgbundle.validate.memories import GRANULARITY
 
-from .collective_launches import CollectiveLaunch, collective_launch
-from .collectives import PIECE, Combine, symbol
 from .exchange_memory import LIMIT, STATUS, ExchangeMemory
+from .kernels import PIECE, Combine, symbol
+from .launches import CollectiveLaunch, collective_launch
 
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
 

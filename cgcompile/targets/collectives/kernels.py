@@ -18,13 +18,16 @@ waits; neither does any after it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 from cgbundle.tables.collectives import params as params
 
-from . import collective_ptx as ptx
+from ..kernels.ptxas import assemble
+from .buffers import buffers
 from .exchange_memory import ExchangeMemory
-from .ptxas import assemble
+from .kernel_text import HEAD, entry
+from .packets import packets
 
 Combine = Literal["bfloat16", "float16", "float32", "side by side"]
 """Adding up numbers of a dtype, or putting bytes side by side."""
@@ -49,6 +52,6 @@ def collective_image(name: str, memory: ExchangeMemory) -> bytes:
 
 def source(memory: ExchangeMemory) -> str:
     """The kernels as PTX."""
-    packets = [ptx.entry(memory.world, symbol("packets", each), ptx.packets(memory, each)) for each in _COMBINES]
-    buffers = [ptx.entry(memory.world, symbol("buffers", each), ptx.buffers(memory, each)) for each in _COMBINES]
-    return ptx.HEAD + "".join(packets + buffers)
+    ways: dict[Way, Callable[[ExchangeMemory, str], str]] = {"packets": packets, "buffers": buffers}
+    kernels = [entry(memory.world, symbol(way, each), text(memory, each)) for way, text in ways.items() for each in _COMBINES]
+    return HEAD + "".join(kernels)

@@ -85,6 +85,35 @@ class PaddedValue:
         return short, long
 
 
+@dataclass(frozen=True, slots=True)
+class PaddedDimension:
+    """The dimension `name` at `sizes`, the short and the long one.
+
+    `last`: the call is the end of a frame, not its beginning.  `generator`: of the values that operators are tried with.
+    """
+
+    name: str
+    sizes: tuple[int, int]
+    last: bool
+    generator: torch.Generator
+
+    def framed(self, short: torch.Tensor, frame: torch.Tensor, fixed: bool) -> PaddedValue:
+        """An input of the call in a frame, which is the same for every call where `fixed`."""
+        if short.shape == frame.shape:
+            return PaddedValue(short, short, depends=True)
+        start = (
+            frame.dim() * [0] if not self.last else [large - small for small, large in zip(short.shape, frame.shape, strict=True)]
+        )
+        spot = tuple(
+            [
+                slice(None) if small == large else slice(at, at + small)
+                for at, small, large in zip(start, short.shape, frame.shape, strict=True)
+            ]
+        )
+        mask = torch.ones_like(frame[padded_part(spot, frame.shape)], dtype=torch.bool) if fixed else None
+        return PaddedValue(short, placed(frame, spot, short), spot, mask, depends=True)
+
+
 def front(value: torch.Tensor, spot: Spot) -> torch.Tensor:
     """The entries of a long tensor at `spot`."""
     return value[_grid(spot, value.shape)] if spot else value
@@ -105,6 +134,15 @@ def padded_part(spot: Spot, shape: Sequence[int]) -> tuple[slice, ...]:
         return ()
     rest = slice(0, each.start) if each.start else slice(each.stop, None)
     return (*[slice(None)] * inner[0], rest)
+
+
+def same_spot(one: Sequence[Any], other: Sequence[Any]) -> bool:
+    if len(one) != len(other):
+        return False
+    rows = zip(one, other, strict=True)
+    return all(
+        torch.equal(a, b) if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor) else a is b or a == b for a, b in rows
+    )
 
 
 def _laid_out(value: torch.Tensor, like: torch.Tensor) -> torch.Tensor:

@@ -19,12 +19,14 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import GraphModule, Interpreter
 
-from ..errors import ModelError
-from ..export.export import export
-from ..model.flat_module import traced_per_size
-from ..model.source import Source, sample
-from .padded_run import FAILURES, ChangedByPadding, PaddedRun, operators
-from .prepared import Prepared
+from ...errors import ModelError
+from ...export.export import export
+from ...model.flat_module import traced_per_size
+from ...model.source import Source, sample
+from ..prepared import Prepared
+from .padded_call import FAILURES, ChangedByPadding
+from .padded_run import PaddedRun, operators
+from .padded_values import PaddedDimension
 
 SEED = 0
 """Of the values that operators are tried with: a verdict is the same in every build."""
@@ -117,12 +119,12 @@ def changed(compared: TwoSizes, fixed: bool, last: bool = False) -> str:
     The call is the beginning of a larger one, or where `last` its end.  `fixed`: it is padded with zeros; else with anything.
     """
     device = next((tensor.device for tensor in compared.short), torch.device("cpu"))
-    run = PaddedRun(compared.name, compared.sizes, last, torch.Generator(device).manual_seed(SEED))
+    along = PaddedDimension(compared.name, compared.sizes, last, torch.Generator(device).manual_seed(SEED))
     with torch.no_grad(), traced_per_size():
         frame = [torch.zeros_like(tensor) for tensor in compared.long] if fixed else compared.long
-        inputs = [run.framed(inner, outer, fixed) for inner, outer in zip(compared.short, frame, strict=True)]
+        inputs = [along.framed(inner, outer, fixed) for inner, outer in zip(compared.short, frame, strict=True)]
         try:
-            outputs = run.graphs(*compared.modules, inputs)
+            outputs = PaddedRun(along).graphs(*compared.modules, inputs)
         except ChangedByPadding as sentence:
             return str(sentence)
     for value in outputs:

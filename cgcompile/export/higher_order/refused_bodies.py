@@ -1,0 +1,62 @@
+"""Bodies of `torch.cond` and `torch.while_loop` that torch itself refuses, some in eager PyTorch too: why, in a line of ours.
+
+torch (2.11, 2.13) says it in some thirty lines, of which the first one names no cause, or without a line of the model's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from torch.fx import GraphModule, Node
+
+from ...model.user_code import place
+from .conditionals import bodies, higher_order, is_conditional
+
+OPERATOR = re.compile(r"Higher Order Operator: (torch\.\w+)")
+
+INTRODUCTION = "This higher order operator doesn't work"
+"""How the lines begin that come before the cause."""
+
+ALIASING = "Encountered aliasing"
+
+UNLIKE = re.compile(r"differ in '(\w+): (.+?) vs (.+?)'")
+"""How torch says that a loop's body gives another dtype or shape than it is given."""
+
+
+def refused_body(error: BaseException | None) -> tuple[str, str]:
+    """What torch refuses and what to do, where it is a body of a higher-order operator; else ("", "")."""
+    text = str(error or "")
+    operator = OPERATOR.search(text)
+    if operator is None:
+        return "", ""
+    if ALIASING in text:
+        what = "a body gives an operand itself, or one tensor twice"
+        return f"{operator[1]}: {what}, which torch refuses", "give a copy: `x.clone()` in place of `x`"
+    if unlike := UNLIKE.search(text):
+        what, given, taken = [re.sub(r"torch\.(?:Size\((.*)\))?", r"\1", each) for each in unlike.groups()]
+        return f"{operator[1]}: a body gives a tensor of {what} {given} for one of {taken}", f"keep the {what} from turn to turn"
+    lines = [line.strip() for line in text.splitlines() if line.strip() and not line.startswith(INTRODUCTION)]
+    why = next((line.removeprefix("Explanation: ") for line in lines if line.startswith("Explanation: ")), lines[0])
+    return f"{operator[1]}: torch refuses a body: {why}", "write bodies in tensors alone, as functions of their operands"
+
+
+def written_operand(module: GraphModule) -> tuple[str, str]:
+    """The user's line and the operator, where a body writes to an operand: torch makes no functional form of it.  Else ("", "")."""
+    for part in module.modules():
+        for node in part.graph.nodes if isinstance(part, GraphModule) else ():
+            for inner in _writes(node, part) if is_conditional(node) else ():
+                return place(inner)[0] or place(node)[0], f"torch.{higher_order(node)}"
+    return "", ""
+
+
+def _writes(node: Node, module: GraphModule) -> Iterator[Node]:
+    """The operations in a node's bodies that write to what these are given, or to a view of it."""
+    for body in bodies(node, module):
+        for inner in body.graph.nodes:
+            if getattr(getattr(inner.target, "_schema", None), "is_mutable", False):
+                written = inner
+                while written.op == "call_function" and written.args and isinstance(written.args[0], Node):
+                    written = written.args[0]
+                if written.op == "placeholder":
+                    yield inner

@@ -1,0 +1,59 @@
+"""Where in the exchange memories lies what ranks send, and waiting for it until the time is up."""
+
+from __future__ import annotations
+
+from .exchange_memory import LIMIT, STATUS
+
+_LOOKS = 1024
+"""A thread that waits asks for the time whenever it has looked as often."""
+
+OWN = """
+  cvt.u64.u32 %own, %rank;
+  mul.lo.s64 %own, %own, %stride;
+  add.s64 %own, %own, %in;
+"""
+"""The part of the own input that this rank gets."""
+
+
+def choose(to: str, rank: str, world: int) -> str:
+    """The exchange memory of the rank in a register."""
+    rest = "".join([f"  setp.eq.u32 %p, {rank}, {each};\n  selp.b64 {to}, %m{each}, {to}, %p;\n" for each in range(1, world)])
+    return f"  mov.b64 {to}, %m0;\n{rest}"
+
+
+def slot_address(base: str, source: str, to: str, slots: tuple[int, int, int]) -> str:
+    """Where in a memory lies what a rank, a register or a number, sends in this epoch.  `slots`: the first one's offset, the bytes
+    of a half, those of a slot."""
+    first, half, size = slots
+    lines = f"  cvt.u64.u32 {to}, %half;\n  mul.lo.s64 {to}, {to}, {half};\n  add.s64 {to}, {to}, {base};\n"
+    if not source.startswith("%"):
+        return f"{lines}  add.s64 {to}, {to}, {first + int(source) * size};\n"
+    return f"{lines}  add.s64 {to}, {to}, {first};\n  mul.wide.u32 %bytes, {source}, {size};\n  add.s64 {to}, {to}, %bytes;\n"
+
+
+def wait(label: str, look: str, source: str) -> str:
+    """Looks until predicate %p holds, or the time is up."""
+    return f"""
+{label}:
+{look}
+  @%p bra {label}_THERE;
+  @%dead bra {label}_THERE;
+  add.u32 %looks, %looks, 1;
+  and.b32 %t, %looks, {_LOOKS - 1};
+  setp.ne.u32 %p, %t, 0;
+  @%p bra {label};
+  ld.volatile.global.u64 %limit, [%mine+{LIMIT}];
+  setp.eq.u64 %p, %limit, 0;
+  @%p bra {label};
+  mov.u64 %now, %globaltimer;
+  setp.eq.u64 %p, %start, 0;
+  selp.b64 %start, %now, %start, %p;
+  sub.u64 %now, %now, %start;
+  setp.lt.u64 %p, %now, %limit;
+  @%p bra {label};
+  mov.u32 %t, {source};
+  add.u32 %t, %t, 1;
+  st.volatile.global.u32 [%mine+{STATUS}], %t;
+  setp.eq.u32 %dead, 0, 0;
+{label}_THERE:
+"""

@@ -1,0 +1,1 @@
+"""Whether a call may be padded or cut, proved operator by operator."""

@@ -1,0 +1,91 @@
+"""A call of one operator at two sizes of a dimension: its arguments as they are, and padded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ...model.user_code import place
+from .padded_values import PaddedValue
+
+SHAPE_ONLY = frozenset(
+    {"new_zeros", "new_ones", "new_full", "zeros_like", "ones_like", "full_like", "sym_size", "sym_numel", "sym_stride"}
+)
+"""Operators that take a tensor for its shape, dtype and device alone."""
+
+UNWRITTEN = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
+"""Operators whose result holds anything, and is written to before it is read: zeros here."""
+
+FAILURES = (RuntimeError, IndexError, ValueError, AssertionError, ZeroDivisionError)
+"""What operators raise that do not take the values they are tried with."""
+
+
+class ChangedByPadding(Exception):
+    """A sentence about an operator."""
+
+
+@dataclass(frozen=True, slots=True)
+class Body:
+    """The graph of a higher-order operator, at both sizes."""
+
+    short: GraphModule
+    long: GraphModule
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedCall:
+    """A node with its arguments at both sizes; the values in both are the same objects.  `values` are those."""
+
+    node: Node
+    short: tuple[Any, Any]
+    long: tuple[Any, Any]
+    values: Sequence[PaddedValue]
+
+    @property
+    def name(self) -> str:
+        return str(getattr(self.node.target, "__name__", self.node.target)).partition(".")[0]
+
+    @property
+    def depends(self) -> bool:
+        return any(value.depends for value in self.values) and self.name not in (SHAPE_ONLY | UNWRITTEN)
+
+    @property
+    def grows(self) -> bool:
+        """Whether anything differs between the two sizes."""
+        constants = [
+            [leaf for leaf in tree_leaves(each) if not isinstance(leaf, PaddedValue | Body)] for each in (self.short, self.long)
+        ]
+        return constants[0] != constants[1] or any(
+            value.short is not value.long and (isinstance(value.short, torch.Tensor) or value.short != value.long)
+            for value in self.values
+        )
+
+    def at_short(self, chosen: Mapping[int, tuple[Any, Any]]) -> Any:
+        return self._run(self.short, lambda each: chosen[id(each)][0], lambda body: body.short)
+
+    def at_long(self, chosen: Mapping[int, tuple[Any, Any]]) -> Any:
+        return self._run(self.long, lambda each: chosen[id(each)][1], lambda body: body.long)
+
+    def _run(self, given: Any, value: Callable[[PaddedValue], Any], body: Callable[[Body], GraphModule]) -> Any:
+        def concrete(leaf: Any) -> Any:
+            if isinstance(leaf, PaddedValue):
+                return value(leaf)
+            return body(leaf) if isinstance(leaf, Body) else leaf
+
+        args, kwargs = tree_map(concrete, given)
+        made = self.node.target(*args, **kwargs)
+        if getattr(self.node.target, "namespace", "") == "_c10d_functional":
+            # what a collective gives is there when it was waited for
+            made = tree_map(torch.ops._c10d_functional.wait_tensor, made)
+        return tree_map(lambda leaf: torch.zeros_like(leaf), made) if self.name in UNWRITTEN else made
+
+
+def place_of(node: Node) -> str:
+    """ " (file:line: text)" of the user's code that a node comes from, or ""."""
+    where, line = place(node)
+    return f" ({where}: {line})" if where else ""

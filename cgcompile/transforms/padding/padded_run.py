@@ -1,0 +1,140 @@
+"""Two graphs of the same operators run side by side, at a short size and padded at a long one, each operator tried by itself."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node, map_arg
+from torch.utils._pytree import tree_leaves, tree_map
+
+from .operator_trials import padded_operator, run_once
+from .padded_call import FAILURES, SHAPE_ONLY, Body, ChangedByPadding, PaddedCall, place_of
+from .padded_values import PaddedDimension, PaddedValue, alike, placed, same_spot
+
+BLOCKS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})
+"""Higher-order operators that run a graph once."""
+
+WHOLE = frozenset({"flex_attention"})
+"""Higher-order operators that are tried as one: their graphs compute single entries."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedRun:
+    """A run of two graphs, the dimension short in one and padded in the other."""
+
+    along: PaddedDimension
+
+    def graphs(self, short: GraphModule, long: GraphModule, inputs: Sequence[PaddedValue]) -> list[PaddedValue]:
+        """What both graphs give.  Raises ChangedByPadding."""
+        if operators(short) != operators(long):  # also of a branch's or a loop's body
+            raise ChangedByPadding(f"the model has other operators at another size of {self.along.name}")
+        values: dict[Node, Any] = {}
+        given = iter(inputs)
+        pairs = list(zip(short.graph.nodes, long.graph.nodes, strict=True))
+        last = {source: node for node, _ in pairs for source in node.all_input_nodes}
+        for node, twin in pairs:
+            if node.op == "placeholder":
+                values[node] = next(given)
+            elif node.op == "get_attr":
+                values[node] = self._attribute(_attribute(short, node.target), _attribute(long, twin.target))
+            elif node.op == "output":
+                made = tree_leaves(map_arg(node.args[0], values.__getitem__))
+                return [each if isinstance(each, PaddedValue) else PaddedValue(each, each) for each in made]
+            elif node.users:
+                values[node] = self._called(node, twin, values)
+            for source in node.all_input_nodes:
+                if last[source] is node:
+                    values.pop(source, None)
+        raise AssertionError("a graph ends with its output")
+
+    def _attribute(self, short: Any, long: Any) -> Any:
+        if isinstance(short, GraphModule):
+            return Body(short, long)
+        same_tensor = isinstance(short, torch.Tensor) and short.shape == long.shape and alike(short, long)
+        if short is long or same_tensor:
+            return PaddedValue(short, short)
+        return PaddedValue(short, long, why=f"a constant of the model differs between the sizes of {self.along.name}")
+
+    def _called(self, node: Node, twin: Node, values: Mapping[Node, Any]) -> Any:
+        own = dict(zip(twin.all_input_nodes, node.all_input_nodes, strict=True))
+        short = map_arg((node.args, dict(node.kwargs)), values.__getitem__)
+        long = map_arg((twin.args, dict(twin.kwargs)), lambda each: values[own[each]])
+        if node.target is operator.getitem and not isinstance(short[0][0], PaddedValue):
+            return short[0][0][node.args[1]]
+        call = PaddedCall(node, short, long, [leaf for leaf in tree_leaves(short) if isinstance(leaf, PaddedValue)])
+        if call.name not in SHAPE_ONLY and (why := next((value.why for value in call.values if value.why), "")):
+            raise ChangedByPadding(why)
+        if not call.grows:
+            base = {id(value): (value.short, value.short) for value in call.values}
+            return tree_map(lambda leaf: PaddedValue(leaf, leaf, depends=call.depends), run_once(call, call.at_short, base))
+        if not isinstance(node.target, torch._ops.HigherOrderOperator) or call.name in WHOLE:
+            try:
+                return padded_operator(call, self.along)
+            except FAILURES as failure:  # of comparing: PyTorch has no minimum of some dtypes, or no equality
+                raise ChangedByPadding(f"{call.name} cannot be compared at two sizes{place_of(call.node)}") from failure
+        return self._higher_order(call)
+
+    def _higher_order(self, call: PaddedCall) -> Any:
+        args = call.short[0]
+        if call.name in BLOCKS:
+            at = next(at for at, each in enumerate(args) if isinstance(each, Body))
+            return tuple(self.graphs(args[at].short, args[at].long, tree_leaves(args[at + 1 :])))
+        if call.name == "cond":
+            return self._cond(call, *args)
+        if call.name == "while_loop":
+            return self._while_loop(call, *args)
+        raise ChangedByPadding(
+            f"what {call.name} makes of padded entries along {self.along.name} is not known{place_of(call.node)}"
+        )
+
+    def _cond(self, call: PaddedCall, chooses: Any, first: Body, second: Body, operands: Sequence[PaddedValue]) -> Any:
+        branches = [self.graphs(each.short, each.long, operands) for each in (first, second)]
+        chosen = branches[not bool(chooses.short if isinstance(chooses, PaddedValue) else chooses)]
+        return tuple([self._either(call, own, pair) for own, pair in zip(chosen, zip(*branches, strict=True), strict=True)])
+
+    def _either(self, call: PaddedCall, own: PaddedValue, pair: Sequence[PaddedValue]) -> PaddedValue:
+        """What a branch gave; the other may give it, too."""
+        why = next((each.why for each in pair if each.why), "")
+        if not why and not same_spot(*[each.spot for each in pair]):
+            why = f"the branches of {call.name} have what lies along {self.along.name} in different places{place_of(call.node)}"
+        return replace(_unknown(own), why=why)
+
+    def _while_loop(
+        self, call: PaddedCall, condition: Body, body: Body, carried: Sequence[PaddedValue], others: Sequence[PaddedValue]
+    ) -> Any:
+        """By induction: one round keeps every carried value the same at both sizes, whatever the padded entries are."""
+        before = [_unknown(each) for each in carried]
+        (goes_on,) = self.graphs(condition.short, condition.long, [*before, *others])
+        after = self.graphs(body.short, body.long, [*before, *others])
+        if why := next((each.why for each in (goes_on, *after) if each.why), ""):
+            raise ChangedByPadding(why)
+        if not all(same_spot(one.spot, two.spot) for one, two in zip(before, after, strict=True)):
+            raise ChangedByPadding(f"{call.name} moves what lies along {self.along.name}{place_of(call.node)}")
+        given = {id(value): (value.short, value.long) for value in call.values}
+        ended = [tree_leaves(run_once(call, run, given)) for run in (call.at_short, call.at_long)]
+        return tuple(
+            [
+                replace(each, short=short, long=placed(long, each.spot, short) if each.spot else short)
+                for each, short, long in zip(before, *ended, strict=True)
+            ]
+        )
+
+
+def _unknown(value: PaddedValue) -> PaddedValue:
+    """The value with padded entries that may be anything."""
+    return replace(value, fixed=None, depends=True)
+
+
+def operators(module: GraphModule) -> list[str]:
+    """The operators of a graph in order, by which two sizes of a program are alike."""
+    return [f"{node.op} {node.target}" if node.op == "call_function" else node.op for node in module.graph.nodes]
+
+
+def _attribute(module: Any, path: Any) -> Any:
+    for name in str(path).split("."):
+        module = getattr(module, name)
+    return module
