@@ -20,7 +20,7 @@ INDEXING = ("index", "gather", "embedding", "scatter", "take", "select", "put", 
 ORDERING = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "median", "nanmedian", "kthvalue", "mode"})
 """Operators that may choose any of several equal entries: not tried with zeros alone."""
 
-LARGE = 2**20
+LARGE = 2**16
 """Entries from which an operator that surely keeps rows apart is believed to, and one that only moves entries is tried with other
 values once: trying others takes longer than all else."""
 
