@@ -75,6 +75,17 @@ Threads = Annotated[
     typer.Option("--threads", min=1, metavar="N", help="Threads of a call on the CPU. Default: OpenMP's own number."),
 ]
 
+AnyTarget = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        metavar="TARGET",
+        help="auto (as for build), cuda, sm_90 and its like, or cpu; no GPU is needed.",
+        autocompletion=target_names,
+    ),
+]
+"""Of commands that build nothing."""
+
 HostOps = Annotated[
     list[str] | None,
     typer.Option("--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated."),
