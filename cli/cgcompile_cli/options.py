@@ -28,13 +28,13 @@ def chosen_by_default(target: str) -> str:
     return "for cpu (no GPU is here; for one: --target cuda)" if target == "cpu" else f"for {target} (the GPU of this machine)"
 
 
-def peer_names(incomplete: str) -> Words:
+def baseline_names(incomplete: str) -> Words:
     """What `--against` may name behind its last comma."""
-    from cgcompile.tools.bench.peers import PEERS
+    from cgcompile.tools.bench.baselines import BASELINES
 
     before, comma, _ = incomplete.rpartition(",")
     given = before.split(",")
-    return _beginning([(f"{before}{comma}{name}", about) for name, about in PEERS.items() if name not in given], incomplete)
+    return _beginning([(f"{before}{comma}{name}", about) for name, about in BASELINES.items() if name not in given], incomplete)
 
 
 def rule_names(incomplete: str) -> Words:
