@@ -7,8 +7,8 @@ Every 8-byte aligned word of a parameter block is one of (README.md here):
 * *undefined*: bytes that differ and are no address in both: padding, unused slots of arrays, stale stack.  They are zeroed
   and listed, to be poisoned in the verification, which shows that no kernel reads them.  This is decided byte by byte,
   since a word may hold four bytes of data beside four bytes of padding.  A word that is an address in one recording only
-  is of this kind, and so is one with equal lower halves that one process reads as a place of weights, inputs or state, and
-  the other as another place.
+  is of this kind.  So is one that one process alone reads as a place of weights, inputs or state: a live address of these
+  is one in both.  So is one with equal lower halves that both read so, at different places.
 
 Refused: any other word that is an address in both recordings but of different places, and one that points into pinned host
 memory in both.
@@ -91,7 +91,7 @@ def classify(mine: Block, theirs: Block, paired: PairedRanges, spot: Callable[[i
                 "memory-refused", f"{spot(word.at)} is an address of pinned host memory ({address_at(mine, word.at):#x})"
             )
         target = meaning(word, other, paired)
-        if target is None and _is_number(mine, theirs, word, other, paired):
+        if target is None and _is_stale(mine, theirs, word, other, paired):
             continue
         if target is None:
             raise BuildError(
@@ -107,11 +107,13 @@ def classify(mine: Block, theirs: Block, paired: PairedRanges, spot: Callable[[i
     return Classified(data=bytes(data), relocations=tuple(relocations), undefined=tuple(_runs(differing)))
 
 
-def _is_number(mine: Block, theirs: Block, word: Word, other: Word, paired: PairedRanges) -> bool:
-    """Whether two words, which are no address of the same place, are a number of four bytes and stale ones above it: what one
-    process reads as an address of weights would be so in the other, too."""
+def _is_stale(mine: Block, theirs: Block, word: Word, other: Word, paired: PairedRanges) -> bool:
+    """Whether two words, which are no address of the same place, are no address at all.  The build places weights, inputs and state
+    itself, at the same offsets in every process.  So an address of them is one in both, or left over from another call.  Read so in
+    both at different places, it is a number of four bytes with left-over ones above it, if the number is the same."""
+    kept = stays(word, paired.ranges[0]), stays(other, paired.ranges[1])
     at = slice(word.at, word.at + 4)
-    return mine.data[at] == theirs.data[at] and (stays(word, paired.ranges[0]) or stays(other, paired.ranges[1]))
+    return any(kept) and (mine.data[at] == theirs.data[at] or kept[0] != kept[1])
 
 
 def classify_graph(x: RawGraph, y: RawGraph, paired: PairedRanges) -> dict[int, Classified]:

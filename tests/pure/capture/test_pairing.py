@@ -283,9 +283,21 @@ def test_weights_at_different_places_are_no_address() -> None:
     assert found.data == bytes([1, 0, 0, 0, 0, 0x7F, 0, 0])
     elsewhere = replace(theirs, words=(word((7, 16)),))  # what lies beside the weights there
     assert classify(mine, elsewhere, PAIRED, spot) == found
-    for disagreeing in (replace(elsewhere, data=bytes(8)), replace(theirs, data=bytes(8))):
-        with raises("address-disagrees", match="^word 0 is an address in both recordings, but not of the same place"):
-            classify(mine, disagreeing, PAIRED, spot)
+    with raises("address-disagrees", match="^word 0 is an address in both recordings, but not of the same place"):
+        classify(mine, replace(theirs, data=bytes(8)), PAIRED, spot)
+
+
+@pytest.mark.parametrize("kept", [0, 1, 2], ids=["weights", "inputs", "state"])
+@pytest.mark.parametrize("elsewhere", [3, 6], ids=["pool", "torch"])
+def test_a_place_of_weights_in_one_process_alone_is_no_address(kept: int, elsewhere: int) -> None:
+    """`topk` for 32 rows: unused strides in its parameter held an address of weights in one process, of the pool in the other."""
+    mine = Block(data=b"\1" * 8, words=(word((kept, 8)),))
+    theirs = Block(data=b"\2" * 8, words=(word((elsewhere, 8)),))
+    for first, second in ((mine, theirs), (theirs, mine)):
+        found = classify(first, second, PAIRED, spot)
+        assert found.relocations == () and found.undefined == ((0, 8),) and found.data == bytes(8)
+    with raises("address-disagrees"):
+        place_of(mine.words[0], theirs.words[0], PAIRED, "a memset")
 
 
 def test_pinned_memory_in_both_processes_is_refused() -> None:
