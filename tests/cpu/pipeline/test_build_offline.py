@@ -26,8 +26,8 @@ from cgcompile.offline.trace import KERNELS
 from cgcompile.targets.architectures import ARCHES
 from cgcompile.targets.cuda.elf import EM_CUDA, read_cubin
 from cgcompile_cli import main
-from tests.helpers.cuda_calls import opened
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.drivers.cuda_calls import opened
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 
 GPT = """
 import torch
