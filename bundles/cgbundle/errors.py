@@ -159,7 +159,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "driver-too-old": Cause(MachineError, 2, "The CUDA driver is older than the bundle's code needs.", OTHER_TARGET),
     "library-missing": Cause(MachineError, 2, "A shared library or package that the target needs is not installed.",
         "install what the message names: torch (which is never imported) for code of the CPU"),
-    "library-refused": Cause(MachineError, 2, "A shared object of the bundle, or a library under it, does not load or does not fit.",
+    "library-refused": Cause(MachineError, 2, "A shared object of the bundle, or a library under it, does not load, or not fit.",
         "build the bundle again with the versions installed here, or install those that `cgcompile inspect` shows"),
     "driver-failed": Cause(MachineError, 2, "A CUDA driver call failed; the message names the call and the driver's error.",
         GPU_LOG),
