@@ -97,10 +97,11 @@ def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None)
     """Replays the exam of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), entry by
     entry, in order.
 
-    Raises weights-invalid when the exam is damaged, and exam-outdated for a program with other weights.
+    Raises weights-invalid when the exam is damaged, and exam-outdated for a program that was updated.
     """
     if program.updated:
-        raise CallError("exam-outdated", f"program {program.manifest.name!r} has other weights than those that its exam is about")
+        text = f"program {program.manifest.name!r} was updated, and its exam is about the weights that were loaded"
+        raise CallError("exam-outdated", text)
     exam = program.open_exam()
     try:
         return [
