@@ -140,12 +140,12 @@ CATALOGUE: Mapping[str, Cause] = {
         "What was built is beyond a limit of the format, or breaks an invariant of it: nothing was published.",
         "bundles/FORMAT.md lists the limits: give fewer sizes or shorter names; where none was passed, please report the model"),
     # --- a benchmark ---
-    "peer-unknown": Cause(BuildError, 2, "A benchmark is asked to compare with something that it does not know.",
+    "baseline-unknown": Cause(BuildError, 2, "A benchmark is asked to compare with something that it does not know.",
         "give --against names from the list in the message"),
-    "peer-unwritable": Cause(BuildError, 1, "The bundle's program cannot be written as Python for PyTorch to run.",
+    "baseline-unwritable": Cause(BuildError, 1, "The bundle's program cannot be written as Python for PyTorch to run.",
         "give --model with your own model file"),
-    "peer-failed": Cause(BuildError, 1, "The process of a peer, or what prepares it, failed: the benchmark goes on without it.",
-        "the row of the peer says why; leave it out of --against, or give --model"),
+    "baseline-failed": Cause(BuildError, 1, "A baseline's process, or what prepares it, failed: the benchmark goes on without.",
+        "its row says why; leave it out of --against, or give --model"),
     "bench-failed": Cause(BuildError, 2, "The bundle itself could not be measured here: its process ended with an error.",
         "`cgcompile verify BUNDLE --run` says what is wrong here"),
     # --- the partition ---

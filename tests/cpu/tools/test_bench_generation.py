@@ -51,7 +51,7 @@ def test_a_bundle_of_another_kind_and_what_does_not_fit() -> None:
         read_layout(replace(manifest, entries=(), entry="forward"))
     path = str(llama_bundle() / "llama.cgb")
     for options, text in (
-        (["--against", "manual"], "no peer 'manual' of generation: there are eager, compile"),
+        (["--against", "manual"], "no baseline 'manual' of generation: there are eager, compile"),
         (["--model", "/none"], "/none: no folder with config.json"),
         (["--size", "8"], "--generate takes no --plot, --size or --entry"),
     ):

@@ -312,7 +312,8 @@ def test_the_page_on_stdout(bundle: Path) -> None:
 
 def test_an_empty_file_and_a_link_are_filled(bundle: Path, tmp_path: Path) -> None:
     file, link = tmp_path / "made.html", tmp_path / "link.html"
-    file.touch(0o640)
+    file.touch()
+    file.chmod(0o640)
     link.symlink_to(file)
     assert call("inspect", bundle, "--html", link).exit_code == 0
     assert link.is_symlink() and file.read_text() == made(bundle) and stat.S_IMODE(file.stat().st_mode) == 0o640
