@@ -168,7 +168,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "not-capturable": Cause(ModelError, 1,
         "The stream capture was broken: the program synchronizes, copies from unpinned host memory, or allocates while captured.",
         "`cgcompile check` names the operation; it has to run in a host region"),
-    "randomness-refused": Cause(ModelError, 1, "Random numbers are drawn; a bundle would repeat the same ones on every replay.",
+    "random-operation": Cause(ModelError, 1, "Random numbers are drawn; a bundle would repeat the same ones on every replay.",
         "call model.eval(), or pass the random tensor as an input"),
     "input-mutated": Cause(ModelError, 1, "A replay changed an input that the program is not known to write to.",
         "return the changed tensor as an output, and please report this model"),
@@ -197,7 +197,7 @@ CATALOGUE: Mapping[str, Cause] = {
     # --- offline: lowering ---
     "gpu-visible": Cause(BuildError, 2, "A process that lowers for an absent GPU sees a real one, which it must not touch.",
         "lower in a process of its own"),
-    "operation-needs-gpu": Cause(ModelError, 1, "No Triton kernel computes this operation, or its result's shape depends on data.",
+    "operator-without-kernel": Cause(ModelError, 1, "No Triton kernel computes it, or the shape of its result depends on data.",
         "replace the operation in the model, or build on a machine with this GPU: library kernels are captured there"),
     "lowering-broken": Cause(BuildError, 1, "Inductor failed on the program, or its wrapper does something unknown.",
         "this may be a defect of cgcompile: please report the model"),

@@ -107,7 +107,7 @@ def lower_key(
     that may change between calls.  `choose` picks the configuration of products and convolutions among
     Inductor's and `more`.  Equal arguments give equal results, in every process.
 
-    Raises operation-needs-gpu, randomness-refused, state-shared, constant-unknown, inputs-unlike, lowering-broken,
+    Raises operator-without-kernel, random-operation, state-shared, constant-unknown, inputs-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
     """
     with fake_device(arch):
@@ -128,11 +128,11 @@ def lower_key(
 
 
 def _check_known(unknown: Sequence[str], key: IntKey, retraced: Retraced) -> None:
-    """Raises operation-needs-gpu for calls that are no Triton kernel."""
+    """Raises operator-without-kernel for calls that are no Triton kernel."""
     if unknown:
         origins = [_origin(name, retraced) for name in unknown]
         raise ModelError(
-            "operation-needs-gpu",
+            "operator-without-kernel",
             f"int_key {key}: no Triton kernel for {', '.join([text for text, _ in origins])}",
             host_hint([each for _, operators in origins for each in operators]),
         )
@@ -202,7 +202,7 @@ def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:
         if type(cause).__name__ in ("NoValidChoicesError", "MissingOperatorWithoutDecomp", "MissingOperatorWithDecomp"):
             target = re.search(r"target: ([\w.]+)", str(error))
             text, operators = _origin(target[1], retraced) if target else ("an operation", [])
-            return ModelError("operation-needs-gpu", f"int_key {key}: no Triton kernel for {text}", host_hint(operators))
+            return ModelError("operator-without-kernel", f"int_key {key}: no Triton kernel for {text}", host_hint(operators))
         cause = cause.__cause__ or cause.__context__
     failure = explain(error, retraced.program)
     return BuildError("lowering-broken", f"int_key {key}: {failure}", failure.hint("eager"))

@@ -89,7 +89,7 @@ class TemplateConfigs(RowBlocks):
         try:
             index, how = self._choose(problem, candidates, self._arch)
         except ValueError as error:
-            raise ModelError("operation-needs-gpu", str(error)) from error
+            raise ModelError("operator-without-kernel", str(error)) from error
         picked = candidates[index]
         self.selected[picked.block_m, picked.block_n, picked.block_k, picked.stages, picked.warps] = how
         return picked

@@ -21,7 +21,7 @@ from ..bench.report import BUNDLE, Machine, this_machine
 from .layout import Layout, read_layout
 
 BATCHES, PROMPT, TOKENS = (1, 8, 32), 128, 64
-"""Lanes, tokens of a prompt, and tokens that are timed behind it, at most: as many as the bundle has room for."""
+"""Lanes, tokens of a prompt, and tokens that are timed behind it, at most: as many as fit into its cache."""
 
 BASELINES = ("eager", "compile")
 """Eager `generate`, and that with a static cache, which transformers compiles."""
@@ -127,12 +127,12 @@ def measure_generation(
 
 
 def lengths(layout: Layout) -> tuple[int, int, tuple[int, ...]]:
-    """Tokens of a prompt, tokens behind it, and lanes, as many as the bundle has room for."""
+    """Tokens of a prompt, tokens behind it, and lanes, as many as fit into its cache."""
     most = max(batch for batch, _ in layout.decode)
     batches = tuple([batch for batch in BATCHES if batch <= min(most, layout.slots - 1) and layout.longest(batch) >= 4])
-    room = layout.longest(max(batches))
-    prompt = min(PROMPT, room // 2)
-    return prompt, min(TOKENS, room - prompt - 1), batches
+    longest = layout.longest(max(batches))
+    prompt = min(PROMPT, longest // 2)
+    return prompt, min(TOKENS, longest - prompt - 1), batches
 
 
 def _answer(name: str, job: Path, scratch: Path) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from cgbundle.validate.bundle import checked_manifest
 from cgcompile.tools.generation.layout import Layout, read_layout
 from cgcompile.tools.generation.measure import lengths
 from cgcompile_cli import main
-from tests.helpers.llama_bundle import llama_bundle
+from tests.helpers.bundles.llama_bundle import llama_bundle
 from tests.helpers.raising import raises
 
 

@@ -31,11 +31,11 @@ from cgcompile.tools.bench.report import Benchmark, Error, Machine, Memory, Timi
 from cgcompile.tools.bench.worker import time_device, time_dispatch
 from cgcompile_cli.benchmark import precise
 from cgcompile_cli.main import app
-from tests.helpers import cuda_bundles
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.tiny_bundle import POSITIONAL, proof, write_bundle
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
-from tests.helpers.support import POSITIONAL, proof, write_bundle
 
 SVG = "{http://www.w3.org/2000/svg}"
 

@@ -17,11 +17,11 @@ from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import MemsetNode, ModuleState
 from cgbundle.validate.bundle import check_manifest
 from cgbundle.validate.contents import check_tables
-from tests.helpers import cuda_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.fabricate import dimension, signature, spec
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.fabricate import dimension, signature, spec
+from tests.helpers.bundles.tiny_bundle import HOST_FILE, manifest
 from tests.helpers.raising import raises
-from tests.helpers.support import HOST_FILE, manifest
 
 Change = Callable[[Manifest], Manifest]
 

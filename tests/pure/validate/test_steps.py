@@ -17,8 +17,8 @@ from cgbundle.tables.table import Table
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.lifetimes import check_lifetimes, check_overwrites
 from cgbundle.validate.steps import check_order
-from tests.helpers import cuda_bundles
-from tests.helpers.archives import ArchiveOf
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.raising import raises
 
 
