@@ -61,7 +61,7 @@ def test_damage_has_the_exit_status_1(tmp_path: Path) -> None:
 
 
 def test_an_exam_that_this_machine_cannot_replay_is_an_error_and_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = support.write_bundle(tmp_path / "tiny.cgb")
+    bundle = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
     answer = {"error": "the bundle is for sm_90: no GPU here", "hint": "", "code": "wrong-machine", "exit_code": 2}
     monkeypatch.setattr(exam, "fresh", lambda path, keys=(): answer)
     status, error, told = call("verify", bundle, "--run")
@@ -70,7 +70,7 @@ def test_an_exam_that_this_machine_cannot_replay_is_an_error_and_no_damage(tmp_p
 
 
 def test_a_process_that_ends_without_an_answer_is_an_error_with_a_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    bundle = support.write_bundle(tmp_path / "tiny.cgb")
+    bundle = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
     (tmp_path / "python").write_text("#!/bin/sh\necho 'free(): invalid pointer' >&2\nkill -ABRT $$\n")
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
