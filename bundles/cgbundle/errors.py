@@ -234,6 +234,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "update-refused": Cause(CallError, 2,
         "A weight cannot be updated: it is a constant of the model, state, or the build computed something of it that code holds.",
         "`cgcompile inspect` lists these weights; build the bundle again with the new ones"),
+    "exam-crashed": Cause(BundleError, 1, "The process that replays the exam ended before it gave an answer.",
+        "build the bundle again with the versions installed here; if it stays, please report the model"),
     "exam-outdated": Cause(CallError, 2,
         "The exam of a program whose weights were updated: its outputs are those of the bundle's own weights.",
         "load the bundle again to prove it; compare the updated program with eager PyTorch"),

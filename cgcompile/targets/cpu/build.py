@@ -69,7 +69,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
         with stages("lower") as tell:
             changing = any(entry.prepared.state or any(each.name for each in entry.prepared.aliases) for entry in spec.entries)
             entries = [_compile(entry, scratch, tell, changing, level, interface, spec.standalone) for entry in spec.entries]
-            tell(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
+            tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
             weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, spec.entries[0].prepared.state))
@@ -83,7 +83,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
                 exams[own.name] = eager_exam(own.source, own.prepared, own.sizes, weights)
                 parts.append(_entry_parts(each, exams[own.name], weights, regions, folded, stage))
             write_exam(stage / archive.EXAM, exams)
-            tell(describe_size(stage))
+            tell.result(describe_size(stage))
     features = {feature for each in entries for compiled in each.compiled.values() for feature in compiled.features}
     return ManifestParts(
         target=Target(

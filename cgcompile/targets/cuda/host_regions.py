@@ -70,7 +70,7 @@ def split_stage(
     with stages("partition") as tell:
         split = split_program(programs, placements, calls)
         ways = [" -> ".join(region.name for region in each.regions) for each in split.partitions.values()]
-        tell("; ".join(dict.fromkeys(ways)))
+        tell.result("; ".join(dict.fromkeys(ways)))
     return split
 
 
@@ -80,7 +80,7 @@ def host_stage(split: SplitProgram | None, weights: Sequence[Weight], scratch: P
         return NO_HOST_REGIONS
     with stages("host") as tell:
         hosts = compile_host_regions(split, weights, scratch, stage, tell)
-        tell(", ".join(region.file for region in dict.fromkeys(hosts.rows.values())) or "copies only")
+        tell.result(", ".join(region.file for region in dict.fromkeys(hosts.rows.values())) or "copies only")
     return hosts
 
 
