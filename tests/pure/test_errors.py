@@ -38,7 +38,10 @@ CLASSES = {
 OWN_CODE = {"UsageError": ast.Constant("usage")}
 """Classes of one code, which is not given where they are made."""
 
-PASSED_ON = {("cgcompile/util/workers.py", "self.kind.died"), ("bundles/cgbundle/validate/bundle.py", "error.code")}
+PASSED_ON = {
+    ("cgcompile/util/workers.py", "self.kind.died"), ("bundles/cgbundle/validate/bundle.py", "error.code"),
+    ("cgcompile/export/export.py", "error.code"),
+}  # fmt: skip
 """Where an error is made of a code that a caller, or another error, gives: (file, variable)."""
 
 BY_MESSAGE = {

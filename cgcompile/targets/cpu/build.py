@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from cgbundle.errors import CallError
 from cgbundle.format import archive, safetensors
 from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Exam, IntKey, Region, Target, Value, Weight
@@ -18,7 +19,7 @@ from ...bundle.emit import describe_size
 from ...bundle.exam import KeyExam, eager_exam, write_exam
 from ...bundle.proof import unproved
 from ...bundle.rows import WHOLE, whole_program, whole_region
-from ...errors import ModelError
+from ...errors import BuildError, ModelError
 from ...export.exported import memory_order
 from ...export.programs import Programs
 from ...model.flat_module import PREFIX
@@ -138,7 +139,11 @@ def _entry_parts(
         bound = layouts.bind_constants(each.compiled[key].path, program, weights)
         for exam in [exam for exam in exams if each.programs.at(exam.key) is program]:
             numbers[exam.key] = len(regions)
-            strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
+            try:
+                strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
+            except CallError as error:
+                text = f"the compiled code fails with the example inputs, which eager PyTorch takes: {error}"
+                raise BuildError("compiler-failed", text) from error
         bound.region.close()
         folded |= bound.unbound
         shutil.copyfile(each.compiled[key].path, stage / each.file(key))

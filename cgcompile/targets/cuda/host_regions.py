@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from cgbundle.errors import MachineError
+from cgbundle.errors import CallError
 from cgbundle.format.schema import IntKey, Program, Region, Value, Weight
 
 from ...errors import BuildError, ModelError
@@ -187,8 +187,8 @@ def _compile(
     bound = layouts.bind_constants(compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights])
     try:
         strides = layouts.output_strides(bound, given, expected)
-    except MachineError as error:
-        if error.code != "library-refused":
+    except CallError as error:
+        if error.code != "operation-refused":
             raise
         called = ", ".join(sorted({str(node.target) for node in program.graph.nodes if node.op == "call_function"}))
         raise ModelError(
