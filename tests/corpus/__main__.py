@@ -1,32 +1,36 @@
 """Builds models that others published, and compares them with eager PyTorch.
 
-    python -m tests.corpus --target cpu --jobs 2 --only 'transformers/text' --out corpus.jsonl
-    python -m tests.corpus --target cuda --jobs 64 --gpus 4 --minutes 8 --out corpus.jsonl
+    python -m tests.corpus --target cpu --jobs 2 --only 'transformers/text' --results corpus.jsonl
+    python -m tests.corpus --target cuda --jobs 64 --gpus 4 --minutes 8 --results corpus.jsonl
     python -m tests.corpus --target sm_90 --keep bundles        where there is no GPU ...
-    python -m tests.corpus --target sm_90 --replay bundles      ... and where it is
+    python -m tests.corpus --target sm_90 --replay bundles      ... and where it is, with the same results
     python -m tests.corpus --list
+    python -m tests.corpus --target sm_90 --left                what has no row yet
     python -m tests.corpus --table corpus.jsonl
 
-A row per case goes to OUT as it finishes; what OUT has already is left out, so that a run goes on where it was stopped.  Families
-take turns, so that the part of a run that was made stands for the whole.  Exit status 1 when a case was wrong, crashed, took too
-long, or was stopped by anything but a finding about a line of the model.
+A row per case goes to the results as it ends, and onto the disk.  What is there already is left out: a run that was killed, or
+stopped (an interrupt, --minutes), is given again as it was, and goes on.  Families take turns, so that the part of a run that was
+made stands for the whole.  Exit status 1 when a case was wrong, crashed, took too long, or was stopped by anything but a finding
+about a line of the model; 130 after an interrupt.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
+import signal
 import sys
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from .case import Case
-from .jobs import Job, Plan, run
-from .judge import GOOD, MISSING, TARGETS, Row
+from .jobs import Job, Plan, place_of, run
+from .judge import TARGETS
 from .models import all_cases
-from .report import summary
+from .report import VERDICTS, summary
+from .results import BUILT, GOOD, UNDONE, Row, append, left, read
 
 
 def main() -> int:
@@ -38,17 +42,19 @@ def main() -> int:
     parser.add_argument("--first", default="", metavar="REGEX", help="what is begun before the others")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
     parser.add_argument("--gpus", type=int, default=0, help="to share out among the processes")
-    parser.add_argument("--minutes", type=float, default=0.0, help="after which no case is begun")
+    parser.add_argument("--minutes", type=float, default=0.0, help="after which the run is stopped")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of a case")
     parser.add_argument("--prove", choices=("none", "interpret"), default="none", help="of bundles for a GPU that is not here")
-    parser.add_argument("--out", type=Path, default=Path("corpus.jsonl"))
+    parser.add_argument("--results", type=Path, default=Path("corpus.jsonl"), metavar="FILE", help="a row a line, added to")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the bundles there")
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help="compare the bundles that --keep left, on this machine's GPU")
     parser.add_argument("--list", action="store_true", help="the names of the cases")
-    parser.add_argument("--table", type=Path, nargs="+", metavar="OUT", help="the summary of earlier runs")
+    parser.add_argument("--again", action="append", default=[], choices=VERDICTS, help="rows that are done again; may be repeated")
+    parser.add_argument("--left", action="store_true", help="the cases that have no row in the results, after their target")
+    parser.add_argument("--table", type=Path, nargs="+", metavar="FILE", help="the summary of earlier runs")
     given = parser.parse_args()
     if given.table:
-        print(summary([row for path in given.table for row in read(path)]))
+        print(summary(read(*given.table)))
         return 0
     cases = [case for case in all_cases() if re.search(given.only, case.name)]
     members = [each for case in all_cases() for each in case.members if given.only and re.search(given.only, each.name)]
@@ -59,26 +65,39 @@ def main() -> int:
     if given.list:
         print("\n".join([case.name for case in cases]))
         return 0
+    targets, before = given.target or ["cpu"], {(row.name, row.target): row for row in read(given.results)}
+    undone = (*UNDONE, *given.again, *([BUILT] if given.replay else []))
+    waiting = {target: {case.name for case in left(cases, target, before.values(), undone)} for target in targets}
+    every = {case.name: case for case in [*cases, *[member for case in cases for member in case.members]]}.values()
+    jobs = [Job(case, target) for case in every for target in targets if case.name in waiting[target]]
+    if given.left:
+        print("\n".join([f"{job.target} {job.case.name}" for job in jobs]))
+        return 0
+    if given.replay:
+        jobs = [job for job in jobs if place_of(given.replay, job).is_dir()]
     if given.keep:
         given.keep.mkdir(parents=True, exist_ok=True)
     plan = Plan(
         jobs=given.jobs, limit=given.limit, until=time.time() + 60 * given.minutes if given.minutes else 0.0, prove=given.prove,
         keep=given.replay or given.keep, replay=given.replay is not None, gpus=given.gpus,
     )  # fmt: skip
-    done = {(row.name, row.target) for row in read(given.out)}
-    targets = given.target or ["cpu"]
-    jobs = [Job(case, target) for case in cases for target in targets if (case.name, target) not in done]
-    with open(given.out, "a") as out:
 
-        def tell(row: Row) -> None:
-            out.write(json.dumps(row.plain()) + "\n")
-            out.flush()
-            print(f"{row.seconds:6.1f} s  {row.target:5}  {row.verdict:14}  {row.name}  {row.message[:160]}", flush=True)
+    def tell(row: Row) -> None:
+        if given.replay and (built := before.get((row.name, row.target))):
+            row = replace(row, seconds=built.seconds + row.seconds, stages={**(built.stages or {}), **(row.stages or {})})
+        if not (given.replay and row.verdict in UNDONE):  # the bundle waits for another run
+            append(given.results, row)
+        print(f"{row.seconds:6.1f} s  {row.target:5}  {row.verdict:14}  {row.name}  {row.message[:160]}", flush=True)
 
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
         run(plan, jobs, tell)
-    rows = [row for row in read(given.out) if row.target in targets]
+    except KeyboardInterrupt:
+        print(f"stopped; the rows are in {given.results}", file=sys.stderr)
+        return 130
+    rows = [row for row in read(given.results) if row.target in targets]
     print(summary(rows))
-    return 0 if all(row.verdict in (*GOOD, MISSING) for row in rows) else 1
+    return 0 if all(row.verdict in (*GOOD, *UNDONE) for row in rows) else 1
 
 
 def spread(cases: Sequence[Case]) -> list[Case]:
@@ -88,12 +107,6 @@ def spread(cases: Sequence[Case]) -> list[Case]:
         families.setdefault(case.family, []).append(case)
     place = {case.name: (2 * index + 1) / len(family) for family in families.values() for index, case in enumerate(family)}
     return sorted(cases, key=lambda case: place[case.name])
-
-
-def read(path: Path) -> list[Row]:
-    """The rows of a run, [] where there is none; a last line that was cut off is left out."""
-    lines = path.read_text().splitlines() if path.exists() else []
-    return [Row(**json.loads(line)) for line in lines if line.endswith("}")]
 
 
 if __name__ == "__main__":

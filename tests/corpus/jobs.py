@@ -14,21 +14,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from tests.helpers.places import ROOT
 
 from .case import Case
-from .judge import BUILT, CRASHED, MISSING, RIGHT, TIMEOUT, Row
+from .results import BUILT, CRASHED, GOOD, MISSING, STOPPED, TIMEOUT, Row
 
 LOADING = 30.0
 """Seconds that a bundle which was built has at least to be loaded and compared."""
 
+OFTEN = 0.5
+"""Seconds between two looks at whether the run was stopped."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """How a run is done.  `limit`: seconds of a case; `until`: when no more cases are begun (`time.time`), 0 for never.
+    """How a run is done.  `limit`: seconds of a case; `until`: when the run is stopped (`time.time`), 0 for never.
 
     `keep`: a folder that bundles are left in, or None; `replay`: they are there, and are compared alone.
     `gpus`: how many there are to share out, 0 for what the processes find.  Where there are some, they also run what was built
@@ -53,24 +57,28 @@ class Job:
 
 
 def run(plan: Plan, jobs: Iterable[Job], tell: Callable[[Row], None]) -> None:
-    """Runs the jobs in order, and those of a group's members where the group is not right.  `tell` is called under a lock."""
-    todo, lock = deque(jobs), threading.Lock()
+    """Runs the jobs in order, and those of a group's members where the group is not right.  `tell` is called under a lock.  What is
+    running when the run is stopped, by `until` or an interrupt, is ended and told as such; the interrupt goes on."""
+    todo, lock, stop = deque(jobs), threading.Lock(), threading.Event()
 
     def work(number: int) -> None:
-        while not (plan.until and time.time() > plan.until):
+        while not _stopped(plan, stop):
             with lock:
                 if not todo:
                     return
                 job = todo.popleft()
-            row = _run(plan, job, number)
+            row = _run(plan, job, number, stop)
             with lock:
                 tell(row)
-                if row.verdict not in (RIGHT, BUILT, MISSING):
+                if row.verdict not in (*GOOD, MISSING, STOPPED):
                     todo.extend([Job(member, job.target) for member in job.case.members])
 
     with ThreadPoolExecutor(plan.jobs) as pool:
-        for each in [pool.submit(work, number) for number in range(plan.jobs)]:
-            each.result()
+        try:
+            for each in [pool.submit(work, number) for number in range(plan.jobs)]:
+                each.result()
+        finally:
+            stop.set()  # the threads are waited for
 
 
 def place_of(folder: Path, job: Job) -> Path:
@@ -95,7 +103,7 @@ def _gpu(number: int, gpus: int, visible: str) -> str | None:
     return names[number % min(gpus, len(names))] if gpus else None
 
 
-def _run(plan: Plan, job: Job, number: int) -> Row:
+def _run(plan: Plan, job: Job, number: int, stop: threading.Event) -> Row:
     missing = job.case.missing()
     if missing:
         return Row(name=job.case.name, target=job.target, verdict=MISSING, message=", ".join(missing))
@@ -103,24 +111,29 @@ def _run(plan: Plan, job: Job, number: int) -> Row:
     with tempfile.TemporaryDirectory(prefix="corpus-", ignore_cleanup_errors=True) as scratch:
         bundle = place_of(plan.keep or Path(scratch), job)
         if plan.replay:
-            if not bundle.is_dir():
-                return Row(name=job.case.name, target=job.target, verdict=MISSING, message="no bundle")
-            return _process(plan, job, number, bundle, Path(scratch), gpu, "replay")
+            return _process(plan, job, number, stop, bundle, Path(scratch), gpu, "replay")
         if bundle.exists():
             shutil.rmtree(bundle)
-        row = _process(plan, job, number, bundle, Path(scratch), gpu if job.target == "cuda" else "")
+        row = _process(plan, job, number, stop, bundle, Path(scratch), gpu if job.target == "cuda" else "")
         if row.verdict != BUILT or gpu is None or not bundle.is_dir():
             return row
         rest = replace(plan, limit=max(LOADING, plan.limit - row.seconds))
-        after = _process(rest, job, number, bundle, Path(scratch), gpu, "replay")
+        after = _process(rest, job, number, stop, bundle, Path(scratch), gpu, "replay")
     return replace(after, seconds=row.seconds + after.seconds, stages={**(row.stages or {}), **(after.stages or {})})
 
 
-def _process(plan: Plan, job: Job, number: int, bundle: Path, scratch: Path, gpu: str | None, *more: str) -> Row:
+def _stopped(plan: Plan, stop: threading.Event) -> bool:
+    return stop.is_set() or bool(plan.until and time.time() > plan.until)
+
+
+def _process(
+    plan: Plan, job: Job, number: int, stop: threading.Event, bundle: Path, scratch: Path, gpu: str | None, *more: str
+) -> Row:
     """What a process of the case says, or how it ended.  `gpu`: its number, "" for none, None for what the machine has."""
     begun = time.perf_counter()
     nothing = Row(name=job.case.name, target=job.target, verdict=CRASHED)
-    command = [sys.executable, "-m", "tests.corpus.worker", job.case.name, job.target, str(bundle), plan.prove, *more]
+    given = [job.case.name, job.target, str(bundle), plan.prove, str(os.getpid()), *more]
+    command = [sys.executable, "-m", "tests.corpus.worker", *given]
     share = _share(number, plan.jobs)
     # one thread each; kernels are compiled by as many processes as the case has processors for itself
     environment = {
@@ -130,13 +143,15 @@ def _process(plan: Plan, job: Job, number: int, bundle: Path, scratch: Path, gpu
     with open(scratch / "log", "w+b") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=ROOT, env=environment, start_new_session=True)
         os.sched_setaffinity(process.pid, share)
-        try:
-            process.wait(plan.limit)
-        except subprocess.TimeoutExpired:
+        end = begun + plan.limit
+        while process.poll() is None and time.perf_counter() < end and not _stopped(plan, stop):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(min(OFTEN, max(0.0, end - time.perf_counter())))
+        if process.poll() is None:
+            verdict, why = (STOPPED, "the run was stopped") if _stopped(plan, stop) else (TIMEOUT, f"over {plan.limit:.0f} s")
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            late = f"over {plan.limit:.0f} s"
-            return replace(nothing, verdict=TIMEOUT, message=late, seconds=time.perf_counter() - begun)
+            return replace(nothing, verdict=verdict, message=why, seconds=time.perf_counter() - begun)
         log.seek(0)
         lines = log.read().decode(errors="replace").strip().splitlines()
     taken = time.perf_counter() - begun

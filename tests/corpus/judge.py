@@ -7,7 +7,6 @@ import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +23,7 @@ from cgcompile.model.tracing.held_tensors import current_buffers, held_buffers
 from cgcompile.util.tolerance import compare, is_float, tolerance
 
 from .case import Case
+from .results import BUILT, FAILED, REFUSED, RIGHT, WRONG, Row
 
 SEED = 2026
 """Of the inputs that are compared; a build draws its own from seed 0."""
@@ -34,38 +34,12 @@ TARGETS = (CHECK, "cpu", "sm_90", "cuda")
 
 FINDINGS = frozenset({
     "check-refused", "data-dependent-branch", "state-changed", "structure-unsupported", "data-dependent-output",
-    "operation-needs-gpu", "size-excluded", "eager-failed", "data-dependent-shape", "dtype-unsupported", "outputs-shared",
-    "operator-without-code", "export-differs", "state-shared", "input-changed", "randomness-refused",
+    "operator-without-kernel", "size-excluded", "eager-failed", "data-dependent-shape", "dtype-unsupported", "outputs-shared",
+    "operator-without-code", "export-differs", "state-shared", "input-changed", "random-operation",
 })  # fmt: skip
 """Errors that say what in the model cannot be in a bundle.  Every other is a defect of the compiler's."""
 
 PLACE = re.compile(r"[^\s:'\"()]+\.py:\d+")
-
-RIGHT, REFUSED, MISSING, BUILT = "right", "refused", "not installed", "built"
-FAILED, WRONG, CRASHED, TIMEOUT = "compiler error", "wrong", "crash", "timeout"
-GOOD = (RIGHT, REFUSED, BUILT)
-"""`built` is right as far as a machine without the GPU can say."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Row:
-    """What became of a case.  `seconds` are of the whole process, `stages` of the build's stages and of what follows.  `between`
-    says what came of a call at a size that was not recorded: right, not proved, or none."""
-
-    name: str
-    target: str
-    verdict: str
-    seconds: float = 0.0
-    message: str = ""
-    code: str = ""
-    place: str = ""
-    between: str = ""
-    error: float = 0.0
-    stages: Mapping[str, float] | None = None
-
-    def plain(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
 
 
 def judge(case: Case, target: str, bundle: Path, prove: str) -> Row:

@@ -6,9 +6,9 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from statistics import median
 
-from .judge import BUILT, CRASHED, FAILED, GOOD, MISSING, REFUSED, RIGHT, TIMEOUT, WRONG, Row
+from .results import BUILT, CRASHED, FAILED, GOOD, MISSING, REFUSED, RIGHT, STOPPED, TIMEOUT, UNDONE, WRONG, Row
 
-VERDICTS = (RIGHT, BUILT, REFUSED, FAILED, WRONG, CRASHED, TIMEOUT, MISSING)
+VERDICTS = (RIGHT, BUILT, REFUSED, FAILED, WRONG, CRASHED, TIMEOUT, STOPPED, MISSING)
 
 
 def summary(rows: Sequence[Row]) -> str:
@@ -28,7 +28,7 @@ def _target(target: str, every: Sequence[Row]) -> list[str]:
     ]
     total = Counter(row.verdict for row in rows)
     lines.append(f"| all | {' | '.join(str(total[each]) for each in used)} |")
-    tried = [row for row in rows if row.verdict != MISSING]
+    tried = [row for row in rows if row.verdict not in UNDONE]
     good = [row for row in tried if row.verdict in GOOD]
     between = Counter(row.between for row in rows if row.between)
     seconds = [row.seconds for row in good] or [0.0]

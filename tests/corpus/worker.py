@@ -1,4 +1,5 @@
-"""The process of one case: `python -m tests.corpus.worker NAME TARGET BUNDLE PROVE [replay]` prints its row as JSON, last line."""
+"""The process of one case: `python -m tests.corpus.worker NAME TARGET BUNDLE PROVE PARENT [replay]` prints its row as JSON, last
+line.  It ends when the process PARENT, which started it, is no more."""
 
 from __future__ import annotations
 
@@ -10,16 +11,21 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 
+from cgcompile.util.workers import end_with_parent
+
+from .results import CRASHED, Row
+
 
 def main(arguments: Sequence[str]) -> None:
     """Judges, or with `replay` compares a bundle that is there; what it prints before the row is log."""
-    name, target, bundle, prove, *rest = arguments
+    name, target, bundle, prove, parent, *rest = arguments
+    end_with_parent(int(parent))
     begun = time.perf_counter()
     warnings.filterwarnings("ignore")
     import torch
 
     torch.set_num_threads(1)
-    from .judge import CRASHED, Row, judge, replayed
+    from .judge import judge, replayed
     from .models import find
 
     case = find(name)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -16,9 +18,10 @@ import torch
 
 from tests.corpus.case import Case, Made
 from tests.corpus.jobs import Job, Plan, _gpu, run
-from tests.corpus.judge import BUILT, CHECK, FAILED, REFUSED, RIGHT, TIMEOUT, WRONG, judge, refusal, replayed
+from tests.corpus.judge import CHECK, judge, refusal, replayed
 from tests.corpus.models import all_cases, find, layers
 from tests.corpus.report import summary
+from tests.corpus.results import BUILT, FAILED, REFUSED, RIGHT, STOPPED, TIMEOUT, WRONG, Row, read
 from tests.cpu.conftest import MODEL
 from tests.helpers.places import ROOT
 
@@ -111,7 +114,7 @@ def test_errors_are_told_apart_by_what_they_name() -> None:
     assert refusal(case, "cpu", ModelError("check-refused", f"{place}: rule: message")).verdict == REFUSED
     elsewhere = "../../opt/torch/lib/site-packages/torchaudio/models.py:12"  # a folder above is called torch, too
     assert refusal(case, "cpu", ModelError("data-dependent-branch", f"{elsewhere}: rule: message")).verdict == REFUSED
-    assert refusal(case, "cpu", ModelError("operation-needs-gpu", f"no kernel for aten.x ({place})")).place == place
+    assert refusal(case, "cpu", ModelError("operator-without-kernel", f"no kernel for aten.x ({place})")).place == place
     assert refusal(case, "cpu", ModelError("check-refused", "model: rule: message")).verdict == FAILED
     assert refusal(case, "cpu", ModelError("check-refused", "/site-packages/torch/nn/functional.py:3: rule")).verdict == FAILED
     assert refusal(case, "cpu", BuildError("compiler-failed", f"{place}: CppCompileError")).verdict == FAILED
@@ -125,3 +128,29 @@ def test_a_case_that_takes_too_long_is_ended_and_the_members_of_a_group_are_trie
     assert [row.verdict for row in rows] == [TIMEOUT] * 9
     assert {row.name for row in rows} == {case.name, *[member.name for member in case.members]}
     assert "| layers | 9 |" in summary(rows) and "0 of 9 good" in summary(rows)
+
+
+def test_what_runs_when_a_run_is_stopped_is_told_as_such_and_left_for_the_next(tmp_path: Path) -> None:
+    rows: list[Row] = []
+    plan = Plan(jobs=2, limit=60.0, until=time.time() + 1.0, prove="none", keep=None, replay=False, gpus=0)
+    names = ("layers/group-01", "layers/group-02", "layers/Linear")
+    run(plan, [Job(find(name), CHECK) for name in names], rows.append)
+    assert [(row.verdict, row.seconds < 10) for row in rows] == [(STOPPED, True)] * 2  # no members, and the third was not begun
+
+
+def test_a_signal_ends_the_processes_and_leaves_the_rows(tmp_path: Path) -> None:
+    results = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "tests.corpus", "--target", CHECK, "--only", "^layers/group-0[1-3]"]
+    process = subprocess.Popen([*command, "--jobs", "1", "--results", str(results)], cwd=ROOT, stdout=subprocess.DEVNULL)
+    try:
+        while not results.exists() or not read(results):
+            assert process.poll() is None
+            time.sleep(0.1)
+        process.send_signal(signal.SIGTERM)  # as `timeout` does; a shell lets what it runs in the background ignore SIGINT
+        assert process.wait(30) == 130
+    finally:
+        process.kill()
+    done = [row.name for row in read(results) if row.verdict != STOPPED]
+    assert len(done) == 1  # a second one is begun when the first has a row
+    rest = subprocess.run([*command, "--left", "--results", str(results)], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert sorted(rest.stdout.split()[1::2] + done) == [f"layers/group-0{number}" for number in (1, 2, 3)]

@@ -86,9 +86,9 @@ def side_by_side(interface: Interface | None, standalone: Path | None = None) ->
             if "-c" in command and source is not None:
                 begun.append(_begin(command, source, interface, stack))
             elif LINKING in command:
-                linked: list[str] = []
-                while begun:
-                    linked += _finish(begun.pop(0), stack)
+                sources = [*begun]
+                begun.clear()  # what is tried after a failure has sources of its own
+                linked = _finished(sources, stack)
                 target = Path(command[command.index("-o") + 1])
                 if library is not None:
                     library.wait()
@@ -109,6 +109,16 @@ def _begin(given: list[str], path: Path, interface: Interface | None, stack: Exi
         path.write_text(rest)
     running = _start([OLDER if word == NEWER else word for word in given], path.parent, stack)
     return Source(path=path, given=given, whole=whole, running=running, interface=interface if rest is not None else None)
+
+
+def _finished(sources: list[Source], stack: ExitStack) -> list[str]:
+    """As `_finish` of each.  The first that fails ends the others."""
+    try:
+        return [each for source in sources for each in _finish(source, stack)]
+    except exc.CppCompileError:
+        for source in sources:
+            end_group(source.running.process)
+        raise
 
 
 def _finish(source: Source, stack: ExitStack) -> list[str]:

@@ -12,6 +12,7 @@ from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflat
 
 from .padded_call import FAILURES, ChangedByPadding, PaddedCall, place_of
 from .padded_values import PaddedDimension, PaddedValue, Spot, Variation, alike, front, padded_part, placed, same, same_spot, spots
+from .row_axes import kept_rows, moves
 
 INDEXING = ("index", "gather", "embedding", "scatter", "take", "select", "put", "one_hot")
 """What the names of operators contain that take integers as positions."""
@@ -19,8 +20,9 @@ INDEXING = ("index", "gather", "embedding", "scatter", "take", "select", "put", 
 ORDERING = frozenset({"topk", "sort", "argsort", "argmax", "argmin", "max", "min", "median", "nanmedian", "kthvalue", "mode"})
 """Operators that may choose any of several equal entries: not tried with zeros alone."""
 
-LARGE = 2**20
-"""Entries from which an operator that computes them one by one is believed to: trying others takes longer than all else."""
+LARGE = 2**16
+"""Entries from which an operator that surely keeps rows apart is believed to, and one that only moves entries is tried with other
+values once: trying others takes longer than all else."""
 
 
 def padded_operator(call: PaddedCall, along: PaddedDimension) -> Any:
@@ -33,14 +35,15 @@ def padded_operator(call: PaddedCall, along: PaddedDimension) -> Any:
         raise ChangedByPadding(why)
     tried = [(short, long)]
     whole = not any(value.depends and not isinstance(value.short, torch.Tensor) for value in call.values)
-    kept = _kept_spot(call)
-    for found in _variations(call, spec, along.generator) if call.depends and not kept else ():
+    kept, moved = _kept_spot(call), _moved(call)
+    for found in _variations(call, spec, along.generator, moved) if call.depends and not kept else ():
         if isinstance(found, str):
             raise ChangedByPadding(why)
         if found is None:
             whole = False
         else:
             tried.append(found)
+    whole = whole and not (kept or moved)
     made = [_found([(one[at], two[at]) for one, two in tried], call, along, whole, why, kept) for at in range(len(short))]
     return tree_unflatten(made, spec)
 
@@ -53,11 +56,13 @@ def run_once(call: PaddedCall, run: Callable[[Any], Any], given: Mapping[int, tu
         raise ChangedByPadding(f"{call.name} fails ({type(failure).__name__}){place_of(call.node)}") from failure
 
 
-def _variations(call: PaddedCall, spec: TreeSpec, generator: torch.Generator) -> Iterator[tuple[list[Any], list[Any]] | str | None]:
+def _variations(
+    call: PaddedCall, spec: TreeSpec, generator: torch.Generator, moved: bool
+) -> Iterator[tuple[list[Any], list[Any]] | str | None]:
     """What other values give: at both sizes, "fails" where only the long size fails, None where both do."""
     entrywise = _pointwise(call.node)
     ways = partial(Variation, indices=any(word in call.name for word in INDEXING), entrywise=entrywise, literal=_literal(call.node))
-    for variation in (ways(-1), ways(1), ways(0, mixed=call.name in ORDERING)):
+    for variation in [ways(0, mixed=True)] if moved else [ways(-1), ways(1), ways(0, mixed=call.name in ORDERING)]:
         given = {id(value): value.varied(variation, generator) for value in call.values}
         try:
             short, structure = tree_flatten(call.at_short(given))
@@ -90,7 +95,7 @@ def _found(
     if short.dim() == long.dim():
         for spot in [kept] if kept else spots(short, long, along.sizes, along.last):
             if all(two.shape == long.shape and alike(one, front(two, spot)) for one, two in tried):
-                fixed = None if kept else _fixed([two[padded_part(spot, long.shape)] for _, two in tried], call.depends, whole)
+                fixed = _fixed([two[padded_part(spot, long.shape)] for _, two in tried], call.depends, whole)
                 joined = long if torch.equal(short, front(long, spot)) else placed(long, spot, short)
                 return PaddedValue(short, joined, spot, fixed, depends=call.depends)
     return PaddedValue(short, long, depends=call.depends, why=why)
@@ -109,20 +114,36 @@ def _fixed(padded: Sequence[torch.Tensor], depends: bool, whole: bool) -> torch.
 
 
 def _kept_spot(call: PaddedCall) -> Spot:
-    """Where the call lies in what a large operator gives that computes entry by entry, () where that has to be tried.
+    """Where the call lies in what a large operator gives that keeps its rows apart, () where that has to be tried.
 
     No padded entry of its inputs may be fixed: none of the result is called fixed, which is more than they have to be.
     """
-    values = [value for value in call.values if value.spot]
+    values, joined = kept_rows(call.node, call.short)
+    if _pointwise(call.node):
+        values = [value for value in call.values if value.spot]
     numbers = [[leaf for leaf in tree_leaves(each) if not isinstance(leaf, PaddedValue)] for each in (call.short, call.long)]
-    apart = any(value.long is not value.short for value in call.values if not value.spot)
-    if not _pointwise(call.node) or not values or apart or numbers[0] != numbers[1]:
+    if not _large_and_free(values) or numbers[0] != numbers[1]:
         return ()
     spot = values[0].spot
-    if any(value.fixed is not None or not same_spot(value.spot, spot) for value in values):
+    others = [value for value in call.values if not any(value is each for each in values)]
+    apart = any(value.spot or value.long is not value.short for value in others)
+    wider = any(isinstance(value.short, torch.Tensor) and value.short.dim() > len(spot) for value in others)
+    if apart or wider or not all(same_spot(value.spot, spot) for value in values):
         return ()
-    wider = any(isinstance(value.short, torch.Tensor) and value.short.dim() > len(spot) for value in call.values)
-    return () if wider or values[0].long.numel() < LARGE else spot
+    whole = all(isinstance(spot[axis], slice) and spot[axis] == slice(None) for axis in joined)
+    return spot if whole else ()
+
+
+def _moved(call: PaddedCall) -> bool:
+    """Whether a large operator does no more than move floating-point numbers, which are all different where they are drawn."""
+    values = [value for value in call.values if value.spot]
+    return moves(call.node) and _large_and_free(values) and all(value.long.is_floating_point() for value in values)
+
+
+def _large_and_free(values: Sequence[PaddedValue]) -> bool:
+    """Whether there are padded values, large ones, none of whose padded entries is fixed."""
+    free = all(value.spot and value.depends and value.fixed is None for value in values)
+    return bool(values) and free and values[0].long.numel() >= LARGE
 
 
 def _pointwise(node: Node) -> bool:

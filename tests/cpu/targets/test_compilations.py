@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import time
 from pathlib import Path
 
 import pytest
@@ -19,8 +20,8 @@ from tests.helpers.raising import raises
 
 COMPILER = """#!/bin/sh
 case "$*" in
-  *.kernel.cpp*) echo $$ > {pid}; exec sleep 100 ;;
-  *.wrapper.cpp*) while [ ! -s {pid} ]; do sleep 0.01; done; exit 1 ;;
+  *.kernel.cpp*) echo $$ >> {pids}; exec sleep 600 ;;
+  *.wrapper.cpp*) while [ ! -s {pids} ]; do sleep 0.01; done; exit 1 ;;
   *) exec g++ "$@" ;;
 esac
 """
@@ -28,14 +29,17 @@ esac
 
 
 def test_a_compilation_that_fails_ends_the_others(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path, pid = tmp_path / "g++", tmp_path / "pid"
-    path.write_text(COMPILER.format(pid=pid))
+    """Also where it is compiled again, without vectors: what the first attempt left is not waited for."""
+    path, pids = tmp_path / "g++", tmp_path / "pids"
+    path.write_text(COMPILER.format(pids=pids))
     path.chmod(0o700)
     monkeypatch.setenv("CXX", str(path))
     program = torch.export.export(nn.Linear(4, 4), (torch.ones(2, 4),))
+    began, told = time.monotonic(), list[str]()
     with raises("compiler-failed", match="the C\\+\\+ compiler refuses the code"):
-        compile_cpu(program, tmp_path, lambda text: None)
-    assert not Path(f"/proc/{pid.read_text().strip()}").exists()
+        compile_cpu(program, tmp_path, told.append)
+    assert time.monotonic() - began < 300 and "the C++ compiler refuses the vectorized code: again without vectors" in told
+    assert not [pid for pid in pids.read_text().split() if Path(f"/proc/{pid}").exists()]
 
 
 @pytest.mark.skipif(os.uname().machine != "x86_64" or "avx2" not in processor_flags(), reason="needs AVX2")

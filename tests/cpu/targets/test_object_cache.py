@@ -115,6 +115,7 @@ def test_other_options_compile(build: Build, options: tuple[object, ...]) -> Non
 
 
 def test_another_machine_or_setting_compiles(build: Build, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("ATEN_CPU_CAPABILITY", raising=False)
     build(exported())
     changes: list[Callable[[pytest.MonkeyPatch], None]] = [
         lambda patch: patch.setattr(object_cache, "processor_name", lambda: "another"),

@@ -98,33 +98,81 @@ def test_batch(case: str) -> None:
         assert " joins what lies along batch (" in found[2] or "changes by" in found[2] or "fails" in found[2]
 
 
-@pytest.mark.parametrize("case", ["a threshold on a sum of zeros", "largest", "length", "normalized", "in place"])
-def test_large_operators_that_join_nothing_hide_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("case", BATCH)
+def test_what_is_believed_of_large_operators_hides_nothing(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operator_trials, "LARGE", 1)
     function, pad, chunk = BATCH[case]
     assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][:2] == (pad, chunk)
 
 
-class Tanhs(TorchFunctionMode):
-    """Counts calls of tanh."""
+KNOWN: dict[str, tuple[Function, str]] = {
+    "linear": (lambda m, x: m.biased(x), "rows"),
+    "linear over rows": (lambda m, x: F.linear(x.T, torch.ones(4, x.shape[0])).T.sum(0) * x, "zeros"),
+    "matmul": (lambda m, x: x[:, None] @ x[:, :, None], "rows"),
+    "matmul of rows": (lambda m, x: (x.T @ x).sum() * x, "zeros"),
+    "matmul with a weight": (lambda m, x: x @ m.plain.weight, "rows"),
+    "addmm": (lambda m, x: torch.addmm(m.biased.bias, x, m.plain.weight), "rows"),
+    "conv1d": (lambda m, x: F.conv1d(x[:, None], m.plain.weight[:, None], padding=2).flatten(1), "rows"),
+    "conv1d along rows": (lambda m, x: F.conv1d(x.T[:, None], m.plain.weight[:1, None, :3], padding=1)[:, 0].T, "zeros"),
+    "conv1d along rows alone": (lambda m, x: F.conv1d(x.T, m.plain.weight[..., None]).T, "rows"),
+    "softmax": (lambda m, x: x.softmax(1), "rows"),
+    "softmax of rows": (lambda m, x: x.softmax(-2), "no"),
+    "layer_norm": (lambda m, x: F.layer_norm(x, (4,)), "rows"),
+    "layer_norm of rows": (lambda m, x: F.layer_norm(x.T, x.shape[:1]).T, "no"),
+    "batch_norm": (lambda m, x: F.batch_norm(x, m.biased.bias, m.biased.bias + 9), "rows"),
+    "batch_norm of rows": (lambda m, x: F.batch_norm(x, None, None, training=True), "no"),
+    "attention": (lambda m, x: F.scaled_dot_product_attention(*[x[:, None, :, None]] * 3).flatten(1), "rows"),
+    "attention of rows": (lambda m, x: F.scaled_dot_product_attention(x, x, x), "no"),
+    "max_pool1d": (lambda m, x: F.max_pool1d(x[:, None], 2)[:, 0], "rows"),
+    "max_pool1d of rows": (lambda m, x: F.max_pool1d(x.T, 3, stride=1, padding=1).T, "no"),
+    "avg_pool2d": (lambda m, x: F.avg_pool2d(x.view(-1, 1, 2, 2), 2).flatten(1), "rows"),
+    "adaptive_avg_pool1d of rows": (lambda m, x: F.adaptive_avg_pool1d(x.T, 1).T * x, "no"),
+    "cat": (lambda m, x: torch.cat([x, x], 1), "rows"),
+    "cat of rows": (lambda m, x: torch.cat([x, x]), "no"),
+    "roll": (lambda m, x: x.roll(1, 1), "rows"),
+    "roll of rows": (lambda m, x: x.roll(1, 0), "no"),
+    "the last row": (lambda m, x: x * x[-1], "no"),
+    "rows turned over behind a view": (lambda m, x: x.view(-1, 2, 2).transpose(1, 2).flip(0).reshape(-1, 4), "no"),
+    "moved and back": (lambda m, x: x.T.unsqueeze(0).expand(2, -1, -1).permute(2, 0, 1).flatten(1), "rows"),
+    "split": (lambda m, x: torch.stack(x.split(2, 1), 2).flatten(1), "rows"),
+}  # fmt: skip
 
-    def __init__(self) -> None:
+
+@pytest.mark.parametrize("case", KNOWN)
+def test_what_is_known_of_operators_is_what_trying_them_shows(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    function, pad = KNOWN[case]
+    for large in (2**20, 1):
+        monkeypatch.setattr(operator_trials, "LARGE", large)
+        found = decide(Over(function), signed, {"batch": (2, 4)})["batch"]
+        assert found[0] == pad, found[2]
+
+
+class Calls(TorchFunctionMode):
+    """Counts calls of a function."""
+
+    def __init__(self, name: str) -> None:
         super().__init__()
-        self.calls = 0
+        self.name, self.calls = name, 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.calls += getattr(function, "__name__", "").partition(".")[0] == "tanh"
+        self.calls += getattr(function, "__name__", "").partition(".")[0] == self.name
         return function(*args, **(kwargs or {}))
 
 
-def test_large_operators_that_join_nothing_are_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("name", "function", "spared"),
+    [("tanh", lambda m, x: x.tanh(), 3), ("linear", lambda m, x: m.biased(x), 3), ("roll", lambda m, x: x.roll(1, 1), 2)],
+)
+def test_large_operators_that_join_nothing_are_not_tried(
+    name: str, function: Function, spared: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     counted = []
     for large in (2**20, 1):
         monkeypatch.setattr(operator_trials, "LARGE", large)
-        with Tanhs() as tanhs:
-            assert decide(Over(lambda m, x: x.tanh()), signed, {"batch": (2, 4)})["batch"][:2] == ("rows", True)
-        counted.append(tanhs.calls)
-    assert counted[0] - counted[1] == 2 * 3 * 2, "three other values at two sizes, at the beginning and the end of a frame"
+        with Calls(name) as calls:
+            assert decide(Over(function), signed, {"batch": (2, 4)})["batch"][:2] == ("rows", True)
+        counted.append(calls.calls)
+    assert counted[0] - counted[1] == 2 * spared * 2, "so many other values at two sizes, at the beginning and the end of a frame"
 
 
 def test_what_is_large_and_joined_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,8 +244,10 @@ SEQ: dict[str, tuple[Function, Callable[..., object], str, bool]] = {
 }  # fmt: skip
 
 
+@pytest.mark.parametrize("large", [2**20, 1])
 @pytest.mark.parametrize("case", SEQ)
-def test_sequence(case: str) -> None:
+def test_sequence(case: str, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(operator_trials, "LARGE", large)
     function, inputs, pad, chunk = SEQ[case]
     found = decide(Over(function), inputs, {"seq": (5,), "batch": (2,)})["seq"]
     assert found[:2] == (pad, chunk), found[2]

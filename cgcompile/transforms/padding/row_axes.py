@@ -1,0 +1,102 @@
+"""What is known of operators without trying them: along which axes they join entries, and which only move them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from .padded_values import PaddedValue
+
+Arguments = Mapping[str, Any]
+"""By the names of the operator's schema; tensors are padded values."""
+
+Rows = tuple[tuple[str, ...], Sequence[int]]
+"""The arguments whose rows an operator keeps apart, all of one rank, which is the result's; and the axes that it joins, negative
+ones from the last.  All its other arguments are the same for every call."""
+
+MOVES = frozenset({
+    "view", "_unsafe_view", "reshape", "flatten", "unflatten", "transpose", "permute", "movedim", "t", "numpy_T", "squeeze",
+    "unsqueeze", "expand", "expand_as", "repeat", "select", "slice", "narrow", "split", "split_with_sizes", "chunk", "unbind",
+    "clone", "contiguous", "alias", "detach", "cat", "stack", "roll", "flip", "constant_pad_nd",
+})  # fmt: skip
+"""Operators whose entries are those of their inputs, wherever these hold what; and constants."""
+
+
+def _last(given: Arguments) -> Rows:
+    return ("input",), (-1,)
+
+
+def _product(given: Arguments) -> Rows:
+    one, other = [name for name in given if name in ("self", "other", "mat2")]
+    if given[other].spot:
+        return (one, other), (-1, -2)
+    return ((one,), (-1,)) if given[other].short.dim() <= 2 else ((), ())
+
+
+def _biased_product(given: Arguments) -> Rows:
+    return ("mat1",), (-1,)
+
+
+def _convolution(given: Arguments) -> Rows:
+    rank = given["input"].short.dim()
+    return (("input",), range(1, rank)) if given["weight"].short.dim() == rank else ((), ())
+
+
+def _along(given: Arguments) -> Rows:
+    return ("self",), (given["dim"],)
+
+
+def _layer_norm(given: Arguments) -> Rows:
+    return ("input",), range(-len(given["normalized_shape"]), 0)
+
+
+def _batch_norm(given: Arguments) -> Rows:
+    return (("input",), (1,)) if given.get("training", False) is False else ((), ())
+
+
+def _pool(axes: int) -> Callable[[Arguments], Rows]:
+    return lambda given: (("self",), range(-axes, 0))
+
+
+def _attention(given: Arguments) -> Rows:
+    return (("query", "key", "value"), (-1, -2)) if given.get("attn_mask") is None else ((), ())
+
+
+ROWS: Mapping[str, Callable[[Arguments], Rows]] = {
+    "linear": _last, "matmul": _product, "mm": _product, "bmm": _product, "addmm": _biased_product,
+    "conv1d": _convolution, "conv2d": _convolution, "conv3d": _convolution, "convolution": _convolution,
+    "softmax": _along, "_softmax": _along, "log_softmax": _along, "layer_norm": _layer_norm, "batch_norm": _batch_norm,
+    "_native_batch_norm_legit_no_training": _batch_norm, "scaled_dot_product_attention": _attention,
+    "max_pool1d": _pool(1), "max_pool2d": _pool(2), "max_pool3d": _pool(3), "max_pool2d_with_indices": _pool(2),
+    "max_pool3d_with_indices": _pool(3), "avg_pool1d": _pool(1), "avg_pool2d": _pool(2), "avg_pool3d": _pool(3),
+    "adaptive_avg_pool1d": _pool(1), "adaptive_avg_pool2d": _pool(2), "adaptive_avg_pool3d": _pool(3),
+}  # fmt: skip
+
+
+def kept_rows(node: Node, given: tuple[Sequence[Any], Mapping[str, Any]]) -> tuple[list[PaddedValue], list[int]]:
+    """The values whose rows an operator of aten keeps apart, and the axes of these that it joins; no values where that is not
+    known.  `given`: its arguments, tensors as padded values."""
+    known = ROWS.get(_name(node))
+    named = (
+        {**dict(zip([each.name for each in node.target._schema.arguments], given[0], strict=False)), **given[1]} if known else {}
+    )
+    names, axes = known(named) if known else ((), ())
+    values = [named[name] for name in names]
+    if not all(isinstance(value, PaddedValue) and isinstance(value.short, torch.Tensor) for value in values):
+        return [], []
+    return values, [axis % value.short.dim() for value in values[:1] for axis in axes]
+
+
+def moves(node: Node) -> bool:
+    """Whether an operator is one of MOVES."""
+    return _name(node) in MOVES
+
+
+def _name(node: Node) -> str:
+    """An operator of aten without its overload, "" for any other."""
+    target = node.target
+    own = isinstance(target, torch._ops.OpOverload) and target.namespace == "aten"
+    return target._schema.name.removeprefix("aten::") if own else ""
