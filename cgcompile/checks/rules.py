@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 from cgbundle.format.schema import Finding
 
-from . import collectives, control, devices, operators, randomness, scalars, shapes, sizes, writes
+from . import collectives, control, devices, operators, randomness, repeatability, scalars, shapes, sizes, writes
 from .context import RuleContext
 
 Rule = Callable[[RuleContext], Iterable[Finding]]
@@ -17,6 +17,9 @@ RULES: tuple[Rule, ...] = (
     writes.mutated_input,
     randomness.random_operation,
     randomness.rng_state_operation,
+    repeatability.python_random,
+    repeatability.clock_read,
+    repeatability.unrepeatable_result,
     scalars.data_dependent_branch,
     scalars.host_scalar,
     shapes.data_dependent_shape,

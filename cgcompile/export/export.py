@@ -17,16 +17,19 @@ from cgbundle.format.schema import IntKey, Size
 
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
-from ..model.flat_module import FlatModule, run_eager, unwatched
+from ..model.flat_module import FlatModule, unwatched
+from ..model.nondeterminism.generators import Generator, generators, states
+from ..model.nondeterminism.repeated_calls import Observed, Results, apart, observed, outside_values, results, unrepeated
 from ..model.side_effects import NOTHING, Asserted, Obstacle, SideEffects
-from ..model.source import Source, all_keys, sample
+from ..model.source import Source, all_keys, sample, written_method
 from ..model.tracing.attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
 from ..model.tracing.held_tensors import held_tensors, make_buffer
 from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
+from ..model.user_code import defined
 from .eager_check import check_dynamic, check_result, check_static, eager_shapes, try_eager
 from .exported import EagerShapes, Exported, memory_order
 from .functionalization import size_from_a_float
-from .programs import Programs, with_shared_constants
+from .programs import Programs, coarsest, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
 
 STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "data-dependent-shape")
@@ -69,9 +72,18 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool)
     calls: list[SideEffects] = []
     flat.watch = calls.append
     versions = {id(buffer): buffer._version for buffer in source.model.buffers() if not buffer.is_inference()}
+    before = states(generators(source.model, source.entry))
     seen = try_eager(source, flat, sizes)
+    drawn_from = generators(source.model, source.entry)  # a call may import NumPy
+    after = states(drawn_from)
     flat.earlier = calls[0]
-    changes = _changed_attributes(source, flat, sizes)
+    changes, first, second = _changed_attributes(source, flat, sizes, drawn_from)
+    flat.watch = unwatched
+    outside = outside_values(flat, _sample_at(source, sizes, 0), first, second)
+    if after != before and not second.moved:  # drawn at other sizes alone, or by inputs()
+        largest = _sample_at(source, sizes, -1)
+        outside += outside_values(flat, largest, (), replace(observed(flat, largest, drawn_from, after), reads=()))
+    flat.watch = calls.append
     flat.assigned = tuple(changes)
     flat.constants = _constants(flat, versions) if alone else []
     left = tuple(changes.values())
@@ -84,11 +96,14 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool)
             ) from error
         raise
     flat.watch = unwatched
+    if not changes and not outside and apart(first, second.results):
+        written = defined(written_method(source.model, source.entry))
+        outside = unrepeated(flat, _sample_at(source, sizes, 0), second, coarsest(made.programs), written)
     early = set().union(*[call.early for call in calls])
     left = tuple([change if name in early else replace(change, rule="assigned-attribute") for name, change in changes.items()])
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
-        eager_shapes=(*seen, *made.eager_shapes), obstacles=(*left, *made.obstacles),
+        eager_shapes=(*seen, *made.eager_shapes), obstacles=(*left, *outside, *made.obstacles),
     )  # fmt: skip
 
 
@@ -270,14 +285,23 @@ def _constants(flat: FlatModule, versions: Mapping[int, int]) -> list[tuple[Any,
     return found
 
 
-def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> dict[str, Obstacle]:
-    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers."""
-    tensors = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
+def _sample_at(source: Source, sizes: Mapping[str, tuple[int, ...]], pick: int) -> tuple[torch.Tensor, ...]:
+    """The inputs at the smallest sizes, 0, or the largest, -1."""
+    return sample(source, {name: values[pick] for name, values in sizes.items()}).tensors
+
+
+def _changed_attributes(
+    source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], drawn_from: Sequence[Generator]
+) -> tuple[dict[str, Obstacle], Results, Observed]:
+    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers.
+
+    Also what the two calls gave that show it, and what the second one took from outside of the model."""
+    tensors = _sample_at(source, sizes, 0)
     watch, flat.watch = flat.watch, unwatched
-    run_eager(flat, tensors)
+    first = results(flat, tensors)
     held = {id(each.tensor): (each, each.tensor._version) for each in reversed(held_tensors(source.model))}
     before = marks(source.model, held.keys())
-    run_eager(flat, tensors)
+    second = observed(flat, tensors, drawn_from)
     flat.watch = watch
     names = changed(before, marks(source.model, held.keys()))
     buffers = {id(tensor) for tensor in source.model.buffers()}
@@ -286,7 +310,8 @@ def _changed_attributes(source: Source, flat: FlatModule, sizes: Mapping[str, tu
             make_buffer(each)
     flat.follow_buffers()
     places = {name: assignment_place(source.model, name) for name in names}
-    return {
+    changes = {
         name: Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
         for name, (where, line) in places.items()
     }
+    return changes, first, second

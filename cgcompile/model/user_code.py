@@ -50,9 +50,11 @@ def first_line(error: BaseException) -> str:
 def here() -> tuple[str, str]:
     """(file:line, source line) of the user's code that runs, or ("", "")."""
     frame = _user_frame()
-    if frame is None:
-        return "", ""
-    file, line = frame.f_code.co_filename, frame.f_lineno
+    return ("", "") if frame is None else line_of(frame.f_code.co_filename, frame.f_lineno)
+
+
+def line_of(file: str, line: int) -> tuple[str, str]:
+    """(file:line, source line) of a file of the user's."""
     return f"{shown(file)}:{line}", linecache.getline(file, line).strip()
 
 
@@ -129,8 +131,14 @@ def whole(code: str) -> str:
 
 def definition(function: Callable[..., Any]) -> str:
     """`model.py:12` where a function of the user's is defined, or "" """
+    return defined(function)[0]
+
+
+def defined(function: Callable[..., Any]) -> tuple[str, str]:
+    """(file:line, source line) where a function of the user's is defined, or ("", "")."""
     code = getattr(inspect.unwrap(function), "__code__", None)
-    return f"{shown(code.co_filename)}:{code.co_firstlineno}" if code is not None and is_user_file(code.co_filename) else ""
+    user = code is not None and is_user_file(code.co_filename)
+    return line_of(code.co_filename, code.co_firstlineno) if user and code is not None else ("", "")
 
 
 def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, **kwargs: Any) -> Any:

@@ -21,6 +21,7 @@ from ..bundle.proof import replay
 from ..bundle.provenance import provenance
 from ..bundle.ranks import Ranks
 from ..checks import Checked, check, refuse
+from ..checks.repeatability import widened_bound
 from ..export.export import export, refuse_branches
 from ..export.exported import Exported
 from ..export.programs import Programs, with_shared_constants
@@ -113,6 +114,10 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
                     for each, signature, rules in zip(exported, signatures, checked, strict=True)
                 ]
             )
+            checked = [
+                replace(rules, findings=(*rules.findings, *widened_bound(own)))
+                for rules, own in zip(checked, prepared, strict=True)
+            ]
             if chosen.recorder == "trace":
                 without = [
                     operators_without_kernel(own, rules.placements, sizes[own_source.entry], chosen.target)

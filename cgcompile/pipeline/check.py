@@ -16,6 +16,7 @@ from cgbundle.format.size_expressions import standing
 
 from ..checks import check as check_rules
 from ..checks.context import operator
+from ..checks.repeatability import widened_bound
 from ..checks.sizes import small_region, too_many_keys
 from ..errors import BuildError, ModelError
 from ..export.export import export
@@ -104,6 +105,7 @@ def _report(
         if not any(finding.severity == "refuse" for finding in found):
             signature = describe_signature(exported)  # raises what a build would, and so does the next
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
+            found += widened_bound(prepared)
             entry = EntrySpec(source=source, prepared=prepared, sizes=wanted, dimensions=(), placements=checked.placements)
             if recorder == "trace":
                 found += operators_without_kernel(prepared, checked.placements, wanted, named)

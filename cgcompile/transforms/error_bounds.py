@@ -34,13 +34,15 @@ FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 class ErrorBound:
     """The bound of one tensor, as `comparison.difference` measures it.  `title` names it as `exam_tensors` does.
 
-    `rounded`: floats were computed on the way to it, so that an integer may turn over where two were nearly equal.
+    `rounded`: floats were computed on the way to it, so that an integer may turn over where two were nearly equal.  `widened`: the
+    bound that it had before eager PyTorch's own differences widened it, 0 where they did not.
     """
 
     title: str
     bound: float
     exact: bool
     rounded: bool
+    widened: float = 0.0
 
 
 def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[ErrorBound, ...]:
@@ -64,7 +66,8 @@ and the model should be built in a wider dtype."""
 
 
 def _spread_out(bound: ErrorBound, spread: float) -> ErrorBound:
-    return bound if bound.exact else replace(bound, bound=max(bound.bound, min(SPREADS * spread, MOST)))
+    wanted = min(SPREADS * spread, MOST)
+    return bound if bound.exact or wanted <= bound.bound else replace(bound, bound=wanted, widened=bound.bound)
 
 
 def _on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBound, ...]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import random
 import re
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -178,6 +180,9 @@ CASES: list[tuple[str, str, Callable[..., Any] | nn.Module]] = [
     ("note random-operation", "scaled_dot_product_attention", lambda m, x: attention(x[None], x[None], x[None], dropout_p=0.1)),
     ("note random-operation", "multinomial", lambda m, x: torch.multinomial(x, 1)),
     ("refuse random-operation", "poisson", lambda m, x: torch.poisson(x)),
+    ("refuse python-random", "", lambda m, x: x + random.random()),
+    ("refuse clock-read", "", lambda m, x: x + time.time()),
+    ("refuse unrepeatable-result", "", lambda m, x: x * 10 ** (30 * random.Random().random())),
     ("refuse rng-state-operation", "run_and_save_rng_state", checkpointed),
     ("refuse data-dependent-branch", "", lambda m, x: x + 1 if x.sum() > 0 else x),
     ("note asserted-value", "", refuse_negative),
@@ -290,7 +295,7 @@ def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
     own = {
         "sparse-output", "deterministic-scatter", "host-op", "overlapping-input", "non-tensor-input", "too-many-keys",
         "small-region", "data-dependent-follower", "assert-scalar", "mismatched-integers",
-        "operator-without-code", "operator-without-kernel", "unknown-collective",
+        "operator-without-code", "operator-without-kernel", "unknown-collective", "widened-bound",
     }  # fmt: skip
     assert {case[0].split()[1] for case in CASES} | own == {each.name for each in explanations() if each.kind == "finding"}
     assert {name(rule) for rule in RULES} <= {each.name for each in explanations()}, "what --waive and explain know"
@@ -303,6 +308,11 @@ def test_every_rule_explains_itself(rule: Callable[..., Any]) -> None:
 
 
 # --- rules that need more than a function -------------------------------------------------------------------------
+
+
+def test_a_bound_that_eager_pytorch_widens_is_told() -> None:
+    (found,) = cgcompile.check(Model(lambda m, x: (x * 1e4).sin()), rows, sizes=[2, 4], target="cpu").findings
+    assert (found.rule, found.severity) == ("widened-bound", "note") and found.message.endswith(" instead of 1.0e-04")
 
 
 def test_operators_that_the_user_keeps_on_the_host() -> None:

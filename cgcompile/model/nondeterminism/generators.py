@@ -1,0 +1,165 @@
+"""Python's and NumPy's generators of random numbers that a model can draw from: the two global ones, and those that it holds."""
+
+from __future__ import annotations
+
+import inspect
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+
+from ..source import written_method
+from ..user_code import is_user_file, line_of
+
+DEEP, WIDE = 3, 256
+"""How far down and along containers are looked into."""
+
+LOWEST, HIGHEST = 0, 0x12DD9BB3
+"""Words of a Mersenne Twister's state that it hands out as 0 and as 2**32 - 1: the ends of whatever is drawn."""
+
+FIRST = 256
+"""Words that are set to one of these.  Not all: some draws are repeated until they are something else."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Generator:
+    """`ends` gives, for a state, those whose next draws are at either end of their range; () where that is not known."""
+
+    name: str
+    read: Callable[[], Any]
+    write: Callable[[Any], None]
+    ends: Callable[[Any], tuple[Any, ...]]
+
+
+def generators(model: torch.nn.Module, entry: str) -> tuple[Generator, ...]:
+    """The global ones, and what modules hold and the user's methods see.  NumPy's only where it was imported."""
+    found = [Generator(name="Python's `random`", read=random.getstate, write=random.setstate, ends=_python_ends)]
+    numpy = sys.modules.get("numpy.random")
+    if numpy is not None:
+        read = lambda: numpy.get_state(legacy=False)  # noqa: E731
+        found.append(Generator(name="`numpy.random`", read=read, write=numpy.set_state, ends=_numpy_ends))
+    held: dict[int, Any] = {}
+    for value in _visible(model, entry):
+        held.setdefault(id(value), value)
+    return (*found, *[made for value in held.values() for made in _own(value, numpy)])
+
+
+def states(each: Sequence[Generator]) -> tuple[Any, ...]:
+    """What all of them hold, comparable."""
+    return tuple([_frozen(one.read()) for one in each])
+
+
+@contextmanager
+def put_back(each: Sequence[Generator]) -> Iterator[None]:
+    """At the end they hold what they held."""
+    before = [one.read() for one in each]
+    try:
+        yield
+    finally:
+        for one, state in zip(each, before, strict=True):
+            one.write(state)
+
+
+def first_draw(each: Sequence[Generator], call: Callable[[], object]) -> tuple[str, str]:
+    """(file:line, source line) of the user's where one of them draws first in a `call`, or ("", "")."""
+    search = _Search(each)
+    before = sys.gettrace()
+    sys.settrace(search.step)
+    try:
+        call()
+    finally:
+        sys.settrace(before)
+    return search.found
+
+
+class _Search:
+    """Looks at every line of the user's code whether a generator has moved since the one before."""
+
+    def __init__(self, each: Sequence[Generator]) -> None:
+        self._each = each
+        self._states = states(each)
+        self._at: tuple[str, int] | None = None
+        self.found = ("", "")
+
+    def step(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if self.found[0]:
+            return None
+        if event == "call" and not is_user_file(frame.f_code.co_filename):
+            return None
+        if self._at is not None and states(self._each) != self._states:
+            self.found = line_of(*self._at)
+            return None
+        at: FrameType | None = frame.f_back if event == "return" else frame
+        while at is not None and not is_user_file(at.f_code.co_filename):
+            at = at.f_back
+        self._at = (at.f_code.co_filename, at.f_lineno) if at is not None else None
+        return self.step
+
+
+# --- where they are -----------------------------------------------------------------------------------------------
+
+
+def _visible(model: torch.nn.Module, entry: str) -> Iterator[Any]:
+    methods = {inspect.unwrap(written_method(model, entry))}
+    for module in model.modules():
+        methods.add(inspect.unwrap(type(module).forward))
+        for name, value in list(vars(module).items()):
+            if name not in ("_parameters", "_buffers", "_modules"):
+                yield from _within(value, DEEP)
+    for method in methods:
+        code = getattr(method, "__code__", None)
+        if code is not None and is_user_file(code.co_filename):
+            yield from method.__globals__.values()
+            yield from inspect.getclosurevars(method).nonlocals.values()
+
+
+def _within(value: Any, deep: int) -> Iterator[Any]:
+    yield value
+    if deep and isinstance(value, list | tuple):
+        for each in value[:WIDE]:
+            yield from _within(each, deep - 1)
+    elif deep and isinstance(value, dict):
+        for each in list(value.values())[:WIDE]:
+            yield from _within(each, deep - 1)
+
+
+def _own(value: Any, numpy: Any) -> Iterator[Generator]:
+    if isinstance(value, random.Random) and not isinstance(value, random.SystemRandom):
+        yield Generator(name="a `random.Random`", read=value.getstate, write=value.setstate, ends=_python_ends)
+    elif numpy is not None and isinstance(value, numpy.RandomState):
+        read = lambda: value.get_state(legacy=False)  # noqa: E731
+        yield Generator(name="a `numpy.random.RandomState`", read=read, write=value.set_state, ends=_numpy_ends)
+    elif numpy is not None and isinstance(value, numpy.Generator | numpy.BitGenerator):
+        bits = value.bit_generator if isinstance(value, numpy.Generator) else value
+        write = lambda state: setattr(bits, "state", state)  # noqa: E731
+        yield Generator(name="a `numpy.random.Generator`", read=lambda: bits.state, write=write, ends=_numpy_ends)
+
+
+# --- what they hold -----------------------------------------------------------------------------------------------
+
+
+def _python_ends(state: Any) -> tuple[Any, ...]:
+    version, words, _ = state
+    return tuple([(version, (end,) * FIRST + words[FIRST:-1] + (0,), None) for end in (LOWEST, HIGHEST)])
+
+
+def _numpy_ends(state: Any) -> tuple[Any, ...]:
+    if state["bit_generator"] != "MT19937":
+        return ()
+    made = []
+    for end in (LOWEST, HIGHEST):
+        words = state["state"]["key"].copy()
+        words[:FIRST] = end
+        made.append({**state, "state": {"key": words, "pos": 0}, **({"has_gauss": 0, "gauss": 0.0} if "gauss" in state else {})})
+    return tuple(made)
+
+
+def _frozen(state: Any) -> Any:
+    if isinstance(state, dict):
+        return tuple([(name, _frozen(value)) for name, value in state.items()])
+    return state.tobytes() if hasattr(state, "tobytes") else state
