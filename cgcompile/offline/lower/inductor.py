@@ -41,6 +41,7 @@ from ..tuning.cost_model import Candidate, Problem
 from ..tuning.cost_model import choose as choose_candidate
 from .control_flow import lower_blocks
 from .fake_device import fake_device
+from .kernel_analysis import analysed_once
 from .launches import record_calls
 from .variants import Configuration, load
 
@@ -126,7 +127,7 @@ def lower_key(
     Raises operation-needs-gpu, randomness-refused, state-shared, constant-unknown, inputs-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
     """
-    with fake_device(arch):
+    with fake_device(arch), analysed_once():
         held = {
             name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
         }
