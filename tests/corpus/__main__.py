@@ -80,7 +80,8 @@ def main() -> int:
         given.keep.mkdir(parents=True, exist_ok=True)
     plan = Plan(
         jobs=given.jobs, limit=given.limit, until=time.time() + 60 * given.minutes if given.minutes else 0.0, prove=given.prove,
-        keep=given.replay or given.keep, bare=given.bare and given.keep is not None, replay=given.replay is not None, gpus=given.gpus,
+        keep=given.replay or given.keep, bare=given.bare and given.keep is not None, replay=given.replay is not None,
+        gpus=given.gpus,
     )  # fmt: skip
 
     def tell(row: Row) -> None:
