@@ -218,8 +218,8 @@ def tokens(batch: int, blocks: int) -> tuple[object, ...]:
 def texts(batch: int, blocks: int) -> tuple[object, ...]:
     """A token for each lane to go on from."""
     ids, _, start, pages, slot, sampling = prompts(batch, 1, blocks)
-    room = (pages > 0).sum(1) * PAGE
-    limit = torch.minimum(room - start, torch.randint(1, TURNS + 1, (batch,))).clamp(min=0)
+    capacity = (pages > 0).sum(1) * PAGE
+    limit = torch.minimum(capacity - start, torch.randint(1, TURNS + 1, (batch,))).clamp(min=0)
     return ids, start, pages, slot, sampling, torch.full((batch, STOPS), -1), limit
 
 

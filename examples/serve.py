@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import socket
 import sys
 from array import array
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -32,6 +31,7 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic_core import to_json
 from server.batching import Batcher, Call, TooLong
 from server.http_limits import BoundedBodies, BoundedConnection
+from server.listening import listen
 from server.request_queue import Busy, Late, Stopping
 from server.spans import Spans
 from starlette.applications import Starlette
@@ -195,13 +195,8 @@ def make_server(app: Starlette, request: float = REQUEST, idle: int = IDLE) -> u
 
 def serve(app: Starlette, host: str, port: int, name: str) -> None:
     """Serves until SIGINT or SIGTERM, and answers what it accepted.  Raises SystemExit where the port is taken."""
-    try:
-        listening = socket.create_server((host, port))
-    except OSError as error:
-        raise SystemExit(f"serve: {host}:{port}: {str(error.strerror).partition(' (')[0]}") from None
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it for sockets of its own only: 40 ms an answer
-    host, port = listening.getsockname()[:2]
-    print(f"serving {name} at http://{host}:{port}", file=sys.stderr, flush=True)
+    listening, url = listen("serve", host, port)
+    print(f"serving {name} at {url}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # once it has stopped, uvicorn raises the signal again
     with suppress(KeyboardInterrupt):
         make_server(app).run([listening])

@@ -23,7 +23,6 @@ import argparse
 import asyncio
 import json
 import signal
-import socket
 import sys
 import time
 import uuid
@@ -43,6 +42,7 @@ from language_server.metrics import Metrics
 from language_server.scheduler import Request as Asking
 from language_server.text import Language
 from server.http_limits import BoundedBodies, BoundedConnection
+from server.listening import listen
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -289,13 +289,8 @@ def make_server(app: Starlette) -> uvicorn.Server:
 
 def serve(server: Server, host: str, port: int) -> None:
     """Serves until SIGINT or SIGTERM, and answers what is open.  Raises SystemExit where the port is taken."""
-    try:
-        listening = socket.create_server((host, port))
-    except OSError as error:
-        raise SystemExit(f"serve_llm: {host}:{port}: {str(error.strerror).partition(' (')[0]}") from None
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it for sockets of its own only: 40 ms an answer
-    host, port = listening.getsockname()[:2]
-    print(f"serving {server.name} at http://{host}:{port}", file=sys.stderr, flush=True)
+    listening, url = listen("serve_llm", host, port)
+    print(f"serving {server.name} at {url}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # once it has stopped, uvicorn raises the signal again
     with suppress(KeyboardInterrupt):
         make_server(server.app).run([listening])

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import argparse
 import signal
-import socket
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -29,8 +28,10 @@ from typing import Any
 import uvicorn
 from server.http_limits import BoundedBodies, BoundedConnection
 from server.inference_protocol import ProtocolError, metadata, read_request, write_response
+from server.listening import listen
 from server.metrics import Metrics
-from server.model_versions import Model, Options, Repository, Version, log, recorded_rows
+from server.model_repository import Repository
+from server.model_versions import Model, Options, Version, log, recorded_rows
 from server.request_queue import Batch, Busy, Late, Stopping
 from server.tracing import batch_spans, request_span
 from starlette.applications import Starlette
@@ -234,13 +235,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         raise SystemExit(f"serve_models: --devices {given.devices}: expected numbers of GPUs, as in 0,1")
     devices = tuple([int(each) for each in given.devices.split(",") if each])
     server = Server(given.models, Options(given.wait, given.limit, given.deadline, devices), given.poll, given.largest << 20)
-    try:
-        listening = socket.create_server((given.host, given.port))
-    except OSError as error:
-        raise SystemExit(f"serve_models: {given.host}:{given.port}: {str(error.strerror).partition(' (')[0]}") from None
-    listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # asyncio sets it for sockets of its own only: 40 ms an answer
-    host, port = listening.getsockname()[:2]
-    log({"event": "listening", "url": f"http://{host}:{port}", "torch": "torch" in sys.modules})
+    listening, url = listen("serve_models", given.host, given.port)
+    log({"event": "listening", "url": url, "torch": "torch" in sys.modules})
     config = uvicorn.Config(
         server.app, http=partial(BoundedConnection, seconds=REQUEST), ws="none", timeout_keep_alive=IDLE,
         timeout_graceful_shutdown=STOPPING, log_level="warning", access_log=False,

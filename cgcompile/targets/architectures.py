@@ -17,7 +17,7 @@ KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Arch:
-    """A target and a typical GPU of it.  Memory in bytes, `bandwidth` in bytes per second.  `shared_sm`: shared memory of a
+    """A target and a typical GPU of it.  Memory in bytes.  `shared_sm`: shared memory of a
     multiprocessor, for all its blocks.  `shared_block`: what a block gets without asking.  `tensor_flops`: half precision
     operations (a multiplication and an addition are two) of the tensor cores per cycle and multiprocessor."""
 
@@ -28,7 +28,6 @@ class Arch:
     threads_sm: int
     l2: int
     memory: int
-    bandwidth: float
     tensor_flops: int
     source: str
     shared_block: int = 48 * KIB
@@ -56,13 +55,13 @@ class Arch:
 
 
 ARCHES = (
-    Arch("sm_80", "NVIDIA A100", 108, 164 * KIB, 2048, 40 * MIB, 80 * GIB, 2.04e12, 2048, "A100 80GB SXM datasheet"),
-    Arch("sm_86", "NVIDIA A10", 72, 100 * KIB, 1536, 6 * MIB, 24 * GIB, 0.60e12, 1024, "A10 datasheet, GA102 whitepaper"),
-    Arch("sm_89", "NVIDIA L40S", 142, 100 * KIB, 1536, 96 * MIB, 48 * GIB, 0.86e12, 1024, "L40S datasheet, Ada whitepaper"),
-    Arch("sm_90", "NVIDIA H200", 132, 228 * KIB, 2048, 60 * MIB, 141 * GIB, 4.80e12, 4096, "H200 datasheet, Hopper whitepaper"),
-    Arch("sm_100", "NVIDIA B200", 148, 228 * KIB, 2048, 126 * MIB, 180 * GIB, 8.00e12, 8192, "B200 datasheet, Blackwell brief"),
+    Arch("sm_80", "NVIDIA A100", 108, 164 * KIB, 2048, 40 * MIB, 80 * GIB, 2048, "A100 80GB SXM datasheet"),
+    Arch("sm_86", "NVIDIA A10", 72, 100 * KIB, 1536, 6 * MIB, 24 * GIB, 1024, "A10 datasheet, GA102 whitepaper"),
+    Arch("sm_89", "NVIDIA L40S", 142, 100 * KIB, 1536, 96 * MIB, 48 * GIB, 1024, "L40S datasheet, Ada whitepaper"),
+    Arch("sm_90", "NVIDIA H200", 132, 228 * KIB, 2048, 60 * MIB, 141 * GIB, 4096, "H200 datasheet, Hopper whitepaper"),
+    Arch("sm_100", "NVIDIA B200", 148, 228 * KIB, 2048, 126 * MIB, 180 * GIB, 8192, "B200 datasheet, Blackwell brief"),
     Arch(
-        "sm_120", "NVIDIA RTX PRO 6000", 188, 100 * KIB, 1536, 128 * MIB, 96 * GIB, 1.79e12, 1024,
+        "sm_120", "NVIDIA RTX PRO 6000", 188, 100 * KIB, 1536, 128 * MIB, 96 * GIB, 1024,
         "RTX PRO 6000 datasheet, RTX Blackwell whitepaper",
     ),
 )  # fmt: skip

@@ -32,7 +32,7 @@ def show_benchmark(report: Benchmark) -> None:
     if report.bundle.memory:
         _part("memory of the process, every int_key ready", memory(report))
     show("")
-    left = [(peer.name, peer.why) for peer in report.peers if peer.why]
+    left = [(way.name, way.why) for way in report.ways if way.why]
     show(record([*left, *([("outputs", said)] if (said := outputs(report)) else []), *report.notes]))
 
 
@@ -53,7 +53,7 @@ def head(report: Benchmark) -> list[tuple[str, str]]:
     some = f" ({len(report.keys)} of {report.recorded})" if len(report.keys) < report.recorded else ""
     rest = f", and {hidden} more" if hidden else ""
     return [
-        ("bundle", f"{report.name}, {report.target}, {count(report.rounds, 'round')}, medians; ratio = peer / bundle"),
+        ("bundle", f"{report.name}, {report.target}, {count(report.rounds, 'round')}, medians; ratio = baseline / bundle"),
         ("int_keys", f"{'; '.join(shown)}{rest}{some}"),
         ("machine", f"{gpu}{chip}"),
         ("with", ", ".join([f"{name} {version}" for name, version in machine.versions])),
@@ -64,15 +64,15 @@ def head(report: Benchmark) -> list[tuple[str, str]]:
 def cold(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
     """(heads, rows) of the cold starts."""
     rows = []
-    for peer in report.peers:
-        if not peer.starts:
+    for way in report.ways:
+        if not way.starts:
             continue
-        firsts = peer.firsts()
+        firsts = way.firsts()
         spread = f"{number(min(firsts))}-{number(max(firsts))}" if len(firsts) > 1 else "once"
-        phases = [number(peer.phase(index)) for index in range(len(FIRST))]
+        phases = [number(way.phase(index)) for index in range(len(FIRST))]
         rows.append([
-            peer.name, _ratio(ratio(firsts, report.bundle.firsts())), number(median(firsts)), spread, *phases,
-            number(median(peer.readies())),
+            way.name, _ratio(ratio(firsts, report.bundle.firsts())), number(median(firsts)), spread, *phases,
+            number(median(way.readies())),
         ])  # fmt: skip
     return ("", ">ratio", ">first", ">min-max", *[f">{phase}" for phase in FIRST], ">ready"), rows
 
@@ -82,32 +82,32 @@ def calls(report: Benchmark, what: str) -> tuple[Sequence[str], Sequence[Sequenc
     rows = []
     for key, name in zip(report.keys, report.names, strict=True):
         base = report.bundle.timing(what, key)
-        for peer in report.peers:
-            found = peer.timing(what, key)
+        for way in report.ways:
+            found = way.timing(what, key)
             if found is None:
                 continue
             seconds = found.seconds
             least = precise(min(seconds)) if len(seconds) > 1 else NONE
             most = precise(max(seconds)) if len(seconds) > 1 else NONE
-            shown = name if peer is report.bundle else ""
+            shown = name if way is report.bundle else ""
             beside = _ratio(ratio(seconds, base.seconds if base else ()))
-            rows.append([shown, peer.name, beside, precise(median(seconds)), least, most])
+            rows.append([shown, way.name, beside, precise(median(seconds)), least, most])
     return ("int_key", "", ">ratio", ">median", ">min", ">max"), rows
 
 
 def memory(report: Benchmark) -> tuple[Sequence[str], Sequence[Sequence[object]]]:
     """(heads, rows) of the memory."""
     base = report.bundle.memory
-    gpu = any(peer.memory is not None and peer.memory.device >= 0 for peer in report.peers)
+    gpu = any(way.memory is not None and way.memory.device >= 0 for way in report.ways)
     rows = []
-    for peer in report.peers:
-        used = peer.memory
+    for way in report.ways:
+        used = way.memory
         if used is None or base is None:
             continue
         ours, theirs = (base.device, used.device) if gpu else (base.resident, used.resident)
         device = [size(used.device) if used.device >= 0 else NONE] if gpu else []
         rows.append([
-            peer.name, _ratio(theirs / ours if ours > 0 and theirs >= 0 else None), *device, size(used.resident), size(used.own),
+            way.name, _ratio(theirs / ours if ours > 0 and theirs >= 0 else None), *device, size(used.resident), size(used.own),
         ])  # fmt: skip
     return ("", ">ratio", *([">GPU, beside the context"] if gpu else []), ">resident", ">of it unshared"), rows
 
@@ -116,7 +116,7 @@ def show_generation(report: GenerationBenchmark) -> None:
     """Writes the tables of `--generate`."""
     machine, ours = report.machine, report.ways[0]
     show(record([
-        ("bundle", f"{report.name}, {report.target}, {count(report.rounds, 'round')}; ratio = bundle / peer, of tokens a second"),
+        ("bundle", f"{report.name}, {report.target}, {count(report.rounds, 'round')}; ratio = bundle / baseline, in tokens/s"),
         ("tokens", f"{report.tokens} behind prompts of {report.prompt}, greedily"),
         ("machine", f"{machine.processor}, {count(machine.cores, 'core')}, load average {machine.load:.1f}"),
         ("with", ", ".join([f"{name} {version}" for name, version in machine.versions])),
@@ -146,14 +146,14 @@ def show_generation(report: GenerationBenchmark) -> None:
 
 def outputs(report: Benchmark) -> str:
     """Whether all outputs are right, "" where none was compared."""
-    wrong, compared = report.wrong(), [(each, peer) for peer in report.peers for each in peer.errors]
+    wrong, compared = report.wrong(), [(each, way) for way in report.ways for each in way.errors]
     if wrong:
         return f"WRONG in {count(len(wrong), 'comparison')} of {len(compared)}"
     if not compared:
         return ""
-    worst, peer = max(compared, key=lambda pair: pair[0].error)
+    worst, way = max(compared, key=lambda pair: pair[0].error)
     allowed = f"allowed {worst.allowed:.1e}" if worst.allowed else "the same bits"
-    return f"right for all; largest error {worst.error:.1e} ({peer.name}; {allowed})"
+    return f"right for all; largest error {worst.error:.1e} ({way.name}; {allowed})"
 
 
 # --- numbers ----------------------------------------------------------------------------------------------------------

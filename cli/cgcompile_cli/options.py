@@ -28,13 +28,13 @@ def chosen_by_default(target: str) -> str:
     return "for cpu (no GPU is here; for one: --target cuda)" if target == "cpu" else f"for {target} (the GPU of this machine)"
 
 
-def peer_names(incomplete: str) -> Words:
+def baseline_names(incomplete: str) -> Words:
     """What `--against` may name behind its last comma."""
-    from cgcompile.tools.bench.peers import PEERS
+    from cgcompile.tools.bench.baselines import BASELINES
 
     before, comma, _ = incomplete.rpartition(",")
     given = before.split(",")
-    return _beginning([(f"{before}{comma}{name}", about) for name, about in PEERS.items() if name not in given], incomplete)
+    return _beginning([(f"{before}{comma}{name}", about) for name, about in BASELINES.items() if name not in given], incomplete)
 
 
 def rule_names(incomplete: str) -> Words:
@@ -74,6 +74,17 @@ Threads = Annotated[
     int | None,
     typer.Option("--threads", min=1, metavar="N", help="Threads of a call on the CPU. Default: OpenMP's own number."),
 ]
+
+AnyTarget = Annotated[
+    str,
+    typer.Option(
+        "--target",
+        metavar="TARGET",
+        help="auto (as for build), cuda, sm_90 and its like, or cpu; no GPU is needed.",
+        autocompletion=target_names,
+    ),
+]
+"""Of commands that build nothing."""
 
 HostOps = Annotated[
     list[str] | None,

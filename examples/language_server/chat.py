@@ -30,11 +30,11 @@ class ChatTemplate:
     def __init__(self, source: str, special: dict[str, str]) -> None:
         """Raises ValueError where the template is no Jinja."""
         extensions = ["jinja2.ext.loopcontrols", GenerationBlock]
-        room = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
-        room.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
-        room.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
+        environment.filters["tojson"] = lambda value, indent=None: json.dumps(value, ensure_ascii=False, indent=indent)
+        environment.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
         try:
-            self._template = room.from_string(source)
+            self._template = environment.from_string(source)
         except TemplateSyntaxError as error:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from None
         self._special = special

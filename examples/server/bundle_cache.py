@@ -1,6 +1,6 @@
 """Models of a folder that are loaded when they are asked for, and closed when their memory is wanted for others.
 
-ray_serve.py uses it, one in each replica.  The folder is that of model_versions.py.
+ray_serve.py uses it, one in each replica.  The folder is that of model_repository.py.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 from cgbundle.validate.bundle import checked_manifest
 
-from .model_versions import Identity, Model, Options, Refused, Version, log, scan
+from .model_repository import scan
+from .model_versions import Identity, Model, Options, Refused, Version, log
 
 
 class BundleCache:

@@ -34,8 +34,8 @@ TARGETS = (CHECK, "cpu", "sm_90", "cuda")
 
 FINDINGS = frozenset({
     "check-refused", "data-dependent-branch", "state-changed", "structure-unsupported", "data-dependent-output",
-    "operation-needs-gpu", "size-excluded", "eager-failed", "data-dependent-shape", "dtype-unsupported", "outputs-shared",
-    "operator-without-code", "export-differs", "state-shared", "input-changed", "randomness-refused",
+    "operator-without-kernel", "size-excluded", "eager-failed", "data-dependent-shape", "dtype-unsupported", "outputs-shared",
+    "operator-without-code", "export-differs", "state-shared", "input-changed", "random-operation",
 })  # fmt: skip
 """Errors that say what in the model cannot be in a bundle.  Every other is a defect of the compiler's."""
 

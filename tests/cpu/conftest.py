@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers.shared_builds import shared_build
+from tests.helpers.bundles.shared_builds import shared_build
 
 with suppress(ImportError):  # a machine with a GPU may have no more than torch and pytest
     from hypothesis import HealthCheck, settings

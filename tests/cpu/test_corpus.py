@@ -117,7 +117,7 @@ def test_errors_are_told_apart_by_what_they_name() -> None:
     assert refusal(case, "cpu", ModelError("check-refused", f"{place}: rule: message")).verdict == REFUSED
     elsewhere = "../../opt/torch/lib/site-packages/torchaudio/models.py:12"  # a folder above is called torch, too
     assert refusal(case, "cpu", ModelError("data-dependent-branch", f"{elsewhere}: rule: message")).verdict == REFUSED
-    assert refusal(case, "cpu", ModelError("operation-needs-gpu", f"no kernel for aten.x ({place})")).place == place
+    assert refusal(case, "cpu", ModelError("operator-without-kernel", f"no kernel for aten.x ({place})")).place == place
     assert refusal(case, "cpu", ModelError("check-refused", "model: rule: message")).verdict == FAILED
     assert refusal(case, "cpu", ModelError("check-refused", "/site-packages/torch/nn/functional.py:3: rule")).verdict == FAILED
     assert refusal(case, "cpu", BuildError("compiler-failed", f"{place}: CppCompileError")).verdict == FAILED

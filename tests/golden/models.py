@@ -291,7 +291,7 @@ def traced_entries() -> Made:
 
 def cpu_lanes() -> Made:
     """fp32: prefill at two lengths, decode at two batch sizes and a method that only writes, over one key-value cache."""
-    from tests.helpers.entry_models import ENTRIES, lanes
+    from tests.helpers.models.entry_models import ENTRIES, lanes
 
     return lanes(), ENTRIES
 

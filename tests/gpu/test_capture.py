@@ -50,7 +50,7 @@ def test_a_recording_replays_bit_for_bit_elsewhere(name: str, tmp_path: Path) ->
 
 @gpu
 @pytest.mark.parametrize(
-    ("name", "error"), [("noisy", "randomness-refused"), ("overwriting", "input-mutated"), ("reading", "not-capturable")]
+    ("name", "error"), [("noisy", "random-operation"), ("overwriting", "input-mutated"), ("reading", "not-capturable")]
 )
 def test_what_cannot_be_saved_is_refused_by_name(name: str, error: type[Exception], tmp_path: Path) -> None:
     with raises(error, match=r"int_key \(2,\)"):

@@ -20,7 +20,7 @@ from cgbundle.format import archive  # noqa: E402
 from cgbundle.gpu import backend, binding, shared  # noqa: E402
 from tests.gpu.helpers.exams import passed  # noqa: E402
 from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
-from tests.helpers.chain_models import (  # noqa: E402
+from tests.helpers.models.chain_models import (  # noqa: E402
     CHAINS,
     ENTRIES,
     FEATURES,

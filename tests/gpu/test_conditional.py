@@ -18,9 +18,9 @@ from cgbundle.loader import MODES
 from cgbundle.tables.codec import decode
 from cgbundle.tables.recording import ConditionalNode
 from tests.gpu.helpers.counting import Counting
-from tests.helpers.conditional_bench import CASES, Bench
-from tests.helpers.conditional_rows import WAYS, expected, several, switching
-from tests.helpers.fake_driver import install
+from tests.helpers.bundles.conditional_rows import WAYS, expected, several, switching
+from tests.helpers.drivers.conditional_bench import CASES, Bench
+from tests.helpers.drivers.fake_driver import install
 
 
 def missing() -> str:
@@ -142,7 +142,7 @@ def test_how_long_a_switch_takes(tmp_path: Path, capsys: pytest.CaptureFixture[s
 def traced(name: str, folder: Path, recorder: str) -> tuple[Path, Any, list[Any]]:
     """The bundle, the model on the GPU, and inputs."""
     torch = pytest.importorskip("torch")
-    from tests.helpers.conditional_models import MODELS
+    from tests.helpers.models.conditional_models import MODELS
 
     make, inputs, kinds = MODELS[name]
     torch.manual_seed(1)
@@ -209,7 +209,7 @@ def test_the_host_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 def test_random_numbers_and_state_in_a_loop(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
-    from tests.helpers.conditional_models import TURNS, WIDTH, Drawing
+    from tests.helpers.models.conditional_models import TURNS, WIDTH, Drawing
 
     path = build(Drawing(), lambda: (torch.zeros(WIDTH),), tmp_path / "drawing.cgb")
     found = []

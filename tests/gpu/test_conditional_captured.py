@@ -15,14 +15,14 @@ from cgbundle.tables.codec import decode
 from cgbundle.tables.recording import ConditionalNode, Recording
 from cgbundle.tables.table import RECORDING
 from tests.gpu.helpers.counting import Counting
-from tests.helpers.fake_driver import install
+from tests.helpers.drivers.fake_driver import install
 
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
 from torch import Tensor, nn  # noqa: E402
 
-from tests.helpers.conditional_models import (  # noqa: E402
+from tests.helpers.models.conditional_models import (  # noqa: E402
     MODELS,
     TURNS,
     WIDTH,

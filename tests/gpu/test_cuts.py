@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.archives import ArchiveOf
+from tests.helpers.bundles.archives import ArchiveOf
 
 torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
@@ -25,7 +25,7 @@ from cgbundle.format.schema import Program  # noqa: E402
 from cgbundle.format.spans import span  # noqa: E402
 from cgbundle.gpu.backend import CudaBackend  # noqa: E402
 from tests.gpu.helpers.cut_models import KINDS, MODELS, WIDTH  # noqa: E402
-from tests.helpers.cuda_calls import synchronize  # noqa: E402
+from tests.helpers.drivers.cuda_calls import synchronize  # noqa: E402
 
 SIZES = (1, 8)
 POISON = 0xFF

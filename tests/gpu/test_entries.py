@@ -17,7 +17,7 @@ from cgbundle.format import archive  # noqa: E402
 from cgbundle.format.entries import all_programs, each_entry  # noqa: E402
 from tests.gpu.helpers.exams import passed  # noqa: E402
 from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
-from tests.helpers.entry_models import ENTRIES, SIZES, calls, check_calls, error, lanes  # noqa: E402
+from tests.helpers.models.entry_models import ENTRIES, SIZES, calls, check_calls, error, lanes  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["capture", "trace", "without-gpu"])

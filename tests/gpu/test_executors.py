@@ -27,10 +27,10 @@ from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Function, MemsetNode, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
-from tests.helpers import cuda_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
-from tests.helpers.cuda_calls import allocate, call, opened, run, to_host
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations
+from tests.helpers.drivers.cuda_calls import allocate, call, opened, run, to_host
 from tests.helpers.raising import raises
 
 
@@ -125,7 +125,7 @@ def test_the_last_share_ends_the_context(bundle: tuple[Manifest, Path]) -> None:
         "import pickle, sys\n"
         "from cgbundle.gpu.backend import CudaBackend\n"
         "from cgbundle.cuda.memory import Output\n"
-        "from tests.helpers.archives import ArchiveOf\n"
+        "from tests.helpers.bundles.archives import ArchiveOf\n"
         "manifest, folder = pickle.loads(sys.stdin.buffer.read())\n"
         "backend = CudaBackend(ArchiveOf(folder, manifest))\n"
         "with backend.locked(None) as stream: kept = Output(backend._context, 100, stream)\n"

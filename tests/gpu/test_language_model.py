@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from tests.helpers.causal_lm import (  # noqa: E402
+from tests.helpers.models.causal_lm import (  # noqa: E402
     EXAMPLES,
     FAMILIES,
     Engine,

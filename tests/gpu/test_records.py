@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 import cgcompile  # noqa: E402
-from tests.helpers import record_checks as checks  # noqa: E402
+from tests.helpers.models import record_checks as checks  # noqa: E402
 
 
 def test_a_causal_language_model_with_its_cache(tmp_path: Path) -> None:

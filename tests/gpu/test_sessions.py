@@ -19,7 +19,7 @@ if not torch.cuda.is_available():
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle.errors import SessionBusy  # noqa: E402
-from tests.helpers.cuda_calls import planned  # noqa: E402
+from tests.helpers.drivers.cuda_calls import planned  # noqa: E402
 
 SIZES = (1, 4, 16)
 WIDTH = 256

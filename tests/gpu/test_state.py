@@ -13,8 +13,8 @@ if not torch.cuda.is_available():
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
-from tests.helpers import state_checks as checks  # noqa: E402
-from tests.helpers.state_models import SIZES, Sum, draw, draws, looks, pairs, rows, running, singles, triples  # noqa: E402
+from tests.helpers.models import state_checks as checks  # noqa: E402
+from tests.helpers.models.state_models import SIZES, Sum, draw, draws, looks, pairs, rows, running, singles, triples  # noqa: E402
 
 
 @pytest.fixture(scope="module", params=["inductor", "eager"])

@@ -14,8 +14,8 @@ if not torch.cuda.is_available():
 import cgcompile  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from tests.gpu.helpers.exams import passed  # noqa: E402
-from tests.helpers import state_checks as checks  # noqa: E402
-from tests.helpers.state_models import SIZES, Between, HostDraws, between, singles  # noqa: E402
+from tests.helpers.models import state_checks as checks  # noqa: E402
+from tests.helpers.models.state_models import SIZES, Between, HostDraws, between, singles  # noqa: E402
 
 
 def built(model: Any, inputs: Any, folder: Path, recorder: str) -> Path:

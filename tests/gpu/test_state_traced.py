@@ -17,10 +17,10 @@ import cgcompile  # noqa: E402
 from cgbundle.tensors.tensor import from_bytes  # noqa: E402
 from tests.gpu.helpers.exams import passed  # noqa: E402
 from tests.gpu.helpers.hidden import STATEFUL, built_without_gpu  # noqa: E402
-from tests.helpers import state_checks as checks  # noqa: E402
-from tests.helpers import written_models  # noqa: E402
+from tests.helpers.models import state_checks as checks  # noqa: E402
+from tests.helpers.models import written_models  # noqa: E402
+from tests.helpers.models.state_models import SIZES  # noqa: E402
 from tests.helpers.places import ROOT  # noqa: E402
-from tests.helpers.state_models import SIZES  # noqa: E402
 
 
 def traced(name: str, folder: Path, recorder: str) -> Path:

@@ -25,9 +25,9 @@ import cgbundle  # noqa: E402
 from cgbundle.exam import replay_exam  # noqa: E402
 from cgcompile.targets.collectives.kernels import collective_image  # noqa: E402
 from cgcompile.targets.kernels.ptxas import assemble  # noqa: E402
-from tests.helpers import rank_bundles  # noqa: E402
+from tests.helpers.bundles import rank_bundles  # noqa: E402
+from tests.helpers.bundles.rank_bundles import FLOATS, expected, inputs  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402
-from tests.helpers.rank_bundles import FLOATS, expected, inputs  # noqa: E402
 
 ADD = """.version 7.0
 .target sm_80

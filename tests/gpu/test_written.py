@@ -18,7 +18,7 @@ import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from tests.gpu.helpers.recording import record_case  # noqa: E402
-from tests.helpers.written_models import MODELS, PLACES, WIDTH, draw, eager  # noqa: E402
+from tests.helpers.models.written_models import MODELS, PLACES, WIDTH, draw, eager  # noqa: E402
 
 SIZES = (1, 4)
 

@@ -1,1 +1,1 @@
-"""What tests share: fabricated bundles, models, a fake driver, places."""
+"""What tests share: models, bundles made by hand, fake drivers; places, errors, imports."""

@@ -11,7 +11,7 @@ from cgcompile.offline.assemble.rows import assemble
 from cgcompile.offline.compile.kernels import CompiledKernel
 from cgcompile.offline.lowered import Lowered, LoweredProgram, RegionEvents
 from cgcompile.targets.cuda.recorded import RecordedGraph
-from tests.helpers.conditional_rows import function
+from tests.helpers.bundles.conditional_rows import function
 
 
 def assembled(

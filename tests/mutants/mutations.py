@@ -29,7 +29,7 @@ ERRORS = ("BundleError", "BuildError", "CallError", "ModelError", "ValueError", 
 MODULE = "module"
 """What stands in no function, in words."""
 
-SYMMETRIC = ("max", "min", "overlap")
+SYMMETRIC = ("max", "min")
 """Their arguments may change places."""
 
 

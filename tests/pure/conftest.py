@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from hypothesis import HealthCheck, settings
 
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 
 # the machine may be busy: nothing fails for the time that it took
 settings.register_profile("pure", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -61,7 +61,7 @@ def test_all_names_of_the_package_can_be_had_with_everything_else_absent() -> No
 
 
 def test_a_bundle_is_read_and_checked_with_everything_else_absent(tmp_path: Path) -> None:
-    from tests.helpers.support import write_bundle
+    from tests.helpers.bundles.tiny_bundle import write_bundle
 
     path = write_bundle(tmp_path / "tiny.cgb")
     code = f"from cgbundle.format import archive\nfrom cgbundle.validate import bundle as verify\npath = {str(path)!r}\n"

@@ -164,7 +164,7 @@ def test_every_code_is_provoked_by_a_test(code: str) -> None:
             "it has to run in a host region; which operation it is: cgcompile check m.py --sizes batch=1 --sizes seq=8",
         ),
         (
-            ModelError("operation-needs-gpu", "fft", "keep it on the host: cgcompile build ... --host-op aten.fft"),
+            ModelError("operator-without-kernel", "fft", "keep it on the host: cgcompile build ... --host-op aten.fft"),
             ["build", "m.py", "--sizes", "1"],
             "keep it on the host: cgcompile build m.py --sizes 1 --host-op aten.fft",
         ),

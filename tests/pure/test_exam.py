@@ -19,10 +19,10 @@ from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.program import Program
 from cgbundle.tensors.comparison import describe, difference, nearest
 from cgbundle.tensors.exam_tensors import bounds, exam_tensors
-from tests.helpers.fabricate import FakeBackend, Numbers, kept_exam
+from tests.helpers.bundles.fabricate import FakeBackend, Numbers, kept_exam
+from tests.helpers.bundles.tiny_bundle import before_4, manifest
+from tests.helpers.bundles.tiny_bundle import exam_tensors as exam_tensors_files
 from tests.helpers.raising import raises
-from tests.helpers.support import before_4, manifest
-from tests.helpers.support import exam_tensors as exam_tensors_files
 
 INFINITY, NAN = float("inf"), float("nan")
 doubles = st.lists(st.floats(width=64), min_size=1, max_size=6)

@@ -30,7 +30,7 @@ from cgbundle.validate import bundle as verify
 from cgbundle.validate.recordings import check_module_states, check_recording
 from cgcompile.targets.cuda.elf import read_cubin
 from cgcompile_cli import main
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
 from tests.helpers.places import GOLDEN, skip_older_torch
 from tests.helpers.raising import raises
 
@@ -301,7 +301,7 @@ def test_a_truncated_table_is_refused(golden: Path, manifest: Manifest) -> None:
 def test_another_machine_is_named_before_anything_is_loaded(copy: Path) -> None:
     manifest = archive.read_manifest(str(copy))
     arch = "sm_20" if manifest.target.kind == "cuda" else "pdp11"
-    support.seal(copy, replace(manifest, target=replace(manifest.target, arch=arch)))
+    tiny_bundle.seal(copy, replace(manifest, target=replace(manifest.target, arch=arch)))
     assert not damage(copy), "inspect and verify work anywhere"
     with pytest.raises((MachineError, MachineError)):
         cgbundle.load(copy)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import cgbundle
 import cgcompile
-from tests.helpers import state_models, written_models
+from tests.helpers.models import state_models, written_models
 
 SIZES = (1, 4)
 DRAWS = 3

@@ -66,7 +66,7 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     ordered = dict(sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)))
     end = 8 + length
     for name, entry in ordered.items():
-        if entry.begin != end or entry.end < entry.begin:
+        if entry.begin != end:
             raise invalid(where, f"tensor {name!r} begins at byte {entry.begin}, expected {end}")
         if entry.end - entry.begin != nbytes(entry.dtype, entry.shape):
             raise invalid(where, f"tensor {name!r} has {entry.end - entry.begin} bytes, its shape {list(entry.shape)} needs others")

@@ -28,13 +28,6 @@ def layout(row: Value) -> tuple[str, tuple[int, ...], tuple[int, ...]]:
     return row.dtype, row.shape, () if 0 in row.shape else tuple([stride for size, stride in axes if size != 1])
 
 
-def overlap(one: Value, other: Value) -> bool:
-    """Whether the spans of two values of a GPU's bundle share a byte."""
-    if one.memory != other.memory or not (own := span(one)) or not (others := span(other)):
-        return False
-    return one.offset < other.offset + others and other.offset < one.offset + own
-
-
 class Spans:
     """Pieces of memories, asked whether one of them overlaps another piece.  `rows` are (memory, begin, end, number) in bytes,
     empty ones overlap nothing.  Takes time in proportion to the rows, and to their logarithm for a question."""

@@ -140,7 +140,7 @@ def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[
 
 def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> RawExam:
     """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.  Raises
-    randomness-refused when torch's generator advanced, input-mutated when a static input changed that the program is not known to
+    random-operation when torch's generator advanced, input-mutated when a static input changed that the program is not known to
     write to."""
     fresh = loaded.calls[key][1]
     values = tensors_of(fresh)
@@ -157,7 +157,7 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
             static.copy_(value)
         made = replay_regions(opened, items) if opened else _replay(items[0])
     if not torch.equal(before, torch.cuda.get_rng_state()):
-        raise ModelError("randomness-refused", f"int_key {key}: replaying the graph draws random numbers")
+        raise ModelError("random-operation", f"int_key {key}: replaying the graph draws random numbers")
     for i, (static, value) in enumerate(zip(inputs, values, strict=True)):
         if i not in loaded.request.written[key] and row_major(static) != row_major(value):
             raise ModelError("input-mutated", f"int_key {key}: the program changes tensor {i} of its inputs")

@@ -74,7 +74,7 @@ def changed_outputs(program: ExportedProgram) -> list[tuple[int, int]]:
         elif spec.kind == OutputKind.BUFFER_MUTATION:
             found.append((position, buffers[spec.target]))
         elif spec.kind != OutputKind.USER_OUTPUT:
-            raise ModelError("operation-needs-gpu", f"output {position} of the program is of the kind {spec.kind.name}")
+            raise ModelError("operator-without-kernel", f"output {position} of the program is of the kind {spec.kind.name}")
     return found
 
 

@@ -44,7 +44,7 @@ def is_complex(node: Node) -> bool:
 
 
 def run_on_pairs(target: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """What an operation gives, with a `Pair` for every complex tensor.  Raises operation-needs-gpu for an operator without a
+    """What an operation gives, with a `Pair` for every complex tensor.  Raises operator-without-kernel for an operator without a
     rule."""
     leaves = tree_leaves((args, kwargs))
     tensors = [leaf for leaf in leaves if isinstance(leaf, Pair | Tensor)]
@@ -106,7 +106,7 @@ class _OnPairs(Interpreter):
             return RULES[target](*args, **kwargs)
         if target in EACH:
             return _each(EACH[target] or target, args, kwargs)
-        raise ModelError("operation-needs-gpu", f"{str(target).removesuffix('.default')} of complex numbers")
+        raise ModelError("operator-without-kernel", f"{str(target).removesuffix('.default')} of complex numbers")
 
     def run_node(self, n: Node) -> Any:
         self._node = n

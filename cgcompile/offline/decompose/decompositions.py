@@ -146,14 +146,14 @@ def attention(
 ) -> Tensor:
     """(..., heads, rows, width) by (..., heads, columns, width): one kernel, or float32 scores in memory where none `fits`."""
     if dropout_p > 0:
-        raise ModelError("randomness-refused", f"attention with dropout_p={dropout_p} draws random numbers")
+        raise ModelError("random-operation", f"attention with dropout_p={dropout_p} draws random numbers")
     factor = 1 / math.sqrt(query.shape[-1]) if scale is None else scale
     if fits(query, key, value, attn_mask):
         return attend(query, key, value, attn_mask, is_causal, factor)
     rows, columns = query.shape[-2], key.shape[-2]
     if min(rows, columns) >= SHORTEST and max(rows, columns) > LONGEST:
         raise ModelError(
-            "operation-needs-gpu",
+            "operator-without-kernel",
             f"scaled_dot_product_attention over {rows} by {columns} positions, {query.dtype}, heads {query.shape[-1]} wide: such "
             f"long sequences are lowered to Triton in half precision or float32, for heads up to {WIDEST} wide",
         )

@@ -64,14 +64,14 @@ class Replacing(torch.fx.Interpreter):
             result = super().run_node(n)
             return _in_order_of(result, n.meta.get("val")) if replacement(n.target) else result
         except BuildError as error:
-            if error.code != "operation-needs-gpu":
+            if error.code != "operator-without-kernel":
                 raise
             raise ModelError(
-                "operation-needs-gpu", f"{named_node(n)}: {error}", host_hint([source_operator(n, [self._source])])
+                "operator-without-kernel", f"{named_node(n)}: {error}", host_hint([source_operator(n, [self._source])])
             ) from error
         except (DynamicOutputShapeException, DataDependentOutputException) as error:
             raise ModelError(
-                "operation-needs-gpu",
+                "operator-without-kernel",
                 f"{named_node(n)}: its result's shape, or what the program does next, depends on data",
                 host_hint([source_operator(n, [self._source])]),
             ) from error
@@ -121,6 +121,6 @@ def named_node(node: torch.fx.Node) -> str:
 
 def host_hint(operators: Iterable[str]) -> str:
     """What to do about operators without a Triton kernel: eager PyTorch ran them on the host."""
-    hint = CATALOGUE["operation-needs-gpu"].hint
+    hint = CATALOGUE["operator-without-kernel"].hint
     options = " ".join([f"--host-op {name}" for name in dict.fromkeys(operators) if name])
     return f"{hint}; or keep it on the host: cgcompile build ... {options}" if options else hint

@@ -28,7 +28,7 @@ NONE, BY_ROOT, BY_SIZE = range(3)
 
 
 def to_complex(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, forward: bool) -> tuple[Tensor, Tensor]:
-    """`aten._fft_c2c`: along the axes `dim`.  Raises operation-needs-gpu."""
+    """`aten._fft_c2c`: along the axes `dim`.  Raises operator-without-kernel."""
     scale = _scale([real.shape[axis] for axis in dim], normalization)
     for axis in dim:
         made = _transform(real.movedim(axis, -1), imag.movedim(axis, -1), forward)
@@ -38,7 +38,7 @@ def to_complex(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: in
 
 def to_complex_halves(x: Tensor, dim: Sequence[int], normalization: int, onesided: bool) -> tuple[Tensor, Tensor]:
     """`aten._fft_r2c`: of real numbers, with `onesided` only the first n // 2 + 1 along the last of `dim`.  Raises
-    operation-needs-gpu."""
+    operator-without-kernel."""
     scale = _scale([x.shape[axis] for axis in dim], normalization)
     last, length = dim[-1], x.shape[dim[-1]]
     kept = length // 2 + 1 if onesided else length
@@ -55,7 +55,7 @@ def to_complex_halves(x: Tensor, dim: Sequence[int], normalization: int, oneside
 
 def to_real(real: Tensor, imag: Tensor, dim: Sequence[int], normalization: int, size: int) -> Tensor:
     """`aten._fft_c2r`: the inverse; along the last of `dim` the first size // 2 + 1 elements are given.  Raises
-    operation-needs-gpu."""
+    operator-without-kernel."""
     last = dim[-1]
     scale = _scale([*[real.shape[axis] for axis in dim[:-1]], size], normalization)
     if len(dim) > 1:
@@ -145,14 +145,15 @@ def _transform(real: Tensor, imag: Tensor, forward: bool) -> tuple[Tensor, Tenso
 
 
 def _parts(length: int) -> tuple[int, int] | None:
-    """Two factors of a length that is transformed in two steps, None for one.  Raises operation-needs-gpu."""
+    """Two factors of a length that is transformed in two steps, None for one.  Raises operator-without-kernel."""
     if length <= WHOLE:
         return None
     small = next(each for each in range(math.isqrt(length), 0, -1) if length % each == 0)
     if small >= 8:
         return length // small, small
     if length > LARGEST:
-        raise ModelError("operation-needs-gpu", f"a Fourier transform of {length} elements, a number without two factors from 8 on")
+        what = f"a Fourier transform of {length} elements, a number without two factors from 8 on"
+        raise ModelError("operator-without-kernel", what)
     return None
 
 

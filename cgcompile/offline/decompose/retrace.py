@@ -45,7 +45,7 @@ def retrace(
 ) -> Retraced:
     """The program at the sizes of `tensors`, inside `fake_device`.  `layouts`: of each output the strides that it must have, None
     for any; () for any of all.  `writes`: it writes to buffers or inputs.  Raises inputs-unlike, state-shared, constant-unknown,
-    randomness-refused, operation-needs-gpu."""
+    random-operation, operator-without-kernel."""
     source = program.graph_module
     if writes or any(getattr(node.target, "__module__", "").startswith("torch._functorch") for node in program.graph.nodes):
         # new values of what it writes to become outputs, and vmap's batch axes go; most other operations stay as they are
@@ -134,10 +134,10 @@ def _check(traced: torch.fx.GraphModule) -> None:
         if node.op == "call_function" and torch.Tag.nondeterministic_seeded in tags:
             random.append(named_node(node))
     if random:
-        raise ModelError("randomness-refused", f"random numbers: {', '.join(dict.fromkeys(random))}")
+        raise ModelError("random-operation", f"random numbers: {', '.join(dict.fromkeys(random))}")
     if stray := [n for n in traced.graph.find_nodes(op="placeholder") if any(u.target is COPY and u.args[0] is n for u in n.users)]:
         raise BuildError("lowering-broken", f"the program writes to {stray[0].name}, which its functional form does not")
     if branches:
-        raise ModelError("operation-needs-gpu", f"control flow that depends on data: {', '.join(branches)}")
+        raise ModelError("operator-without-kernel", f"control flow that depends on data: {', '.join(branches)}")
     if own:
         raise ModelError("constant-unknown", f"the program holds tensors of its own: {', '.join(own)}")

@@ -21,7 +21,7 @@ def sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bo
         return NotImplemented
     length = x.shape[dim]
     if length > RANKED:
-        raise ModelError("operation-needs-gpu", f"sort of {length} elements: up to {RANKED} are lowered to Triton")
+        raise ModelError("operator-without-kernel", f"sort of {length} elements: up to {RANKED} are lowered to Triton")
     rows = x.movedim(dim, -1)
     one, other = rows.unsqueeze(-1), rows.unsqueeze(-2)  # (..., length, 1) and (..., 1, length)
     before = _less(one, other) if descending else _less(other, one)

@@ -1,14 +1,13 @@
 """program + key -> Lowered: retrace for cuda at the key's sizes, lower with Inductor, record the launches of its wrapper.  All runs
 inside `fake_device`: no kernel is compiled, nothing is measured.  Private interfaces (torch 2.11, 2.13): `compile_fx_inner` and the
-`source_code` of its result, `user_visible_output_idxs` in the metadata of a graph's output, `V.set_choices_handler` with a subclass
-of `InductorChoices`, `bmm_template`, `KernelTemplateChoice` with its parameters, `simd.prologue_preserves_zero_mask`, and the
-options below."""
+`source_code` of its result, `user_visible_output_idxs` in the metadata of a graph's output, `V.set_choices_handler`,
+`simd.prologue_preserves_zero_mask`, and the options below."""
 
 from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any
 from unittest import mock
@@ -17,8 +16,6 @@ import torch
 import torch._inductor.config
 from torch._inductor.codegen import simd
 from torch._inductor.compile_fx import compile_fx_inner
-from torch._inductor.kernel.bmm import bmm_template
-from torch._inductor.select_algorithm import ExternKernelChoice
 from torch._inductor.virtualized import V
 from torch.export import ExportedProgram
 
@@ -29,7 +26,6 @@ from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
 from ...transforms.few_rows.fewer_kernels import fewer_kernels
-from ...transforms.few_rows.row_blocks import RowBlocks
 from ...transforms.inductor_passes import mended, passes
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line
@@ -37,25 +33,13 @@ from ..decompose.outputs import same_layout
 from ..decompose.retrace import Retraced, retrace
 from ..decompose.split_k import SplitFactor, split_k
 from ..lowered import BufferView, Lowered
-from ..tuning.cost_model import Candidate, Problem
 from ..tuning.cost_model import choose as choose_candidate
 from .control_flow import lower_blocks
 from .fake_device import fake_device
 from .kernel_analysis import analysed_once
 from .launches import record_calls
-from .variants import Configuration, load
-
-Choose = Callable[[Problem, Sequence[Candidate], Arch], tuple[int, str]]
-"""As `cost_model.choose`."""
-
-More = Callable[[Problem], Sequence[Candidate]]
-"""Configurations of a problem that may be chosen beside those that Inductor offers."""
-
-
-def nothing_more(problem: Problem) -> Sequence[Candidate]:
-    """A `More` of none."""
-    return ()
-
+from .template_configs import Choose, More, TemplateConfigs, nothing_more
+from .variants import load
 
 OPTIONS: dict[str, Any] = {
     # products and convolutions become Triton kernels, one candidate each
@@ -124,7 +108,7 @@ def lower_key(
     that may change between calls.  `choose` picks the configuration of products and convolutions among
     Inductor's and `more`.  Equal arguments give equal results, in every process.
 
-    Raises operation-needs-gpu, randomness-refused, state-shared, constant-unknown, inputs-unlike, lowering-broken,
+    Raises operator-without-kernel, random-operation, state-shared, constant-unknown, inputs-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
     """
     with fake_device(arch), analysed_once():
@@ -145,11 +129,11 @@ def lower_key(
 
 
 def _check_known(unknown: Sequence[str], key: IntKey, retraced: Retraced) -> None:
-    """Raises operation-needs-gpu for calls that are no Triton kernel."""
+    """Raises operator-without-kernel for calls that are no Triton kernel."""
     if unknown:
         origins = [_origin(name, retraced) for name in unknown]
         raise ModelError(
-            "operation-needs-gpu",
+            "operator-without-kernel",
             f"int_key {key}: no Triton kernel for {', '.join([text for text, _ in origins])}",
             host_hint([each for _, operators in origins for each in operators]),
         )
@@ -164,7 +148,7 @@ def lower_graph(
     more: More = nothing_more,
 ) -> tuple[Lowered, tuple[str, ...]]:
     """A retraced graph lowered inside `fake_device`, and what it calls that is no Triton kernel."""
-    handler = _Choices(arch, choose, more)
+    handler = TemplateConfigs(arch, choose, more)
     known = torch._inductor.config.get_config_copy()
     options = {name: value for name, value in OPTIONS.items() if name in known} | passes() | fewer_kernels()
     # What a product reads through a fused prologue is loaded under a mask without a value for the rest.  Inductor takes that for
@@ -219,7 +203,7 @@ def _explain(error: Exception, key: IntKey, retraced: Retraced) -> BuildError:
         if type(cause).__name__ in ("NoValidChoicesError", "MissingOperatorWithoutDecomp", "MissingOperatorWithDecomp"):
             target = re.search(r"target: ([\w.]+)", str(error))
             text, operators = _origin(target[1], retraced) if target else ("an operation", [])
-            return ModelError("operation-needs-gpu", f"int_key {key}: no Triton kernel for {text}", host_hint(operators))
+            return ModelError("operator-without-kernel", f"int_key {key}: no Triton kernel for {text}", host_hint(operators))
         cause = cause.__cause__ or cause.__context__
     failure = explain(error, retraced.program)
     return BuildError("lowering-broken", f"int_key {key}: {failure}", failure.hint("eager"))
@@ -232,113 +216,3 @@ def _origin(name: str, retraced: Retraced) -> tuple[str, list[str]]:
     nodes = [n for n in retraced.graph.graph.nodes if n.op == "call_function" and stem in str(n.target)]
     where = next((line for node in nodes if (line := source_line(node))), "")
     return f"{plain}{f' ({where})' if where else ''}", [source_operator(node, [retraced.program]) for node in nodes]
-
-
-# --- configurations -------------------------------------------------------------------------------------------
-
-
-class _Choices(RowBlocks):
-    """Inductor's choices, with one configuration for every template; `selected` says how each was found."""
-
-    def __init__(self, arch: Arch, choose: Choose, more: More) -> None:
-        super().__init__()
-        self._arch = arch
-        self._choose = choose
-        self._more = more
-        self.selected: dict[Configuration, str] = {}
-
-    def get_template_configs(self, kernel_inputs: Any, templates: Any, op_name: str, *args: Any, **kwargs: Any) -> Any:
-        """Also of `bmm` with a result of another dtype than the factors', for which torch 2.11 offers no template."""
-        if op_name == "bmm" and not templates:
-            templates = [bmm_template]
-        return super().get_template_configs(kernel_inputs, templates, op_name, *args, **kwargs)
-
-    def _finalize_template_configs(self, template_choices: Any, kernel_inputs: Any, *args: Any, **kwargs: Any) -> list[Any]:
-        offered = [choice for choices in template_choices.values() for choice in choices]
-        offered = [choice for choice in offered if not isinstance(choice.template, ExternKernelChoice)]
-        described = [_candidate(choice.params.to_kwargs()) for choice in offered]
-        if not offered:
-            return []
-        m, n, k = [int(size) for size in kernel_inputs.mnk_symbolic()]
-        shape = [int(size) for size in kernel_inputs.output_layout().size]
-        problem = Problem(
-            kind=args[1] if len(args) > 1 else kwargs["op_name"],
-            batch=shape[0] if len(shape) == 3 else 1,
-            m=m,
-            n=n,
-            k=k,
-            dtype=str(kernel_inputs.dtype()).removeprefix("torch."),
-            arch=self._arch.name,
-        )
-        picked = self._pick(problem, described)
-        return [offered[described.index(picked)] if picked in described else _like(offered[0], picked, k)]
-
-    def get_conv_configs(self, device_type: str | None = "cuda") -> Any:
-        """Inductor's configurations of a convolution, reduced to one."""
-        configs = super().get_conv_configs(device_type)
-
-        def one(m: Any, n: Any, k: Any, **kwargs: Any) -> list[Any]:
-            offered = list(configs(m, n, k, **kwargs))
-            settings = [{**each.kwargs, "num_stages": each.num_stages, "num_warps": each.num_warps} for each in offered]
-            described = [_candidate(each) for each in settings]
-            picked = self._pick(_convolution(V.graph.current_node, self._arch), described)
-            if picked in described:
-                return [offered[described.index(picked)]]
-            kwargs = {**offered[0].kwargs, **_blocks(picked)}
-            return [type(offered[0])(kwargs, num_stages=picked.stages, num_warps=picked.warps)]
-
-        return one
-
-    def _pick(self, problem: Problem, offered: Sequence[Candidate]) -> Candidate:
-        candidates = list(dict.fromkeys([*offered, *self._more(problem)]))
-        try:
-            index, how = self._choose(problem, candidates, self._arch)
-        except ValueError as error:
-            raise ModelError("operation-needs-gpu", str(error)) from error
-        picked = candidates[index]
-        self.selected[picked.block_m, picked.block_n, picked.block_k, picked.stages, picked.warps] = how
-        return picked
-
-
-def _like(choice: Any, candidate: Candidate, k: int) -> Any:
-    """A template's choice with another configuration; k is the length of the inner axis."""
-    given = choice.params.to_kwargs()
-    other = {
-        **_blocks(candidate),
-        "num_stages": candidate.stages,
-        "num_warps": candidate.warps,
-        "EVEN_K": k % candidate.block_k == 0,
-    }
-    settings = {**given, **{name: value for name, value in other.items() if name in given}, "GROUP_M": candidate.group}
-    return type(choice)(
-        template=choice.template, params=type(choice.params)(settings), extra_kwargs=choice.extra_kwargs,
-        layout=choice.layout, inputs=choice.inputs,
-    )  # fmt: skip
-
-
-def _blocks(candidate: Candidate) -> dict[str, int]:
-    return {"BLOCK_M": candidate.block_m, "BLOCK_N": candidate.block_n, "BLOCK_K": candidate.block_k}
-
-
-def _candidate(settings: Mapping[str, Any]) -> Candidate:
-    return Candidate(
-        block_m=settings["BLOCK_M"],
-        block_n=settings["BLOCK_N"],
-        block_k=settings["BLOCK_K"],
-        stages=settings["num_stages"],
-        warps=settings["num_warps"],
-        group=settings.get("GROUP_M", 0),
-    )
-
-
-def _convolution(node: torch.fx.Node, arch: Arch) -> Problem:
-    weight, out, groups = node.args[1].meta["val"], node.meta["val"], node.args[8]
-    return Problem(
-        kind="conv",
-        batch=groups,
-        m=out.numel() // out.shape[1],
-        n=out.shape[1] // groups,
-        k=weight.numel() // weight.shape[0],
-        dtype=str(out.dtype).removeprefix("torch."),
-        arch=arch.name,
-    )

@@ -11,6 +11,7 @@ It holds, in this order:
 
 A collective of an odd epoch uses the second half, one of an even epoch the first.  That is enough: a rank that begins epoch e + 2
 has heard from every other one in epoch e + 1, and that one had begun e + 1 only when all of its reads of epoch e were done.
+Numbers of epochs have 32 bits: after 2^31 collectives a memory is filled with zeros again, on all ranks at rest.
 """
 
 from __future__ import annotations
@@ -27,9 +28,6 @@ LINE = 32
 
 STATUS, LIMIT, FLAGS = 4 * BLOCKS, 4 * BLOCKS + 8, 4096
 """Offsets that are the same for all."""
-
-EPOCHS = 1 << 31
-"""Before a memory has seen so many collectives it has to be filled with zeros again, on all ranks at rest: flags are 32 bits."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,1 +1,1 @@
-"""Kernels of our own, as PTX, and the ptxas that assembles them for an architecture."""
+"""Code of our own in bundles: PTX and the ptxas that assembles it for an architecture; C++ for a CPU without libtorch."""

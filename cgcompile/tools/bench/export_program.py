@@ -1,4 +1,4 @@
-"""The bundle's exported program in the forms that peers load: a Python file, so that they start without torch.export, or ONNX.
+"""The bundle's exported program in the forms that baselines load: a Python file, so that they start without torch.export, or ONNX.
 
     python -m cgcompile.tools.bench.export_program JOB python|onnx
 
@@ -42,14 +42,16 @@ KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR)
 
 
 def load(path: str, target: str) -> ExportedProgram:
-    """The program at `path` for the device `target`, without markers of moves between devices.  Raises peer-unwritable."""
+    """The program at `path` for the device `target`, without markers of moves between devices.  Raises baseline-unwritable."""
     from ...model.devices import tracking  # noqa: F401 (a program may hold the operators that mark moves)
 
     try:
         program = without_markers(torch.export.load(path))
     except Exception as error:  # an operator of the user's that is registered nowhere here, above all
         lines = str(error).strip().splitlines() or [""]
-        raise BuildError("peer-unwritable", f"program.pt2: torch.export.load failed: {type(error).__name__}: {lines[0]}") from error
+        raise BuildError(
+            "baseline-unwritable", f"program.pt2: torch.export.load failed: {type(error).__name__}: {lines[0]}"
+        ) from error
     if target != "cpu":
         program = move_to_device_pass(program, target)
     repair(program.graph_module)
@@ -81,7 +83,7 @@ def with_weights(program: ExportedProgram, weights: Mapping[str, Weight], path: 
 
 
 def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> str:
-    """The file's text; `weights` are the manifest's rows by name.  Raises peer-unwritable for what cannot be spelled."""
+    """The file's text; `weights` are the manifest's rows by name.  Raises baseline-unwritable for what cannot be spelled."""
     inputs: list[str] = []
     rows: list[tuple[str, str, tuple[int, ...], bool]] = []
     used: list[Weight] = []
@@ -90,7 +92,7 @@ def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> st
         if spec.kind in KINDS and spec.target is not None:
             row = weights.get(str(spec.target).removeprefix(PREFIX))
             if row is None:
-                raise BuildError("peer-unwritable", f"program.pt2: {spec.target!r} is not among the bundle's weights")
+                raise BuildError("baseline-unwritable", f"program.pt2: {spec.target!r} is not among the bundle's weights")
             used.append(row)
             rows.append((name, row.tensor, memory_order(row.shape, row.strides), spec.kind is InputKind.PARAMETER))
             inputs.append(f"self.{name}")
@@ -98,7 +100,7 @@ def python_source(program: ExportedProgram, weights: Mapping[str, Weight]) -> st
             inputs.append(name)
         else:
             raise BuildError(
-                "peer-unwritable", f"program.pt2: input {name!r} is a {spec.kind.name}, which no file of Python can hold"
+                "baseline-unwritable", f"program.pt2: input {name!r} is a {spec.kind.name}, which no file of Python can hold"
             )
     shapes = {row.tensor: [row.shape[axis] for axis in memory_order(row.shape, row.strides)] for row in used if row.zeros}
     zeros = {row.tensor: (row.dtype, shapes[row.tensor]) for row in used if row.zeros}
@@ -129,14 +131,14 @@ class Program(torch.nn.Module):
 def _written_back(program: ExportedProgram, returned: str) -> str:
     """The lines that call a program in its functional form, which one without outputs is stored in, and write to its buffers.
 
-    Raises peer-unwritable where it has other outputs.
+    Raises baseline-unwritable where it has other outputs.
     """
     signature = program.graph_signature
     names = {str(spec.target): spec.arg.name for spec in signature.input_specs if spec.kind is InputKind.BUFFER}
     lines = [returned.replace("return", "made =", 1)]
     for index, spec in enumerate(signature.output_specs):
         if spec.kind is not OutputKind.BUFFER_MUTATION or spec.target not in names:
-            raise BuildError("peer-unwritable", "program.pt2: an output that is no output of the model's")
+            raise BuildError("baseline-unwritable", "program.pt2: an output that is no output of the model's")
         lines.append(f"self.{names[spec.target]}.copy_(made[{index}])")
     return "\n        ".join([*lines, "return ()"])
 
@@ -149,10 +151,10 @@ def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
     code = module.graph.python_code("self")
     for word, value in code.globals.items():
         if known.setdefault(word, value) is not value and value == value:
-            raise BuildError("peer-unwritable", f"program.pt2: {word!r} means two things in its graphs")
+            raise BuildError("baseline-unwritable", f"program.pt2: {word!r} means two things in its graphs")
     head, found, source = code.src.partition(FORWARD)
     if not found or head.strip():
-        raise BuildError("peer-unwritable", "program.pt2: torch writes the code of a graph in another way than cgcompile knows")
+        raise BuildError("baseline-unwritable", "program.pt2: torch writes the code of a graph in another way than cgcompile knows")
     yield f"class {name}(torch.nn.Module):"
     yield "    def __init__(self):"
     yield "        super().__init__()"
@@ -162,7 +164,7 @@ def _class(name: str, module: Any, known: dict[str, Any]) -> Iterator[str]:
 
 
 def _definition(name: str, value: Any) -> str:
-    """The line that defines `name` as `value`.  Raises peer-unwritable."""
+    """The line that defines `name` as `value`.  Raises baseline-unwritable."""
     if isinstance(value, ModuleType):
         return f"import {value.__name__} as {name}"
     if isinstance(value, float):
@@ -172,7 +174,7 @@ def _definition(name: str, value: Any) -> str:
     module, attribute = getattr(value, "__module__", None), getattr(value, "__qualname__", None)
     if module and attribute and getattr(sys.modules.get(module), attribute, None) is value:
         return f"from {module} import {attribute} as {name}"
-    raise BuildError("peer-unwritable", f"program.pt2: its code uses {value!r}, which cannot be imported by a name")
+    raise BuildError("baseline-unwritable", f"program.pt2: its code uses {value!r}, which cannot be imported by a name")
 
 
 def main(path: str, form: str) -> None:
@@ -183,7 +185,9 @@ def main(path: str, form: str) -> None:
     manifest = one_entry(archive.read_manifest(job["bundle"]), job["entry"])
     weights = {row.name: row for row in manifest.weights}
     if archive.per_size(manifest):
-        raise BuildError("peer-unwritable", "programs/: the model was exported per size, and a peer takes one program for all")
+        raise BuildError(
+            "baseline-unwritable", "programs/: the model was exported per size, and a baseline takes one program for all"
+        )
     program = load(f"{job['bundle']}/{archive.whole_program_file(job['entry'])}", job["target"] if form == "python" else "cpu")
     if form == "python":
         with open(job["program"], "w") as file:

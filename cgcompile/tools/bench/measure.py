@@ -1,6 +1,7 @@
-"""The benchmark: fresh workers in turns for cold starts, then one worker per peer whose calls are timed in turns.
+"""The benchmark: fresh workers in turns for cold starts, then one worker for the bundle and each
+baseline, whose calls are timed in turns.
 
-In turns, because a machine drifts: what slows down one peer for a while slows down the others as much.
+In turns, because a machine drifts: what slows down one of them for a while slows down the others as much.
 """
 
 from __future__ import annotations
@@ -23,25 +24,25 @@ from cgbundle.validate import bundle as verify
 
 from ...errors import BuildError
 from ...util.progress import Stages, Watcher, silent
-from .peers import PEERS, TORCH, choose
+from .baselines import BASELINES, TORCH, choose
 from .processes import WorkerProcess, compiler_cache, write_job
 from .protocol import PHASES, STAY
-from .report import BUNDLE, Benchmark, Error, Memory, Peer, Timing, this_machine
+from .report import BUNDLE, Benchmark, Error, Memory, Timing, Way, this_machine
 
 ROUNDS = 5
 SHOWN = 4
-"""int_keys that are measured without being asked for: peers compile or capture each of them."""
+"""int_keys that are measured without being asked for: baselines compile or capture each of them."""
 
 COLD, WARM = "compile", "compile-warm"
-"""Peers that differ in their cache alone: the first fills it, once; calls are timed in one worker for both."""
+"""Baselines that differ in their cache alone: the first fills it, once; calls are timed in one worker for both."""
 
 WORKER = {COLD: "compile", WARM: "compile"}
-"""What a worker is told to be, where it is not the peer's own name."""
+"""What a worker is told to be, where it is not the baseline's own name."""
 
 
 @dataclass(kw_only=True, slots=True)
-class _PeerState:
-    """What is known of one peer so far."""
+class _State:
+    """What is known of one way so far."""
 
     starts: list[tuple[float, ...]] = field(default_factory=list)
     seconds: dict[tuple[str, int], list[float]] = field(default_factory=dict)
@@ -62,18 +63,18 @@ def measure(
     progress: Watcher | None = None,
     threads: int | None = None,
 ) -> Benchmark:
-    """Measures the bundle at `path` beside its peers, and compares all outputs with the exam's.
+    """Measures the bundle at `path` beside its baselines, and compares all outputs with the exam's.
 
-    - `against`: names among `peers.PEERS`; default: all that this bundle's target has.
+    - `against`: names among `baselines.BASELINES`; default: all that this bundle's target has.
     - `keys`: int_keys of the bundle; default: all, or four of many.
-    - `rounds`: fresh workers per peer, and turns of timed calls; torch.compile with an empty cache is measured once.
-    - `threads`: how many a call uses on the CPU, of the bundle and of its peers; default: what each takes by itself.
+    - `rounds`: fresh workers of each, and turns of timed calls; torch.compile with an empty cache is measured once.
+    - `threads`: how many a call uses on the CPU, of the bundle and of its baselines; default: what each takes by itself.
     - `entry`: the one of several that is measured; default: the first.
     - `model`: a model.py or package.module:attribute that PyTorch runs instead of the bundle's own program.
 
-    A peer that fails, or whose packages are missing, has a row that says why.  KeyboardInterrupt ends the measuring: what was found
-    by then is returned.  Raises peer-unknown, source-missing, bench-failed where the bundle does not run, and the errors of a bad
-    bundle.  ValueError: rounds below 1, or an int_key that the bundle lacks.
+    A baseline that fails, or whose packages are missing, has a row that says why.  KeyboardInterrupt ends the measuring: what was
+    found by then is returned.  Raises baseline-unknown, source-missing, bench-failed where the bundle does not run, and the errors
+    of a bad bundle.  ValueError: rounds below 1, or an int_key that the bundle lacks.
     """
     folder = os.path.abspath(path)
     bundle = Archive(os.fspath(path))
@@ -86,9 +87,9 @@ def measure(
         raise ValueError("expected 1 round or more, and int_keys of the bundle")
     chosen = [key for key in recorded if key in keys] if keys else some(recorded)
     live, skipped = choose(against, manifest.target.kind)
-    peers = [BUNDLE, *live]
+    ways = [BUNDLE, *live]
     found = {
-        name: _PeerState(why=skipped.get(name, "")) for name in (BUNDLE, *[name for name in PEERS if name in {*live, *skipped}])
+        name: _State(why=skipped.get(name, "")) for name in (BUNDLE, *[name for name in BASELINES if name in {*live, *skipped}])
     }
     load = os.getloadavg()[0]
     interrupted = False
@@ -104,9 +105,9 @@ def measure(
         )
         stages = Stages(progress or silent)
         try:
-            run.prepare(peers, stages)
-            run.cold(peers, rounds, stages)
-            run.calls(peers, rounds, stages)
+            run.prepare(ways, stages)
+            run.cold(ways, rounds, stages)
+            run.calls(ways, rounds, stages)
         except KeyboardInterrupt:
             interrupted = True
     return Benchmark(
@@ -118,7 +119,7 @@ def measure(
         names=tuple([name_key(manifest, key) for key in chosen]),
         recorded=len(recorded),
         rounds=rounds,
-        peers=tuple([_peer(name, each, chosen) for name, each in found.items()]),
+        ways=tuple([_way(name, each, chosen) for name, each in found.items()]),
         notes=tuple(_notes(found, manifest, model, load)),
         interrupted=interrupted,
     )
@@ -141,16 +142,16 @@ class _Run:
     folder: Path
     job: Path
     cache: dict[str, str]
-    found: dict[str, _PeerState]
+    found: dict[str, _State]
     manifest: Manifest
     keys: Sequence[IntKey]
     own_model: bool
 
-    def prepare(self, peers: Sequence[str], stages: Stages) -> None:
-        """The bundle once, to see whether it runs; then what peers run: the program as Python, and as ONNX for ONNX Runtime."""
-        torch = [name for name in peers if name in TORCH]
+    def prepare(self, ways: Sequence[str], stages: Stages) -> None:
+        """The bundle once, to see whether it runs; then what baselines run: the program as Python, and as ONNX for ONNX Runtime."""
+        torch = [name for name in ways if name in TORCH]
         exports = [(torch, "python", "the program as Python")] if torch and not self.own_model else []
-        if "ort" in peers:
+        if "ort" in ways:
             exports.append((["ort"], "onnx", "the program for ONNX Runtime"))
         with stages("prepare") as tell:
             self._start(BUNDLE, tell, "", measured=False)
@@ -161,16 +162,16 @@ class _Run:
                     worker.answer()
             tell(", ".join(["the bundle runs", *(what for _, _, what in exports)]))
 
-    def cold(self, peers: Sequence[str], rounds: int, stages: Stages) -> None:
+    def cold(self, ways: Sequence[str], rounds: int, stages: Stages) -> None:
         """Fresh workers: once to warm the page cache, then `rounds` times in turns.  torch.compile is measured the first time, too:
         its own cache is empty then."""
-        turns = [name for name in peers if name != COLD]
+        turns = [name for name in ways if name != COLD]
         with stages("warm up") as tell:
             for name in turns:
                 if name not in (BUNDLE, WARM):
                     self._start(name, tell, "", measured=False)
-            filler = COLD if COLD in peers else WARM
-            if filler in peers and not self.found[filler].why:
+            filler = COLD if COLD in ways else WARM
+            if filler in ways and not self.found[filler].why:
                 tell(f"{COLD}, empty cache")
                 both = [name for name in (COLD, WARM) if name in self.found]
                 with self._failing(*both), self._worker(COLD, self.cache) as worker:
@@ -181,10 +182,10 @@ class _Run:
                     self._start(name, tell, f"round {index + 1} of {rounds}, ")
             tell(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
 
-    def calls(self, peers: Sequence[str], rounds: int, stages: Stages) -> None:
-        """One worker per peer, all alive at once; one after the other times calls for a moment."""
-        several = COLD in peers and WARM in peers
-        timed = [name for name in peers if not (several and name == WARM)]
+    def calls(self, ways: Sequence[str], rounds: int, stages: Stages) -> None:
+        """One worker of each, all alive at once; one after the other times calls for a moment."""
+        several = COLD in ways and WARM in ways
+        timed = [name for name in ways if not (several and name == WARM)]
         kinds = ("call",) if self.manifest.target.kind == "cpu" else ("device", "dispatch")
         with stages("calls") as tell, ExitStack() as stack:
             workers: dict[str, WorkerProcess] = {}
@@ -234,7 +235,7 @@ class _Run:
             raise BuildError("bench-failed", "the bundle's process imported torch: it would show nothing about serving without it")
 
     def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
-        """The bundle has its own promise; a peer may be as far from eager PyTorch as the bundle may, on the other side of it."""
+        """The bundle has its own promise; a baseline may be as far from eager PyTorch as the bundle may, on its other side."""
         proof = next(each for each in self.manifest.exam.proofs if each.key == self.keys[number])
         allowed = bounds(self.manifest, proof)
         if name == BUNDLE:
@@ -247,11 +248,11 @@ class _Run:
 
     @contextmanager
     def _failing(self, *names: str) -> Iterator[None]:
-        """Peers that fail say so in their rows.  Raises bench-failed where it is the bundle."""
+        """Those that fail say so in their rows.  Raises bench-failed where it is the bundle."""
         try:
             yield
         except BuildError as error:
-            if error.code != "peer-failed":
+            if error.code != "baseline-failed":
                 raise
             if BUNDLE in names:
                 raise BuildError("bench-failed", f"the bundle does not run here: {error}", error.hint) from None
@@ -262,9 +263,9 @@ class _Run:
 # --- the report -------------------------------------------------------------------------------------------------------
 
 
-def _peer(name: str, found: _PeerState, keys: Sequence[IntKey]) -> Peer:
+def _way(name: str, found: _State, keys: Sequence[IntKey]) -> Way:
     timings = [Timing(what=what, key=keys[number], seconds=tuple(seconds)) for (what, number), seconds in found.seconds.items()]
-    return Peer(
+    return Way(
         name=name,
         starts=tuple(found.starts),
         timings=tuple(timings),
@@ -274,7 +275,7 @@ def _peer(name: str, found: _PeerState, keys: Sequence[IntKey]) -> Peer:
     )
 
 
-def _notes(found: dict[str, _PeerState], manifest: Manifest, model: str, load: float) -> list[tuple[str, str]]:
+def _notes(found: dict[str, _State], manifest: Manifest, model: str, load: float) -> list[tuple[str, str]]:
     """What one must know to read the numbers."""
     notes = []
     cores = len(os.sched_getaffinity(0))
@@ -283,7 +284,7 @@ def _notes(found: dict[str, _PeerState], manifest: Manifest, model: str, load: f
     cuda = manifest.target.kind == "cuda"
     if any(name in TORCH and found[name].memory for name in found):
         ours = "run the bundle's program as plain operations (--model: your module)"
-        notes.append(("PyTorch", f"peers run the module of {model}" if model else f"peers {ours}"))
+        notes.append(("PyTorch", f"baselines run the module of {model}" if model else f"baselines {ours}"))
         if cuda and not model and any(region.kind == "host" for region in manifest.regions):
             notes.append(("host", "regions that the bundle runs on the host, PyTorch runs on the GPU here"))
     if COLD in found and found[COLD].starts:

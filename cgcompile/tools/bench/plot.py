@@ -12,7 +12,7 @@ from html import escape
 from statistics import median
 
 from .protocol import PHASES
-from .report import Benchmark, Peer
+from .report import Benchmark, Way
 
 WIDTH, LEFT, RIGHT = 800, 130, 120
 """Pixels: of the picture, before the bars, behind them."""
@@ -26,7 +26,7 @@ CHARACTER = 6.5
 STYLE = """
   svg { font: 12px system-ui, sans-serif; background: #fff; } text { fill: #222; } .dim { fill: #666; } .title { font-weight: 600; }
   .whisker { stroke: #222; } .start { fill: #8a8f98; } .import { fill: #e0a13c; } .load { fill: #4c8dd6; } .call { fill: #3fa66b; }
-  .ready { fill: #b58bd8; } .bundle { fill: #3fa66b; } .peer { fill: #4c8dd6; }
+  .ready { fill: #b58bd8; } .bundle { fill: #3fa66b; } .baseline { fill: #4c8dd6; }
   @media (prefers-color-scheme: dark) {
     svg { background: #16181c; } text { fill: #e6e6e6; } .dim { fill: #9aa0a8; } .whisker { stroke: #e6e6e6; }
   }
@@ -68,7 +68,7 @@ def svg(report: Benchmark) -> str:
     where = machine.gpu or f"{machine.processor}, {machine.cores} cores"
     versions = ", ".join(f"{name} {version}" for name, version in machine.versions if name == "torch")
     head = [
-        _text(10, 20, f"{report.name}, {report.target}: bundle beside its peers", "title"),
+        _text(10, 20, f"{report.name}, {report.target}: bundle beside its baselines", "title"),
         _text(10, 38, ", ".join(filter(None, [where, versions, machine.date])), "dim"),
     ]
     lines = "\n".join([*head, *body])
@@ -84,37 +84,37 @@ def panels(report: Benchmark) -> list[Panel]:
     found = [
         Panel(
             title="cold start: seconds from process start",
-            bars=tuple([_start(peer) for peer in report.peers if peer.starts]),
+            bars=tuple([_start(way) for way in report.ways if way.starts]),
             legend=tuple(MEANINGS.items()),
         )
     ]
     titles = {"call": "time of a call", "device": "GPU time of a call", "dispatch": "CPU time of a call"}
     for what in report.kinds():
         for key, name in zip(report.keys, report.names, strict=True):
-            timings = [(peer, timing) for peer in report.peers if (timing := peer.timing(what, key))]
-            bars = [_bar(peer, [second * 1e6 for second in timing.seconds], "us") for peer, timing in timings]
+            timings = [(way, timing) for way in report.ways if (timing := way.timing(what, key))]
+            bars = [_bar(way, [second * 1e6 for second in timing.seconds], "us") for way, timing in timings]
             found.append(Panel(title=f"{titles[what]}, {name}: microseconds", bars=tuple(bars)))
-    used = [(peer, peer.memory) for peer in report.peers if peer.memory]
+    used = [(way, way.memory) for way in report.ways if way.memory]
     if any(memory.device >= 0 for _, memory in used):
-        bars = [_bar(peer, [memory.device / 2**20], "MiB") for peer, memory in used if memory.device >= 0]
+        bars = [_bar(way, [memory.device / 2**20], "MiB") for way, memory in used if memory.device >= 0]
         found.append(Panel(title="memory on the GPU beside the context: MiB", bars=tuple(bars)))
-    bars = [_bar(peer, [memory.resident / 2**20], "MiB") for peer, memory in used]
+    bars = [_bar(way, [memory.resident / 2**20], "MiB") for way, memory in used]
     return [*found, Panel(title="resident memory of the process: MiB", bars=tuple(bars))]
 
 
-def _start(peer: Peer) -> Bar:
-    pieces = tuple([(phase, peer.phase(index)) for index, phase in enumerate(PHASES)])
-    firsts = peer.firsts()
+def _start(way: Way) -> Bar:
+    pieces = tuple([(phase, way.phase(index)) for index, phase in enumerate(PHASES)])
+    firsts = way.firsts()
     return Bar(
-        name=peer.name, pieces=pieces, low=min(firsts), high=max(firsts),
-        text=f"{_digits(median(firsts))} s, all {_digits(median(peer.readies()))} s",
+        name=way.name, pieces=pieces, low=min(firsts), high=max(firsts),
+        text=f"{_digits(median(firsts))} s, all {_digits(median(way.readies()))} s",
     )  # fmt: skip
 
 
-def _bar(peer: Peer, values: Sequence[float], unit: str) -> Bar:
+def _bar(way: Way, values: Sequence[float], unit: str) -> Bar:
     middle = median(values)
-    kind = "bundle" if peer.name == "bundle" else "peer"
-    return Bar(name=peer.name, pieces=((kind, middle),), low=min(values), high=max(values), text=f"{_digits(middle)} {unit}")
+    kind = "bundle" if way.name == "bundle" else "baseline"
+    return Bar(name=way.name, pieces=((kind, middle),), low=min(values), high=max(values), text=f"{_digits(middle)} {unit}")
 
 
 def _draw(panel: Panel, top: float, body: list[str]) -> float:

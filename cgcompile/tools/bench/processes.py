@@ -49,15 +49,15 @@ class WorkerProcess:
             )
 
     def answer(self) -> dict[str, Any]:
-        """The next answer.  Raises peer-failed with what the process said when it failed or ended."""
+        """The next answer.  Raises baseline-failed with what the process said when it failed or ended."""
         assert self._process.stdout is not None
         for line in self._process.stdout:
             if line.startswith(MARK):
                 found: dict[str, Any] = json.loads(line.removeprefix(MARK))
                 if "failed" in found:
-                    raise BuildError("peer-failed", found["failed"][:LONGEST], found["hint"])
+                    raise BuildError("baseline-failed", found["failed"][:LONGEST], found["hint"])
                 return found
-        raise BuildError("peer-failed", self._death(self._process.wait()))
+        raise BuildError("baseline-failed", self._death(self._process.wait()))
 
     def ask(self, request: str) -> dict[str, Any]:
         """The answer to a line.  Raises as `answer` does."""

@@ -1,6 +1,6 @@
 """What the benchmark and its workers agree on: the clock, the phases of a start, jobs and answers (JSON).
 
-Imports nothing but what every Python has loaded already: what a peer needs is paid for, and seen, when the peer asks for it.
+Imports nothing but what every Python has loaded already: what a way to serve needs is paid for, and seen, when it asks for it.
 
 A job (`processes.write_job`):
 - `bundle` its folder, `target` "cpu" or "cuda", `entry` its name, `keys` int_keys in order, `call` the manifest's tree;

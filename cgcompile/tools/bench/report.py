@@ -52,7 +52,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Error:
-    """How far a peer's outputs are from the exam's: of the one nearest to its bound the error, and what is allowed.
+    """How far a way's outputs are from the exam's: of the one nearest to its bound the error, and what is allowed.
     `exact`: all bits were the same."""
 
     key: IntKey
@@ -67,7 +67,7 @@ class Error:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Peer:
+class Way:
     """One way to serve the model.  `starts`: seconds of each phase (`protocol.PHASES`), a row per fresh process.  `why` says in one
     line why there is nothing, or nothing more, about it ("" where all was measured)."""
 
@@ -111,7 +111,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """The bundle at `path` beside its peers; the first of `peers` is the bundle.
+    """The bundle at `path` beside its baselines; the first of `ways` is the bundle.
 
     `keys`: the int_keys that were measured, named in `names`, of `recorded` in all.  `notes` (topic, text): what one must know to
     read it.  `interrupted`: not everything was measured."""
@@ -124,23 +124,23 @@ class Benchmark:
     names: tuple[str, ...]
     recorded: int
     rounds: int
-    peers: tuple[Peer, ...]
+    ways: tuple[Way, ...]
     notes: tuple[tuple[str, str], ...]
     interrupted: bool
 
     @property
-    def bundle(self) -> Peer:
+    def bundle(self) -> Way:
         """The bundle's own row."""
-        return self.peers[0]
+        return self.ways[0]
 
     def wrong(self) -> list[str]:
-        """A sentence for every peer and int_key whose outputs are not the model's."""
+        """A sentence for every way and int_key whose outputs are not the model's."""
         names = dict(zip(self.keys, self.names, strict=True))
         return [
-            f"{peer.name}: outputs at {names[each.key]} differ by {each.error:.1e}, "
+            f"{way.name}: outputs at {names[each.key]} differ by {each.error:.1e}, "
             + (f"allowed {each.allowed:.1e}" if each.allowed else "expected the recorded bits")
-            for peer in self.peers
-            for each in peer.errors
+            for way in self.ways
+            for each in way.errors
             if each.wrong
         ]
 
@@ -151,10 +151,10 @@ class Benchmark:
     def plain(self) -> dict[str, Any]:
         """All numbers and ratios of medians to the bundle's, for JSON: infinities are text."""
         found = _finite(asdict(self))
-        for peer, row in zip(self.peers, found["peers"], strict=True):
-            row["starts"] = [dict(zip(PHASES, start, strict=True)) for start in peer.starts]
-            row["ratio"] = ratio(peer.firsts(), self.bundle.firsts())
-            for timing, each in zip(peer.timings, row["timings"], strict=True):
+        for way, row in zip(self.ways, found["ways"], strict=True):
+            row["starts"] = [dict(zip(PHASES, start, strict=True)) for start in way.starts]
+            row["ratio"] = ratio(way.firsts(), self.bundle.firsts())
+            for timing, each in zip(way.timings, row["timings"], strict=True):
                 base = self.bundle.timing(timing.what, timing.key)
                 each["ratio"] = ratio(timing.seconds, base.seconds if base else ())
         return {**found, "wrong": self.wrong()}
@@ -180,7 +180,7 @@ def this_machine(about: dict[str, Any], load: float) -> Machine:
 
 
 def ratio(theirs: Sequence[float], ours: Sequence[float]) -> float | None:
-    """How many times as long as the bundle a peer takes, by medians; None where one of them was not measured."""
+    """How many times as long as the bundle a baseline takes, by medians; None where one of them was not measured."""
     return median(theirs) / median(ours) if theirs and ours and median(ours) > 0 else None
 
 

@@ -243,7 +243,7 @@ class UserModule:
 
 def _stored(job: dict[str, Any], key: int, kind: str) -> list[torch.Tensor]:
     """The exam's tensors of one kind (input, output, written) at an int_key, on the CPU; inputs in the signature's layout."""
-    from cgbundle.format import archive  # late: the start of a peer is measured without it
+    from cgbundle.format import archive  # late: the start is measured without it
     from cgbundle.format.safetensors import Mapped
 
     count = {"input": range(len(job["orders"])), "output": range(job["outputs"]), "written": job["written"]}[kind]

@@ -1,10 +1,10 @@
-"""A measured process: `python -m cgcompile.tools.bench.worker PEER JOB [stay]`.
+"""A measured process: `python -m cgcompile.tools.bench.worker WAY JOB [stay]`.
 
 It serves every int_key of the job once.  Then it says how long each phase of its start took, how far its outputs are from the
 exam's, and what memory it takes.  With `stay` it times calls, one line on its standard input at a time, until that ends:
 `call 0`, `dispatch 0` or `device 0`, where the number is the position of an int_key in the job.
 
-PEER is `bundle`, which imports cgbundle alone, `eager`, `compile`, `manual` or `ort`.  JOB is a file of `processes.write_job`.
+WAY is `bundle`, which imports cgbundle alone, `eager`, `compile`, `manual` or `ort`.  JOB is a file of `processes.write_job`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FEWEST, MOST = 3, 1000
 
 BURST = 4
 """Calls between two synchronizations when dispatch is timed: the GPU still runs the first while the last is launched.
-More would fill the driver's queue of launches (1024) where a peer launches every kernel, and the CPU would wait."""
+More would fill the driver's queue of launches (1024) where a baseline launches every kernel, and the CPU would wait."""
 
 
 class ServedModel(Protocol):
@@ -53,7 +53,7 @@ class ServedModel(Protocol):
         """What else the answer holds: see `protocol`."""
 
 
-def main(peer: str, path: str, *more: str) -> None:
+def main(way: str, path: str, *more: str) -> None:
     """Answers once everything is ready, then every request."""
     laps = Laps()
     laps.mark("start")
@@ -62,7 +62,7 @@ def main(peer: str, path: str, *more: str) -> None:
 
     with open(path) as file:
         job = json.load(file)
-    served = _open(peer, job, laps, bool(more))
+    served = _open(way, job, laps, bool(more))
     keys = range(len(job["keys"]))
     served.call(0)
     laps.mark("call")
@@ -79,18 +79,18 @@ def main(peer: str, path: str, *more: str) -> None:
             say({"seconds": TIMERS[what](served, calls[int(number)])})
 
 
-def _open(peer: str, job: dict[str, Any], laps: Laps, stays: bool) -> ServedModel:
-    if peer == "bundle":
+def _open(way: str, job: dict[str, Any], laps: Laps, stays: bool) -> ServedModel:
+    if way == "bundle":
         from .bundle_worker import BundleModel
 
         return BundleModel(job, laps, stays)
-    if peer == "ort":
+    if way == "ort":
         from .ort_worker import OnnxModel
 
         return OnnxModel(job, laps)
     from .torch_worker import TorchModel
 
-    return TorchModel(peer, job, laps)
+    return TorchModel(way, job, laps)
 
 
 # --- timing -----------------------------------------------------------------------------------------------------------

@@ -15,15 +15,15 @@ from cgbundle.validate import bundle as verify
 
 from ...errors import BuildError
 from ...util.progress import Stages, Watcher, silent
-from ..bench.peers import choose
+from ..bench.baselines import choose
 from ..bench.processes import WorkerProcess, compiler_cache
 from ..bench.report import BUNDLE, Machine, this_machine
 from .layout import Layout, read_layout
 
 BATCHES, PROMPT, TOKENS = (1, 8, 32), 128, 64
-"""Lanes, tokens of a prompt, and tokens that are timed behind it, at most: as many as the bundle has room for."""
+"""Lanes, tokens of a prompt, and tokens that are timed behind it, at most: as many as fit into its cache."""
 
-PEERS = ("eager", "compile")
+BASELINES = ("eager", "compile")
 """Eager `generate`, and that with a static cache, which transformers compiles."""
 
 
@@ -76,21 +76,21 @@ def measure_generation(
 ) -> GenerationBenchmark:
     """Measures how a bundle of examples/causal_lm.py generates, beside transformers with the weights of the folder `model`.
 
-    - `against`: names among PEERS; default: both, where `model` is given.
+    - `against`: names among BASELINES; default: both, where `model` is given.
     - `rounds`: fresh processes of each, and turns of timed tokens in each process.
     - `threads`: of a call on the CPU.
 
-    A peer that fails has a row that says why.  Raises bench-failed for a bundle of another kind or one that does not run here,
-    peer-unknown, source-missing for a `model` that is no folder with a config.json, and the errors of a bad bundle.
+    A baseline that fails has a row that says why.  Raises bench-failed for a bundle of another kind or one that does not run here,
+    baseline-unknown, source-missing for a `model` that is no folder with a config.json, and the errors of a bad bundle.
     """
     bundle = Archive(os.fspath(path))
     verify.check_bundle(bundle)
     layout, target = read_layout(bundle.manifest), bundle.manifest.target.kind
-    if wrong := [name for name in against if name not in PEERS]:
-        raise BuildError("peer-unknown", f"no peer {wrong[0]!r} of generation: there are {', '.join(PEERS)}")
+    if wrong := [name for name in against if name not in BASELINES]:
+        raise BuildError("baseline-unknown", f"no baseline {wrong[0]!r} of generation: there are {', '.join(BASELINES)}")
     if model and not os.path.isfile(os.path.join(model, "config.json")):
         raise BuildError("source-missing", f"{model}: no folder with config.json; generation is compared with transformers")
-    wanted = list(against) or list(PEERS)
+    wanted = list(against) or list(BASELINES)
     names, skipped = choose(wanted, target) if model else ((), dict.fromkeys(wanted, "skipped: it needs --model FOLDER"))
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="cgcompile-bench-") as scratch:
@@ -113,13 +113,13 @@ def measure_generation(
                     try:
                         found.setdefault(name, []).append(_answer(name, job, Path(scratch)))
                     except BuildError as error:
-                        if error.code != "peer-failed":
+                        if error.code != "baseline-failed":
                             raise
                         if name == BUNDLE:
                             raise BuildError("bench-failed", f"the bundle does not run here: {error}", error.hint) from None
                         why[name] = f"failed: {error}"
             tell(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
-    ways = [_way(name, found.get(name, []), why.get(name, "")) for name in (BUNDLE, *PEERS) if name in found or name in why]
+    ways = [_way(name, found.get(name, []), why.get(name, "")) for name in (BUNDLE, *BASELINES) if name in found or name in why]
     return GenerationBenchmark(
         path=os.fspath(path), name=bundle.manifest.name, target=target, machine=this_machine({}, load), prompt=prompt,
         tokens=tokens, batches=batches, rounds=rounds, ways=tuple(ways),
@@ -127,12 +127,12 @@ def measure_generation(
 
 
 def lengths(layout: Layout) -> tuple[int, int, tuple[int, ...]]:
-    """Tokens of a prompt, tokens behind it, and lanes, as many as the bundle has room for."""
+    """Tokens of a prompt, tokens behind it, and lanes, as many as fit into its cache."""
     most = max(batch for batch, _ in layout.decode)
     batches = tuple([batch for batch in BATCHES if batch <= min(most, layout.slots - 1) and layout.longest(batch) >= 4])
-    room = layout.longest(max(batches))
-    prompt = min(PROMPT, room // 2)
-    return prompt, min(TOKENS, room - prompt - 1), batches
+    longest = layout.longest(max(batches))
+    prompt = min(PROMPT, longest // 2)
+    return prompt, min(TOKENS, longest - prompt - 1), batches
 
 
 def _answer(name: str, job: Path, scratch: Path) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ..errors import FINDINGS, INTERRUPTED, UsageError
-from ..options import BundlePath, Threads, check_writable, peer_names, recorded_keys
+from ..options import BundlePath, Threads, baseline_names, check_writable, recorded_keys
 from ..output import complain, count, write_json
 from ..progress import begin, watching
 
@@ -18,9 +18,9 @@ def bench(
         str,
         typer.Option(
             "--against",
-            metavar="PEERS",
+            metavar="BASELINES",
             help="Of eager, compile, compile-warm, manual, ort. Default: all.",
-            autocompletion=peer_names,
+            autocompletion=baseline_names,
         ),
     ] = "",
     sizes: Annotated[
@@ -32,7 +32,7 @@ def bench(
             autocompletion=recorded_keys,
         ),
     ] = None,
-    rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Fresh processes per peer, and turns of calls.")] = 5,
+    rounds: Annotated[int, typer.Option("--rounds", min=1, metavar="N", help="Fresh processes of each, and turns of calls.")] = 5,
     model: Annotated[
         str,
         typer.Option(
@@ -56,9 +56,9 @@ def bench(
     """Measure a bundle beside other ways to serve its model.
 
     Cold start by phases, time of a call, memory: every cold start is a fresh
-    process, peers take turns, and all outputs are compared with those that
-    the build stored. Peers run the program that the bundle carries. A peer
-    that fails has a row that says why. Exit status 1 where outputs are wrong.
+    process, all take turns, and all outputs are compared with those that the
+    build stored. Baselines run the program that the bundle carries. One that
+    fails has a row that says why. Exit status 1 where outputs are wrong.
 
     \b
     cgcompile bench gpt.cgb
@@ -67,8 +67,8 @@ def bench(
     """
     from cgbundle.format.entries import one_entry
     from cgbundle.validate.bundle import checked_manifest
+    from cgcompile.tools.bench.baselines import choose
     from cgcompile.tools.bench.measure import measure
-    from cgcompile.tools.bench.peers import choose
     from cgcompile.tools.bench.plot import svg
 
     from .. import int_keys
@@ -82,14 +82,14 @@ def bench(
     manifest = one_entry(checked_manifest(bundle), entry)
     if plot:
         check_writable(plot)
-    peers = against.replace(",", " ").split()
-    beside, _ = choose(peers, manifest.target.kind)
+    baselines = against.replace(",", " ").split()
+    beside, _ = choose(baselines, manifest.target.kind)
     if not quiet:  # before the first process ends, which takes seconds
         begin("measure", f"{manifest.name} beside {', '.join(beside) or 'nothing'}, {count(rounds, 'round')}")
     with watching(quiet) as progress:
         report = measure(
             bundle,
-            against=peers,
+            against=baselines,
             keys=[int_keys.parse(manifest, text) for text in sizes or ()],
             entry=manifest.entry,
             rounds=rounds,

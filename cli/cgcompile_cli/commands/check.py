@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
-from ..options import HostOps, ModelName, chosen_by_default, target_names
+from ..options import AnyTarget, HostOps, ModelName, chosen_by_default
 from ..output import count, listed, record, safe, show, size, write_json
 from ..progress import watching
 
@@ -32,15 +32,7 @@ def check(
         list[str] | None,
         typer.Option("--sizes", metavar="SIZES", help="Sizes to check for: 1,8,32, or batch=1,8 for each of several dimensions."),
     ] = None,
-    target: Annotated[
-        str,
-        typer.Option(
-            "--target",
-            metavar="TARGET",
-            help="auto (as for build), cuda, sm_90 and its like, or cpu; no GPU is needed.",
-            autocompletion=target_names,
-        ),
-    ] = "auto",
+    target: AnyTarget = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
     host_ops: HostOps = None,
     train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,

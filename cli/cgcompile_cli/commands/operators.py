@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 
 from ..errors import UsageError
-from ..options import chosen_by_default, target_names
+from ..options import AnyTarget, chosen_by_default
 from ..output import count, say, show, table, write_json
 from ..progress import watching
 
@@ -18,15 +18,7 @@ def operators(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[NAME]...", help="Only operators with this in their name.", show_default=False)
     ] = None,
-    target: Annotated[
-        str,
-        typer.Option(
-            "--target",
-            metavar="TARGET",
-            help="auto (as for build), cuda, sm_90 and its like, or cpu; no GPU is needed.",
-            autocompletion=target_names,
-        ),
-    ] = "auto",
+    target: AnyTarget = "auto",
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what takes long.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:

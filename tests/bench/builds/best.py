@@ -141,11 +141,11 @@ def microseconds(stream: Any, launch: Callable[[], object]) -> float:
     return begin.elapsed_time(end) * 1000 / LAUNCHES
 
 
-class Peer:
+class Baseline:
     """torch.compile of a model at its sizes, in another process, which began when this was made."""
 
     def __init__(self, name: str, sizes: list[int]) -> None:
-        line = [sys.executable, __file__, "--peer", name, "--sizes", ",".join(map(str, sizes))]
+        line = [sys.executable, __file__, "--baseline", name, "--sizes", ",".join(map(str, sizes))]
         self._process = subprocess.Popen(line, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
     def compiled(self) -> str:
@@ -170,8 +170,8 @@ class Peer:
         return str(json.loads(line))
 
 
-def serve_peer(name: str, sizes: list[int]) -> None:
-    """What the process of `Peer` does: an answer a line."""
+def serve_baseline(name: str, sizes: list[int]) -> None:
+    """What the process of `Baseline` does: an answer a line."""
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what compilers print is no answer
     network, inputs = made(name)
@@ -190,7 +190,7 @@ def serve_peer(name: str, sizes: list[int]) -> None:
             print(json.dumps(f"{microseconds(stream, graphs[int(line)].replay)}"), file=answers, flush=True)
 
 
-def beside(program: Any, number: int, peer: Peer, given: tuple[torch.Tensor, ...]) -> tuple[float, float]:
+def beside(program: Any, number: int, baseline: Baseline, given: tuple[torch.Tensor, ...]) -> tuple[float, float]:
     """Medians of the bundle's graphs and of torch.compile's, timed in turns."""
     stream = torch.cuda.Stream()
     backend = program._backend
@@ -203,7 +203,7 @@ def beside(program: Any, number: int, peer: Peer, given: tuple[torch.Tensor, ...
         with backend.locked(stream.cuda_stream) as handle:
             steps = backend.steps(number)
             times[0].append(microseconds(stream, lambda steps=steps, handle=handle: [step(handle) for step in steps]))  # type: ignore[misc]
-        times[1].append(peer.time(number))
+        times[1].append(baseline.time(number))
     return statistics.median(times[0]), statistics.median(times[1])
 
 
@@ -216,7 +216,7 @@ def made(name: str) -> Made:
 
 def measure(name: str, sizes: list[int], each: bool, budget: float | None, folder: Path) -> bool:
     """Prints a model's lines; False where a single lowering is faster."""
-    peer = Peer(name, sizes)
+    baseline = Baseline(name, sizes)
     try:
         network, inputs = made(name)
         begun = time.perf_counter()
@@ -228,14 +228,14 @@ def measure(name: str, sizes: list[int], each: bool, budget: float | None, folde
         for program in built.manifest.programs:
             print(f"  {program.key}: {told(program.lowerings)}", flush=True)
         network = network.cuda()
-        compiled = [peer.compiled() for _ in sizes]
+        compiled = [baseline.compiled() for _ in sizes]
         with cgbundle.load(built.path) as loaded:
             for number, program in enumerate(built.manifest.programs):
                 given = tuple([tensor.cuda() for tensor in inputs(*program.key)])
                 with torch.no_grad():
                     want, got = network(*given).double(), loaded(*given).double()
                 error = float((got - want).abs().max() / want.abs().max())
-                ours, theirs = beside(loaded, number, peer, given)
+                ours, theirs = beside(loaded, number, baseline, given)
                 best = next(row.name for row in program.lowerings if row.chosen)
                 print(
                     f"  {program.key}: {best} {ours:.1f} us, torch.compile max-autotune {theirs:.1f} us, ratio {theirs / ours:.2f}"
@@ -243,7 +243,7 @@ def measure(name: str, sizes: list[int], each: bool, budget: float | None, folde
                     flush=True,
                 )
     finally:
-        peer.end()
+        baseline.end()
     return not each or compare(network.cpu(), inputs, sizes, built, folder)
 
 
@@ -292,10 +292,10 @@ def main() -> int:
     parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")])
     parser.add_argument("--each", action="store_true")
     parser.add_argument("--budget", type=float)
-    parser.add_argument("--peer", choices=MODELS, help=argparse.SUPPRESS)
+    parser.add_argument("--baseline", choices=MODELS, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    if given.peer:
-        serve_peer(given.peer, given.sizes)
+    if given.baseline:
+        serve_baseline(given.baseline, given.sizes)
         return 0
     print(torch.cuda.get_device_name(), "torch", torch.__version__, flush=True)
     fine = True

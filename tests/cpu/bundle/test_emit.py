@@ -10,8 +10,8 @@ import pytest
 from cgbundle.format import archive, limits
 from cgbundle.format.schema import Manifest
 from cgcompile.bundle.emit import seal
+from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.helpers.raising import raises
-from tests.helpers.support import write_bundle
 
 
 @pytest.mark.parametrize(

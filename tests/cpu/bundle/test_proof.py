@@ -12,9 +12,9 @@ from cgbundle.exam import Compared, Result
 from cgbundle.format.schema import Manifest
 from cgcompile.bundle import proof
 from cgcompile.transforms.error_bounds import ErrorBound
+from tests.helpers.bundles.tiny_bundle import SIZES, manifest
+from tests.helpers.bundles.tiny_bundle import proof as proved
 from tests.helpers.raising import raises
-from tests.helpers.support import SIZES, manifest
-from tests.helpers.support import proof as proved
 
 BOUND = ErrorBound(title="output y (float32)", bound=1e-5, exact=False, rounded=True)
 

@@ -19,7 +19,7 @@ import cgbundle
 from cgbundle import exam
 from cgbundle.errors import MachineError
 from cgbundle.format import archive
-from tests.helpers.guard_pages import guarded
+from tests.helpers.drivers.guard_pages import guarded
 for path in sys.argv[1:]:
     try:
         program = cgbundle.load(path)
@@ -36,7 +36,7 @@ for path in sys.argv[1:]:
 
 OUTSIDE = """
 import ctypes
-from tests.helpers.guard_pages import GuardedMemory
+from tests.helpers.drivers.guard_pages import GuardedMemory
 memory = GuardedMemory(100, at_end={at_end})
 ctypes.memset(memory.address, 1, 100)
 print("inside", flush=True)

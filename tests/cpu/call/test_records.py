@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cgcompile
-from tests.helpers import record_checks as checks
+from tests.helpers.models import record_checks as checks
 
 
 def test_a_step_of_a_causal_language_model_takes_and_gives_its_cache(tmp_path: Path) -> None:

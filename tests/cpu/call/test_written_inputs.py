@@ -23,9 +23,9 @@ from cgbundle.tensors.tensor import from_bytes
 from cgcompile.errors import BuildError
 from cgcompile_cli import main
 from cgcompile_cli.commands.run import _named
-from tests.helpers.fabricate import signature, spec
+from tests.helpers.bundles.fabricate import signature, spec
+from tests.helpers.models.written_models import MODELS, PLACES, WHOLE, Whole, draw, drawn, eager, step
 from tests.helpers.raising import raises
-from tests.helpers.written_models import MODELS, PLACES, WHOLE, Whole, draw, drawn, eager, step
 
 SIZES = (1, 4)
 
@@ -107,7 +107,7 @@ def test_the_manifest_and_the_exam_name_what_is_written(case: Case) -> None:
     notes = [finding for finding in manifest.findings if finding.rule == "mutated-input"]
     assert {finding.severity for finding in notes} == {"note"} and len(notes) == len(written)
     assert {name for name in names if any(repr(name) in finding.message for finding in notes)} == names
-    assert all(finding.where.startswith("tests/helpers/written_models.py:") for finding in notes)
+    assert all(finding.where.startswith("tests/helpers/models/written_models.py:") for finding in notes)
     (batch,) = manifest.dimensions
     assert (batch.pad, batch.chunk) == ("no", False) and batch.reason.startswith("forward() writes to its input '")
     stored = load_file(path / archive.EXAM)

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 
 from cgcompile.targets.cuda.tensors import TensorPlace
 from tests.cpu.capture.recorder import regions
-from tests.helpers.conditional_models import MODELS, Guarded, Keeping
+from tests.helpers.models.conditional_models import MODELS, Guarded, Keeping
 
 assert regions, "modules of the recorder can be imported from here on"
 from cgcompile.capture.worker import control_flow, steps  # noqa: E402

@@ -22,7 +22,7 @@ from cgcompile.targets.cuda.host_regions import SplitProgram, split_program
 from cgcompile.targets.memory_layout import lay_out
 from cgcompile.targets.weights import shapes_of
 from tests.cpu.capture.recorder import regions
-from tests.helpers.state_models import Between, between
+from tests.helpers.models.state_models import Between, between
 
 assert regions, "modules of the recorder can be imported from here on"
 from cgcompile.capture.worker import loaded_program, steps  # noqa: E402

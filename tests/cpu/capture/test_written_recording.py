@@ -15,8 +15,8 @@ from torch import Tensor
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
 from tests.cpu.capture.recorder import regions
+from tests.helpers.models.written_models import MODELS, draw, eager
 from tests.helpers.raising import raises
-from tests.helpers.written_models import MODELS, draw, eager
 
 assert regions, "modules of the recorder can be imported from here on"
 from cgcompile.capture.request import Request  # noqa: E402

@@ -16,7 +16,7 @@ from cgbundle import exam
 from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import Manifest
 from cgbundle.tensors.tensor import empty, from_bytes
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
 from tests.helpers.places import GOLDEN, skip_older_torch
 from tests.helpers.raising import raises
 
@@ -29,7 +29,7 @@ def altered(golden: str, folder: Path, change: Change) -> Path:
     """A copy of a golden with another manifest."""
     skip_older_torch()
     made = Path(shutil.copytree(GOLDEN / f"{golden}.cgb", folder / "altered.cgb"))
-    support.seal(made, change(archive.read_manifest(str(made))))
+    tiny_bundle.seal(made, change(archive.read_manifest(str(made))))
     return made
 
 
@@ -89,7 +89,7 @@ def test_a_weight_of_another_size_or_dtype_than_the_code_reads(tmp_path: Path, s
     }
     with open(folder / archive.WEIGHTS, "wb") as file:
         safetensors.write(file, stored)
-    support.seal(folder, replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder))))
+    tiny_bundle.seal(folder, replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder))))
     with raises("library-refused", match=r"constant 'model_0_weight' has another dtype or size \(2048 bytes\), the bundle says"):
         cgbundle.load(folder)
 
@@ -174,6 +174,6 @@ def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path)
         safetensors.write(file, stored)
     exam_file.close()
     (tmp_path / "exam").rename(folder / archive.EXAM)
-    support.seal(folder, replace(other, files=archive.describe_files(str(folder))))
+    tiny_bundle.seal(folder, replace(other, files=archive.describe_files(str(folder))))
     with raises("manifest-invalid", match=r"host/model\.so was built for other calls than the manifest has"):
         cgbundle.load(folder)

@@ -22,9 +22,9 @@ from cgbundle.format.spans import HOST_ONLY
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.validate import bundle as verify
 from cgcompile.targets.cpu.aoti import compile_cpu
-from tests.helpers import support
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
 
@@ -109,8 +109,8 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             exam[archive.exam_entry((key,), "output", index)] = floats(output)
     with open(folder / archive.EXAM, "wb") as file:
         safetensors.write(file, exam)
-    base = support.manifest()
-    support.finish(
+    base = tiny_bundle.manifest()
+    tiny_bundle.finish(
         folder,
         replace(
             base,
@@ -132,7 +132,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             memories=(("weights", 256), ("inputs", 256), ("arena", 512), ("host", 1024)),
             regions=(Region(name="pick", kind="host", reason="data-dependent-shape", file=FILE, constants=((own, 1),)),),
             programs=tuple(map(program, KEYS)),
-            exam=replace(base.exam, bounds=(1e-5, 1e-5), proofs=tuple([support.proof(key) for key in KEYS])),
+            exam=replace(base.exam, bounds=(1e-5, 1e-5), proofs=tuple([tiny_bundle.proof(key) for key in KEYS])),
         ),
     )
     return folder
@@ -189,7 +189,7 @@ import json
 import cgbundle
 from cgbundle.tensors.tensor import from_bytes
 from array import array
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 class Patch:
     setattr = staticmethod(setattr)
 install(Patch, FakeDriver())

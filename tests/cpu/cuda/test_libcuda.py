@@ -21,7 +21,7 @@ from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode
 from cgbundle.tables.table import Table
 from cgcompile.targets.requirements import compiler
-from tests.helpers import cuda_bundles
+from tests.helpers.bundles import cuda_bundles
 
 A, B, C, D = 0xA << 40, 0xB << 40, 0xC << 40, 0xD << 40
 """Handles and addresses."""

@@ -21,7 +21,8 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import cgbundle  # noqa: E402
-from tests.helpers.causal_lm import (  # noqa: E402
+from tests.helpers.bundles.llama_bundle import llama_bundle  # noqa: E402
+from tests.helpers.models.causal_lm import (  # noqa: E402
     EXAMPLES,
     FAMILIES,
     Engine,
@@ -33,7 +34,6 @@ from tests.helpers.causal_lm import (  # noqa: E402
     prompt,
     reference,
 )  # fmt: skip
-from tests.helpers.llama_bundle import llama_bundle  # noqa: E402
 
 
 @pytest.fixture(scope="module")
@@ -294,7 +294,7 @@ KERNEL = """
 import torch
 from language_model import decode_kernel, int8
 from language_model import prefill_kernel
-from tests.helpers.decode_cases import CASES, case, prompt_case
+from tests.helpers.models.decode_cases import CASES, case, prompt_case
 decode_kernel.PROGRAMS = 20  # two parts for each lane and key head: the interpreter is slow
 for name, options in CASES.items():
     given = case(**options)

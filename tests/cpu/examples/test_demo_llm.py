@@ -11,9 +11,9 @@ import pytest
 pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
-from tests.helpers.llama_bundle import llama_bundle  # noqa: E402
+from tests.helpers.bundles.llama_bundle import llama_bundle  # noqa: E402
+from tests.helpers.models.tokenizers import write_tokenizer  # noqa: E402
 from tests.helpers.places import ROOT  # noqa: E402
-from tests.helpers.tokenizers import write_tokenizer  # noqa: E402
 
 
 def test_its_server_says_what_transformers_says(

@@ -25,8 +25,8 @@ import pytest
 
 import cgbundle
 from cgbundle.errors import CgbundleError
+from tests.helpers.models.tokenizers import END, byte_tokenizer, write_tokenizer
 from tests.helpers.places import ROOT
-from tests.helpers.tokenizers import END, byte_tokenizer, write_tokenizer
 
 for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2"):
     pytest.importorskip(package, reason="pip install '.[serve]'")
@@ -520,7 +520,7 @@ class Process:
 def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     pytest.importorskip("transformers")
     pytest.importorskip("torch")
-    from tests.helpers.llama_bundle import llama_bundle
+    from tests.helpers.bundles.llama_bundle import llama_bundle
 
     tokenizer = tmp_path_factory.mktemp("small")
     write_tokenizer(tokenizer, letters=120)
@@ -553,7 +553,7 @@ def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
     from language_server.bundle_model import BundleModel
     from language_server.scheduler import Request, Sampling, Scheduler
 
-    from tests.helpers.llama_bundle import llama_bundle
+    from tests.helpers.bundles.llama_bundle import llama_bundle
 
     found, order = [], random.Random(0)
     sampled = Sampling(temperature=0.9, top_p=0.95, penalty=1.2, seed=4)

@@ -577,7 +577,7 @@ def test_devices_are_numbers(tmp_path: Path) -> None:
 
 def test_a_server_whose_gpu_fails_ends_itself_with_the_drivers_error(folder: Folder, tmp_path: Path) -> None:
     flag = tmp_path / "failed"
-    found = Server(tmp_path / "models", flag, script=("-m", "tests.helpers.failing_gpu"))
+    found = Server(tmp_path / "models", flag, script=("-m", "tests.helpers.drivers.failing_gpu"))
     try:
         client = found.ready()
         asked = {"inputs": [{"name": "x", "datatype": "FP32", "shape": [64], "data": list(range(64))}]}

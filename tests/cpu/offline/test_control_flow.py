@@ -14,7 +14,7 @@ from cgcompile.export.higher_order.conditionals import obstacle
 from cgcompile.offline.interpret.interpret import Stage, interpret
 from tests.cpu.offline.test_interpret_lowered import task_of
 from tests.cpu.offline.written_rows import tensor_of
-from tests.helpers.conditional_models import MODELS
+from tests.helpers.models.conditional_models import MODELS
 
 
 @pytest.mark.parametrize("name", ["nested", "carried", "shifted", "overlapping", "chosen"])

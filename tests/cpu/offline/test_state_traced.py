@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import cgcompile
 from cgcompile.targets.cuda import host_regions
 from tests.helpers.lowered_here import lower_here
-from tests.helpers.state_models import Between, between
+from tests.helpers.models.state_models import Between, between
 from tests.helpers.uncompiled import uncompiled
 
 

@@ -24,8 +24,8 @@ from cgcompile.targets.cpu.compiler import included
 from cgcompile.targets.instruction_sets import LEVELS
 from cgcompile_cli import summary
 from tests.cpu.models import Everything, Image, State, everything_inputs, image_inputs
+from tests.helpers.bundles.tiny_bundle import HOST_FILE
 from tests.helpers.raising import raises
-from tests.helpers.support import HOST_FILE
 
 LEVEL = LEVELS[1]
 TARGET = LEVEL.name if set(LEVEL.features) <= processor_flags() else "cpu"

@@ -26,8 +26,8 @@ from cgcompile.offline.trace import KERNELS
 from cgcompile.targets.architectures import ARCHES
 from cgcompile.targets.cuda.elf import EM_CUDA, read_cubin
 from cgcompile_cli import main
-from tests.helpers.cuda_calls import opened
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.drivers.cuda_calls import opened
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 
 GPT = """
 import torch
@@ -341,7 +341,7 @@ def test_an_operation_without_a_triton_kernel_is_named_with_the_users_line(files
     first, second = result.stderr.splitlines()
     assert first.startswith("error: ") and second.startswith("hint: ")
     assert "fft_rfft" in first and f"{files / 'spectrum.py'}:8" in first and "no Triton kernel" in first
-    assert CATALOGUE["operation-needs-gpu"].exit_code == 1 and CATALOGUE["operation-needs-gpu"].hint in second
+    assert CATALOGUE["operator-without-kernel"].exit_code == 1 and CATALOGUE["operator-without-kernel"].hint in second
     assert list(tmp_path.iterdir()) == [], "nothing is published, nothing is left"
 
 

@@ -13,8 +13,8 @@ import pytest
 
 import cgbundle
 import cgcompile
+from tests.helpers.bundles.tiny_bundle import HOST_FILE
 from tests.helpers.places import ROOT
-from tests.helpers.support import HOST_FILE
 
 BUILDS = """
 import json, os, shutil, signal, sys

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import cgcompile
-from tests.helpers.shared_builds import shared_build
+from tests.helpers.bundles.shared_builds import shared_build
 
 VOCABULARY, FIRST = 4096, 10**6
 

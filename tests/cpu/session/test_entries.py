@@ -13,7 +13,7 @@ from cgbundle.format import archive
 from cgbundle.format.entries import each_entry
 from cgbundle.format.safetensors import Mapped
 from tests.golden.models import Lanes
-from tests.helpers.entry_models import check_calls, lanes
+from tests.helpers.models.entry_models import check_calls, lanes
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 

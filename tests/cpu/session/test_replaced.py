@@ -142,9 +142,9 @@ def seal(bundle: Path) -> None:
     """Describes the files anew, as whoever means harm would."""
     from dataclasses import replace
 
-    from tests.helpers import support
+    from tests.helpers.bundles import tiny_bundle
 
-    support.seal(bundle, replace(archive.read_manifest(str(bundle)), files=archive.describe_files(str(bundle))))
+    tiny_bundle.seal(bundle, replace(archive.read_manifest(str(bundle)), files=archive.describe_files(str(bundle))))
 
 
 def test_a_loaded_program_keeps_its_bundle_in_a_store(tmp_path: Path) -> None:

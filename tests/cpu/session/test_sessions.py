@@ -23,7 +23,7 @@ from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import Alias, Program, Region, Step, Target, TensorSpec, Value, Weight
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile.targets.cpu.aoti import compile_cpu
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
 from tests.helpers.raising import raises
 
 FILE = "host/cell.so"
@@ -101,14 +101,14 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
         with open(folder / name, "wb") as file:
             safetensors.write(file, held)
     (folder / archive.PROGRAM).write_bytes(b"PK, but not really\n")
-    base = support.manifest()
+    base = tiny_bundle.manifest()
 
     def spec(name: str, *shape: Any) -> TensorSpec:
         return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))), range=())
 
     examined = (*["float32"] * len(OUTPUTS), "float32", "int64", "int64")
     shapes: list[tuple[Any, ...]] = [("rows", WIDTH), (WIDTH,), (WIDTH, WIDTH), ("rows", 4), ("rows", WIDTH), ("rows", WIDTH - 1)]
-    support.finish(
+    tiny_bundle.finish(
         folder,
         replace(
             base,
@@ -136,7 +136,9 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             memories=(("weights", 4 * WIDTH * WIDTH), ("state", 528)),
             regions=(Region(name="cell", kind="host", reason="the cpu target has no graphs", file=FILE, constants=constants),),
             programs=tuple(map(program, SIZES)),
-            exam=replace(base.exam, bounds=support.bounds(*examined), proofs=tuple([support.proof(size) for size in SIZES])),
+            exam=replace(
+                base.exam, bounds=tiny_bundle.bounds(*examined), proofs=tuple([tiny_bundle.proof(size) for size in SIZES])
+            ),
         ),
     )
     return folder

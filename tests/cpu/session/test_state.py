@@ -18,8 +18,8 @@ from cgcompile.export.export import export  # noqa: E402
 from cgcompile.export.signature import describe_signature  # noqa: E402
 from cgcompile.model.load import load_source  # noqa: E402
 from cgcompile.transforms.output_aliases import find_aliases  # noqa: E402
-from tests.helpers import state_checks as checks  # noqa: E402
-from tests.helpers.state_models import SIZES, Sum, draws, looks, pairs, rows, running, singles, triples  # noqa: E402
+from tests.helpers.models import state_checks as checks  # noqa: E402
+from tests.helpers.models.state_models import SIZES, Sum, draws, looks, pairs, rows, running, singles, triples  # noqa: E402
 
 
 @pytest.fixture(scope="module")

@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.bundles.shared_builds import shared_build
 from tests.helpers.places import GOLDEN, skip_older_torch
 from tests.helpers.raising import raises
-from tests.helpers.shared_builds import shared_build
 
 numpy = pytest.importorskip("numpy")
 torch = pytest.importorskip("torch")

@@ -11,7 +11,7 @@ from cgbundle.format.entries import each_entry
 from cgbundle.format.schema import Chain, TensorSpec
 from cgcompile.model.load import checked_chains
 from cgcompile.targets.chains import chains_of, check_layouts
-from tests.helpers.chained_bundles import write
+from tests.helpers.bundles.chained_bundles import write
 from tests.helpers.raising import raises
 from tests.pure.validate.test_chains import TAKE, value
 

@@ -1,4 +1,4 @@
-"""`cgcompile bench` for real on a tiny model, and the bundle's program as Python for its peers."""
+"""`cgcompile bench` for real on a tiny model, and the bundle's program as Python for its baselines."""
 
 from __future__ import annotations
 
@@ -43,17 +43,17 @@ def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
     result = bench(bundle, "--rounds", 1, "--against", "eager", "--json", "--plot", plot)
     assert result.exit_code == 0, result.output
     found = json.loads(result.stdout)
-    ours, theirs = found["peers"]
+    ours, theirs = found["ways"]
     assert (ours["name"], theirs["name"], ours["why"], theirs["why"]) == ("bundle", "eager", "", "")
-    for peer in (ours, theirs):
-        (start,) = peer["starts"]
+    for way in (ours, theirs):
+        (start,) = way["starts"]
         assert list(start) == list(PHASES) and all(start[phase] > 0 for phase in PHASES)
-        assert [(each["what"], each["key"], len(each["seconds"])) for each in peer["timings"]] == [
+        assert [(each["what"], each["key"], len(each["seconds"])) for each in way["timings"]] == [
             ("call", [1], 1),
             ("call", [4], 1),
         ]
-        assert all(each["seconds"][0] > 0 for each in peer["timings"])
-        assert [each["key"] for each in peer["errors"]] == [[1], [4]] and peer["memory"]["resident"] > peer["memory"]["own"] > 0
+        assert all(each["seconds"][0] > 0 for each in way["timings"])
+        assert [each["key"] for each in way["errors"]] == [[1], [4]] and way["memory"]["resident"] > way["memory"]["own"] > 0
     assert theirs["starts"][0]["import"] > ours["starts"][0]["import"]
     assert result.stderr.startswith("measure           ...  tiny beside eager, 1 round\n")
     assert found["wrong"] == [] and not found["interrupted"] and found["machine"]["gpu"] == ""
@@ -79,23 +79,23 @@ def other_expectations(bundle: Path, path: Path) -> Path:
     return path
 
 
-def test_wrong_outputs_fail_naming_peer_int_key_and_error(bundle: Path, tmp_path: Path) -> None:
-    """The bundle's own are; another peer's: the next test."""
+def test_wrong_outputs_fail_naming_way_int_key_and_error(bundle: Path, tmp_path: Path) -> None:
+    """The bundle's own are; a baseline's: the next test."""
     result = bench(other_expectations(bundle, tmp_path / "other.cgb"), "--rounds", 1, "--against", "manual", "--quiet")
     assert result.exit_code == 1 and "outputs  WRONG in 1 comparison of 2" in result.stdout
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: wrong outputs: bundle: outputs at batch=4 differ by ")
 
 
-def test_a_model_of_other_weights_is_a_wrong_peer(bundle: Path, model_file: Path, tmp_path: Path) -> None:
+def test_a_model_of_other_weights_is_a_wrong_way(bundle: Path, model_file: Path, tmp_path: Path) -> None:
     other = tmp_path / "other.py"
     other.write_text(model_file.read_text().replace("manual_seed(0)", "manual_seed(1)"))
     report = measure(bundle, against=["eager"], keys=[(1,)], rounds=1, model=str(other))
     assert [sentence.partition(" differ")[0] for sentence in report.wrong()] == ["eager: outputs at batch=1"]
-    assert ("PyTorch", f"peers run the module of {other}") in report.notes
+    assert ("PyTorch", f"baselines run the module of {other}") in report.notes
 
 
-def test_a_peer_that_fails_says_why_and_the_others_stand(bundle: Path, tmp_path: Path) -> None:
+def test_a_baseline_that_fails_says_why_and_the_others_stand(bundle: Path, tmp_path: Path) -> None:
     broken = tmp_path / "broken.py"
     broken.write_text(
         "import torch\n"
@@ -205,9 +205,9 @@ def test_buffers_that_calls_change_are_put_back(tmp_path: Path) -> None:
     assert [float(each[0, 0]) for each in (first, second, made.outputs(made.module(x))[0])] == [1.0, 2.0, 1.0]
 
 
-def test_a_program_whose_operators_are_unknown_here_is_no_peer(tmp_path: Path) -> None:
+def test_a_program_whose_operators_are_unknown_here_is_no_way(tmp_path: Path) -> None:
     (tmp_path / archive.PROGRAM).write_bytes(b"PK, but not really\n")
-    with raises("peer-unwritable", match=r"program\.pt2: torch\.export\.load failed"):
+    with raises("baseline-unwritable", match=r"program\.pt2: torch\.export\.load failed"):
         load(str(tmp_path / archive.PROGRAM), "cpu")
 
 

@@ -15,7 +15,7 @@ from cgbundle.validate.bundle import checked_manifest
 from cgcompile.tools.generation.layout import Layout, read_layout
 from cgcompile.tools.generation.measure import lengths
 from cgcompile_cli import main
-from tests.helpers.llama_bundle import llama_bundle
+from tests.helpers.bundles.llama_bundle import llama_bundle
 from tests.helpers.raising import raises
 
 
@@ -51,7 +51,7 @@ def test_a_bundle_of_another_kind_and_what_does_not_fit() -> None:
         read_layout(replace(manifest, entries=(), entry="forward"))
     path = str(llama_bundle() / "llama.cgb")
     for options, text in (
-        (["--against", "manual"], "no peer 'manual' of generation: there are eager, compile"),
+        (["--against", "manual"], "no baseline 'manual' of generation: there are eager, compile"),
         (["--model", "/none"], "/none: no folder with config.json"),
         (["--size", "8"], "--generate takes no --plot, --size or --entry"),
     ):

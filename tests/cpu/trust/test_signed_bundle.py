@@ -13,8 +13,8 @@ import cgbundle
 from cgbundle.format import archive
 from cgcompile.bundle.sign import sign
 from cgcompile_cli import main
+from tests.helpers.bundles.signing import Pair
 from tests.helpers.raising import raises
-from tests.helpers.signing import Pair
 
 
 def test_what_was_signed_is_loaded_and_runs(bundle: Path, tmp_path: Path) -> None:

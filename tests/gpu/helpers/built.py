@@ -14,8 +14,8 @@ import cgcompile
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
 from tests.gpu.helpers.models import GPT, mlp
-from tests.helpers import support
-from tests.helpers.shared_builds import shared_build
+from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.shared_builds import shared_build
 
 SIZES = (1, 4)
 TOKENS, VOCABULARY, WIDTH = 16, 256, 64
@@ -83,5 +83,5 @@ def altered(bundle: Path, folder: Path, change: Callable[[Path, Manifest], Manif
     shutil.copytree(bundle, made)
     manifest = change(made, archive.read_manifest(str(made)))
     if manifest is not None:
-        support.seal(made, replace(manifest, files=archive.describe_files(str(made))))
+        tiny_bundle.seal(made, replace(manifest, files=archive.describe_files(str(made))))
     return made

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 
 import cgcompile
-from tests.helpers import chain_models, conditional_models, entry_models
+from tests.helpers.models import chain_models, conditional_models, entry_models
+from tests.helpers.models.state_models import SIZES, draws, looks, pairs, rows, running, singles
 from tests.helpers.places import ROOT
-from tests.helpers.state_models import SIZES, draws, looks, pairs, rows, running, singles
 
 STATEFUL = {"running": (running, rows), "draws": (draws, singles), "looks": (looks, pairs)}
 """The models of test_state_traced.py, and what makes their inputs."""

@@ -13,7 +13,7 @@ from array import array
 import cgbundle
 from cgbundle.errors import CgbundleError
 from cgbundle.tensors.tensor import from_bytes
-from tests.helpers.rank_bundles import FLOATS, expected, inputs
+from tests.helpers.bundles.rank_bundles import FLOATS, expected, inputs
 
 
 def main(path: str, rank: str, meeting: str, device: str, calls: str, key: str = "4") -> None:

@@ -10,7 +10,7 @@ import pytest
 from cgbundle.call.arguments import arranged, constants, nested, spelled
 from cgbundle.call.structure import flattener
 from cgbundle.format.schema import Manifest, Parameter
-from tests.helpers.support import before_4, manifest
+from tests.helpers.bundles.tiny_bundle import before_4, manifest
 
 Row = tuple[str, dict[str, Any], bool, Any]
 """A parameter: name, tree, whether it is by name only, default (... is none)."""

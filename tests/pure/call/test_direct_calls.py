@@ -20,10 +20,10 @@ from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
 from cgbundle.tensors.dlpack_tensors import DLPack
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from tests.helpers import cuda_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
-from tests.helpers.fake_driver import FakeDriver
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.drivers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 
 

@@ -12,7 +12,7 @@ from cgbundle.call import dispatch
 from cgbundle.call.dispatch import Cut, plan
 from cgbundle.errors import CallError
 from cgbundle.format.schema import Dimension
-from tests.helpers.fabricate import dimension
+from tests.helpers.bundles.fabricate import dimension
 from tests.helpers.raising import raises
 
 recorded = st.sets(st.integers(1, 12), min_size=1, max_size=4).map(lambda sizes: tuple(sorted(sizes)))

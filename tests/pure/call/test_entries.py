@@ -15,8 +15,8 @@ from cgbundle.format.entries import FORWARD, all_programs, each_entry, with_entr
 from cgbundle.format.schema import Manifest, Region
 from cgbundle.program import Program
 from cgbundle.validate.bundle import check_bundle, check_manifest
-from tests.helpers import support
-from tests.helpers.fabricate import FakeBackend, Numbers, dimension, signature, spec
+from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.fabricate import FakeBackend, Numbers, dimension, signature, spec
 from tests.helpers.raising import raises
 from tests.pure.program.test_program import numbers
 
@@ -143,7 +143,7 @@ def test_entries_are_taken_apart_and_put_together() -> None:
 
 def bundle() -> Manifest:
     """`prefill` and `decode` over a region each."""
-    first = replace(support.manifest(), entry="prefill")
+    first = replace(tiny_bundle.manifest(), entry="prefill")
     regions = (*first.regions, Region(name="other", kind="host", reason="", file="host/other.so", constants=()))
     programs = tuple([replace(row, steps=(replace(row.steps[0], region=1),)) for row in first.programs])
     decode = replace(first, entry="decode", programs=programs)
@@ -151,7 +151,7 @@ def bundle() -> Manifest:
     return replace(whole, files=tuple([support_file(path) for path in (*FILES, "host/other.so", "programs/decode.pt2")]))
 
 
-FILES = (support.HOST_FILE, "programs/prefill.pt2", archive.WEIGHTS, archive.EXAM)
+FILES = (tiny_bundle.HOST_FILE, "programs/prefill.pt2", archive.WEIGHTS, archive.EXAM)
 
 
 def support_file(path: str) -> archive.File:
@@ -203,13 +203,13 @@ def test_a_shared_object_is_one_entrys() -> None:
 def test_an_earlier_version_has_no_entries() -> None:
     with raises("manifest-invalid", match="entry: format version 4 has no such field"):
         manifest_json.encode(replace(bundle(), format=4))
-    plain = manifest_json.encode(replace(support.manifest(), format=4))
+    plain = manifest_json.encode(replace(tiny_bundle.manifest(), format=4))
     assert manifest_json.decode(plain).entry == FORWARD and b"entries" not in plain
 
 
 def test_entries_with_swapped_names_are_refused(tmp_path: object) -> None:
     """The code behind both takes the same inputs: only its rows say which entry it is."""
-    path = support.write_bundle(tmp_path / "tiny.cgb")  # type: ignore[operator]
+    path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")  # type: ignore[operator]
     check_bundle(archive.Archive(str(path)))
     made = archive.read_manifest(str(path))
     files = tuple([replace(file, path="programs/other.pt2") if file.path == archive.PROGRAM else file for file in made.files])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from cgbundle.call import guards
 from cgbundle.call import plan as plans
 from cgbundle.errors import CallError
-from tests.helpers.fabricate import dimension, signature, spec
+from tests.helpers.bundles.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
 
 MODEL = signature(

@@ -19,10 +19,10 @@ from cgbundle.format.schema import Alias, Manifest, Value
 from cgbundle.program import Program
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate.state import check_alias_spans, check_aliases, check_state
-from tests.helpers import state_bundles
-from tests.helpers.cuda_bundles import FLOATS, expected, inputs
-from tests.helpers.fabricate import FakeBackend, Numbers, dimension, signature, spec
-from tests.helpers.fake_driver import FakeDriver
+from tests.helpers.bundles import state_bundles
+from tests.helpers.bundles.cuda_bundles import FLOATS, expected, inputs
+from tests.helpers.bundles.fabricate import FakeBackend, Numbers, dimension, signature, spec
+from tests.helpers.drivers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 from tests.pure.session.test_sessions import numbers, on_gpu, opened
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cgbundle.call import guards
 from cgbundle.call.plan import number_of_key, plan
 from cgbundle.tensors.library import Descriptor
-from tests.helpers.fabricate import dimension, signature, spec
+from tests.helpers.bundles.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
 
 MODEL = signature(

@@ -23,11 +23,21 @@ from cgbundle.tables.recording import Address, MemsetNode
 from cgbundle.tensors.overlap import apart, folds, reach, shared
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate.bundle import check_manifest
-from tests.helpers import cuda_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, inputs
-from tests.helpers.fabricate import ELEMENTS, FakeBackend, FakeResults, Numbers, _offsets, dimension, kept_exam, signature, spec
-from tests.helpers.fake_driver import FakeDriver
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, inputs
+from tests.helpers.bundles.fabricate import (
+    ELEMENTS,
+    FakeBackend,
+    FakeResults,
+    Numbers,
+    _offsets,
+    dimension,
+    kept_exam,
+    signature,
+    spec,
+)
+from tests.helpers.drivers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 
 numpy = pytest.importorskip("numpy")

@@ -27,9 +27,9 @@ from cgcompile.capture.take import (
     Take,
     Word,
 )
-from tests.helpers.conditional_rows import function
+from tests.helpers.bundles.conditional_rows import function
+from tests.helpers.bundles.recordings import IMAGE, MEMORIES
 from tests.helpers.raising import raises
-from tests.helpers.recordings import IMAGE, MEMORIES
 from tests.pure.capture.test_relocation import A_BASE, ARENA, B_BASE, KEY, MEGA, Process
 
 EDGE = (0, 0, 0)

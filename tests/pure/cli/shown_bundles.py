@@ -15,7 +15,7 @@ from cgbundle.format import archive, safetensors
 from cgbundle.format.schema import Dimension, Exam, Manifest, Program, Provenance, TensorSpec, Value
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Edge, Recording
-from tests.helpers import cuda_bundles, support
+from tests.helpers.bundles import cuda_bundles, tiny_bundle
 
 SEQ_AT = 512
 """Where the second input lies in memory inputs."""
@@ -50,18 +50,18 @@ def write(
         inputs=(_spec("x", "batch", cuda_bundles.FLOATS), _spec("places", "seq")),
         outputs=(_spec("y", "batch", cuda_bundles.FLOATS),),
         call={"call": [["x", {"tensor": 0}], ["places", {"tensor": 1}]]},
-        parameters=(support.POSITIONAL, support.POSITIONAL),
+        parameters=(tiny_bundle.POSITIONAL, tiny_bundle.POSITIONAL),
         result={"tensor": 0},
         programs=tuple([_program(*key) for key in keys]),
         exam=Exam(
-            compare="bits", calls=1, expected="recording", bounds=(1e-5,), proofs=tuple([support.proof(*key) for key in keys])
+            compare="bits", calls=1, expected="recording", bounds=(1e-5,), proofs=tuple([tiny_bundle.proof(*key) for key in keys])
         ),
         provenance=Provenance(
             source="m.py", created="2026-11-21T10:00:00Z", versions=(("torch", "2.11"),), machine="a GPU", options=()
         ),
         files=archive.describe_files(str(folder)),
     )
-    support.seal(folder, change(made) if change else made)
+    tiny_bundle.seal(folder, change(made) if change else made)
     return folder
 
 

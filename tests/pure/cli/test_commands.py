@@ -20,7 +20,7 @@ from cgbundle.format.schema import Finding, Manifest
 from cgbundle.format.versions import FORMAT_VERSION
 from cgcompile_cli import errors, main, output
 from cgcompile_cli import int_keys as keys
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
 from tests.helpers.places import ROOT
 
 COMMANDS = (
@@ -62,7 +62,7 @@ def refused(result: Result, code: int) -> str:
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    return support.write_bundle(tmp_path / "tiny.cgb")
+    return tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
 
 
 # --- help and usage -----------------------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ def test_path_is_no_bundle(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ON_A_BUNDLE)
 def test_newer_format(command: str, tmp_path: Path) -> None:
-    path = support.write_bundle(tmp_path / "new.cgb", lambda manifest: replace(manifest, format=99))
+    path = tiny_bundle.write_bundle(tmp_path / "new.cgb", lambda manifest: replace(manifest, format=99))
     assert "format version 99" in refused(call(command, path), 2)
 
 
@@ -189,7 +189,9 @@ def test_inspect_shows_findings_and_waivers(tmp_path: Path) -> None:
         effect="a host region",
         fix="keep it",
     )
-    path = support.write_bundle(tmp_path / "w.cgb", lambda manifest: replace(manifest, findings=(found,), waivers=("other-rule",)))
+    path = tiny_bundle.write_bundle(
+        tmp_path / "w.cgb", lambda manifest: replace(manifest, findings=(found,), waivers=("other-rule",))
+    )
     shown = call("inspect", path).stdout
     for text in ("host cpu-sync: item() waits (m.py:3)", "fix: keep it", "other-rule"):
         assert text in shown
@@ -202,7 +204,7 @@ def test_hostile_texts_cannot_drive_the_terminal(tmp_path: Path) -> None:
         origin = replace(manifest.provenance, source=evil, machine=evil)
         return replace(manifest, name="[red]", provenance=origin)
 
-    path = support.write_bundle(tmp_path / "evil.cgb", change)
+    path = tiny_bundle.write_bundle(tmp_path / "evil.cgb", change)
     for arguments in (("inspect", path), ("inspect", path, "--json"), ("inspect", path, "--graph", "1"), ("verify", path)):
         shown = call(*arguments).output
         assert all(letter == "\n" or letter.isprintable() for letter in shown)
@@ -210,7 +212,7 @@ def test_hostile_texts_cannot_drive_the_terminal(tmp_path: Path) -> None:
 
 
 def test_hostile_names_are_refused_in_a_line_that_cannot_drive_the_terminal_either(tmp_path: Path) -> None:
-    path = support.write_bundle(tmp_path / "evil.cgb", lambda made: replace(made, name="\x1b]0;owned\x07\n"))
+    path = tiny_bundle.write_bundle(tmp_path / "evil.cgb", lambda made: replace(made, name="\x1b]0;owned\x07\n"))
     for command in ("inspect", "verify"):
         result = call(command, path)
         assert result.exit_code == 1 and "is not printable" in result.output
@@ -219,13 +221,13 @@ def test_hostile_names_are_refused_in_a_line_that_cannot_drive_the_terminal_eith
 
 @pytest.mark.parametrize(("text", "key"), [("4", (4,)), ("batch=4", (4,)), ("1", (1,))])
 def test_keys_as_typed(text: str, key: tuple[int, ...]) -> None:
-    assert keys.parse(support.manifest(), text) == key
+    assert keys.parse(tiny_bundle.manifest(), text) == key
 
 
 @pytest.mark.parametrize("text", ["", "-", "x", "4x4", "seq=4", "batch=", "batch=4,batch=4", "batch=4,seq=1"])
 def test_keys_that_are_none(text: str) -> None:
     with pytest.raises(CgbundleError, match="no int_key|no dimension 'seq'"):
-        keys.parse(support.manifest(), text)
+        keys.parse(tiny_bundle.manifest(), text)
 
 
 # --- verify -------------------------------------------------------------------------------------------------------
@@ -245,7 +247,7 @@ def test_verify_sound(bundle: Path) -> None:
     assert told == {"path": str(bundle), "ok": True, "damage": [], "signature": None, "exam": None}
 
 
-@pytest.mark.parametrize("name", [archive.MANIFEST, archive.WEIGHTS, archive.EXAM, archive.PROGRAM, support.HOST_FILE])
+@pytest.mark.parametrize("name", [archive.MANIFEST, archive.WEIGHTS, archive.EXAM, archive.PROGRAM, tiny_bundle.HOST_FILE])
 @pytest.mark.parametrize("at", [0, 100, -1])
 def test_verify_finds_a_flipped_byte(bundle: Path, name: str, at: int) -> None:
     flip(bundle / name, at)
@@ -274,11 +276,11 @@ def test_verify_finds_all_damage(bundle: Path) -> None:
 
 
 def test_verify_wants_an_exam_for_every_key(bundle: Path) -> None:
-    tensors = support.exam_tensors()
+    tensors = tiny_bundle.exam_tensors()
     del tensors["4/output/0"]
     with open(bundle / archive.EXAM, "wb") as file:
-        support.safetensors.write(file, tensors)
-    support.seal(bundle, replace(support.manifest(), files=archive.describe_files(str(bundle))))
+        tiny_bundle.safetensors.write(file, tensors)
+    tiny_bundle.seal(bundle, replace(tiny_bundle.manifest(), files=archive.describe_files(str(bundle))))
     result = call("verify", bundle)
     assert result.exit_code == 1 and "tensor '4/output/0' is missing" in result.stdout
 

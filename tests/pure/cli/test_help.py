@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 from cgcompile.util.progress import Event
 from cgcompile_cli import main
 from cgcompile_cli.progress import watching
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
 from tests.helpers.places import ROOT
 
 GROUP = typer.main.get_command(main.app)
@@ -131,7 +131,7 @@ def test_completion_knows_every_closed_set(tmp_path: Path) -> None:
 
 
 def test_completion_knows_the_int_keys_of_the_bundle(tmp_path: Path) -> None:
-    path = support.write_bundle(tmp_path / "tiny.cgb")
+    path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
     for option in ("run {} --size", "bench {} --size", "inspect {} --graph"):
         assert completed(f"cgcompile {option.format(path)} ", tmp_path) == ["1", "4"]
         assert completed(f"cgcompile {option.format(tmp_path / 'nowhere.cgb')} ", tmp_path) == []
@@ -191,7 +191,7 @@ def test_quiet_and_verbose_exclude_each_other() -> None:
 
 
 def test_verify_is_silent_about_a_sound_bundle_and_loud_about_a_damaged_one(tmp_path: Path) -> None:
-    path = support.write_bundle(tmp_path / "tiny.cgb")
+    path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
     result = call("verify", path, "--quiet")
     assert (result.exit_code, result.stdout, result.stderr) == (0, "", "")
     (path / "stranger").write_text("")
@@ -230,12 +230,12 @@ def test_a_terminal_has_colours_unless_it_asked_for_none(tmp_path: Path) -> None
     for more in ({"NO_COLOR": "1"}, {"TERM": "dumb"}):
         plain = on_a_terminal("inspect", missing, **more)
         assert plain.startswith("error: ") and "\x1b" not in plain and "no such bundle" in plain.replace("\r\n", "")
-    path = support.write_bundle(tmp_path / "tiny.cgb")
+    path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
     assert "\x1b[" in on_a_terminal("inspect", path) and "\x1b" not in on_a_terminal("inspect", path, NO_COLOR="1")
 
 
 @pytest.mark.parametrize("command", ["inspect", "verify"])
 def test_a_pipe_has_no_control_codes(command: str, tmp_path: Path) -> None:
-    path = support.write_bundle(tmp_path / "tiny.cgb")
+    path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
     told = shell(command, path, FORCE_COLOR="1", CLICOLOR_FORCE="1", TERM="xterm-256color")
     assert told and "\x1b" not in told

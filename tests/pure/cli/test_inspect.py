@@ -27,7 +27,7 @@ from cgcompile_cli import main, summary
 from cgcompile_cli.commands import build
 from cgcompile_cli.inspection import dot, lanes, memory_map, memory_text, names, nodes, program_text
 from cgcompile_cli.output import safe, show
-from tests.helpers import cuda_bundles, support
+from tests.helpers.bundles import cuda_bundles, tiny_bundle
 from tests.helpers.places import GOLDEN
 from tests.pure.cli import shown_bundles
 
@@ -165,7 +165,7 @@ def test_names_of_weights_agree_with_a_search(sizes: list[tuple[int, int]], offs
         )
         rows += [row, replace(row, name=f"tied{number}")]
         end = at + -(-length // 256) * 256
-    manifest = replace(support.manifest(), weights=tuple(rows))
+    manifest = replace(tiny_bundle.manifest(), weights=tuple(rows))
     holding = [row for row in rows[::2] if row.offset <= offset < row.offset + span(row)]
     expected = f"weights+{offset}"
     if holding:
@@ -469,7 +469,7 @@ def test_the_last_of_many_int_keys_is_shown(tmp_path: Path) -> None:
 
 
 def test_a_processors_features_are_told_by_its_level() -> None:
-    held = support.manifest().target
+    held = tiny_bundle.manifest().target
     level = {"cpu x86_64 (x86-64-v3, avx_vnni, f, and 2 more)": (*LEVELS[1].features, "avx_vnni", "f", "g", "h")}
     level["cpu x86_64 (avx512f, fma)"] = ("fma", "avx512f")
     for told, features in level.items():
@@ -479,12 +479,12 @@ def test_a_processors_features_are_told_by_its_level() -> None:
 
 def test_a_dimension_that_takes_its_recorded_sizes_only_is_noted() -> None:
     each = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why", uncut="") for pad in ("rows", "zeros", "no")]
-    (told,) = summary.unpadded(replace(support.manifest(), dimensions=tuple(each)))
+    (told,) = summary.unpadded(replace(tiny_bundle.manifest(), dimensions=tuple(each)))
     assert told.startswith("no takes 2, 4 only: other sizes are refused") and "docs/calls.md" in told
 
 
 def test_a_build_tells_which_weights_no_update_can_change(capsys: pytest.CaptureFixture[str]) -> None:
-    made = support.manifest()
+    made = tiny_bundle.manifest()
     fixed = replace(made, fixed=(FixedWeight(weight=0, reason="folded", sha256="0" * 64),))
     for manifest, told in ((made, False), (fixed, True)):
         show(build._summary(Built(path=Path("tiny.cgb"), manifest=manifest, seconds=()), 1.0), sys.stderr)

@@ -13,7 +13,7 @@ from cgbundle.errors import place
 from cgbundle.format import archive
 from cgcompile_cli import errors, main
 from cgcompile_cli.signals import Stopped
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
 
 
 def call(*arguments: object) -> tuple[int, dict[str, Any], str]:
@@ -52,7 +52,7 @@ def test_a_fix_repeats_what_was_typed(tmp_path: Path) -> None:
 
 
 def test_damage_has_the_exit_status_1(tmp_path: Path) -> None:
-    bundle = support.write_bundle(tmp_path / "tiny.cgb")
+    bundle = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
     (bundle / archive.MANIFEST).write_text("{")
     status, error, _ = call("inspect", bundle)
     assert (status, error["code"]) == (1, "manifest-invalid")

@@ -16,7 +16,7 @@ from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode
 from cgcompile_cli import main
 from cgcompile_cli.inspection.kernels import CHOICES, KernelLaunches, kernels
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
 from tests.helpers.places import GOLDEN
 
 HOME = GOLDEN / "v1"
@@ -56,7 +56,7 @@ def counted(path: Path) -> Counter[tuple[str, str]]:
 
 def sealed(path: Path) -> Path:
     """The bundle with a manifest that describes its files as they are now."""
-    support.seal(path, replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path))))
+    tiny_bundle.seal(path, replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path))))
     return path
 
 

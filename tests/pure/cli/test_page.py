@@ -29,7 +29,7 @@ from cgcompile_cli.page import file as pagefile
 from cgcompile_cli.page import markup
 from cgcompile_cli.page import parts as pageparts
 from cgcompile_cli.page.page import page
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
 from tests.helpers.places import GOLDEN
 from tests.pure.cli import shown_bundles
 
@@ -268,7 +268,7 @@ def test_the_kernels_of_hostile_choices(tmp_path: Path) -> None:
     (image,) = [each.name for each in (path / "kernels").iterdir()]
     rows = [{"image": image, "symbol": "add", "configuration": EVIL, "chosen": EVIL}]
     (path / "kernels.json").write_text(json.dumps(rows))
-    support.seal(path, replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path))))
+    tiny_bundle.seal(path, replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path))))
     assert "".join(Page(made(path)).texts).count(safe(EVIL)) == 2
 
 

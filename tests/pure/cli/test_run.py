@@ -21,8 +21,8 @@ from cgbundle.loader import load
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile_cli import main
 from cgcompile_cli.commands import run
+from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.helpers.places import GOLDEN, ROOT
-from tests.helpers.support import write_bundle
 
 STATE = GOLDEN / "v4/cpu_state.cgb"
 

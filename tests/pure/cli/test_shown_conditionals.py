@@ -13,8 +13,8 @@ from cgbundle.tables.recording import ConditionalNode, KernelNode, Recording
 from cgcompile.tools.diff.nodes import changes
 from cgcompile.tools.diff.recordings import compare_recordings
 from cgcompile_cli.main import app
-from tests.helpers.conditional_rows import fill, recording, switching
-from tests.helpers.recordings import IMAGE
+from tests.helpers.bundles.conditional_rows import fill, recording, switching
+from tests.helpers.bundles.recordings import IMAGE
 from tests.pure.cli import shown_bundles
 
 

@@ -9,7 +9,7 @@ import pytest
 
 from cgbundle.format.archive import Archive
 from cgbundle.validate.bundle import check_bundle
-from tests.helpers.support import write_bundle
+from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.pure.cli.test_commands import call, refused
 
 

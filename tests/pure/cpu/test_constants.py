@@ -10,8 +10,8 @@ import pytest
 
 from cgbundle.cpu.host_region import HostRegion
 from cgbundle.format.schema import Weight
+from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.raising import raises
-from tests.helpers.support import manifest
 
 FLOAT32, INT32 = 6, 3
 CONSTANTS = [("model_w", "model.first.weight", FLOAT32, 64), ("rng", "first.bias", FLOAT32, 64)]

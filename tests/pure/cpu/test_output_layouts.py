@@ -12,8 +12,8 @@ import pytest
 
 from cgbundle.cpu.output_layouts import OutputLayouts, check_layout
 from cgbundle.format.schema import Alias, Manifest, Value
+from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.raising import raises
-from tests.helpers.support import manifest
 
 FLOAT32, INT32 = 6, 3
 

@@ -8,7 +8,7 @@ from ctypes import c_void_p
 from typing import Any
 
 from cgbundle.format.schema import Region
-from tests.helpers.fake_driver import floats
+from tests.helpers.drivers.fake_driver import floats
 
 DOUBLE, ADD = "host/double.so", "host/add.so"
 FLOAT32, INT32 = 6, 3

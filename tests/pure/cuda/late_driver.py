@@ -6,7 +6,7 @@ import ctypes
 from collections.abc import Callable
 from typing import Any
 
-from tests.helpers.fake_driver import FakeDriver
+from tests.helpers.drivers.fake_driver import FakeDriver
 
 
 class LateDriver(FakeDriver):

@@ -24,11 +24,11 @@ from cgbundle.session import weight_reads
 from cgbundle.session.profile import Profile, step_names
 from cgbundle.tables.table import Table
 from cgbundle.validate import contents, recordings
-from tests.helpers import cuda_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.cuda_bundles import KEYS, expected, inputs
-from tests.helpers.cuda_calls import allocate, call, opened, run
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
+from tests.helpers.drivers.cuda_calls import allocate, call, opened, run
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 

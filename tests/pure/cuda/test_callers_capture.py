@@ -17,10 +17,10 @@ from cgbundle.gpu.backend import CudaBackend
 from cgbundle.session import state
 from cgbundle.tensors import detection
 from cgbundle.tensors.tensor import from_bytes
-from tests.helpers import cuda_bundles, state_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.cuda_bundles import KEYS, expected, inputs
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import cuda_bundles, state_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 from tests.pure.cuda.fake_regions import Regions
 from tests.pure.cuda.test_host_steps import bundle as hosted  # noqa: F401

@@ -22,12 +22,12 @@ from cgbundle.loader import MODES
 from cgbundle.program import Program
 from cgbundle.tables import codec as tables
 from cgbundle.tensors.tensor import Tensor
-from tests.helpers import chained_bundles
-from tests.helpers.chained_bundles import ADDS, AGAIN_AT, MAKE_AT, SIZE, N, numbers, taken, twice, write
-from tests.helpers.cuda_bundles import ARENA_AT
-from tests.helpers.cuda_calls import opened
-from tests.helpers.fabricate import kept_exam
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import chained_bundles
+from tests.helpers.bundles.chained_bundles import ADDS, AGAIN_AT, MAKE_AT, SIZE, N, numbers, taken, twice, write
+from tests.helpers.bundles.cuda_bundles import ARENA_AT
+from tests.helpers.bundles.fabricate import kept_exam
+from tests.helpers.drivers.cuda_calls import opened
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 
 MAKE, AGAIN, TAKE = range(3)

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from cgbundle.loader import MODES
-from tests.helpers.conditional_bench import CASES, Bench
-from tests.helpers.conditional_rows import WAYS, expected, switching
-from tests.helpers.fake_driver import FakeDriver
+from tests.helpers.bundles.conditional_rows import WAYS, expected, switching
+from tests.helpers.drivers.conditional_bench import CASES, Bench
+from tests.helpers.drivers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 
 STREAM = 64

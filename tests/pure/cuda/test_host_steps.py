@@ -24,10 +24,10 @@ from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.loader import MODES
 from cgbundle.validate.lifetimes import check_lifetimes
 from cgbundle.validate.steps import check_order
-from tests.helpers import cuda_bundles
-from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
-from tests.helpers.cuda_calls import call, opened, run, synchronize
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.drivers.cuda_calls import call, opened, run, synchronize
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 from tests.pure.cuda.fake_regions import ADD, DOUBLE, INT32, FakeTorch, Regions
 from tests.pure.cuda.late_driver import LateDriver

@@ -21,10 +21,10 @@ from cgbundle.gpu import binding
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import MemcpyNode
-from tests.helpers import cuda_bundles
-from tests.helpers.cuda_bundles import INPUTS_AT, KEYS, RESULT, expected, inputs
-from tests.helpers.cuda_calls import opened
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.cuda_bundles import INPUTS_AT, KEYS, RESULT, expected, inputs
+from tests.helpers.drivers.cuda_calls import opened
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 
 BYTES = 4 * len(inputs(KEYS[0]))
 SET, COPY = "cuGraphExecKernelNodeSetParams", "cuMemcpyDtoDAsync"

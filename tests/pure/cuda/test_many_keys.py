@@ -16,10 +16,10 @@ from cgbundle.format.schema import Manifest
 from cgbundle.gpu import backend as cuda_backend
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.session.background import Background
-from tests.helpers import cuda_bundles
-from tests.helpers.cuda_bundles import KEYS, expected, inputs
-from tests.helpers.cuda_calls import call, opened
-from tests.helpers.fake_driver import FakeDriver
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
+from tests.helpers.drivers.cuda_calls import call, opened
+from tests.helpers.drivers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 
 BUILT = "cuGraphInstantiate"

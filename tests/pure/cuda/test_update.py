@@ -17,10 +17,10 @@ from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.session.update import update
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from tests.helpers import cuda_bundles
-from tests.helpers.cuda_bundles import FLOATS, KEYS, inputs
-from tests.helpers.cuda_calls import allocate, call, opened
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, inputs
+from tests.helpers.drivers.cuda_calls import allocate, call, opened
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 
 COUNT = KEYS[-1] * FLOATS

@@ -14,8 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.helpers.models.tokenizers import BEGIN, END, byte_tokenizer, write_tokenizer
 from tests.helpers.places import ROOT
-from tests.helpers.tokenizers import BEGIN, END, byte_tokenizer, write_tokenizer
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -14,9 +14,9 @@ from cgbundle.errors import BundleError, CgbundleError
 from cgbundle.format import archive, manifest_json
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
-from tests.helpers.archives import ArchiveOf
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.tiny_bundle import HOST_FILE, manifest, write_bundle
 from tests.helpers.raising import raises
-from tests.helpers.support import HOST_FILE, manifest, write_bundle
 
 
 @pytest.fixture

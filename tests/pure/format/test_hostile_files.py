@@ -20,9 +20,9 @@ from cgbundle.format import archive
 from cgbundle.format.archive import Archive
 from cgbundle.format.limits import HELD_BYTES
 from cgbundle.validate import bundle as verify
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.tiny_bundle import HOST_FILE, write_bundle
 from tests.helpers.raising import raises
-from tests.helpers.support import HOST_FILE, write_bundle
 
 FILES = [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, HOST_FILE]
 
@@ -122,7 +122,7 @@ def test_sparse_files_are_refused_unread(bundle: Path, size: int) -> None:
     manifest = archive.read_manifest(str(bundle))
     os.truncate(bundle / HOST_FILE, size)
     files = tuple(replace(row, bytes=size) if row.path == HOST_FILE else row for row in manifest.files)
-    support.seal(bundle, replace(manifest, files=files))
+    tiny_bundle.seal(bundle, replace(manifest, files=files))
     begun = time.thread_time()
     with raises("file-damaged", match=f"^{HOST_FILE}: {size} bytes, more than the limit of {HELD_BYTES}"):
         verify.check_bundle(Archive(str(bundle)))
@@ -214,7 +214,7 @@ def test_no_more_than_a_few_descriptors_are_open_at_once(bundle: Path) -> None:
         data = b"%d" % index
         (bundle / "kernels" / hashlib.sha256(data).hexdigest()).write_bytes(data)
     manifest = archive.read_manifest(str(bundle))
-    support.seal(bundle, replace(manifest, files=archive.describe_files(str(bundle))))
+    tiny_bundle.seal(bundle, replace(manifest, files=archive.describe_files(str(bundle))))
     opened, before = Archive(str(bundle)), len(os.listdir("/proc/self/fd"))
     verify.check_bundle(opened, "full")
     assert len(os.listdir("/proc/self/fd")) - before < 8

@@ -24,11 +24,11 @@ from cgbundle.tables.recording import Address, MemcpyNode, MemsetNode
 from cgbundle.tables.table import RECORDING, Table
 from cgbundle.validate.bundle import check_manifest
 from cgbundle.validate.recordings import check_recording
-from tests.helpers.fabricate import seal_plain, seal_text
+from tests.helpers.bundles.fabricate import seal_plain, seal_text
+from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.frugal import cost
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
-from tests.helpers.support import manifest
 
 SECONDS, MEGABYTES = 1.0, 300
 SLACK = 3.0

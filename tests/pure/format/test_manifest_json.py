@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from cgbundle.errors import CgbundleError
 from cgbundle.format import limits, manifest_json, schema, versions
 from cgbundle.format.schema import Manifest
-from tests.helpers.fabricate import seal_plain, seal_text
+from tests.helpers.bundles.fabricate import seal_plain, seal_text
+from tests.helpers.bundles.tiny_bundle import before_4, manifest
 from tests.helpers.raising import raises
-from tests.helpers.support import before_4, manifest
 
 # --- manifests of every shape, from the schema's annotations ---------------------------------------------------
 

@@ -29,9 +29,9 @@ from cgcompile.offline.lowered import (
     SetCondition,
 )
 from cgcompile.targets.cuda.bodies import Bodies
-from tests.helpers.conditional_rows import fill, function, setter
+from tests.helpers.bundles.conditional_rows import fill, function, setter
+from tests.helpers.bundles.recordings import IMAGE, MEMORIES
 from tests.helpers.raising import raises
-from tests.helpers.recordings import IMAGE, MEMORIES
 
 BUFFERS, SIZE = 6, 256
 

@@ -18,8 +18,8 @@ from cgcompile.pipeline.records import Built, Report
 from cgcompile.util.imports import collect_seldom, quick_imports, unfrozen
 from cgcompile.util.progress import Event, Stages, silent
 from cgcompile.util.progress_display import Lines, watcher
+from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.raising import raises
-from tests.helpers.support import manifest
 
 
 class Net:

@@ -17,7 +17,7 @@ from cgbundle.format.schema import Manifest
 from cgbundle.program import Program
 from cgbundle.tensors import tensor
 from cgbundle.tensors.tensor import Tensor
-from tests.helpers.fabricate import Compute, FakeBackend, Numbers, dimension, signature, spec
+from tests.helpers.bundles.fabricate import Compute, FakeBackend, Numbers, dimension, signature, spec
 from tests.helpers.raising import raises
 
 LINE = signature([dimension("batch", 2, 8)], [spec("x", "batch", 3)], [spec("y", "batch", 3)])

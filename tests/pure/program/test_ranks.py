@@ -18,12 +18,12 @@ import cgbundle
 from cgbundle.exam import replay_exam
 from cgbundle.program.ranks import RanksBackend
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from tests.helpers import rank_bundles
-from tests.helpers.fake_driver import install
+from tests.helpers.bundles import rank_bundles
+from tests.helpers.bundles.rank_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.drivers.fake_driver import install
+from tests.helpers.drivers.ranks_driver import RanksDriver
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
-from tests.helpers.rank_bundles import FLOATS, KEYS, expected, inputs
-from tests.helpers.ranks_driver import RanksDriver
 
 IMAGE = next((GOLDEN / "v1/gpt_two.cgb/kernels").iterdir()).read_bytes()
 """An ELF file for sm_90; the fake driver has kernels of its own."""

@@ -17,11 +17,11 @@ import cgbundle
 from cgbundle.errors import CgbundleError
 from cgbundle.program.rendezvous import Board, Met, board_bytes, meet
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from tests.helpers.fake_driver import install
+from tests.helpers.bundles.rank_bundles import FLOATS, expected, inputs
+from tests.helpers.drivers.fake_driver import install
+from tests.helpers.drivers.ranks_driver import RanksDriver
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
-from tests.helpers.rank_bundles import FLOATS, expected, inputs
-from tests.helpers.ranks_driver import RanksDriver
 from tests.pure.program.test_ranks import check_nothing_is_left, flat, path  # noqa: F401  a fixture
 
 

@@ -21,13 +21,13 @@ from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program.program import Program
 from cgbundle.program.replicas import Replicas
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from tests.helpers import cuda_bundles, state_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.cuda_bundles import FLOATS, KEYS, expected, inputs
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import cuda_bundles, state_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.bundles.tiny_bundle import POSITIONAL, bounds, proof, seal
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
-from tests.helpers.support import POSITIONAL, bounds, proof, seal
 
 IMAGE = next((GOLDEN / "v1/gpt_two.cgb/kernels").iterdir()).read_bytes()
 """An ELF file for sm_90; the fake driver has kernels of its own."""

@@ -15,10 +15,10 @@ from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
 from cgbundle.session.locks import ExclusiveLock, SharedLock
 from cgbundle.tensors.tensor import from_bytes
-from tests.helpers import state_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.cuda_bundles import FLOATS, inputs
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import state_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.cuda_bundles import FLOATS, inputs
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 
 

@@ -11,9 +11,9 @@ import pytest
 from cgbundle.cuda.driver import Context, check_driver
 from cgbundle.session.forks import FORKS
 from cgbundle.session.locks import ExclusiveLock, SharedLock
-from tests.helpers import cuda_bundles
-from tests.helpers.cuda_calls import opened
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.drivers.cuda_calls import opened
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
 
 

@@ -22,13 +22,13 @@ from cgbundle.tables.recording import Address, ModuleState, Relocation
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
-from tests.helpers import state_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs
-from tests.helpers.cuda_calls import GRANULARITY, planned
-from tests.helpers.fake_driver import FakeDriver
+from tests.helpers.bundles import state_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs
+from tests.helpers.bundles.state_bundles import FIRST
+from tests.helpers.drivers.cuda_calls import GRANULARITY, planned
+from tests.helpers.drivers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
-from tests.helpers.state_bundles import FIRST
 
 
 @pytest.fixture
@@ -263,7 +263,7 @@ def test_images_without_variables_that_kernels_write_are_loaded_once(
 def test_kernels_of_two_sessions_never_write_to_the_same_variable(
     fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.helpers import fake_driver
+    from tests.helpers.drivers import fake_driver
 
     added = fake_driver.KERNELS["add"]
 

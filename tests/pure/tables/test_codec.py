@@ -33,9 +33,7 @@ from cgbundle.tables.recording import (
 )
 from cgbundle.tables.table import BRANCHING, Table, launch_order
 from cgbundle.validate.recordings import check_module_states, check_recording
-from tests.helpers.imports import modules
-from tests.helpers.raising import raises
-from tests.helpers.recordings import (
+from tests.helpers.bundles.recordings import (
     ARENA,
     FUNCTION,
     IMAGE,
@@ -47,6 +45,8 @@ from tests.helpers.recordings import (
     edge,
     with_kernel,
 )
+from tests.helpers.imports import modules
+from tests.helpers.raising import raises
 
 # --- round trips ----------------------------------------------------------------------------------------------
 

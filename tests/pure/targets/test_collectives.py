@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from cgcompile.targets.collectives.exchange_memory import BLOCKS, LIMIT, STATUS, WORLDS, ExchangeMemory
 from cgcompile.targets.collectives.kernels import PIECE, Combine, Way, params, source, symbol
 from cgcompile.targets.collectives.launches import collective_launch
-from tests.helpers.ptx import Launch, Memory, bfloat16, bits_of, float_of, parse, run
+from tests.helpers.drivers.ptx import Launch, Memory, bfloat16, bits_of, float_of, parse, run
 
 SUMS: tuple[Combine, ...] = ("bfloat16", "float16", "float32")
 WORLD = 3

@@ -13,7 +13,7 @@ from cgbundle.format.schema import DTYPES, Alias
 from cgbundle.tensors.casts import cast, encoded, is_safe
 from cgbundle.tensors.detection import library_of
 from cgbundle.tensors.tensor import Tensor, decode, from_bytes
-from tests.helpers.fabricate import dimension, signature, spec
+from tests.helpers.bundles.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
 from tests.pure.program.test_program import program
 

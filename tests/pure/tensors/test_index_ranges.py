@@ -11,7 +11,7 @@ import pytest
 from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.format.schema import TensorSpec
 from cgbundle.tensors.index_ranges import explained
-from tests.helpers.fabricate import spec
+from tests.helpers.bundles.fabricate import spec
 
 FAULT = MachineError("library-refused", "host/model.so: index out of bounds: 0 <= tmp3 < 100L")
 CODES = {"int64": "q", "int32": "i", "uint8": "B"}

@@ -21,29 +21,29 @@ from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive, manifest_json, safetensors
 from cgbundle.format.schema import Dimension, Manifest, TensorSpec
-from cgcompile.tools.bench import peers
+from cgcompile.tools.bench import baselines
 from cgcompile.tools.bench.bundle_worker import BundleModel
 from cgcompile.tools.bench.measure import some
 from cgcompile.tools.bench.plot import svg
 from cgcompile.tools.bench.processes import WorkerProcess
 from cgcompile.tools.bench.protocol import PHASES, Laps, reason
-from cgcompile.tools.bench.report import Benchmark, Error, Machine, Memory, Peer, Timing, ratio
+from cgcompile.tools.bench.report import Benchmark, Error, Machine, Memory, Timing, Way, ratio
 from cgcompile.tools.bench.worker import time_device, time_dispatch
 from cgcompile_cli.benchmark import precise
 from cgcompile_cli.main import app
-from tests.helpers import cuda_bundles
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.tiny_bundle import POSITIONAL, proof, write_bundle
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
-from tests.helpers.support import POSITIONAL, proof, write_bundle
 
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def peer(name: str, scale: float, why: str = "") -> Peer:
+def way(name: str, scale: float, why: str = "") -> Way:
     """Three starts whose phases are 1 to 5 times `scale` in tenths of a second, the second start twice as slow."""
     start = tuple([scale * (index + 1) / 10 for index in range(len(PHASES))])
-    return Peer(
+    return Way(
         name=name,
         starts=(start, tuple([2 * seconds for seconds in start]), start),
         timings=tuple([Timing(what="call", key=(size,), seconds=(scale * 1e-5, scale * 4e-5, scale * 2e-5)) for size in (1, 8)]),
@@ -59,11 +59,11 @@ REPORT = Benchmark(
         processor="a processor", cores=2, gpu="", driver=0, versions=(("torch", "2.13.0"),), load=0.1, date="2026-11-21T10:00:00Z"
     ),
     keys=((1,), (8,)), names=("batch=1", "batch=8"), recorded=2, rounds=3,
-    peers=(
-        peer("bundle", 1.0), peer("eager", 4.0),
-        Peer(name="ort", starts=(), timings=(), memory=None, errors=(), why="skipped: ONNX Runtime is not installed"),
+    ways=(
+        way("bundle", 1.0), way("eager", 4.0),
+        Way(name="ort", starts=(), timings=(), memory=None, errors=(), why="skipped: ONNX Runtime is not installed"),
     ),
-    notes=(("PyTorch", "peers run the module of m.py"),), interrupted=False,
+    notes=(("PyTorch", "baselines run the module of m.py"),), interrupted=False,
 )  # fmt: skip
 
 
@@ -71,7 +71,7 @@ REPORT = Benchmark(
 
 
 def test_a_start_is_the_sum_of_its_phases_and_the_last_is_not_part_of_the_first_output() -> None:
-    eager = REPORT.peers[1]
+    eager = REPORT.ways[1]
     assert eager.firsts() == pytest.approx([4.0, 8.0, 4.0]) and eager.readies() == pytest.approx([6.0, 12.0, 6.0])
     assert eager.phase(PHASES.index("load")) == pytest.approx(1.2)
 
@@ -94,16 +94,16 @@ def test_outputs_are_wrong_beyond_the_bound_and_where_bits_were_promised(
     assert Error(key=(1,), error=error, allowed=allowed, exact=exact).wrong is wrong
 
 
-def test_a_wrong_output_is_told_with_peer_int_key_and_error() -> None:
-    bad = replace(REPORT.peers[1], errors=(Error(key=(8,), error=0.5, allowed=1e-4, exact=False),))
-    assert replace(REPORT, peers=(REPORT.bundle, bad)).wrong() == ["eager: outputs at batch=8 differ by 5.0e-01, allowed 1.0e-04"]
+def test_a_wrong_output_is_told_with_way_int_key_and_error() -> None:
+    bad = replace(REPORT.ways[1], errors=(Error(key=(8,), error=0.5, allowed=1e-4, exact=False),))
+    assert replace(REPORT, ways=(REPORT.bundle, bad)).wrong() == ["eager: outputs at batch=8 differ by 5.0e-01, allowed 1.0e-04"]
     assert REPORT.wrong() == []
 
 
 def test_json_holds_phases_ratios_and_no_infinity() -> None:
-    lost = replace(REPORT.peers[1], errors=(Error(key=(8,), error=float("inf"), allowed=1e-4, exact=False),))
-    found = json.loads(json.dumps(replace(REPORT, peers=(REPORT.bundle, lost)).plain(), allow_nan=False))
-    eager = found["peers"][1]
+    lost = replace(REPORT.ways[1], errors=(Error(key=(8,), error=float("inf"), allowed=1e-4, exact=False),))
+    found = json.loads(json.dumps(replace(REPORT, ways=(REPORT.bundle, lost)).plain(), allow_nan=False))
+    eager = found["ways"][1]
     assert list(eager["starts"][0]) == list(PHASES) and eager["ratio"] == pytest.approx(4.0)
     assert eager["timings"][1]["ratio"] == pytest.approx(4.0) and eager["errors"][0]["error"] == "inf"
     assert found["wrong"] == ["eager: outputs at batch=8 differ by inf, allowed 1.0e-04"]
@@ -127,27 +127,27 @@ def test_laps_count_what_is_not_skipped() -> None:
     assert 1000.0 <= laps.seconds["start"] < 1500.0 and laps.seconds["load"] < 500.0
 
 
-# --- peers ------------------------------------------------------------------------------------------------------------
+# --- baselines ----------------------------------------------------------------------------------------------------------
 
 
-def test_peers_are_chosen_by_name_and_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: object())
-    assert peers.choose((), "cuda") == (("eager", "compile", "compile-warm", "manual", "ort"), {})
-    assert peers.choose((), "cpu") == (("eager", "compile", "compile-warm", "ort"), {})
-    assert peers.choose(("manual", "eager"), "cpu")[0] == ("eager",)
-    assert "for the CPU" in peers.choose(("manual", "eager"), "cpu")[1]["manual"]
+def test_baselines_are_chosen_by_name_and_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: object())
+    assert baselines.choose((), "cuda") == (("eager", "compile", "compile-warm", "manual", "ort"), {})
+    assert baselines.choose((), "cpu") == (("eager", "compile", "compile-warm", "ort"), {})
+    assert baselines.choose(("manual", "eager"), "cpu")[0] == ("eager",)
+    assert "for the CPU" in baselines.choose(("manual", "eager"), "cpu")[1]["manual"]
 
 
-def test_a_missing_package_skips_its_peers_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: None if name in ("torch", "onnxscript") else object())
-    live, why = peers.choose((), "cpu")
+def test_a_missing_package_skips_its_baselines_with_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(baselines.importlib.util, "find_spec", lambda name: None if name in ("torch", "onnxscript") else object())
+    live, why = baselines.choose((), "cpu")
     assert live == () and why["eager"] == "skipped: torch is not installed"
     assert why["ort"] == "skipped: exporting for ONNX Runtime needs onnxscript"
 
 
-def test_an_unknown_peer_is_refused_with_the_list() -> None:
-    with raises("peer-unknown", match="no peer 'jax': there are eager, compile, compile-warm, manual, ort"):
-        peers.choose(("eager", "jax"), "cpu")
+def test_an_unknown_baseline_is_refused_with_the_list() -> None:
+    with raises("baseline-unknown", match="no baseline 'jax': there are eager, compile, compile-warm, manual, ort"):
+        baselines.choose(("eager", "jax"), "cpu")
 
 
 # --- processes --------------------------------------------------------------------------------------------------------
@@ -183,7 +183,7 @@ def test_answers_are_found_among_what_a_model_prints(start: Any) -> None:
     ],
 )
 def test_a_process_that_fails_says_why_in_one_line(start: Any, code: str, says: str) -> None:
-    with start(code) as process, raises("peer-failed") as raised:
+    with start(code) as process, raises("baseline-failed") as raised:
         process.answer()
     assert str(raised.value) == says
 
@@ -191,7 +191,7 @@ def test_a_process_that_fails_says_why_in_one_line(start: Any, code: str, says: 
 def test_a_process_that_dies_between_requests_says_why(start: Any) -> None:
     with start("say({}); sys.stdin.readline(); sys.exit(5)") as process:
         process.answer()
-        with raises("peer-failed", match="exit status 5"):
+        with raises("baseline-failed", match="exit status 5"):
             process.ask("call 0")
 
 
@@ -237,7 +237,7 @@ def test_a_report_in_full_fits_80_columns(call: Any) -> None:
     result = call(REPORT, "--quiet")
     assert (result.exit_code, result.stderr) == (0, "")
     assert result.stdout.splitlines() == [
-        "bundle    tiny, cpu, 3 rounds, medians; ratio = peer / bundle",
+        "bundle    tiny, cpu, 3 rounds, medians; ratio = baseline / bundle",
         "int_keys  batch=1; batch=8",
         "machine   a processor, 2 cores, load average 0.1",
         "with      torch 2.13.0",
@@ -262,19 +262,19 @@ def test_a_report_in_full_fits_80_columns(call: Any) -> None:
         "",
         "ort      skipped: ONNX Runtime is not installed",
         "outputs  right for all; largest error 1.0e-06 (bundle; allowed 1.0e-04)",
-        "PyTorch  peers run the module of m.py",
+        "PyTorch  baselines run the module of m.py",
     ]
 
 
-def gpu(scale: float, name: str) -> Peer:
-    made = peer(name, scale)
+def gpu(scale: float, name: str) -> Way:
+    made = way(name, scale)
     timings = [replace(each, what=what) for each in made.timings for what in ("device", "dispatch")]
     return replace(made, timings=tuple(timings), memory=Memory(resident=2**20, own=2**19, device=int(scale * 2**20)))
 
 
 GPU = replace(
     REPORT, target="cuda", machine=replace(REPORT.machine, gpu="NVIDIA H200", driver=13000),
-    peers=(gpu(1.0, "bundle"), gpu(3.0, "manual")),
+    ways=(gpu(1.0, "bundle"), gpu(3.0, "manual")),
 )  # fmt: skip
 
 
@@ -294,25 +294,25 @@ def test_options_reach_the_library(call: Any) -> None:
 
 
 def test_wrong_outputs_fail_and_the_tables_stand(call: Any) -> None:
-    bad = replace(REPORT.peers[1], errors=(Error(key=(8,), error=0.5, allowed=1e-4, exact=False),))
-    result = call(replace(REPORT, peers=(REPORT.bundle, bad)), "--quiet")
+    bad = replace(REPORT.ways[1], errors=(Error(key=(8,), error=0.5, allowed=1e-4, exact=False),))
+    result = call(replace(REPORT, ways=(REPORT.bundle, bad)), "--quiet")
     assert result.exit_code == 1 and "eager    4.00" in result.stdout and "outputs  WRONG in 1 comparison of 3" in result.stdout
     assert result.stderr == "error: wrong outputs: eager: outputs at batch=8 differ by 5.0e-01, allowed 1.0e-04\n"
 
 
 def test_an_interrupt_leaves_what_was_measured(call: Any) -> None:
-    unfinished = tuple([replace(each, timings=(), memory=None) for each in REPORT.peers])
-    result = call(replace(REPORT, peers=unfinished, interrupted=True), "--quiet")
+    unfinished = tuple([replace(each, timings=(), memory=None) for each in REPORT.ways])
+    result = call(replace(REPORT, ways=unfinished, interrupted=True), "--quiet")
     assert result.exit_code == 130 and "eager    4.00" in result.stdout and "call: time" not in result.stdout
     assert result.stderr == "error: interrupted: what was measured by then is above\n"
     nothing = tuple([replace(each, starts=()) for each in unfinished])
-    result = call(replace(REPORT, peers=nothing, interrupted=True), "--quiet")
+    result = call(replace(REPORT, ways=nothing, interrupted=True), "--quiet")
     assert (result.exit_code, result.stdout, result.stderr) == (130, "", "error: interrupted\n")
 
 
 def test_json_goes_to_stdout_in_the_place_of_the_tables(call: Any) -> None:
     found = json.loads(call(REPORT, "--quiet", "--json").stdout)
-    assert (found["name"], found["peers"][1]["name"]) == ("tiny", "eager")
+    assert (found["name"], found["ways"][1]["name"]) == ("tiny", "eager")
 
 
 def test_a_file_that_cannot_be_written_is_found_before_measuring(call: Any, tmp_path: Path) -> None:
@@ -374,7 +374,7 @@ def test_nothing_of_a_benchmark_is_imported_by_a_build_or_by_serving() -> None:
 
 
 def test_what_runs_before_the_clocks_first_mark_imports_nothing() -> None:
-    """A worker's own imports are in the time of every peer: only what the interpreter has loaded already is allowed."""
+    """A worker's own imports are in the time of every way: only what the interpreter has loaded already is allowed."""
     code = "import sys; before = set(sys.modules); import cgcompile.tools.bench.worker; print(*sorted(set(sys.modules) - before))"
     done = subprocess.run([sys.executable, "-c", f"import runpy, typing\n{code}"], capture_output=True, text=True, check=True)
     extra = {name for name in done.stdout.split() if not name.startswith("cgcompile")}

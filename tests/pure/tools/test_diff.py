@@ -29,7 +29,7 @@ from cgcompile.tools.diff.bundle_files import BundleFiles, open_bundle
 from cgcompile.tools.diff.compare import UNCOUNTED, compare
 from cgcompile.tools.diff.differences import Difference
 from cgcompile_cli import main
-from tests.helpers import cuda_bundles, support
+from tests.helpers.bundles import cuda_bundles, tiny_bundle
 from tests.helpers.places import GOLDEN, ROOT
 
 GOLDENS = sorted((GOLDEN).glob("v*/*.cgb"))
@@ -53,19 +53,19 @@ def lines(rows: tuple[Difference, ...]) -> list[str]:
 @pytest.fixture
 def tiny(tmp_path: Path) -> Path:
     """For the CPU, written by hand."""
-    return support.write_bundle(tmp_path / "tiny.cgb")
+    return tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
 
 
 @pytest.fixture
-def changed(tmp_path: Path) -> Callable[[support.Change], Path]:
+def changed(tmp_path: Path) -> Callable[[tiny_bundle.Change], Path]:
     """Writes the bundle `tiny` with another manifest."""
-    return lambda change: support.write_bundle(tmp_path / "changed.cgb", change)
+    return lambda change: tiny_bundle.write_bundle(tmp_path / "changed.cgb", change)
 
 
-def reseal(folder: Path, change: support.Change = lambda manifest: manifest) -> None:
+def reseal(folder: Path, change: tiny_bundle.Change = lambda manifest: manifest) -> None:
     """The manifest of a bundle whose files were changed."""
     manifest = archive.read_manifest(str(folder))
-    support.seal(folder, change(replace(manifest, files=archive.describe_files(str(folder)))))
+    tiny_bundle.seal(folder, change(replace(manifest, files=archive.describe_files(str(folder)))))
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_bundle_does_not_differ_from_its_copy(golden: Path, tmp_path: Path) ->
     assert json.loads(call(golden, golden, "--json").stdout)["different"] is False
 
 
-def test_where_and_when_a_bundle_was_built_is_no_difference(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
+def test_where_and_when_a_bundle_was_built_is_no_difference(tiny: Path, changed: Callable[[tiny_bundle.Change], Path]) -> None:
     elsewhere = {name: "2031-01-01" for name in UNCOUNTED}
     other = changed(lambda manifest: replace(manifest, provenance=replace(manifest.provenance, **elsewhere)))
     assert (tiny / archive.MANIFEST).read_bytes() != (other / archive.MANIFEST).read_bytes()
@@ -194,7 +194,7 @@ def decoded(plain: dict[str, Any]) -> Manifest:
 
 def full() -> Manifest:
     """A manifest of the newest format with something in every field."""
-    made = support.manifest()
+    made = tiny_bundle.manifest()
     state = Weight(name="cache", tensor="cache", dtype="int64", shape=(2,), strides=(1,), memory="state", offset=256)
     return replace(
         made,
@@ -304,7 +304,7 @@ def finding(rule: str, **changes: str) -> Finding:
         (lambda m: replace(m, files=(*m.files, File(path="notes", bytes=3, sha256="0" * 64))), ["files: notes: None -> 3 bytes"]),
     ],
 )  # fmt: skip
-def test_what_a_manifest_says(change: support.Change, expected: list[str], tiny: Path) -> None:
+def test_what_a_manifest_says(change: tiny_bundle.Change, expected: list[str], tiny: Path) -> None:
     a = open_bundle(str(tiny))
     manifest = change(a.manifest)
     b = BundleFiles(path=a.path, bundle=a.bundle, manifest=manifest, files={file.path: file for file in manifest.files})
@@ -318,13 +318,13 @@ def strided(manifest: Manifest) -> Any:
 
 
 def test_findings_of_one_rule_are_told_apart() -> None:
-    a = replace(support.manifest(), findings=(finding("item", where="m.py:3"), finding("item", where="m.py:5")))
+    a = replace(tiny_bundle.manifest(), findings=(finding("item", where="m.py:3"), finding("item", where="m.py:5")))
     b = replace(a, findings=(a.findings[0], finding("item", where="m.py:6")))
     assert lines(tuple(manifests.compare(a, b))) == ["findings: item (2): where m.py:5 -> m.py:6"]
 
 
 def test_another_order_is_told() -> None:
-    a = support.manifest()
+    a = tiny_bundle.manifest()
     a = replace(a, regions=(replace(a.regions[0], constants=()),))
     b = replace(a, weights=(a.weights[1], a.weights[0], a.weights[2]))
     assert lines(tuple(manifests.compare(a, b))) == ["weights: order: of those in both, number 0 is first.weight -> first.bias"]
@@ -340,10 +340,10 @@ def weigh(folder: Path, tensors: dict[str, safetensors.Tensor]) -> None:
 
 
 def test_elements_of_weights_are_counted(tiny: Path, tmp_path: Path) -> None:
-    other = support.write_bundle(tmp_path / "other.cgb")
+    other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
     values = {
-        "first.weight": ("float32", (2, 3), support.floats(range(6))),
-        "first.bias": ("float32", (2,), support.floats(range(1, 3))),
+        "first.weight": ("float32", (2, 3), tiny_bundle.floats(range(6))),
+        "first.bias": ("float32", (2,), tiny_bundle.floats(range(1, 3))),
     }
     weigh(other, values)
     rows = found(tiny, other)
@@ -357,7 +357,7 @@ def test_elements_of_weights_are_counted(tiny: Path, tmp_path: Path) -> None:
 
 
 def test_a_weights_file_with_the_same_tensors_in_other_bytes_is_told(tiny: Path, tmp_path: Path) -> None:
-    other = support.write_bundle(tmp_path / "other.cgb")
+    other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
     data = (other / archive.WEIGHTS).read_bytes()
     spaced = data.replace(b',"first.weight"', b', "first.weight"', 1).replace(b"}} ", b"}}", 1)
     assert len(spaced) == len(data) and spaced != data
@@ -367,18 +367,18 @@ def test_a_weights_file_with_the_same_tensors_in_other_bytes_is_told(tiny: Path,
 
 
 def test_the_exam_is_compared_tensor_by_tensor(tiny: Path, tmp_path: Path) -> None:
-    other = support.write_bundle(tmp_path / "other.cgb")
-    tensors = support.exam_tensors()
-    tensors["4/output/0"] = ("float32", (4, 2), support.floats(range(1, 9)))
+    other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
+    tensors = tiny_bundle.exam_tensors()
+    tensors["4/output/0"] = ("float32", (4, 2), tiny_bundle.floats(range(1, 9)))
     with open(other / archive.EXAM, "wb") as file:
         safetensors.write(file, tensors)
     reseal(other)
     assert lines(found(tiny, other)) == ["exam: 4/output/0: 8 of 8 elements differ (float32)"]
 
 
-@pytest.mark.parametrize("name", [archive.PROGRAM, support.HOST_FILE])
+@pytest.mark.parametrize("name", [archive.PROGRAM, tiny_bundle.HOST_FILE])
 def test_other_files_by_their_contents(name: str, tiny: Path, tmp_path: Path) -> None:
-    other = support.write_bundle(tmp_path / "other.cgb")
+    other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
     size = (tiny / name).stat().st_size
     (other / name).write_bytes(bytes(size))
     reseal(other)
@@ -594,13 +594,13 @@ def test_another_number_of_sizes_says_so_and_compares_the_common_ones(gpu: Path)
 # --- the command ------------------------------------------------------------------------------------------------
 
 
-def test_the_command_shows_the_parts_in_order(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
+def test_the_command_shows_the_parts_in_order(tiny: Path, changed: Callable[[tiny_bundle.Change], Path]) -> None:
     other = changed(lambda m: replace(m, name="other", waivers=("rule",), weights=(*m.weights[:2],)))
     result = call(tiny, other)
     assert result.exit_code == 1 and result.stderr == ""
     assert result.stdout.splitlines() == [
-        f"A  {tiny}: tiny, cpu {support.manifest().target.arch}, built 2026-11-21T10:00:00Z",
-        f"B  {other}: other, cpu {support.manifest().target.arch}, built 2026-11-21T10:00:00Z",
+        f"A  {tiny}: tiny, cpu {tiny_bundle.manifest().target.arch}, built 2026-11-21T10:00:00Z",
+        f"B  {other}: other, cpu {tiny_bundle.manifest().target.arch}, built 2026-11-21T10:00:00Z",
         "",
         "bundle    ~  name  tiny -> other",
         "weights   -  tied.bias  float32 [2], tensor first.bias",
@@ -621,14 +621,14 @@ def test_the_command_as_json(gpu: Path) -> None:
     ]  # fmt: skip
 
 
-def test_long_lists_are_cut_and_counted(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
+def test_long_lists_are_cut_and_counted(tiny: Path, changed: Callable[[tiny_bundle.Change], Path]) -> None:
     other = changed(lambda m: replace(m, waivers=(), findings=tuple([finding(f"rule{n}", severity="note") for n in range(30)])))
     shown = call(tiny, other).stdout
     assert "and 18 more" in shown and "rule11" in shown and "rule12" not in shown
     assert len(json.loads(call(tiny, other, "--json").stdout)["differences"]) == 30
 
 
-def test_hostile_names_cannot_drive_the_terminal(tiny: Path, changed: Callable[[support.Change], Path]) -> None:
+def test_hostile_names_cannot_drive_the_terminal(tiny: Path, changed: Callable[[tiny_bundle.Change], Path]) -> None:
     evil = "\x1b]0;owned\x07[red]\u202etxt\n"
     other = changed(lambda m: replace(m, name="[red]", provenance=replace(m.provenance, options=(("target", evil), (evil, "x")))))
     for arguments in ((tiny, other), (other, tiny, "--json")):
@@ -649,13 +649,13 @@ def test_paths_that_are_no_bundles(tiny: Path, tmp_path: Path) -> None:
     for arguments in ((tiny, tmp_path / "missing"), (tmp_path / "missing", tiny)):
         assert f"{tmp_path / 'missing'}: no such bundle" in refused(call(*arguments), 2)
     assert "a file, not a bundle" in refused(call(tiny, tmp_path / "file"), 2)
-    newer = support.write_bundle(tmp_path / "new.cgb", lambda manifest: replace(manifest, format=FORMAT_VERSION + 1))
+    newer = tiny_bundle.write_bundle(tmp_path / "new.cgb", lambda manifest: replace(manifest, format=FORMAT_VERSION + 1))
     assert f"{newer}: format: the bundle has format version {FORMAT_VERSION + 1}" in refused(call(tiny, newer), 2)
     assert call(tiny).exit_code == 2
 
 
 def test_damage_is_one_line_with_the_bundle(tiny: Path, gpu: Path, tmp_path: Path) -> None:
-    other = support.write_bundle(tmp_path / "other.cgb")
+    other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
     (other / archive.PROGRAM).unlink()
     assert f"{other}: program.pt2: missing" in refused(call(tiny, other), 1)
     (other / archive.MANIFEST).write_bytes(b"{}")
@@ -673,8 +673,8 @@ def test_damage_is_one_line_with_the_bundle(tiny: Path, gpu: Path, tmp_path: Pat
 
 
 def test_a_weights_file_without_a_tensor(tiny: Path, tmp_path: Path) -> None:
-    other = support.write_bundle(tmp_path / "other.cgb")
-    weigh(other, {"first.weight": ("float32", (2, 3), support.floats(range(6)))})
+    other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
+    weigh(other, {"first.weight": ("float32", (2, 3), tiny_bundle.floats(range(6)))})
     assert f"{other}: weights.safetensors: tensor 'first.bias' is missing" in refused(call(tiny, other), 1)
 
 

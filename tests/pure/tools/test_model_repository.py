@@ -16,9 +16,9 @@ from cgbundle.format.archive import Archive
 from cgbundle.validate.bundle import check_bundle
 from cgcompile import model_repository
 from cgcompile.tools.model_repository import variant
+from tests.helpers.bundles.tiny_bundle import manifest, write_bundle
 from tests.helpers.places import GOLDEN, skip_older_torch
 from tests.helpers.raising import raises
-from tests.helpers.support import manifest, write_bundle
 
 GPU, CPU = GOLDEN / "v6/traced_fixed.cgb", GOLDEN / "v6/cpu_fixed.cgb"
 REVISION = "a" * 40

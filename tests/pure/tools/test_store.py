@@ -20,9 +20,9 @@ from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle
 from cgcompile import Store
+from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
-from tests.helpers.support import write_bundle
 
 BIG = 1 << 20
 

@@ -16,8 +16,8 @@ from cgbundle.format.manifest_json import bundle_bytes
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle
 from cgcompile import pull, push
+from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.helpers.raising import raises
-from tests.helpers.support import write_bundle
 
 fsspec: Any = pytest.importorskip("fsspec")
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cgcompile.bundle.sign import sign
-from tests.helpers import support
-from tests.helpers.signing import Pair
+from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.signing import Pair
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def pairs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Pair, Pair]:
 
 @pytest.fixture(scope="session")
 def signed_once(tmp_path_factory: pytest.TempPathFactory, pairs: tuple[Pair, Pair]) -> Path:
-    path = support.write_bundle(tmp_path_factory.mktemp("signed") / "tiny.cgb")
+    path = tiny_bundle.write_bundle(tmp_path_factory.mktemp("signed") / "tiny.cgb")
     sign(path, pairs[0].private)
     return path
 
@@ -37,4 +37,4 @@ def signed(signed_once: Path, tmp_path: Path) -> Path:
 
 @pytest.fixture
 def unsigned(tmp_path: Path) -> Path:
-    return support.write_bundle(tmp_path / "unsigned.cgb")
+    return tiny_bundle.write_bundle(tmp_path / "unsigned.cgb")

@@ -11,8 +11,8 @@ from cryptography.hazmat.primitives.asymmetric import ec, ed448, x25519
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 from cgbundle.trust.keys import MAX_BYTES, public_keys
+from tests.helpers.bundles.signing import Pair, pem
 from tests.helpers.raising import raises
-from tests.helpers.signing import Pair, pem
 
 KEY = Ed25519PrivateKey.from_private_bytes(bytes(range(32))).public_key()
 RAW = KEY.public_bytes_raw()

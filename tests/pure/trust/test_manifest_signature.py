@@ -19,10 +19,10 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format import archive
 from cgbundle.trust import manifest_signature
 from cgcompile.bundle.sign import sign
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.signing import Pair, flip
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
-from tests.helpers.signing import Pair, flip
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def test_every_part_of_a_signature_counts(signed: Path, pairs: tuple[Pair, Pair]
 def test_a_manifest_that_was_changed_after(signed: Path, pairs: tuple[Pair, Pair]) -> None:
     """Sealed again, as somebody would who changes a file of the bundle: its hashes are right."""
     flip(signed / archive.PROGRAM)
-    support.seal(signed, replace(support.manifest(), files=archive.describe_files(str(signed))))
+    tiny_bundle.seal(signed, replace(tiny_bundle.manifest(), files=archive.describe_files(str(signed))))
     with passes():
         cgbundle.load(signed)
     with raises("signature-wrong", match=f"key {pairs[0].digits[:16]}... did not sign this manifest"):
@@ -129,7 +129,7 @@ def test_a_signature_comes_before_anything_that_the_manifest_says(signed: Path, 
         cgbundle.load(signed, key=pairs[0].public)
 
 
-@pytest.mark.parametrize("name", [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, support.HOST_FILE])
+@pytest.mark.parametrize("name", [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, tiny_bundle.HOST_FILE])
 def test_a_key_means_that_every_file_is_checked(signed: Path, pairs: tuple[Pair, Pair], name: str) -> None:
     flip(signed / name)
     with raises("file-damaged", match=f"{name}: SHA-256"):
@@ -181,7 +181,7 @@ def test_a_signature_is_no_file_of_the_manifest(signed: Path) -> None:
     assert archive.SIGNATURE not in [file.path for file in archive.describe_files(str(signed))]
     rows = [*archive.read_manifest(str(signed)).files]
     rows[0] = replace(rows[0], path=archive.SIGNATURE)
-    support.seal(signed, replace(support.manifest(), files=tuple(rows)))
+    tiny_bundle.seal(signed, replace(tiny_bundle.manifest(), files=tuple(rows)))
     with raises("manifest-invalid", match="'manifest.json.sig' is no path inside the bundle"):
         cgbundle.load(signed)
 
@@ -191,7 +191,7 @@ def test_a_rebuild_drops_the_signature(signed: Path) -> None:
     from cgbundle.format.publish import staged
 
     with staged(signed, replace=True) as stage:
-        support.write_bundle(stage / "made")
+        tiny_bundle.write_bundle(stage / "made")
         for each in (stage / "made").iterdir():
             each.rename(stage / each.name)
         (stage / "made").rmdir()

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 
 from cgbundle.format import archive
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.signing import Pair
 from tests.helpers.places import GOLDEN, ROOT
-from tests.helpers.signing import Pair
 
 CPU, CUDA = GOLDEN / "v3/cpu_state.cgb", GOLDEN / "v1/gpt_two.cgb"
 
@@ -80,7 +80,7 @@ os.system("true")
 def test_a_load_that_the_key_refuses_reads_manifest_and_signature_alone(tmp_path: Path, wrong: str) -> None:
     from cgcompile.bundle.sign import sign
 
-    bundle, ours = support.write_bundle(tmp_path / "tiny.cgb"), Pair.make(tmp_path)
+    bundle, ours = tiny_bundle.write_bundle(tmp_path / "tiny.cgb"), Pair.make(tmp_path)
     if wrong != "no signature":
         sign(bundle, ours.private)
     if wrong == "a changed manifest":

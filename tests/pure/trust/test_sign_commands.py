@@ -19,9 +19,9 @@ from cgbundle.exam import fresh
 from cgbundle.format import archive
 from cgcompile.bundle.sign import sign
 from cgcompile_cli import main
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.signing import Pair, flip
 from tests.helpers.raising import raises
-from tests.helpers.signing import Pair, flip
 
 
 def call(*arguments: object) -> Result:
@@ -60,7 +60,7 @@ def test_a_damaged_signature_is_replaced(signed: Path, pairs: tuple[Pair, Pair])
     assert call("verify", signed, "--key", pairs[0].public).exit_code == 0
 
 
-@pytest.mark.parametrize("name", [archive.WEIGHTS, archive.EXAM, support.HOST_FILE, archive.MANIFEST])
+@pytest.mark.parametrize("name", [archive.WEIGHTS, archive.EXAM, tiny_bundle.HOST_FILE, archive.MANIFEST])
 def test_a_damaged_bundle_is_not_signed(unsigned: Path, pairs: tuple[Pair, Pair], name: str) -> None:
     flip(unsigned / name)
     assert call("sign", unsigned, "--key", pairs[0].private).exit_code == 1
@@ -178,5 +178,5 @@ def test_who_signed_is_no_difference_but_is_told(signed: Path, unsigned: Path, p
     assert (result.exit_code, result.stdout) == (0, f"no difference\nsigned  A by key {pairs[0].digits}; B no\n")
     told = json.loads(call("diff", signed, unsigned, "--json").stdout)
     assert (told["a"]["signature"], told["b"]["signature"]) == ({"key": pairs[0].digits}, None)
-    support.seal(unsigned, replace(support.manifest(), name="other", files=archive.describe_files(str(unsigned))))
+    tiny_bundle.seal(unsigned, replace(tiny_bundle.manifest(), name="other", files=archive.describe_files(str(unsigned))))
     assert f", signed by key {pairs[0].digits}\n" in call("diff", signed, unsigned).stdout

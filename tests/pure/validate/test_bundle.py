@@ -17,11 +17,11 @@ from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import MemsetNode, ModuleState
 from cgbundle.validate.bundle import check_manifest
 from cgbundle.validate.contents import check_tables
-from tests.helpers import cuda_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.fabricate import dimension, signature, spec
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.fabricate import dimension, signature, spec
+from tests.helpers.bundles.tiny_bundle import HOST_FILE, manifest
 from tests.helpers.raising import raises
-from tests.helpers.support import HOST_FILE, manifest
 
 Change = Callable[[Manifest], Manifest]
 
@@ -193,6 +193,7 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     # target, memories, weights
     ("an unknown target", put(target=replace(manifest().target, kind="tpu")), "target.kind", "unknown target 'tpu'"),
     ("no architecture", put(target=replace(manifest().target, arch="")), "target.arch", "empty"),
+    ("a weight that calls change", put(changes=(0,)), "changes", "are not ascending weights of memory state"),
     ("an unknown memory", put(memories=(("weights", 32), ("heap", 1))), "memories", "unknown or double name"),
     ("a memory twice", put(memories=(("weights", 32), ("weights", 32))), "memories", "unknown or double name"),
     ("a memory below nothing", put(memories=(("weights", -1),)), "memories.weights", "-1 bytes"),
@@ -486,6 +487,11 @@ BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
 @pytest.mark.parametrize(("change", "path", "message"), [row[1:] for row in BROKEN_CUDA], ids=[row[0] for row in BROKEN_CUDA])
 def test_refused_for_cuda(change: Change, path: str, message: str) -> None:
     reject(change(cuda()), path, message)
+
+
+def test_a_level_is_one_of_processors() -> None:
+    check_manifest(replace(cpu(), target=replace(cpu().target, level="x86-64-v3")))
+    reject(replace(cuda(), target=replace(cuda().target, level="x86-64-v3")), "target.level", "a bundle for a GPU has none")
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,10 @@ from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import ModuleState
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.state import check_chains
-from tests.helpers import chained_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.chained_bundles import ADDS, AGAIN_AT, ARENA, CHAINS, MAKE_AT, SHARED_AT, N, write
-from tests.helpers.cuda_bundles import ARENA_AT, INPUTS_AT, relocations
+from tests.helpers.bundles import chained_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.chained_bundles import ADDS, AGAIN_AT, ARENA, CHAINS, MAKE_AT, SHARED_AT, N, write
+from tests.helpers.bundles.cuda_bundles import ARENA_AT, INPUTS_AT, relocations
 from tests.helpers.raising import raises
 
 MAKE, AGAIN, TAKE = range(3)

@@ -13,9 +13,9 @@ from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import ConditionalNode, Edge, EmptyNode, Handle, KernelNode, Node, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
-from tests.helpers.conditional_rows import FLAG, TURNS, chained, fill, recording, setter, several, switching
+from tests.helpers.bundles.conditional_rows import FLAG, TURNS, chained, fill, recording, setter, several, switching
+from tests.helpers.bundles.recordings import IMAGE, MEMORIES
 from tests.helpers.raising import raises
-from tests.helpers.recordings import IMAGE, MEMORIES
 
 ROWS = recording(IMAGE)
 WHERE = "graphs/g0-8.bin"

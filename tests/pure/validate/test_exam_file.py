@@ -11,9 +11,9 @@ from cgbundle.format import archive, safetensors
 from cgbundle.format.archive import exam_entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.validate.exam import check_exam, check_exam_rows
-from tests.helpers.archives import ArchiveOf
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.raising import raises
-from tests.helpers.support import manifest
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
 

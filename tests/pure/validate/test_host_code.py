@@ -14,8 +14,8 @@ from cgbundle.format.archive import Archive
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as validate
 from cgbundle.validate import contents, host_code
-from tests.helpers import support
-from tests.helpers.archives import ArchiveOf
+from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.raising import raises
 
 Change = Callable[[Manifest], Manifest]
@@ -23,7 +23,7 @@ Change = Callable[[Manifest], Manifest]
 
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
-    return support.write_bundle(tmp_path / "tiny.cgb")
+    return tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
 
 
 def put_value(index: int, **changes: Any) -> Change:
@@ -38,7 +38,7 @@ def put_value(index: int, **changes: Any) -> Change:
 
 def test_what_is_attached_is_read_again(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
-    data = (bundle / support.HOST_FILE).read_bytes()
+    data = (bundle / tiny_bundle.HOST_FILE).read_bytes()
     assert host_code.read(data) == host_code.described(made, 0) and data.startswith(b"\x7fELF")
     validate.check_bundle(Archive(str(bundle)), "full")
     assert validate.examine(Archive(str(bundle))) == []
@@ -106,7 +106,7 @@ def test_rows_of_a_gpus_host_region_are_those_of_its_steps(bundle: Path) -> None
 
 def test_a_shared_object_without_rows_is_refused(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
-    (bundle / support.HOST_FILE).write_bytes(b"\x7fELF")
+    (bundle / tiny_bundle.HOST_FILE).write_bytes(b"\x7fELF")
     with raises("manifest-invalid", match=r"host/model\.so does not say what it was built for"):
         contents.check_host_code(ArchiveOf(bundle, made))
     contents.check_host_code(ArchiveOf(bundle, replace(made, format=host_code.SINCE - 1)))
@@ -115,7 +115,7 @@ def test_a_shared_object_without_rows_is_refused(bundle: Path) -> None:
 @pytest.mark.parametrize("text", [b"", b"x", b"[]", b"{", b"[" * 100_000, b'"\xff"'])
 def test_rows_that_are_none(bundle: Path, text: bytes) -> None:
     made = archive.read_manifest(str(bundle))
-    (bundle / support.HOST_FILE).write_bytes(text + len(text).to_bytes(8, "little") + host_code.MAGIC)
+    (bundle / tiny_bundle.HOST_FILE).write_bytes(text + len(text).to_bytes(8, "little") + host_code.MAGIC)
     with raises("manifest-invalid", match="was built for other rows than the manifest has"):
         contents.check_host_code(ArchiveOf(bundle, made))
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
 from cgbundle.format.schema import Program, Step, Value
-from cgbundle.format.spans import Spans, overlap
+from cgbundle.format.spans import Spans, span
 from cgbundle.validate.lifetimes import check_lifetimes
 from tests.helpers.frugal import cost
 
@@ -38,6 +38,12 @@ def programs(draw: st.DrawFn) -> Program:
     )
     outputs = tuple([index for index, read in enumerate(readers) if 5 in read])
     return Program(key=(), values=tuple([value(*row) for row in rows]), inputs=(), outputs=outputs, steps=steps, arena=0, static=0)
+
+
+def overlap(one: Value, other: Value) -> bool:
+    """Whether two values share a byte, as the rule says it."""
+    apart = one.offset + span(one) <= other.offset or other.offset + span(other) <= one.offset
+    return one.memory == other.memory and bool(span(one) and span(other)) and not apart
 
 
 def is_sound(program: Program) -> bool:

@@ -13,10 +13,10 @@ from cgbundle.format.archive import Archive
 from cgbundle.format.schema import Alias, File, Finding, Manifest, Region, TensorSpec
 from cgbundle.validate.bundle import check_bundle, check_manifest, examine
 from cgbundle.validate.contents import check_weights
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.fabricate import dimension, signature, spec
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.fabricate import dimension, signature, spec
+from tests.helpers.bundles.tiny_bundle import manifest, write_bundle
 from tests.helpers.raising import raises
-from tests.helpers.support import manifest, write_bundle
 from tests.pure.validate.test_bundle import FILES, SHA, cpu, cuda, put, put_row, put_step, put_value, reject
 
 

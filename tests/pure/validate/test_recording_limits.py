@@ -10,8 +10,7 @@ from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Address, EmptyNode, Function, KernelNode, Recording, Relocation
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_module_states, check_recording
-from tests.helpers.raising import raises
-from tests.helpers.recordings import (
+from tests.helpers.bundles.recordings import (
     ARENA,
     FUNCTION,
     IMAGE,
@@ -29,6 +28,7 @@ from tests.helpers.recordings import (
     with_kernel,
     with_node,
 )
+from tests.helpers.raising import raises
 
 SMALL = Function(image=IMAGE, symbol="fill", params=((0, 4),), attributes=((8, 1),))
 FILL = KernelNode(

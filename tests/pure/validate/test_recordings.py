@@ -16,8 +16,7 @@ from cgbundle.tables.recording import (
 )
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_module_states, check_recording
-from tests.helpers.raising import raises
-from tests.helpers.recordings import (
+from tests.helpers.bundles.recordings import (
     ARENA,
     FUNCTION,
     HOST,
@@ -32,6 +31,7 @@ from tests.helpers.recordings import (
     with_kernel,
     with_node,
 )
+from tests.helpers.raising import raises
 
 
 def check(recording: Recording) -> None:

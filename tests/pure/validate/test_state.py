@@ -12,7 +12,7 @@ from cgbundle.format.schema import Alias, Manifest, Region, Value, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.validate.programs import check_programs
 from cgbundle.validate.state import base_of, check_alias_spans, check_aliases, check_changes, check_state
-from tests.helpers import state_bundles
+from tests.helpers.bundles import state_bundles
 from tests.helpers.raising import raises
 
 ROWS = {"total": 0, "marks": 1, "random": 2}

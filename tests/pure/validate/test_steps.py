@@ -11,14 +11,14 @@ from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
 from cgbundle.format.schema import Program, Step, Value
-from cgbundle.format.spans import overlap, span
+from cgbundle.format.spans import Spans, span
 from cgbundle.tables import codec as tables
 from cgbundle.tables.table import Table
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.lifetimes import check_lifetimes, check_overwrites
 from cgbundle.validate.steps import check_order
-from tests.helpers import cuda_bundles
-from tests.helpers.archives import ArchiveOf
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.raising import raises
 
 
@@ -119,9 +119,8 @@ def test_a_tensor_without_elements_lies_nowhere() -> None:
 
 
 def test_the_same_place_of_another_memory_is_another_place() -> None:
-    assert overlap(value("arena", 0), value("arena", 31, words=1))
-    assert not overlap(value("arena", 0), value("arena", 32, words=1))
-    assert not overlap(value("arena", 0), value("host", 0))
+    spans = Spans([("arena", 0, 32, 7)])
+    assert (spans.over("arena", 31, 35), spans.over("arena", 32, 36), spans.over("host", 0, 32)) == (7, None, None)
 
 
 # --- recordings -------------------------------------------------------------------------------------------------------

@@ -16,10 +16,10 @@ from cgbundle.program import Program
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile.pipeline.best import worker
 from cgcompile.pipeline.best.timing import TimingJob
-from tests.helpers import state_bundles
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.cuda_bundles import FLOATS, KEYS, RESULT, inputs
-from tests.helpers.fake_driver import FakeDriver
+from tests.helpers.bundles import state_bundles
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, RESULT, inputs
+from tests.helpers.drivers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 
 

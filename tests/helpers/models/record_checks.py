@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import cgbundle
-from tests.helpers.state_checks import near
+from tests.helpers.models.state_checks import near
 
 LAYERS, HEADS, WIDTH, VOCABULARY = 1, 2, 32, 64
 

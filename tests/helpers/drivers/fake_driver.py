@@ -25,7 +25,7 @@ from cgbundle.gpu import backend, binding, calls
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.program import exchanging, one_rank, peer_memory, ranks
 from cgbundle.tables.table import SET_CONDITION
-from tests.helpers.cuda_bundles import ADD, COMBINE
+from tests.helpers.bundles.cuda_bundles import ADD, COMBINE
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import cgbundle
+from tests.helpers.models.state_models import PLACES, SIZES, WIDTH, Between, between, draw, looks, pairs, rows, running, singles
 from tests.helpers.raising import raises
-from tests.helpers.state_models import PLACES, SIZES, WIDTH, Between, between, draw, looks, pairs, rows, running, singles
 
 ORDER = (4, 1, 1, 4, 1, 4, 4, 1, 4)
 """Batch sizes, call by call."""

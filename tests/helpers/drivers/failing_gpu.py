@@ -1,5 +1,5 @@
-"""`python -m tests.helpers.failing_gpu FOLDER FLAG`: examples/serve_models.py over the fake driver, which fails at every call as
-soon as a file FLAG is there.  FOLDER is made, with one model, `twice`, in it: 64 floats -> twice as much."""
+"""`python -m tests.helpers.drivers.failing_gpu FOLDER FLAG`: examples/serve_models.py over the fake driver, which
+fails at every call as soon as a file FLAG is there.  FOLDER is made, with one model, `twice`, in it: 64 floats -> twice as much."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ import pytest
 
 from cgbundle.format import archive, manifest_json, safetensors
 from cgbundle.format.schema import Manifest
-from tests.helpers import chained_bundles
-from tests.helpers.chained_bundles import N, numbers, twice
-from tests.helpers.fake_driver import FakeDriver, install
+from tests.helpers.bundles import chained_bundles
+from tests.helpers.bundles.chained_bundles import N, numbers, twice
+from tests.helpers.bundles.tiny_bundle import proof
+from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.places import ROOT
-from tests.helpers.support import proof
 
 LOST = 719
 """CUDA_ERROR_LAUNCH_FAILED."""

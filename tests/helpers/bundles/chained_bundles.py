@@ -19,9 +19,9 @@ from cgbundle.format.entries import with_entries
 from cgbundle.format.schema import Chain, Manifest, Program, Region, Reserved, Step, TensorSpec, Value
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Function, Recording
-from tests.helpers import cuda_bundles
-from tests.helpers.cuda_bundles import ADD, ARENA_AT, INPUTS_AT, edge, launch, relocations
-from tests.helpers.support import POSITIONAL
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.cuda_bundles import ADD, ARENA_AT, INPUTS_AT, edge, launch, relocations
+from tests.helpers.bundles.tiny_bundle import POSITIONAL
 
 N = 64
 SIZE = 4 * N

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.bundles.shared_builds import shared_build
 from tests.helpers.places import ROOT
-from tests.helpers.shared_builds import shared_build
 
 EXAMPLES = ROOT / "examples"
 

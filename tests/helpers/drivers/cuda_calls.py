@@ -11,7 +11,7 @@ from cgbundle.cuda import driver, memory
 from cgbundle.format.schema import KERNEL_CODE, Manifest
 from cgbundle.format.spans import span
 from cgbundle.gpu.backend import CudaBackend
-from tests.helpers.archives import ArchiveOf
+from tests.helpers.bundles.archives import ArchiveOf
 
 Given = tuple[int, bool, int]
 """Where an input lies: address, whether that is on the GPU, bytes."""

@@ -26,9 +26,9 @@ from cgbundle.format.archive import PROGRAM, WEIGHTS, describe_files
 from cgbundle.format.schema import Alias, Dimension, Exam, Manifest, TensorSpec, Value, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import MemsetNode
-from tests.helpers import cuda_bundles
-from tests.helpers.cuda_bundles import FLOATS, INPUTS_AT, KEYS, OUTPUT, STATE_AT, address, edge, launch, relocations
-from tests.helpers.support import POSITIONAL, bounds, proof
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, OUTPUT, STATE_AT, address, edge, launch, relocations
+from tests.helpers.bundles.tiny_bundle import POSITIONAL, bounds, proof
 
 STATE = 1024
 TOTAL, MARKS, RANDOM = 0, 256, 512

@@ -13,18 +13,18 @@ TORCH = {
     "compile-warm": "torch.compile in a new process, warm disk cache",
     "manual": "CUDA graphs of PyTorch's eager kernels, captured by hand",
 }
-"""Peers that run in PyTorch, and what they are."""
+"""Baselines that run in PyTorch, and what they are."""
 
-PEERS = {**TORCH, "ort": "ONNX Runtime"}
-"""All peers, in the order of the tables."""
+BASELINES = {**TORCH, "ort": "ONNX Runtime"}
+"""All of them, in the order of the tables."""
 
 
 def choose(against: Sequence[str], target: str) -> tuple[tuple[str, ...], dict[str, str]]:
-    """(peers to measure, why others are not measured); without `against` all that this target has.  Raises peer-unknown."""
-    unknown = [name for name in against if name not in PEERS]
+    """(baselines to measure, why others are not measured); without `against` all that this target has.  Raises baseline-unknown."""
+    unknown = [name for name in against if name not in BASELINES]
     if unknown:
-        raise BuildError("peer-unknown", f"no peer {unknown[0]!r}: there are {', '.join(PEERS)}")
-    wanted = [name for name in PEERS if name in against or (not against and not (name == "manual" and target == "cpu"))]
+        raise BuildError("baseline-unknown", f"no baseline {unknown[0]!r}: there are {', '.join(BASELINES)}")
+    wanted = [name for name in BASELINES if name in against or (not against and not (name == "manual" and target == "cpu"))]
     reasons = {name: why for name in wanted if (why := _missing(name, target))}
     return tuple([name for name in wanted if name not in reasons]), reasons
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from cgbundle.tables.collectives import params, unpacked
 from cgcompile.targets.collectives.exchange_memory import LIMIT, STATUS
-from tests.helpers.fake_driver import FakeDriver, Handle
+from tests.helpers.drivers.fake_driver import FakeDriver, Handle
 
 Work = Callable[[], bool]
 """A piece of work on a stream: it says whether it is done, and is asked again where it is not."""

@@ -17,9 +17,9 @@ from cgbundle.cuda.stream_executor import StreamExecutor
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Recording
 from cgbundle.tables.table import Table
-from tests.helpers.archives import ArchiveOf
-from tests.helpers.conditional_rows import OUTPUT, RESULT, ROW, arena, recording
-from tests.helpers.cuda_bundles import write
+from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.conditional_rows import OUTPUT, RESULT, ROW, arena, recording
+from tests.helpers.bundles.cuda_bundles import write
 
 BYTES = 256
 CASES: tuple[tuple[tuple[int, ...], int], ...] = (((), 1), ((1,), 0), ((0, 1, 1, 0, 7), 3), ((1,) * 20, 0))

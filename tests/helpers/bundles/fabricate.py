@@ -25,7 +25,7 @@ from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Regi
 from cgbundle.format.size_expressions import evaluate
 from cgbundle.session.locks import SharedLock
 from cgbundle.tensors.tensor import dense
-from tests.helpers import support
+from tests.helpers.bundles import tiny_bundle
 
 Numbers = list[Any]
 """The elements of a tensor, row-major."""
@@ -77,19 +77,21 @@ def signature(
         return Program(key=key, values=tuple(values), inputs=given, outputs=made, steps=(step,), arena=0, static=0)
 
     keys = list(product(*[each.sizes for each in dimensions]))
-    base, made = support.manifest(), call or {"call": [[each.name, {"tensor": index}] for index, each in enumerate(inputs)]}
+    base, made = tiny_bundle.manifest(), call or {"call": [[each.name, {"tensor": index}] for index, each in enumerate(inputs)]}
     return replace(
         base,
         dimensions=tuple(dimensions),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         call=made,
-        parameters=(support.POSITIONAL,) * len(made["call"]) if call is None else parameters,
+        parameters=(tiny_bundle.POSITIONAL,) * len(made["call"]) if call is None else parameters,
         result=result or {"tuple": [{"tensor": index} for index in range(len(outputs))]},
-        regions=(Region(name="model", kind="host", reason="", file=support.HOST_FILE, constants=()),),
+        regions=(Region(name="model", kind="host", reason="", file=tiny_bundle.HOST_FILE, constants=()),),
         programs=tuple(map(program, keys)),
         exam=replace(
-            base.exam, bounds=support.bounds(*[each.dtype for each in outputs]), proofs=tuple([support.proof(*key) for key in keys])
+            base.exam,
+            bounds=tiny_bundle.bounds(*[each.dtype for each in outputs]),
+            proofs=tuple([tiny_bundle.proof(*key) for key in keys]),
         ),
     )
 

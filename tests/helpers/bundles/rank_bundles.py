@@ -20,9 +20,9 @@ from cgbundle.format.schema import MEMORIES, Dimension, Exam, Manifest, Program,
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Function, Recording
 from cgcompile.targets.collectives.exchange_nodes import ExchangeKernels, exchange_node, needed_memory, transfer
-from tests.helpers import cuda_bundles
-from tests.helpers.cuda_bundles import ADD, FLOATS, KEYS, address, edge, launch, relocations
-from tests.helpers.support import POSITIONAL, bounds, proof, seal
+from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.cuda_bundles import ADD, FLOATS, KEYS, address, edge, launch, relocations
+from tests.helpers.bundles.tiny_bundle import POSITIONAL, bounds, proof, seal
 
 WEIGHTS_AT, INPUTS_AT, ARENA_AT = [MEMORIES.index(name) for name in ("weights", "inputs", "arena")]
 SUM, RESULT = 0, 1024
