@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format.schema import Alias, Manifest, Region, Value, Weight
+from cgbundle.format.schema import Alias, FixedWeight, Manifest, Region, Value, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.validate.programs import check_programs
-from cgbundle.validate.state import base_of, check_alias_spans, check_aliases, check_changes, check_state
+from cgbundle.validate.state import base_of, check_alias_spans, check_aliases, check_changes, check_fixed, check_state
 from tests.helpers.bundles import state_bundles
 from tests.helpers.raising import raises
 
@@ -68,6 +68,24 @@ def test_a_row_of_state_has_a_tensor_of_its_own(manifest: Manifest) -> None:
         bad(check_state, row(manifest, name, tensor="random"), "is another weight's, too, and calls change it")
         bad(check_state, row(manifest, name, tensor="offsets"), "is another weight's, too, and calls change it")
     check_state(row(manifest, "offsets", tensor="small"))  # weights that no call changes may be one tensor
+
+
+def test_what_an_update_leaves_alone_ascends_and_says_why(manifest: Manifest) -> None:
+    def fixed(*rows: tuple[int, str], sha256: str = "0" * 64) -> Manifest:
+        return replace(manifest, fixed=tuple([FixedWeight(weight=weight, reason=why, sha256=sha256) for weight, why in rows]))
+
+    every = [(index, "state" if weight.memory == "state" else "constant") for index, weight in enumerate(manifest.weights)]
+    state, plain = [number(manifest, name) for name in ("total", "offsets")]
+    check_fixed(fixed(*every))
+    check_fixed(fixed((plain, "folded")))
+    bad(check_fixed, fixed(*every, (len(every), "constant")), rf"fixed\[{len(every)}\].weight: is no weight, or not ascending")
+    bad(check_fixed, fixed((-1, "constant")), r"fixed\[0\].weight: is no weight, or not ascending")
+    bad(check_fixed, fixed(*every[:2][::-1]), r"fixed\[1\].weight: is no weight, or not ascending")
+    bad(check_fixed, fixed(every[0], every[0]), r"fixed\[1\].weight: is no weight, or not ascending")
+    for weight, why, memory in ((state, "folded", "state"), (plain, "state", "weights"), (plain, "", "weights")):
+        bad(check_fixed, fixed((weight, why)), rf"fixed\[0\].reason: '{why}' of a weight of memory {memory}")
+    for sha256 in ("", "0" * 63, "A" * 64):
+        bad(check_fixed, fixed((plain, "folded"), sha256=sha256), r"fixed\[0\].sha256: is no SHA-256")
 
 
 def test_a_host_region_reads_no_state_of_the_gpu(manifest: Manifest) -> None:
