@@ -159,7 +159,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "driver-too-old": Cause(MachineError, 2, "The CUDA driver is older than the bundle's code needs.", OTHER_TARGET),
     "library-missing": Cause(MachineError, 2, "A shared library or package that the target needs is not installed.",
         "install what the message names: torch (which is never imported) for code of the CPU"),
-    "library-refused": Cause(MachineError, 2, "A shared object of the bundle, or a library under it, failed to load or to run.",
+    "library-refused": Cause(MachineError, 2, "A shared object of the bundle, or a library under it, does not load, or not fit.",
         "build the bundle again with the versions installed here, or install those that `cgcompile inspect` shows"),
     "driver-failed": Cause(MachineError, 2, "A CUDA driver call failed; the message names the call and the driver's error.",
         GPU_LOG),
@@ -171,6 +171,10 @@ CATALOGUE: Mapping[str, Cause] = {
     # --- the call ---
     "assertion-failed": Cause(CallError, 2, "The call is one that the model forbids: what a line of it asserts is not so.",
         "give the call what that line of the model asserts, or build the model without it"),
+    "operation-refused": Cause(CallError, 2,
+        "Code of the model that the CPU runs raised an error inside a call: an operation refuses a value, most often.",
+        "eager PyTorch says the same for these inputs: look at their values; if it does not, install the torch that `cgcompile "
+        "inspect` shows"),
     "key-invalid": Cause(CallError, 2, "A key is none of ed25519, cannot be read, or is the private one where the public is meant.",
         "a key is a PEM file of `openssl pkey -pubout`, or 64 hexadecimal digits"),
     "option-refused": Cause(CallError, 2, "An option of `load` that means nothing for what the bundle was built for.",
@@ -230,6 +234,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "update-refused": Cause(CallError, 2,
         "A weight cannot be updated: it is a constant of the model, state, or the build computed something of it that code holds.",
         "`cgcompile inspect` lists these weights; build the bundle again with the new ones"),
+    "exam-crashed": Cause(BundleError, 1, "The process that replays the exam ended before it gave an answer.",
+        "build the bundle again with the versions installed here; if it stays, please report the model"),
     "exam-outdated": Cause(CallError, 2,
         "The exam of a program whose weights were updated: its outputs are those of the bundle's own weights.",
         "load the bundle again to prove it; compare the updated program with eager PyTorch"),

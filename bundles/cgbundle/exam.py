@@ -97,10 +97,11 @@ def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None)
     """Replays the exam of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), entry by
     entry, in order.
 
-    Raises weights-invalid when the exam is damaged, and exam-outdated for a program with other weights.
+    Raises weights-invalid when the exam is damaged, and exam-outdated for a program that was updated.
     """
     if program.updated:
-        raise CallError("exam-outdated", f"program {program.manifest.name!r} has other weights than those that its exam is about")
+        text = f"program {program.manifest.name!r} was updated, and its exam is about the weights that were loaded"
+        raise CallError("exam-outdated", text)
     exam = program.open_exam()
     try:
         return [
@@ -192,7 +193,7 @@ def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:
     """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
     are given, one of them must have signed what it loads.
 
-    {"results": [as `Result.plain`], "chains": [as `chained_calls.ChainResult`], "torch_imported"}, or {"error", "hint"}.
+    {"results": [as `Result.plain`], "chains": [as `chained_calls.ChainResult`], "torch_imported"}, or {"error", "hint", "code"}.
     """
     import subprocess
 
@@ -208,12 +209,17 @@ def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:
         return {**answer, "exit_code": done.returncode}
     how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"ended with exit status {done.returncode}"
     last = (done.stderr.strip().splitlines() or [""])[-1]
-    return {"error": f"{path}: the process that replays the exam {how}", "hint": last, "exit_code": 1}
+    error = BundleError("exam-crashed", f"{path}: the process that replays the exam {how}" + (f": {last}" if last else ""))
+    return {**_plain_error(error), "exit_code": error.exit_code}
+
+
+def _plain_error(error: CgbundleError) -> dict[str, str]:
+    return {"error": str(error), "hint": error.hint, "code": error.code}
 
 
 def main(arguments: Sequence[str]) -> int:
     """Loads the bundle, replays the exam, prints {"results": [...], "chains": [...], "torch_imported": false} or {"error": ...,
-    "hint": ...}."""
+    "hint": ..., "code": ...}."""
     path, *keys = arguments
     try:
         with open_program(path, check="full", poison=POISON, key=keys or None) as program:
@@ -224,7 +230,7 @@ def main(arguments: Sequence[str]) -> int:
             if program.manifest.chains:
                 chains = [asdict(each) for each in replay_chained(program)]
     except CgbundleError as error:
-        print(json.dumps({"error": str(error), "hint": error.hint, "kind": error.kind}))
+        print(json.dumps(_plain_error(error)))
         return error.exit_code
     print(json.dumps({"results": rows, "chains": chains, "torch_imported": "torch" in sys.modules}))
     return 0 if all(row["passed"] for row in (*rows, *chains)) else 1

@@ -64,10 +64,10 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
         recorded = record_level(recordable, spec.lower, processes, tell=tell)
         recorded = replace(recorded, stored=recorded.stored + write_tables(stage / archive.TABLES, recorded.tables))
-        tell(counted(recorded))
+        tell.result(counted(recorded))
     with stages("emit") as tell:
         parts = emit(spec, stage, recorded, cut)
-        tell(describe_size(stage))
+        tell.result(describe_size(stage))
     return parts
 
 

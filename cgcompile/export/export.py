@@ -5,6 +5,7 @@ The model is wrapped so that export sees only tensors in and tensors out; the ne
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -50,11 +51,21 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
 
     Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
     tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.  `alone`: the model has no other entry,
-    which might write to a buffer that this one asks for its values.
+    which might write to a buffer that this one asks for its values, and no error has to say which entry it means.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
     """
+    try:
+        return _exported(source, sizes, alone)
+    except ModelError as error:
+        named = error if alone else _of_entry(error, source)
+        if named is error:
+            raise
+        raise named from error.__cause__
+
+
+def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source)
@@ -95,6 +106,14 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
         eager_shapes=(*seen, *made.eager_shapes), obstacles=(*left, *outside, *made.obstacles),
     )  # fmt: skip
+
+
+def _of_entry(error: ModelError, source: Source) -> ModelError:
+    """The error with the entry's name in it, where its text has neither that nor the line that is meant."""
+    text, where = str(error), f"{error.where}: " if error.where else ""
+    if re.search(rf"\b{source.entry}\(|'{source.entry}'", text) or (error.code != "export-failed" and error.where != source.label):
+        return error
+    return ModelError(error.code, f"{where}{source.entry}(): {text.removeprefix(where)}", error.hint)
 
 
 def refuse_branches(exported: Exported) -> None:

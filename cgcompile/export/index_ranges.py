@@ -68,6 +68,9 @@ def _indexed(user: Node, node: Node) -> Iterator[Range]:
     if user.target in (aten.embedding.default, aten.embedding_bag.padding_idx, aten.embedding_bag.default):
         if args[1] is node:
             yield from _axis(args[0], 0, negative=False)
+    elif user.target is aten.one_hot.default:
+        if isinstance(args[1], int) and args[1] > 0:  # -1: as many as the largest value says
+            yield 0, args[1]
     elif user.target in (aten.index_select.default, aten.gather.default):
         if args[2] is node:
             yield from _axis(args[0], args[1], negative=False)

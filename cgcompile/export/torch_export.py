@@ -192,6 +192,8 @@ def _quiet(*loggers: logging.Logger) -> Iterator[None]:
 
 
 def _dynamic(shapes: Sequence[tuple[Size, ...]], roots: Mapping[str, Any]) -> Any:
+    if not shapes:
+        return None  # a call without inputs: `*tensors` is no argument that torch.export knows then
     return (tuple([{axis: _dim(size, roots) for axis, size in enumerate(shape) if not isinstance(size, int)} for shape in shapes]),)
 
 

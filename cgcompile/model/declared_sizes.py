@@ -53,7 +53,7 @@ def sizes_of_entries(given: Given, dimensions: Mapping[str, Sequence[str]]) -> d
                 "name the entry: --sizes decode:batch=1,8",
             )  # fmt: skip
         for name in own:
-            for dimension, sizes in _pairs(part, dimensions[name], name):
+            for dimension, sizes in _pairs(part, dimensions[name], None, name):
                 if entry and dimension in found[name]:
                     raise BuildError("sizes-invalid", f"sizes: dimension {dimension!r} of {name!r} is given twice")
                 found[name].setdefault(dimension, sizes)
@@ -83,9 +83,10 @@ def _shown(part: Any) -> str:
 
 
 def declared_sizes(
-    given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] = (), entry: str = ""
+    given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None = None, entry: str = ""
 ) -> dict[str, tuple[int, ...]]:
-    """Ascending sizes of every dimension, in declared order.  One of a `saved` program may be called by an axis, `input_ids.0`.
+    """Ascending sizes of every dimension, in declared order.  One of a `saved` program (None: it is a model file) may be called
+    by an axis, `input_ids.0`.
     `entry` names the one of several that they are of.
 
     Raises sizes-invalid, and size-excluded for what a program was not exported for.
@@ -98,18 +99,20 @@ def declared_sizes(
         raise BuildError("sizes-invalid", f"entry {entry!r}: {error}", error.hint) from None
 
 
-def _declared(given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension], entry: str) -> dict[str, tuple[int, ...]]:
-    pairs = _pairs(given, dimensions, entry)
+def _declared(
+    given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
+) -> dict[str, tuple[int, ...]]:
+    pairs = _pairs(given, dimensions, saved, entry)
     found: dict[str, tuple[int, ...]] = {}
     for called, sizes in pairs:
-        name = next((each.name for each in saved if called in each.axes), called)
+        name = next((each.name for each in saved or () if called in each.axes), called)
         if name not in dimensions:
             known, near = ", ".join(dimensions) or "none", closest(name, dimensions)
             meant = f" (did you mean {near}?)" if near else ""
             raise BuildError(
                 "sizes-invalid",
                 f"sizes: {name!r} is no declared dimension{meant} (declared: {known})",
-                _standing(saved) or "dimensions are the parameters of inputs()",
+                "dimensions are the parameters of inputs()" if saved is None else _standing(saved) or STATIC,
             )
         if name in found:
             raise BuildError("sizes-invalid", f"sizes: dimension {name!r} is given twice")
@@ -127,7 +130,7 @@ def _declared(given: Given, dimensions: Sequence[str], saved: Sequence[SavedDime
         raise BuildError(
             "sizes-invalid", f"sizes: no size for dimension{'s' * (len(missing) > 1)} {named}", f"add {_example(missing, entry)}"
         )
-    for each in saved:
+    for each in saved or ():
         for size in found[each.name]:
             if size < each.low or (each.high is not None and size > each.high):
                 limits = f"min={each.low}" + ("" if each.high is None else f", max={each.high}")
@@ -139,9 +142,11 @@ def _declared(given: Given, dimensions: Sequence[str], saved: Sequence[SavedDime
     return {name: found[name] for name in dimensions}
 
 
-def assumed_sizes(dimensions: Sequence[str], saved: Sequence[SavedDimension], wanted: Sequence[int]) -> dict[str, tuple[int, ...]]:
+def assumed_sizes(
+    dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, wanted: Sequence[int]
+) -> dict[str, tuple[int, ...]]:
     """Sizes for all dimensions where nobody gave any: those that are `wanted`, moved to what a saved program was exported for."""
-    limits = {each.name: (each.low, each.high) for each in saved}
+    limits = {each.name: (each.low, each.high) for each in saved or ()}
     found = {}
     for name in dimensions:
         low, high = limits.get(name, (1, None))
@@ -171,23 +176,25 @@ def count_keys(sizes: Mapping[str, Mapping[str, Sequence[int]]], limit: int) -> 
     return keys
 
 
-def _pairs(given: Given, dimensions: Sequence[str], entry: str) -> list[tuple[str, list[int]]]:
+def _pairs(
+    given: Given, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str
+) -> list[tuple[str, list[int]]]:
     if isinstance(given, Mapping):
         return [(name, [_whole(size) for size in sizes]) for name, sizes in given.items()]
     if isinstance(given, str):
         given = [given]
     items = list(given)
     if items and all(isinstance(item, str) for item in items):
-        return [_parse(str(item), dimensions, entry) for item in items]
+        return [_parse(str(item), dimensions, saved, entry) for item in items]
     if not items:
         return []
-    return [(_only(dimensions, entry), [_whole(item) for item in items])]
+    return [(_only(dimensions, saved, entry), [_whole(item) for item in items])]
 
 
-def _parse(text: str, dimensions: Sequence[str], entry: str) -> tuple[str, list[int]]:
+def _parse(text: str, dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str) -> tuple[str, list[int]]:
     name, equals, rest = text.partition("=")
     if not equals:
-        name, rest = _only(dimensions, entry), text
+        name, rest = _only(dimensions, saved, entry), text
     return name.strip(), [_whole(part.strip()) for part in rest.split(",")] if rest.strip() else []
 
 
@@ -204,12 +211,17 @@ def _example(missing: Sequence[str], entry: str) -> str:
     return f"{words}; in Python sizes={f'{{{entry!r}: {given}}}' if entry else given}"
 
 
-def _only(dimensions: Sequence[str], entry: str) -> str:
+STATIC = "the program was exported with fixed shapes: leave --sizes out, or export it with dynamic_shapes="
+
+
+def _only(dimensions: Sequence[str], saved: Sequence[SavedDimension] | None, entry: str) -> str:
     if len(dimensions) == 1:
         return dimensions[0]
     if not dimensions:
         raise BuildError(
-            "sizes-invalid", "sizes: the model declares no dimension", "inputs() takes no parameter: leave --sizes out"
+            "sizes-invalid",
+            "sizes: the model declares no dimension",
+            "inputs() takes no parameter: leave --sizes out" if saved is None else STATIC,
         )
     raise BuildError(
         "sizes-invalid",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -11,7 +12,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from ..errors import ModelError
-from ..util.model_file import check_file, name_of
+from ..util.model_file import SAVE, check_saved, name_of
 from .declared_sizes import SavedDimension
 from .devices import markers  # noqa: F401 (a program may hold these operators)
 from .source import Source
@@ -30,16 +31,11 @@ def load_saved(label: str) -> Source:
     floats normal, integers within the examples' range.  What is no tensor is a constant without a default: the program, too,
     wants it given.
     """
-    check_file(label)
+    check_saved(label)
     extra = {NAMES: ""}
-    try:
-        program = torch.export.load(label, extra_files=extra)
-    except Exception as error:
-        raise ModelError(
-            "source-invalid", f"{label}: torch.export.load failed: {type(error).__name__}: {first_line(error)}"
-        ) from error
+    program = _loaded(label, extra)
     if program.example_inputs is None:
-        raise ModelError("source-invalid", f"{label}: the program was saved without example inputs")
+        raise ModelError("source-invalid", f"{label}: the program was saved without its example inputs", SAVE)
     user = {spec.arg.name for spec in program.graph_signature.input_specs if spec.kind is InputKind.USER_INPUT}
     values = [node.meta.get("val") for node in program.graph.nodes if node.op == "placeholder" and node.name in user]
     model = program.module()
@@ -56,13 +52,40 @@ def load_saved(label: str) -> Source:
     )  # fmt: skip
 
 
+def _loaded(label: str, extra: dict[str, Any]) -> Any:
+    """The program of a file, and its extra files.  torch logs why it cannot read one, with a traceback, and raises something else:
+    here the reason is raised."""
+    reasons: list[BaseException] = []
+
+    def kept(record: logging.LogRecord) -> bool:
+        reasons.extend([record.exc_info[1]] if record.exc_info and record.exc_info[1] else [])
+        return False
+
+    logger = logging.getLogger("torch.export")
+    logger.addFilter(kept)
+    try:
+        return torch.export.load(label, extra_files=extra)
+    except Exception as error:
+        reason = reasons[0] if reasons else error
+        raise ModelError(
+            "source-invalid", f"{label}: torch.export.load failed: {type(reason).__name__}: {first_line(reason)}",
+            f"the file is damaged, or of another version of torch than {torch.__version__}: {SAVE}",
+        ) from error  # fmt: skip
+    finally:
+        logger.removeFilter(kept)
+
+
 def _names(label: str, given: str | bytes, count: int) -> list[str]:
     text = given.decode() if isinstance(given, bytes) else given
     names = [name.strip() for name in text.split(",")] if text.strip() else []
     if not names:
         return ["batch"] if count == 1 else [f"dim{index}" for index in range(count)]
     if len(names) != count or len(set(names)) != count or not all(name.isidentifier() for name in names):
-        raise ModelError("source-invalid", f"{label}: its file {NAMES!r} has {text!r}, expected {count} different names")
+        example = ",".join([*("batch", "seq")[:count], *[f"dim{index}" for index in range(2, count)]])
+        raise ModelError(
+            "source-invalid", f"{label}: its file {NAMES!r} has {text!r}, expected {count} different names",
+            f"in the order of the inputs' shapes: torch.export.save(program, path, extra_files={{{NAMES!r}: {example!r}}})",
+        )  # fmt: skip
     return names
 
 

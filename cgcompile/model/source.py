@@ -39,7 +39,7 @@ class Source:
     that defines the model, "" where no other process can import it.  `dimensions` are the parameters of `inputs`.  `owned`: the
     model was made for this build, which may do with it what it likes.  `device`: where it lives.  `told`: where the bundle will
     run; the model's code is told that its tensors are there, and the compute `capability` of that GPU.  `saved` is what a saved
-    program says of its dimensions.  `chains` are those of the whole model.
+    program says of its dimensions, None where the model is none.  `chains` are those of the whole model.
     """
 
     name: str
@@ -52,7 +52,7 @@ class Source:
     device: torch.device = CPU
     told: torch.device = CUDA
     capability: tuple[int, int] = (8, 0)
-    saved: tuple[SavedDimension, ...] = ()
+    saved: tuple[SavedDimension, ...] | None = None
     entry: str = FORWARD
     origin: str = ""
     chains: tuple[ChainNames, ...] = ()

@@ -61,10 +61,10 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             jobs = jobs_of(spec, exported, split, calls, live_weights_of(spec, tensors))
             code = code_of(spec.entries[0].source, exported)
             lowered = lower_programs(jobs, split, target, scratch, tell, code=code)
-            tell(summary(lowered))
+            tell.result(summary(lowered))
         with stages("compile") as tell:
             compiled = compile_programs(lowered, target, tell)
-            tell(f"{len(compiled.images)} kernel images, equal ones once")
+            tell.result(f"{len(compiled.images)} kernel images, equal ones once")
         shapes = shapes_of(tensors)
         unplaced = lay_out(shapes, state, split.host_only if split else ()).rows
         hosts = host_stage(split, unplaced, scratch, stage, stages)
@@ -74,7 +74,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             recorded = planned.recorded
             largest = max(arena_bytes(recorded).values())
             above = f", {largest / planned.bound - 1:.1%} above the least that the lifetimes allow" if planned.bound else ""
-            tell(f"arena {size(largest)}{above}")
+            tell.result(f"arena {size(largest)}{above}")
         with stages("emit") as tell:
             rows = write_weights(stage / archive.WEIGHTS, tensors, layout.rows)
             rows += write_tables(stage / archive.TABLES, recorded.tables)
@@ -83,7 +83,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             (stage / KERNELS).write_text(configurations(compiled.kernels))
             exams = {each.name: eager_exam(each.source, each.prepared, each.sizes, written.weights) for each in spec.entries}
             write_exam(stage / archive.EXAM, exams)
-            tell(describe_size(stage))
+            tell.result(describe_size(stage))
         parts = [_unproved(spec, number, exams[entry.name], written) for number, entry in enumerate(spec.entries)]
         if spec.prove == "interpret":
             with stages("interpret") as tell:
@@ -91,7 +91,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                     spec, parts, written, exams, split, compiled.kernels, weight_files(stage, rows, tables), scratch, tell
                 )
                 parts = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
-                tell(_proved(spec, parts))
+                tell.result(_proved(spec, parts))
     peer = [("peer", world.size * world.stride) for world in planned.world]
     driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
     return ManifestParts(

@@ -37,7 +37,7 @@ def with_torch(progress: Watcher, module: str) -> Iterator[None]:
                 import torch
 
                 import_module(module)
-                tell(f"torch {torch.__version__}")
+                tell.result(f"torch {torch.__version__}")
         yield
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from cgbundle.format.entries import each_entry, with_entries
+from cgbundle.format.schema import Dimension
 from cgbundle.validate import host_code
 
 from ..bundle.emit import seal, write_programs
@@ -35,8 +36,8 @@ from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.chains import chains_of, check_layouts
 from ..targets.choice import ALL_LOWERINGS, CONDITIONALS, FIRST_LOWERING, Chosen, choose
 from ..transforms.error_bounds import error_bounds
-from ..transforms.padding.proof import prove_padding
-from ..transforms.prepared import prepare, together
+from ..transforms.padding.proof import prove_padding, unpadded
+from ..transforms.prepared import Prepared, prepare, together
 from ..util.disk_space import size
 from ..util.imports import quick_imports
 from ..util.progress import Stages
@@ -89,7 +90,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
                 build_parts: Callable[..., ManifestParts] = import_module(builder).build_parts
             several = f", {len(sources)} entries" if len(sources) > 1 else ""
             chose = f" for {_default(chosen)}" if options.target == "auto" else ""
-            tell(f"{first.name}{several}, {_counted(keys, 'int_key')}{chose}{f'; {mode}' if mode else ''}")
+            tell.result(f"{first.name}{several}, {_counted(keys, 'int_key')}{chose}{f'; {mode}' if mode else ''}")
         if chosen.recorder == "capture":
             from ..capture.build import started
 
@@ -102,7 +103,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
         with stages("export") as tell:
             exported = export_entries(sources, sizes)
             signatures = [describe_signature(each) for each in exported]
-            tell(", ".join([_nodes(each.programs) for each in exported]))
+            tell.result(", ".join([_nodes(each.programs) for each in exported]))
         with stages("check") as tell:
             kind, conditionals = "cpu" if chosen.recorder == "host" else "cuda", chosen.recorder in CONDITIONALS
             checked = [check(each, kind, options.host_ops, conditionals=conditionals) for each in exported]
@@ -128,20 +129,20 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
                 _refuse(checked, options)
             if ranks:
                 refuse_host(checked)
-            tell(_counted(sum(len(rules.findings) for rules in checked), "finding"))
+            tell.result(_counted(sum(len(rules.findings) for rules in checked), "finding"))
         with stages("padding") as tell:
             dimensions = [
                 prove_padding(source, own, sizes[source.entry], tell) for source, own in zip(sources, prepared, strict=True)
             ]
             if ranks:
                 dimensions = [agreed(each) for each in zip(*ranks.gathered(dimensions), strict=True)]
-            tell(", ".join([f"{one.name} {PADDED[one.pad]}" for each in dimensions for one in each]) or "no dimension")
+            tell.result(_padded(sources, prepared, dimensions))
         if ranks and options.split:
             from ..offline.layers.shares import layer_shares
 
             with stages("split") as tell:
                 prepared = layer_shares(prepared, ranks)
-                tell(f"{size(sum(value.nbytes for value in prepared[0].weights.values()))} on rank {ranks.rank}")
+                tell.result(f"{size(sum(value.nbytes for value in prepared[0].weights.values()))} on rank {ranks.rank}")
         entries = tuple(
             [
                 EntrySpec(source=source, prepared=own, sizes=sizes[source.entry], dimensions=each, placements=rules.placements)
@@ -173,10 +174,19 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
                 ]
                 sealed = seal(folder, with_mismatches(with_entries(tuple(examined))))
                 error = max(proof.error for exam in exams for proof in exam.proofs)
-                tell(f"{_counted(keys, 'int_key')} in a fresh process, largest error {error:.1e}")
+                tell.result(f"{_counted(keys, 'int_key')} in a fresh process, largest error {error:.1e}")
             else:
-                tell(f"every hash and invariant; `cgcompile verify --run` replays it where a GPU of {chosen.target} is")
+                tell.result(f"every hash and invariant; `cgcompile verify --run` replays it where a GPU of {chosen.target} is")
     return Built(path=destination, manifest=sealed, seconds=tuple(stages.seconds))
+
+
+def _padded(sources: Sequence[Source], prepared: Sequence[Prepared], dimensions: Sequence[Sequence[Dimension]]) -> str:
+    """Which dimensions are padded, and why those of an entry are not where nothing had to be tried."""
+    told = []
+    for source, own, each in zip(sources, prepared, dimensions, strict=True):
+        why = unpadded(source, own)
+        told += [", ".join([f"{one.name} {PADDED[one.pad]}" for one in each]) + (f": {why}" if why else "")] if each else []
+    return ", ".join(told) or "no dimension"
 
 
 def _default(chosen: Chosen) -> str:

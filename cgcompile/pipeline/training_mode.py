@@ -29,7 +29,7 @@ def evaluated(source: Source, train: bool) -> Iterator[str]:
 
 def put_into_eval(source: Source) -> bool:
     """Puts a model that is in training mode into eval(); whether it was one.  Raises source-invalid."""
-    if source.saved or not source.model.training:
+    if source.saved is not None or not source.model.training:
         return False
     return bool(call_user(_put, "eval()", source.label, source.model))
 

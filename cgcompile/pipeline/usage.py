@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import os
 import sys
-import zipfile
 from collections.abc import Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 from cgbundle.format.entries import FORWARD
 from cgbundle.validate.memories import WORLDS
 
-from ..errors import BuildError, ModelError
+from ..errors import BuildError
 from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
 from ..targets.choice import ALL_LOWERINGS, asks_torch, choose, recorder_for
 from ..targets.instruction_sets import level_of
@@ -26,6 +25,7 @@ from ..util.model_file import (
     Definitions,
     check_arguments,
     check_file,
+    check_saved,
     definitions,
     kind_of,
     missing_attribute,
@@ -118,9 +118,7 @@ def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
     label = os.fspath(model)
     kind, path, attribute = kind_of(label), label, ""
     if kind == "saved":
-        check_file(label)
-        if not zipfile.is_zipfile(label):
-            raise ModelError("source-invalid", f"{label}: torch.export.load failed: not a zip archive")
+        check_saved(label)
         return name_of(label)
     if kind == "file":
         found: Definitions | None = definitions(check_file(label), label)

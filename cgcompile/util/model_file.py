@@ -7,6 +7,7 @@ import difflib
 import os
 import tokenize
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -97,6 +98,32 @@ def check_file(label: str) -> Path:
     if not path.is_file():
         raise BuildError("source-missing", f"{label}: {'a directory, not a model file' if path.is_dir() else 'no such file'}")
     return path
+
+
+SAVE = "give what torch.export.save(torch.export.export(model, args), path) wrote, as it is"
+LOAD = "write a model.py whose model() loads it, or save torch.export.export(model, args) with torch.export.save"
+
+
+def check_saved(label: str) -> None:
+    """The saved program that a label names is one, as far as the names in its archive tell.  Raises source-missing,
+    source-invalid."""
+    path = check_file(label)
+    try:
+        with zipfile.ZipFile(path) as archive:
+            names = [name.partition("/")[2] or name for name in archive.namelist()]  # behind the archive's own name
+    except zipfile.BadZipFile:
+        what = "not a zip archive, as a saved program is" if path.stat().st_size else "an empty file"
+        raise ModelError("source-invalid", f"{label}: {what}", SAVE) from None
+    if any(name.startswith("models/") or name == OLDER for name in names):
+        return
+    if "data.pkl" in names:
+        writer = "torch.jit.save" if "constants.pkl" in names else "torch.save"
+        raise ModelError("source-invalid", f"{label}: a file of {writer} is no exported program", LOAD)
+    raise ModelError("source-invalid", f"{label}: a zip archive without an exported program", SAVE)
+
+
+OLDER = "serialized_exported_program.json"
+"""What torch.export.save wrote instead of a folder `models` before torch 2.8."""
 
 
 def definitions(path: Path, label: str) -> Definitions:

@@ -10,7 +10,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Event:
-    """`state` is start, detail or done; `seconds` since the stage began (0.0 at start)."""
+    """`state` is start, detail or done; `seconds` since the stage began (0.0 at start).  `text` is "" at start, and what the stage
+    gave when it is done."""
 
     stage: str
     state: str
@@ -27,25 +28,37 @@ def silent(event: Event) -> None:
     """The watcher of a build that nobody watches."""
 
 
+class Stage:
+    """What runs in a stage tells it: `tell("3 of 12 kernels")` a detail, `tell.result("12 kernels")` what the end is told with."""
+
+    def __init__(self, name: str, watcher: Watcher) -> None:
+        self._name, self._watcher, self._start = name, watcher, time.perf_counter()
+        self._result = ""
+        watcher(Event(stage=name, state="start", text="", seconds=0.0))
+
+    def __call__(self, text: str) -> None:
+        self._watcher(Event(stage=self._name, state="detail", text=text, seconds=time.perf_counter() - self._start))
+
+    def result(self, text: str) -> None:
+        """What the stage gave."""
+        self._result = text
+
+    def end(self) -> float:
+        """Tells the end.  Seconds that it took."""
+        taken = time.perf_counter() - self._start
+        self._watcher(Event(stage=self._name, state="done", text=self._result, seconds=taken))
+        return taken
+
+
 class Stages:
-    """Runs stages, `with stages("lower") as tell: ... tell("3 of 12 kernels")`, and remembers how long each took."""
+    """Runs stages, `with stages("lower") as tell: ... tell.result("12 kernels")`, and remembers how long each took."""
 
     def __init__(self, watcher: Watcher) -> None:
         self._watcher = watcher
         self.seconds: list[tuple[str, float]] = []
 
     @contextmanager
-    def __call__(self, stage: str) -> Iterator[Callable[[str], None]]:
-        start = time.perf_counter()
-        last = ""
-
-        def tell(text: str) -> None:
-            nonlocal last
-            last = text
-            self._watcher(Event(stage=stage, state="detail", text=text, seconds=time.perf_counter() - start))
-
-        self._watcher(Event(stage=stage, state="start", text="", seconds=0.0))
-        yield tell
-        taken = time.perf_counter() - start
-        self.seconds.append((stage, taken))
-        self._watcher(Event(stage=stage, state="done", text=last, seconds=taken))
+    def __call__(self, stage: str) -> Iterator[Stage]:
+        running = Stage(stage, self._watcher)
+        yield running
+        self.seconds.append((stage, running.end()))

@@ -97,11 +97,12 @@ JSON = "--json"
 def _tell(arguments: Sequence[str], code: str, message: str, fix: str) -> None:
     complain(message, fix)
     if JSON in arguments:
-        _write(code, message, fix)
+        write_json({"error": as_object(code, message, fix)})
 
 
-def _write(code: str, message: str, fix: str) -> None:
-    write_json({"error": {"code": code, "message": message, "where": place(message), "fix": fix}})
+def as_object(code: str, message: str, fix: str) -> dict[str, str]:
+    """An error for a script."""
+    return {"code": code, "message": message, "where": place(message), "fix": fix}
 
 
 COMMAND = "cgcompile build ..."

@@ -138,7 +138,8 @@ def shape(sizes: Sequence[Any]) -> str:
 
 def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
     """(in or out, name, dtype, shape, remark) of every input and output, and (in, name, type, value, remark) of the constants.
-    The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with input x)`, how a constant is given, or ""."""
+    A side without any has a row `none`.  The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with input x)`,
+    how a constant is given, or ""."""
     shared = {alias.output: f"(shares memory with {alias_of(manifest, alias)})" for alias in manifest.aliases}
     indices = {at: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for at, spec in enumerate(manifest.inputs) if spec.range}
     updated = indices | dict.fromkeys(manifest.written, UPDATED)
@@ -147,7 +148,8 @@ def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
         for side, specs, remarks in (("in", manifest.inputs, updated), ("out", manifest.outputs, shared))
     }
     fixed = [("in", each.name, type(each.value).__name__, cut(repr(each.value)), given(each)) for each in constants(manifest)]
-    return [*rows["in"], *fixed, *rows["out"]]
+    taken, made = [*rows["in"], *fixed], rows["out"]
+    return [*(taken or [("in", "none", "", "", "")]), *(made or [("out", "none", "", "", "")])]
 
 
 def given(constant: Constant) -> str:

@@ -2,7 +2,7 @@
 
     python -m tests.corpus --target cpu --jobs 2 --only 'transformers/text' --results corpus.jsonl
     python -m tests.corpus --target cuda --jobs 64 --gpus 4 --minutes 8 --results corpus.jsonl
-    python -m tests.corpus --target sm_90 --keep bundles        where there is no GPU ...
+    python -m tests.corpus --target sm_90 --keep bundles --bare where there is no GPU ...
     python -m tests.corpus --target sm_90 --replay bundles      ... and where it is, with the same results
     python -m tests.corpus --list
     python -m tests.corpus --target sm_90 --left                what has no row yet
@@ -47,6 +47,7 @@ def main() -> int:
     parser.add_argument("--prove", choices=("none", "interpret"), default="none", help="of bundles for a GPU that is not here")
     parser.add_argument("--results", type=Path, default=Path("corpus.jsonl"), metavar="FILE", help="a row a line, added to")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the bundles there")
+    parser.add_argument("--bare", action="store_true", help="without the weights that a case makes again: they are few MB then")
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help="compare the bundles that --keep left, on this machine's GPU")
     parser.add_argument("--list", action="store_true", help="the names of the cases")
     parser.add_argument("--again", action="append", default=[], choices=VERDICTS, help="rows that are done again; may be repeated")
@@ -79,7 +80,8 @@ def main() -> int:
         given.keep.mkdir(parents=True, exist_ok=True)
     plan = Plan(
         jobs=given.jobs, limit=given.limit, until=time.time() + 60 * given.minutes if given.minutes else 0.0, prove=given.prove,
-        keep=given.replay or given.keep, replay=given.replay is not None, gpus=given.gpus,
+        keep=given.replay or given.keep, bare=given.bare and given.keep is not None, replay=given.replay is not None,
+        gpus=given.gpus,
     )  # fmt: skip
 
     def tell(row: Row) -> None:

@@ -34,7 +34,8 @@ OFTEN = 0.5
 class Plan:
     """How a run is done.  `limit`: seconds of a case; `until`: when the run is stopped (`time.time`), 0 for never.
 
-    `keep`: a folder that bundles are left in, or None; `replay`: they are there, and are compared alone.
+    `keep`: a folder that bundles are left in, or None; `bare`: without the weights that cases make again; `replay`: they are there,
+    and are compared alone.
     `gpus`: how many there are to share out, 0 for what the processes find.  Where there are some, they also run what was built
     as if there were none (`sm_90`).
     """
@@ -44,6 +45,7 @@ class Plan:
     until: float
     prove: str
     keep: Path | None
+    bare: bool
     replay: bool
     gpus: int
 
@@ -114,7 +116,9 @@ def _run(plan: Plan, job: Job, number: int, stop: threading.Event) -> Row:
             return _process(plan, job, number, stop, bundle, Path(scratch), gpu, "replay")
         if bundle.exists():
             shutil.rmtree(bundle)
-        row = _process(plan, job, number, stop, bundle, Path(scratch), gpu if job.target == "cuda" else "")
+        row = _process(
+            plan, job, number, stop, bundle, Path(scratch), gpu if job.target == "cuda" else "", *(["bare"] if plan.bare else [])
+        )
         if row.verdict != BUILT or gpu is None or not bundle.is_dir():
             return row
         rest = replace(plan, limit=max(LOADING, plan.limit - row.seconds))

@@ -1,10 +1,11 @@
-"""The process of one case: `python -m tests.corpus.worker NAME TARGET BUNDLE PROVE PARENT [replay]` prints its row as JSON, last
-line.  It ends when the process PARENT, which started it, is no more."""
+"""The process of one case: `python -m tests.corpus.worker NAME TARGET BUNDLE PROVE PARENT [replay] [bare]` prints its row as
+JSON, last line.  It ends when the process PARENT, which started it, is no more."""
 
 from __future__ import annotations
 
 import json
 import sys
+import tempfile
 import time
 import traceback
 import warnings
@@ -13,11 +14,12 @@ from pathlib import Path
 
 from cgcompile.util.workers import end_with_parent
 
-from .results import CRASHED, Row
+from .results import BUILT, CRASHED, Row
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Judges, or with `replay` compares a bundle that is there; what it prints before the row is log."""
+    """Judges, or with `replay` compares a bundle that is there; what it prints before the row is log.  With `bare` the bundle loses
+    the weights that the case makes again."""
     name, target, bundle, prove, parent, *rest = arguments
     end_with_parent(int(parent))
     begun = time.perf_counter()
@@ -25,6 +27,7 @@ def main(arguments: Sequence[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
+    from .carried import leave_out_weights, with_weights
     from .judge import judge, replayed
     from .models import find
 
@@ -34,7 +37,13 @@ def main(arguments: Sequence[str]) -> None:
 
         transformers.logging.set_verbosity_error()
     try:
-        row = replayed(case, target, Path(bundle), {}) if rest else judge(case, target, Path(bundle), prove)
+        if "replay" in rest:
+            with tempfile.TemporaryDirectory() as folder:
+                row = replayed(case, target, with_weights(Path(bundle), case.build()[0], Path(folder)), {})
+        else:
+            row = judge(case, target, Path(bundle), prove)
+            if "bare" in rest and row.verdict == BUILT:
+                leave_out_weights(Path(bundle), case.build()[0])
     except Exception as error:  # noqa: BLE001 (whatever it is, it is the find)
         traceback.print_exc()
         frame = traceback.extract_tb(error.__traceback__)[-1]

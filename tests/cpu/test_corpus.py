@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +17,8 @@ pytest.importorskip("torch")
 
 import torch
 
+from cgbundle.format import archive
+from tests.corpus.carried import KEPT, leave_out_weights, with_weights
 from tests.corpus.case import Case, Made
 from tests.corpus.jobs import Job, Plan, _gpu, run
 from tests.corpus.judge import CHECK, judge, refusal, replayed
@@ -123,7 +126,7 @@ def test_errors_are_told_apart_by_what_they_name() -> None:
 
 def test_a_case_that_takes_too_long_is_ended_and_the_members_of_a_group_are_tried_alone() -> None:
     case, rows = find("layers/group-01"), []
-    plan = Plan(jobs=2, limit=0.1, until=0.0, prove="none", keep=None, replay=False, gpus=0)
+    plan = Plan(jobs=2, limit=0.1, until=0.0, prove="none", keep=None, bare=False, replay=False, gpus=0)
     run(plan, [Job(case, CHECK)], rows.append)
     assert [row.verdict for row in rows] == [TIMEOUT] * 9
     assert {row.name for row in rows} == {case.name, *[member.name for member in case.members]}
@@ -132,7 +135,7 @@ def test_a_case_that_takes_too_long_is_ended_and_the_members_of_a_group_are_trie
 
 def test_what_runs_when_a_run_is_stopped_is_told_as_such_and_left_for_the_next(tmp_path: Path) -> None:
     rows: list[Row] = []
-    plan = Plan(jobs=2, limit=60.0, until=time.time() + 1.0, prove="none", keep=None, replay=False, gpus=0)
+    plan = Plan(jobs=2, limit=60.0, until=time.time() + 1.0, prove="none", keep=None, bare=False, replay=False, gpus=0)
     names = ("layers/group-01", "layers/group-02", "layers/Linear")
     run(plan, [Job(find(name), CHECK) for name in names], rows.append)
     assert [(row.verdict, row.seconds < 10) for row in rows] == [(STOPPED, True)] * 2  # no members, and the third was not begun
@@ -154,3 +157,22 @@ def test_a_signal_ends_the_processes_and_leaves_the_rows(tmp_path: Path) -> None
     assert len(done) == 1  # a second one is begun when the first has a row
     rest = subprocess.run([*command, "--left", "--results", str(results)], cwd=ROOT, capture_output=True, text=True, check=True)
     assert sorted(rest.stdout.split()[1::2] + done) == [f"layers/group-0{number}" for number in (1, 2, 3)]
+
+
+def test_a_bundle_gets_the_weights_back_that_its_case_makes_again(bundle: Path, tmp_path: Path) -> None:
+    tiny: dict[str, Any] = {}
+    exec(MODEL, tiny)
+    shutil.copytree(bundle, bare := tmp_path / "bare.cgb")
+    assert with_weights(bare, tiny["model"](), tmp_path) == bare
+    leave_out_weights(bare, tiny["model"]())
+    whole, left = (bundle / archive.WEIGHTS).read_bytes(), (bare / KEPT).stat().st_size
+    assert not (bare / archive.WEIGHTS).exists() and left < len(whole)
+    again = with_weights(bare, tiny["model"](), tmp_path / "again")
+    assert (again / archive.WEIGHTS).read_bytes() == whole and not (again / KEPT).exists()
+    other = tiny["model"]()
+    with torch.no_grad():
+        next(other.parameters()).add_(0.01)
+    with pytest.raises(ValueError, match="other weights"):
+        with_weights(bare, other, tmp_path / "other")
+    leave_out_weights(again, other)  # what is not the same stays with the bundle
+    assert (with_weights(again, other, tmp_path / "third") / archive.WEIGHTS).read_bytes() == whole

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CallError, MachineError
+from ..errors import CallError, CgbundleError
 from ..format.schema import Manifest
 from ..tensors.detection import library_of
 from ..tensors.library import Descriptor, Library
@@ -138,10 +138,11 @@ class Entry:
                     self._remember(library, plan, tensors, found)
                 else:
                     made = self._pieces(call, plan, values)
-        except MachineError as error:
+        except CgbundleError as error:
             from ..tensors.index_ranges import explained  # only where a call has failed
 
-            raise explained(error, self.inputs, found) from None
+            changed = set(self.manifest.changes) - {self.manifest.random}
+            raise explained(error, self.inputs, found, writes=bool(changed)) from None
         if library.name == "dlpack" and tensors and not self._views:
             made = [library.converted(value, first) for value in made]
         if written is not None and targets is not None:

@@ -55,9 +55,12 @@ class _Names:
         order = list(self.trees)
         if len(args) > self.positional:
             by_name = order[self.positional :]
+            most = (
+                f"at most {self.positional} inputs{' by position' if by_name else ''} ({self._needed()})" if order else "no input"
+            )
             raise CallError(
                 "input-structure",
-                f"expected at most {self.positional} inputs{' by position' if by_name else ''} ({self._needed()}), got {len(args)}",
+                f"expected {most}, got {len(args)}",
                 f"give {', '.join(by_name)} by name" if by_name else "",
             )
         values = list(args)
@@ -109,7 +112,7 @@ class _Names:
         )
 
     def _needed(self) -> str:
-        return ", ".join([name for name in self.trees if name not in self.optional])
+        return ", ".join([name for name in self.trees if name not in self.optional]) or "none"
 
 
 def may_be_left_out(tree: Tree, default: Sequence[Tree]) -> bool:

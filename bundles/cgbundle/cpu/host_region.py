@@ -9,7 +9,7 @@ from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_
 from functools import lru_cache
 from weakref import finalize
 
-from ..errors import CallError, MachineError
+from ..errors import CallError, MachineError, OutOfMemory
 from ..format.archive import Archive
 from ..format.schema import Region, Value, Weight
 from ..format.spans import span
@@ -34,6 +34,12 @@ CONSTANT_BYTES = 64
 
 ASSERTS = "the model asserts what is not so"
 """What a build writes into the text of every assertion of the model's, behind its line."""
+
+API_CALL = " API call failed at "
+"""What the text of an error has where a function of torch's libraries failed, which have the cause."""
+
+NO_MEMORY = ("DefaultCPUAllocator", "std::bad_alloc")
+"""What the text of an error has where memory ran out: of torch's allocator, and of C++."""
 
 MODEL_PREFIX = "model."
 """What the shared object's names of constants begin with, beside the model's own."""
@@ -119,8 +125,8 @@ class HostRegion:
 
     Thread-safe: up to `instances` runs at a time, the rest wait.  Several of equal bytes share the code alone.
 
-    Raises image-invalid for a file that is cut off, library-refused, with the library's own message, when it cannot be loaded or
-    a run fails.  `built_with`: the version of torch that made it, "" where it is not known.
+    Raises image-invalid for a file that is cut off, library-refused, with the library's own message, when it cannot be loaded.
+    `built_with`: the version of torch that made it, "" where it is not known.
     """
 
     def __init__(self, data: bytes, torch: LibTorch, where: str, instances: int = INSTANCES, built_with: str = "") -> None:
@@ -219,7 +225,8 @@ class HostRegion:
                 raise MachineError("library-refused", f"{self._where}: has {found.value} {kind}, the bundle says {count}")
 
     def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: int) -> ctypes.Array[c_void_p]:
-        """Runs on CPU memory; returns `outputs` tensor handles, which the caller must delete."""
+        """Runs on CPU memory; returns `outputs` tensor handles, which the caller must delete.  Raises what the model's code says:
+        assertion-failed, operation-refused; and out-of-memory."""
         given = _handles(len(addresses))()
         place = addressof(given)
         for address, layout in zip(addresses, layouts, strict=True):
@@ -232,7 +239,7 @@ class HostRegion:
         made = _handles(outputs)()
         FORKS.threads = True
         if self._run(self._container, given, len(addresses), made, outputs, None, None):
-            self._check(1)
+            raise self._failed_call()
         return made
 
     def close(self) -> None:
@@ -247,17 +254,30 @@ class HostRegion:
 
     def _check(self, code: int) -> None:
         if code:
-            text = c_char_p()
-            last = getattr(self._library, "AOTInductorGetLastError", None)  # of torch 2.13, else of silent_errors.h
-            if last is not None:
-                last.argtypes, last.restype = (POINTER(c_char_p),), c_int32
-                last(byref(text))
-            message = (text.value or b"").decode(errors="replace").strip().removeprefix("Error: ")
-            if ASSERTS in message:
-                raise CallError("assertion-failed", message.splitlines()[0].removeprefix("Expected "))
-            raise MachineError(
-                "library-refused", f"{self._where}: {message.splitlines()[0] if message else 'the shared object failed'}"
+            raise MachineError("library-refused", f"{self._where}: {self._last_error() or 'the shared object failed'}")
+
+    def _failed_call(self) -> CallError | OutOfMemory:
+        """The error of a run: what torch's code threw, for the values that it was given or for want of memory."""
+        message = self._last_error()
+        if ASSERTS in message:
+            return CallError("assertion-failed", message.removeprefix("Expected "))
+        if any(each in message for each in NO_MEMORY):
+            return OutOfMemory(
+                "out-of-memory", f"{self._where}: {message}", "give memory of this machine back, or call smaller sizes"
             )
+        return CallError("operation-refused", f"{self._where}: {message or 'the shared object failed'}")
+
+    def _last_error(self) -> str:
+        """The first line of what the shared object said last, "" where it said nothing."""
+        text = c_char_p()
+        last = getattr(self._library, "AOTInductorGetLastError", None)  # of torch 2.13, else of silent_errors.h
+        if last is not None:
+            last.argtypes, last.restype = (POINTER(c_char_p),), c_int32
+            last(byref(text))
+        message = (text.value or b"").decode(errors="replace").strip().removeprefix("Error: ")
+        if API_CALL in message:
+            message = self._torch.last_exception().strip() or f"{message.partition(API_CALL)[0]} failed"
+        return message.splitlines()[0] if message else ""
 
 
 def _free(

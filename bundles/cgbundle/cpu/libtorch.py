@@ -177,6 +177,14 @@ class LibTorch:
         except AttributeError:
             raise MachineError("library-refused", f"this torch has no dtype {name}") from None
 
+    def last_exception(self) -> str:
+        """What torch's libraries threw last in this thread, "" where they do not say (before 2.13; code with its own)."""
+        what = getattr(self._library, "torch_exception_get_what_without_backtrace", None)
+        if what is None:
+            return ""
+        what.restype = ctypes.c_char_p
+        return (what() or b"").decode(errors="replace")
+
     def layout(self, handle: int) -> tuple[int, tuple[int, ...], tuple[int, ...]]:
         """(torch's dtype number, shape, strides) of a tensor."""
         rank, dtype = c_int64(), c_int32()

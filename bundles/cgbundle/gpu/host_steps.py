@@ -46,8 +46,8 @@ class HostSteps:
     def step(self, program: Program, step: Step) -> Callable[[Any], None]:
         """A host step of the program, as a function of the stream: returns when the outputs are in their places.
 
-        Raises library-refused, weights-invalid.  The step raises library-refused where the shared object fails or gives a tensor
-        that is not laid out as the manifest says, and driver-failed where work of the stream failed.
+        Raises library-refused, weights-invalid.  The step raises as `HostRegion.run`, library-refused where the shared object gives
+        a tensor that is not laid out as the manifest says, and driver-failed where work of the stream failed.
         """
         where, torch = self._manifest.regions[step.region].file, self._torch
         region = self._region(step.region)

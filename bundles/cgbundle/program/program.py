@@ -117,7 +117,8 @@ class Program(Entry):
 
     @property
     def updated(self) -> bool:
-        """Whether `update` has put other weights in place of the bundle's, which the exam is about.  Raises ProgramClosed."""
+        """Whether `update` has put weights in place since the bundle was loaded, be they its own once more: the exam is about the
+        weights that were loaded.  Raises ProgramClosed."""
         return self._backend.updated
 
     def reset(self) -> None:

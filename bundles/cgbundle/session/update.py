@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..errors import CallError
@@ -35,6 +35,7 @@ def update(manifest: Manifest, programs: Sequence[Sequence[Backend]], weights: o
 
     The weights are brought to every device before they change on any.
     """
+    _check_names(weights if isinstance(weights, Mapping) else (), manifest)  # before the values: what stands under them is none
     given = contents_of(weights)
     chosen = [checked(manifest, given, backends[0].device, partial=partial) for backends in programs]
     files = files_of(given.values())
@@ -52,9 +53,7 @@ def checked(manifest: Manifest, given: Given, device: int | None, *, partial: bo
 
     Raises update-invalid and update-refused, naming the weight.
     """
-    if manifest.format < SINCE:
-        text = f"the bundle has format version {manifest.format}, which does not say what its code holds of the weights"
-        raise CallError("update-refused", text, "build it again")
+    _check_names(given, manifest)
     rows = {row.name: (index, row) for index, row in enumerate(manifest.weights)}
     fixed = _fixed(manifest)
     first: dict[str, int] = {}
@@ -63,8 +62,6 @@ def checked(manifest: Manifest, given: Given, device: int | None, *, partial: bo
     chosen: dict[int, tuple[str, Contents]] = {}
     kept: list[tuple[str, Contents, Weight, FixedWeight]] = []
     for name, contents in given.items():
-        if name not in rows:
-            raise _unknown(name, manifest)
         index, row = rows[name]
         _check_kind(name, contents, row, device)
         if row.tensor in fixed:
@@ -92,12 +89,47 @@ def _fixed(manifest: Manifest) -> dict[str, FixedWeight]:
     return {tensor: FixedWeight(weight=index, reason=STATE, sha256="") for index, tensor in state} | known
 
 
-def _unknown(name: str, manifest: Manifest) -> CallError:
+def _check_names(given: Iterable[object], manifest: Manifest) -> None:
+    """Raises update-invalid for names that are none of the bundle's, and update-refused for a bundle too old to be updated."""
+    if manifest.format < SINCE:
+        text = f"the bundle has format version {manifest.format}, which does not say what its code holds of the weights"
+        raise CallError("update-refused", text, "build it again")
+    known = dict.fromkeys(row.name for row in manifest.weights)
+    names = [name for name in given if isinstance(name, str)]
+    unknown = next((name for name in names if name not in known), None)
+    if unknown is not None:
+        raise _unknown(unknown, names, known)
+
+
+PACKED = "_packed_params"
+"""The module that a quantized layer of torch.ao keeps its weights in, packed: a bundle has them as plain tensors of that module."""
+
+UNPACK = (
+    "a state_dict has a quantized layer's weights packed: give the layer's weight().int_repr(), weight().q_scale() and bias() "
+    "under these names"
+)
+
+
+def _unknown(name: str, given: Sequence[str], known: Collection[str]) -> CallError:
     from difflib import get_close_matches  # only where something is wrong
 
-    near = get_close_matches(name, [row.name for row in manifest.weights], 1, 0.5)
-    names = repr(near[0]) if near else ", ".join([repr(row.name) for row in manifest.weights[:3]]) + " ..."
-    return invalid(f"the program has no weight {name!r}, but {names}")
+    layer = name.partition(PACKED)[0] if PACKED in name.split(".") else name[: name.rfind(".") + 1]
+    packed = [each for each in known if each.startswith(f"{layer}{PACKED}.")]
+    near = packed or get_close_matches(name, known, 1, 0.5)
+    names = ", ".join(map(repr, near or list(known)[:3])) + ("" if near else " ...")
+    return invalid(f"the program has no weight {name!r}, but {names}", UNPACK if packed else _prefix(name, given, known))
+
+
+def _prefix(name: str, given: Sequence[str], known: Collection[str]) -> str:
+    """What to do where all names are given with a prefix too many, as DistributedDataParallel has them, or without one; else ""."""
+    parts = name.split(".")
+    for prefix in [".".join(parts[:count]) + "." for count in range(1, len(parts))]:
+        if all(each.startswith(prefix) for each in given) and name.removeprefix(prefix) in known:
+            return f"remove the prefix {prefix!r} from the names"
+    for prefix in sorted({each.removesuffix(name) for each in known if each.endswith(f".{name}")}):
+        if all(prefix + each in known for each in given):
+            return f"put the prefix {prefix!r} before the names"
+    return ""
 
 
 def _check_kind(name: str, contents: Contents, row: Weight, device: int | None) -> None:

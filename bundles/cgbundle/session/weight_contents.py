@@ -40,7 +40,7 @@ class OpenFile:
         try:
             self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            raise invalid(f"{path}: {error.strerror}") from None
+            raise invalid(f"{path}: {error.strerror}", PATHS) from None
         self._changed = os.fstat(self.descriptor).st_mtime_ns
 
     # While the interpreter ends, modules' names are None.
@@ -56,15 +56,15 @@ class OpenFile:
             try:
                 step = os.preadv(self.descriptor, [view[done:]], begin + done)
             except OSError as error:
-                raise invalid(f"{self.path}: {error.strerror}") from None
+                raise invalid(f"{self.path}: {error.strerror}", UNSOUND) from None
             if not step:
-                raise invalid(f"{self.path}: ends at byte {begin + done}")
+                raise invalid(f"{self.path}: ends at byte {begin + done}", UNSOUND)
             done += step
 
     def check_unchanged(self) -> None:
         """Raises update-invalid where the file was written to since it was opened."""
         if os.fstat(self.descriptor).st_mtime_ns != self._changed:
-            raise invalid(f"{self.path}: was written to while it was read")
+            raise invalid(f"{self.path}: was written to while it was read", "write a file under another name, then rename it")
 
 
 class Contents(NamedTuple):
@@ -132,6 +132,10 @@ PICKLES = (".pt", ".pth", ".bin", ".ckpt")
 """Endings of files that torch.save writes."""
 
 PICKLED = "give update() what torch.load(path) returns, if that is a state_dict: a mapping of names to tensors"
+
+PATHS = "give the path of a .safetensors file, of an .index.json, of a folder with one of them, or of a bundle; nothing was changed"
+
+UNSOUND = "save the checkpoint again, or copy it whole; nothing was changed"
 
 Given = Mapping[str, Contents]
 """By the names of weights."""
@@ -202,9 +206,9 @@ def _of_file(path: str) -> Given:
         except BundleError as error:
             if path.endswith(PICKLES):
                 raise invalid(f"{path}: no safetensors file, but one of torch.save", PICKLED) from None
-            raise invalid(str(error)) from None
+            raise invalid(str(error), UNSOUND) from None
         except OSError as error:
-            raise invalid(f"{path}: {error.strerror}") from None
+            raise invalid(f"{path}: {error.strerror}", PATHS) from None
     return {name: Contents(each.dtype, each.shape, None, file, each.begin) for name, each in entries.items()}
 
 
@@ -225,19 +229,19 @@ def _of_index(path: str) -> Given:
         with open(path, encoding="utf-8") as file:
             plain = json.load(file)
     except OSError as error:
-        raise invalid(f"{path}: {error.strerror}") from None
+        raise invalid(f"{path}: {error.strerror}", PATHS) from None
     except (ValueError, RecursionError) as error:
-        raise invalid(f"{path}: {error}") from None
+        raise invalid(f"{path}: {error}", UNSOUND) from None
     places = plain.get("weight_map") if isinstance(plain, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):
-        raise invalid(f"{path}: has no weight_map of names of tensors to names of files")
+        raise invalid(f"{path}: has no weight_map of names of tensors to names of files", UNSOUND)
     odd = next((name for name in places.values() if os.path.basename(name) != name or name in ("", ".", "..")), None)
     if odd is not None:
-        raise invalid(f"{path}: {odd!r} is no name of a file beside it")
+        raise invalid(f"{path}: {odd!r} is no name of a file beside it", UNSOUND)
     files = {name: _of_file(os.path.join(os.path.dirname(path), name)) for name in sorted(set(places.values()))}
     for name, file_name in places.items():
         if name not in files[file_name]:
-            raise invalid(f"{path}: {file_name} has no tensor {name!r}")
+            raise invalid(f"{path}: {file_name} has no tensor {name!r}", UNSOUND)
     return {name: files[file_name][name] for name, file_name in places.items()}
 
 

@@ -16,12 +16,25 @@ TYPES: dict[str, Any] = {
 }  # fmt: skip
 """By dtype: those that an index may have."""
 
-FAULTS = ("library-refused", "driver-failed")
+FAULTS = ("operation-refused", "driver-failed")
 """What a replay raises where compiled code finds an index out of range."""
 
+HALF_DONE = ("operation-refused", "assertion-failed", "input-value")
+"""What is raised in the middle of a call, as in eager PyTorch: what it wrote before stays."""
 
-def explained(error: CgbundleError, specs: Sequence[TensorSpec], found: Sequence[Descriptor]) -> CgbundleError:
-    """The error of a replay, or where an input of the CPU has an element out of its range, an input-value that names the first."""
+WRITTEN = "; state that the call writes to may hold a part of it: reset() brings back what it held at first"
+
+
+def explained(error: CgbundleError, specs: Sequence[TensorSpec], found: Sequence[Descriptor], *, writes: bool) -> CgbundleError:
+    """The error of a replay, or where an input of the CPU has an element out of its range, an input-value that names the first.
+    `writes`: the call changes state, and the hint says what has become of that."""
+    told = _index_out_of_range(error, specs, found)
+    if writes and told.code in HALF_DONE:
+        return type(told)(told.code, str(told), told.hint + WRITTEN)
+    return told
+
+
+def _index_out_of_range(error: CgbundleError, specs: Sequence[TensorSpec], found: Sequence[Descriptor]) -> CgbundleError:
     if error.code in FAULTS:
         for spec, (address, shape, dtype, strides, device) in zip(specs, found, strict=True):
             if spec.range and device is None and dtype in TYPES:

@@ -19,18 +19,17 @@ LEVELS = (127, 255)
 """The largest quantized activation: 127 keeps the sums of two products within 16 bits, which some libraries of the CPU need."""
 
 
-class DynamicLinear(torch.nn.Module):
-    """x (..., in) -> (..., out) of the same floating dtype, with `weight` (out, in) int8 and its `scale` and `zero_point`, one for
-    all or one per row.  `levels`: one of LEVELS."""
+class PackedParams(torch.nn.Module):
+    """What the module's `_packed_params` hold, as plain tensors: `weight` (out, in) int8, its `scale` and `zero_point`, float32,
+    one for all or one per row, and `bias` (out,).  `zero_point` is None where it is 0, `bias` where there is none."""
 
     weight: Tensor
     scale: Tensor
     zero_point: Tensor | None
     bias: Tensor | None
 
-    def __init__(self, weight: Tensor, bias: Tensor | None, levels: int) -> None:
+    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        self.levels = levels
         rows = weight.qscheme() in (torch.per_channel_affine, torch.per_channel_affine_float_qparams)
         zero = weight.q_per_channel_zero_points() if rows else torch.tensor(weight.q_zero_point())
         scale = weight.q_per_channel_scales() if rows else torch.tensor(weight.q_scale())
@@ -39,20 +38,34 @@ class DynamicLinear(torch.nn.Module):
         self.register_buffer("zero_point", zero.to(torch.float32) if bool((zero != 0).any()) else None)
         self.register_buffer("bias", None if bias is None else bias.detach())
 
+
+class DynamicLinear(torch.nn.Module):
+    """x (..., in) -> (..., out) of the same floating dtype.  `levels`: one of LEVELS.
+
+    Its tensors are those of a submodule `_packed_params`: in the module's own state_dict `scale` and `zero_point` are others, which
+    belong to no weight, and a name must not mean two things.
+    """
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, levels: int) -> None:
+        super().__init__()
+        self.levels = levels
+        self._packed_params = PackedParams(weight, bias)
+
     def forward(self, x: Tensor) -> Tensor:
+        held = self._packed_params
         given = x.to(torch.float32)
         step, zero = activation_step(given, self.levels)
         steps = (torch.round(given * (1.0 / step)) + zero).clamp(0, 255) - zero
         if self.levels == LEVELS[0] and x.device.type == "cpu":
             # all steps lie in -127..127; cuBLAS takes no such product of 16 rows or fewer
-            product = torch._int_mm(steps.to(torch.int8).reshape(-1, x.shape[-1]), self.weight.t())
-            made = product.to(torch.float32).reshape(*x.shape[:-1], self.weight.shape[0])
+            product = torch._int_mm(steps.to(torch.int8).reshape(-1, x.shape[-1]), held.weight.t())
+            made = product.to(torch.float32).reshape(*x.shape[:-1], held.weight.shape[0])
         else:
-            made = torch.nn.functional.linear(steps, self.weight.to(torch.float32))
-        if self.zero_point is not None:
-            made = made - steps.sum(-1, keepdim=True) * self.zero_point
-        made = made * (step * self.scale)
-        return (made if self.bias is None else made + self.bias).to(x.dtype)
+            made = torch.nn.functional.linear(steps, held.weight.to(torch.float32))
+        if held.zero_point is not None:
+            made = made - steps.sum(-1, keepdim=True) * held.zero_point
+        made = made * (step * held.scale)
+        return (made if held.bias is None else made + held.bias).to(x.dtype)
 
 
 def activation_step(x: Tensor, levels: int) -> tuple[Tensor, Tensor]:

@@ -36,6 +36,7 @@ from ..lowered import BufferView, Lowered
 from ..tuning.cost_model import choose as choose_candidate
 from .control_flow import lower_blocks
 from .fake_device import fake_device
+from .kernel_analysis import analysed_once
 from .launches import record_calls
 from .template_configs import Choose, More, TemplateConfigs, nothing_more
 from .variants import load
@@ -110,7 +111,7 @@ def lower_key(
     Raises operator-without-kernel, random-operation, state-shared, constant-unknown, inputs-unlike, lowering-broken,
     torch-unsupported, gpu-visible.
     """
-    with fake_device(arch):
+    with fake_device(arch), analysed_once():
         held = {
             name: value for name, value in {**program.state_dict, **program.constants}.items() if isinstance(value, torch.Tensor)
         }

@@ -59,25 +59,25 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
         names = _wanted(known)
         traced, expected = _traceable(spec, cut, tell) if TRACED in names else (None, {})
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
-        tell("chosen before: " + ", ".join(names) if known else f"{len(names)} lowerings to try")
+        tell.result("chosen before: " + ", ".join(names) if known else f"{len(names)} lowerings to try")
     with stages("search") as tell:
         found = search(spec, names, recordable, traced, processes, deadline, processes.folder, tell)
-        tell(_summary(found))
+        tell.result(_summary(found))
     trials = stage / TRIALS
     with stages("trial") as tell:
         placed, file = _placed(found, recordable, trials)
         proved, manifests = _proved(spec, placed, cut, expected, stage, file, tell)
-        tell(_summary(proved))
+        tell.result(_summary(proved))
     if known is None:
         with stages("time") as tell:
             known = _timed(spec, proved, manifests, trials, processes.folder)
-            tell(_chosen(known))
+            tell.result(_chosen(known))
         if found.complete:
             keep_lowerings(kept, known, spec)
     shutil.rmtree(trials)
     with stages("emit") as tell:
         parts = _emitted(spec, stage, cut, found, expected, recordable, known)
-        tell(describe_size(stage))
+        tell.result(describe_size(stage))
     return parts
 
 

@@ -68,10 +68,10 @@ def build_world(model: Any, options: Options) -> Built:
             )  # fmt: skip
             with _told(scratch / "told", tell):
                 seconds = dict(ask(kind, jobs, workers=size))
-            tell(", ".join([f"{name} {spent:.1f} s" for name, spent in seconds[0]]))
+            tell.result(", ".join([f"{name} {spent:.1f} s" for name, spent in seconds[0]]))
         with stages("verify") as tell:
             manifest = _joined(folder, size)
-            tell(f"{size} ranks, {describe_size(folder)}: every hash and invariant, the same exchanges on all of them")
+            tell.result(f"{size} ranks, {describe_size(folder)}: every hash and invariant, the same exchanges on all of them")
     return Built(path=destination, manifest=manifest, seconds=tuple(stages.seconds))
 
 
@@ -85,7 +85,7 @@ def _told(path: Path, tell: Tell) -> Iterator[None]:
         with open(pipe, closefd=False) as lines:
             for line in iter(lines.readline, "\n"):
                 event = json.loads(line)
-                if event["state"] == "detail":
+                if event["text"]:
                     tell(f"{event['stage']}: {event['text']}")
 
     thread = threading.Thread(target=listen)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from cgbundle.errors import CallError
 from cgbundle.format import archive, safetensors
 from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Exam, IntKey, Region, Target, Value, Weight
@@ -18,7 +19,7 @@ from ...bundle.emit import describe_size
 from ...bundle.exam import KeyExam, eager_exam, write_exam
 from ...bundle.proof import unproved
 from ...bundle.rows import WHOLE, whole_program, whole_region
-from ...errors import ModelError
+from ...errors import BuildError, ModelError
 from ...export.exported import memory_order
 from ...export.programs import Programs
 from ...model.flat_module import PREFIX
@@ -68,7 +69,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
         with stages("lower") as tell:
             changing = any(entry.prepared.state or any(each.name for each in entry.prepared.aliases) for entry in spec.entries)
             entries = [_compile(entry, scratch, tell, changing, level, interface, spec.standalone) for entry in spec.entries]
-            tell(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
+            tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
             weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, spec.entries[0].prepared.state))
@@ -82,7 +83,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
                 exams[own.name] = eager_exam(own.source, own.prepared, own.sizes, weights)
                 parts.append(_entry_parts(each, exams[own.name], weights, regions, folded, stage))
             write_exam(stage / archive.EXAM, exams)
-            tell(describe_size(stage))
+            tell.result(describe_size(stage))
     features = {feature for each in entries for compiled in each.compiled.values() for feature in compiled.features}
     return ManifestParts(
         target=Target(
@@ -138,7 +139,11 @@ def _entry_parts(
         bound = layouts.bind_constants(each.compiled[key].path, program, weights)
         for exam in [exam for exam in exams if each.programs.at(exam.key) is program]:
             numbers[exam.key] = len(regions)
-            strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
+            try:
+                strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
+            except CallError as error:
+                text = f"the compiled code fails with the example inputs, which eager PyTorch takes: {error}"
+                raise BuildError("compiler-failed", text) from error
         bound.region.close()
         folded |= bound.unbound
         shutil.copyfile(each.compiled[key].path, stage / each.file(key))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.fx import GraphModule
 
-from cgbundle.errors import MachineError
+from cgbundle.errors import CallError
 from cgbundle.format.schema import IntKey, Program, Region, Value, Weight
 
 from ...errors import BuildError, ModelError
@@ -70,7 +70,7 @@ def split_stage(
     with stages("partition") as tell:
         split = split_program(programs, placements, calls)
         ways = [" -> ".join(region.name for region in each.regions) for each in split.partitions.values()]
-        tell("; ".join(dict.fromkeys(ways)))
+        tell.result("; ".join(dict.fromkeys(ways)))
     return split
 
 
@@ -80,7 +80,7 @@ def host_stage(split: SplitProgram | None, weights: Sequence[Weight], scratch: P
         return NO_HOST_REGIONS
     with stages("host") as tell:
         hosts = compile_host_regions(split, weights, scratch, stage, tell)
-        tell(", ".join(region.file for region in dict.fromkeys(hosts.rows.values())) or "copies only")
+        tell.result(", ".join(region.file for region in dict.fromkeys(hosts.rows.values())) or "copies only")
     return hosts
 
 
@@ -187,8 +187,8 @@ def _compile(
     bound = layouts.bind_constants(compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights])
     try:
         strides = layouts.output_strides(bound, given, expected)
-    except MachineError as error:
-        if error.code != "library-refused":
+    except CallError as error:
+        if error.code != "operation-refused":
             raise
         called = ", ".join(sorted({str(node.target) for node in program.graph.nodes if node.op == "call_function"}))
         raise ModelError(

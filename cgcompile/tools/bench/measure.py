@@ -160,7 +160,7 @@ class _Run:
                 module, log = "cgcompile.tools.bench.export_program", self.folder / "prepare.log"
                 with self._failing(*names), WorkerProcess(module, self.job, form, log=log) as worker:
                     worker.answer()
-            tell(", ".join(["the bundle runs", *(what for _, _, what in exports)]))
+            tell.result(", ".join(["the bundle runs", *(what for _, _, what in exports)]))
 
     def cold(self, ways: Sequence[str], rounds: int, stages: Stages) -> None:
         """Fresh workers: once to warm the page cache, then `rounds` times in turns.  torch.compile is measured the first time, too:
@@ -180,7 +180,7 @@ class _Run:
             for index in range(rounds):
                 for name in turns:
                     self._start(name, tell, f"round {index + 1} of {rounds}, ")
-            tell(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
+            tell.result(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
 
     def calls(self, ways: Sequence[str], rounds: int, stages: Stages) -> None:
         """One worker of each, all alive at once; one after the other times calls for a moment."""
@@ -207,7 +207,7 @@ class _Run:
                                 self.found[name].seconds.setdefault((what, number), []).append(seconds)
                             if self.found[name].why:
                                 del workers[name]
-            tell(f"{rounds} round{'s' if rounds > 1 else ''} in turns")
+            tell.result(f"{rounds} round{'s' if rounds > 1 else ''} in turns")
 
     def _start(self, name: str, tell: Callable[[str], None], when: str, measured: bool = True) -> None:
         """One cold start."""

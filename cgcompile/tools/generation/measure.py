@@ -118,7 +118,7 @@ def measure_generation(
                         if name == BUNDLE:
                             raise BuildError("bench-failed", f"the bundle does not run here: {error}", error.hint) from None
                         why[name] = f"failed: {error}"
-            tell(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
+            tell.result(f"{rounds} round{'s' if rounds > 1 else ''} of fresh processes")
     ways = [_way(name, found.get(name, []), why.get(name, "")) for name in (BUNDLE, *BASELINES) if name in found or name in why]
     return GenerationBenchmark(
         path=os.fspath(path), name=bundle.manifest.name, target=target, machine=this_machine({}, load), prompt=prompt,

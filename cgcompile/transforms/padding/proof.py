@@ -72,15 +72,22 @@ def prove_padding(
     return tuple(proved)
 
 
-def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, made: Functional) -> _Padding:
+def unpadded(source: Source, prepared: Prepared) -> str:
+    """Why no call of the entry is padded, whatever a trial shows; else ""."""
     if prepared.written:
-        return _Padding("no", f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}")
+        return f"{source.entry}() writes to its input {prepared.signature.inputs[prepared.written[0]].name!r}"
     if prepared.generator:
-        return _Padding("no", f"{source.entry}() draws random numbers, and others for other sizes")
+        return f"{source.entry}() draws random numbers, and others for other sizes"
     if prepared.changes:
-        return _Padding("no", f"{source.entry}() writes to its buffer {prepared.changes[0].removeprefix(PREFIX)!r}")
+        return f"{source.entry}() writes to its buffer {prepared.changes[0].removeprefix(PREFIX)!r}"
     if shared := _partial(prepared, "inputs"):
-        return _Padding("no", f"output {shared!r} is a part of an input, and the caller's own would not be padded")
+        return f"output {shared!r} is a part of an input, and the caller's own would not be padded"
+    return ""
+
+
+def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, made: Functional) -> _Padding:
+    if why := unpadded(source, prepared):
+        return _Padding("no", why)
     pad, reason = "rows", f"rows along {name} do not depend on each other"
     trials = _trials(sizes, name) if prepared.programs.dynamic else _every_trial(sizes, name)
     if len(trials) > 2 * MOST:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from ..errors import FINDINGS
+from ..errors import FINDINGS, as_object
 from ..options import BundlePath
 from ..output import complain, count, first_rows, listed, safe, show, table, write_json
 
@@ -37,7 +37,8 @@ def verify(
 
     --run replays the inputs that the build stored and compares the outputs
     with the ones it recorded, for every int_key. Exit status 1 where the
-    bundle is damaged, not signed by a given key, or the exam fails.
+    bundle is damaged, not signed by a given key, or the exam fails; 2 where
+    the bundle is sound, and this machine cannot replay it.
 
     \b
     cgcompile verify model.cgb --key public.pem
@@ -53,20 +54,32 @@ def verify(
     for row in compared:
         for each in (row, *row.get("tensors", ())):
             each["error"] = each["error"] if math.isfinite(each["error"]) else str(each["error"])  # JSON has no infinity
-    ok = not damage and all(row["passed"] for row in compared) and "error" not in answer
+    ok = not damage and all(row["passed"] for row in compared)
+    if "error" in answer:
+        if not as_json:
+            _report(bundle, manifest, damage, {}, _signed(signature, keys))
+        from cgcompile.errors import named
+
+        raise named(answer["code"], answer["error"], answer["hint"])
     if as_json:
         write_json({
             "path": bundle,
             "ok": ok,
-            "damage": [{"kind": error.kind, "message": str(error), "hint": error.hint} for error in damage],
+            "damage": [as_object(error.code, str(error), error.hint) for error in damage],
             "signature": signature and {"key": signature.key.hex(), "trusted": bool(keys)},
             "exam": answer or None,
         })  # fmt: skip
     elif not (ok and quiet):
-        signed = f"signed by key {signature.key.hex()}" if signature else ""
-        _report(bundle, manifest, damage, answer, signed + (", which was not compared with a --key" if signed and not keys else ""))
+        _report(bundle, manifest, damage, answer, _signed(signature, keys))
     if not ok:
-        raise typer.Exit(answer.get("exit_code") or FINDINGS)
+        raise typer.Exit(FINDINGS)
+
+
+def _signed(signature: Signature | None, keys: Sequence[str]) -> str:
+    """By whom, or ""."""
+    if signature is None:
+        return ""
+    return f"signed by key {signature.key.hex()}" + ("" if keys else ", which was not compared with a --key")
 
 
 def _examine(path: str, keys: Sequence[str]) -> tuple[Manifest | None, Signature | None, list[CgbundleError]]:
@@ -105,9 +118,7 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
     show(f"{safe(path)}: {bulk(manifest)}, every hash and invariant holds")
     if signed:
         show(signed)
-    if "error" in answer:
-        complain(str(answer["error"]), str(answer.get("hint", "")))
-    elif answer:
+    if answer:
         rows = [_row(manifest, row) for row in answer["results"]]
         wrong = [row for row in rows if row[-1] == "FAILED"]
         show(table(("int_key", ">error", ">allowed", ""), first_rows(wrong or rows)))

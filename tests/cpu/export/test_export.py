@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -379,6 +380,87 @@ def test_a_saved_program_may_bring_the_names_of_its_dimensions(tmp_path: Path) -
     for wrong in ("batch", "batch,batch", "batch,a b"):
         with raises("source-invalid", match="its file 'dimensions' has .*, expected 2 different names"):
             saved(tmp_path / "wrong.pt2", extra_files={"dimensions": wrong})
+
+
+class SavedFile:
+    """What a .pt2 may hold: a program, one that lacks something, or what is none."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.program = torch.export.export(nn.Linear(4, 2).eval(), (torch.rand(3, 4),))
+
+    def without_examples(self) -> None:
+        self.program.example_inputs = None
+        torch.export.save(self.program, self.path)
+
+    def misnamed(self) -> None:
+        saved(self.path, extra_files={"dimensions": "batch"})
+
+    def of_torch_save(self) -> None:
+        torch.save(nn.Linear(4, 2).state_dict(), self.path)
+
+    def of_jit_save(self) -> None:
+        torch.jit.save(torch.jit.trace(nn.Linear(4, 2), torch.rand(3, 4)), self.path)
+
+    def junk(self) -> None:
+        self.path.write_text("junk")
+
+    def empty(self) -> None:
+        self.path.touch()
+
+    def other_archive(self) -> None:
+        with zipfile.ZipFile(self.path, "w") as archive:
+            archive.writestr("readme.txt", "no program")
+
+    def damaged(self) -> None:
+        torch.export.save(self.program, self.path)
+        with zipfile.ZipFile(self.path) as archive:
+            contents = {name: archive.read(name) for name in archive.namelist()}
+        with zipfile.ZipFile(self.path, "w") as archive:
+            for name, content in contents.items():
+                if not name.endswith("archive_format"):
+                    archive.writestr(name, content)
+
+
+NO_SOURCE = {
+    "without_examples": (
+        "was saved without its example inputs",
+        "give what torch.export.save(",
+    ),
+    "misnamed": ("expected 2 different names", "in the order of the inputs' shapes: torch.export.save(program, path, extra_files="),
+    "of_torch_save": ("a file of torch.save is no exported program", "write a model.py whose model() loads it, or"),
+    "of_jit_save": ("a file of torch.jit.save is no exported program", "write a model.py whose model() loads it, or"),
+    "junk": ("not a zip archive", "give what torch.export.save("),
+    "empty": ("an empty file", "give what torch.export.save("),
+    "other_archive": ("a zip archive without an exported program", "give what torch.export.save("),
+    "damaged": ("failed locating file archive_format", "the file is damaged, or of another version of torch than 2."),
+}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("kind", NO_SOURCE)
+def test_a_saved_file_that_is_no_source_is_told_its_cure(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    message, cure = NO_SOURCE[kind]
+    path = tmp_path / "saved.pt2"
+    with raises("source-invalid", match=message) as caught:
+        getattr(SavedFile(path), kind)()
+        capfd.readouterr()
+        load_source(str(path))
+    assert str(caught.value).startswith(f"{path}: ") and caught.value.hint.startswith(cure)
+    assert not [record for record in caplog.records if record.name.startswith("torch.export")] and not capfd.readouterr().err
+
+
+def test_a_saved_program_of_fixed_shapes_has_no_inputs_to_speak_of(tmp_path: Path) -> None:
+    path = tmp_path / "static.pt2"
+    torch.export.save(SavedFile(path).program, path)
+    source = load_source(str(path))
+    assert source.dimensions == () and declared_sizes([], source.dimensions, source.saved) == {}
+    for sizes in ("1,8", ["batch=1,8"]):
+        with raises("sizes-invalid") as caught:
+            declared_sizes(sizes, source.dimensions, source.saved)
+        assert caught.value.hint.startswith("the program was exported with fixed shapes: leave --sizes out")
 
 
 class Modes(nn.Module):

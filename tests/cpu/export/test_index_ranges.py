@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch.nn.functional import embedding
+from torch.nn.functional import embedding, one_hot
 
 from cgcompile.export.index_ranges import index_ranges
 
@@ -23,6 +23,7 @@ CASES: dict[str, tuple[Callable[..., torch.Tensor], torch.Tensor, tuple[int, ...
     "an axis that counts from the end, too": (lambda x: GRID[:, x], LONG, (-50, 50)),
     "index_select": (lambda x: TABLE.index_select(0, x.flatten()), LONG, (0, 100)),
     "gather": (lambda x: GRID.gather(1, x), LONG, (0, 50)),
+    "one_hot": (lambda x: one_hot(x, 9), LONG, (0, 9)),
     "a part": (lambda x: embedding(x[:, :1], TABLE), LONG, ()),
     "times two": (lambda x: embedding(x * 2, TABLE), LONG, ()),
     "a cast that may lose bits": (lambda x: embedding(x.int(), TABLE), LONG, ()),

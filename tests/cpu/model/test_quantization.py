@@ -59,8 +59,17 @@ def test_dynamic_linear_in_plain_operations(make: Callable[[], nn.Module], given
     with torch.no_grad():
         wanted, got = model(given), plain(given)
     assert torch.allclose(wanted, got, rtol=0, atol=1e-6 * float(wanted.abs().max()))
-    assert {name: tensor.dtype for name, tensor in plain.named_buffers()}["0.weight"] == torch.int8
+    assert {name: tensor.dtype for name, tensor in plain.named_buffers()}["0._packed_params.weight"] == torch.int8
     assert type(model[0]) is before and model is not plain  # type: ignore[index]
+
+
+@pytest.mark.parametrize("make", [lambda: dynamic(perceptron(), nn.Linear), per_row], ids=["one scale", "scale of each row"])
+def test_no_name_of_the_state_dict_means_another_tensor(make: Callable[[], nn.Module]) -> None:
+    model = make()
+    assert "0.scale" in model.state_dict()  # that of the activation before it is quantized, which nothing reads
+    made = plain_model(model, "model.py").state_dict()
+    assert not made.keys() & model.state_dict().keys()
+    assert {name.removeprefix("0._packed_params.") for name in made if name.startswith("0.")} >= {"weight", "scale", "bias"}
 
 
 def test_a_step_too_small_for_a_reciprocal() -> None:

@@ -6,6 +6,7 @@ import hashlib
 import math
 import struct
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch._higher_order_ops import triton_kernel_wrap
 
 from cgbundle.format import safetensors
 from cgcompile.offline.assemble.arena import plan
@@ -24,6 +26,7 @@ from cgcompile.offline.compile.worker import compile_variant
 from cgcompile.offline.decompose import attention
 from cgcompile.offline.decompose.attention import choose_blocks
 from cgcompile.offline.interpret.interpret import Stage, Task, interpret
+from cgcompile.offline.lower import inductor
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lowered import KernelVariant, Launch, Lowered
 from cgcompile.targets.architectures import ARCHES, Arch, arch
@@ -92,6 +95,17 @@ def test_a_layer_has_three_kernels(dtype: torch.dtype) -> None:
         (projection.arguments[-1].buffer, offset * 128 * dtype.itemsize) for offset in range(3)
     ]
     assert mixed in product.arguments
+
+
+def test_torch_analyses_each_kind_of_it_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    analysed, generate = [], triton_kernel_wrap.generate_ttir
+    monkeypatch.setattr(triton_kernel_wrap, "generate_ttir", lambda *given: analysed.append(1) or generate(*given))
+    model, x = nn.Sequential(Layer(128, 2), Layer(128, 2), Layer(128, 4)), torch.randn(2, 64, 128)
+    traced = lowered(model, x)
+    assert len(analysed) == 2 and names(traced).count("fused_attention") == 3
+    monkeypatch.setattr(inductor, "analysed_once", nullcontext)
+    assert lowered(model, x) == traced
+    assert len(analysed) == 2 + 3 * 3
 
 
 def test_computed_queries_need_no_copy() -> None:

@@ -244,7 +244,7 @@ def test_a_machine_without_a_gpu_says_so(hopper: Path) -> None:
     if "results" in answer:
         assert all(row["passed"] for row in answer["results"]), "a GPU of this architecture is here"
     else:
-        assert answer["kind"] in ("WrongMachine", "WrongArchitecture", "DriverTooOld", "LibraryMissing")
+        assert answer["code"] in ("wrong-machine", "wrong-architecture", "driver-too-old", "library-missing")
         result = call("verify", hopper, "--run")
         assert result.exit_code == 2 and len(result.stderr.splitlines()) <= 2
 

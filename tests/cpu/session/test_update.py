@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -155,6 +156,7 @@ def test_another_bundle_brings_the_first_weights_back(bundle: Path) -> None:
         program.update(weights_of(tiny(3)))
         program.update(str(bundle / archive.WEIGHTS))
         check(program, tiny(0))
+        assert program.updated, "it says that weights were put in place, not that they differ"
 
 
 def test_what_is_not_finite_is_a_number_too(bundle: Path) -> None:
@@ -270,6 +272,88 @@ def test_what_does_not_fit_changes_nothing(bundle: Path, tmp_path: Path, what: s
         check(session, tiny(0))
 
 
+def under(prefix: str, weights: dict[str, Any]) -> dict[str, Any]:
+    return {prefix + name: value for name, value in weights.items()}
+
+
+HINTS: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no file": (lambda folder: folder / "none.safetensors", "give the path of a .safetensors file"),
+    "shard missing": (lambda folder: sharded(folder, gone="model-00002-of-00002.safetensors"), "give the path of a .safetensors"),
+    "cut data": (lambda folder: cut(folder, -4), "save the checkpoint again, or copy it whole"),
+    "text": (lambda folder: text(folder), "save the checkpoint again, or copy it whole"),
+    "index text": (lambda folder: index(folder, "{"), "save the checkpoint again, or copy it whole"),
+    "parallel": (lambda folder: under("module.", weights_of(tiny(7))), "remove the prefix 'module.' from the names"),
+    "two prefixes": (lambda folder: under("module._orig_mod.", weights_of(tiny(7))), "remove the prefix 'module._orig_mod.' from"),
+    "some with a prefix": (
+        lambda folder: {**weights_of(tiny(7)), **under("ema.", weights_of(tiny(8)))}, "give what the model's state_dict has"
+    ),
+    "name": (lambda folder: with_other("0.wieght", torch.ones(1)), "give what the model's state_dict has"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", HINTS)
+def test_what_does_not_fit_is_told_its_cure(bundle: Path, tmp_path: Path, what: str) -> None:
+    make, cure = HINTS[what]
+    with cgbundle.load(bundle) as program, raises("update-invalid") as caught:
+        program.update(make(tmp_path))
+    assert caught.value.hint.startswith(cure)
+
+
+def test_the_hint_of_names_that_lack_a_prefix(odd_bundle: Path) -> None:
+    with cgbundle.load(odd_bundle) as program, raises("update-invalid", match="no weight 'weight'") as caught:
+        program.update({"weight": torch.ones(11, 6)}, partial=True)
+    assert caught.value.hint == "put the prefix 'embedding.' before the names"
+
+
+# --- packed weights -----------------------------------------------------------------------------------------------
+
+
+def quantized(seed: int) -> torch.nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return torch.ao.quantization.quantize_dynamic(tiny(seed), {torch.nn.Linear}, dtype=torch.qint8)
+
+
+def unpacked(layer: Any, name: str) -> dict[str, torch.Tensor]:
+    weight = layer.weight()
+    held = {"weight": weight.int_repr(), "scale": torch.tensor(weight.q_scale()), "bias": layer.bias().detach()}
+    return under(f"{name}._packed_params.", held)
+
+
+@pytest.fixture(scope="module")
+def quantized_bundle() -> Path:
+    folder = shared_build(
+        "quantized",
+        lambda at: cgcompile.build(
+            quantized(0), lambda batch: (torch.randn(batch, 6),), sizes=[4], out=at / "quantized.cgb", target="cpu"
+        ),
+    )
+    return folder / "quantized.cgb"
+
+
+def test_a_packed_state_dict_is_refused_with_the_names_that_fit(quantized_bundle: Path) -> None:
+    state = quantized(0).state_dict()
+    tensors = {name: value for name, value in state.items() if isinstance(value, torch.Tensor)}
+    with cgbundle.load(quantized_bundle) as program:
+        before = program(X)
+        for given in (state, tensors, {"0.scale": state["0.scale"]}, {"0._packed_params.dtype": torch.qint8}):
+            with raises("update-invalid", match="but '0._packed_params.*weight'") as caught:
+                program.update(given, partial=True)
+            assert "weight().int_repr()" in caught.value.hint
+        assert torch.equal(program(X), before)
+
+
+def test_unpacked_weights_are_taken(quantized_bundle: Path) -> None:
+    model = quantized(7)
+    with cgbundle.load(quantized_bundle) as program:
+        check(program, quantized(0))
+        program.update({**unpacked(model[0], "0"), **unpacked(model[2], "2")})
+        check(program, model)
+
+
+# --- files that change --------------------------------------------------------------------------------------------
+
+
 def test_a_file_that_is_written_to_meanwhile_changes_nothing(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from cgbundle.session.weight_contents import OpenFile
 
@@ -375,7 +459,7 @@ def test_the_exam_is_about_the_first_weights(bundle: Path) -> None:
         assert all(result.exact or result.error <= result.tolerance for result in exam.replay_exam(program))
         program.update(weights_of(tiny(7)))
         assert program.updated and program.session().updated
-        with raises("exam-outdated", match="has other weights than those that its exam is about"):
+        with raises("exam-outdated", match="was updated, and its exam is about the weights that were loaded"):
             exam.replay_exam(program)
         program.warmup()
         check(program, tiny(7))

@@ -7,25 +7,46 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from cgbundle.format.schema import Dimension
 from cgcompile.export.export import export
 from cgcompile.export.functionalization import functional
 from cgcompile.export.signature import describe_signature
 from cgcompile.model.load import load_source
+from cgcompile.model.source import Source
+from cgcompile.pipeline.build import _padded
 from cgcompile.transforms.padding import proof
 from cgcompile.transforms.padding.proof import prove_padding
-from cgcompile.transforms.prepared import prepare
+from cgcompile.transforms.prepared import Prepared, prepare
 from tests.cpu.models import Batched, rows
 
+Sizes = dict[str, tuple[int, ...]]
 
-def decide(
-    model: torch.nn.Module, inputs: Callable[..., object], sizes: dict[str, tuple[int, ...]]
-) -> dict[str, tuple[str, bool, str]]:
+
+def proved(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) -> tuple[Source, Prepared, tuple[Dimension, ...]]:
     source = load_source(model, inputs)
     exported = export(source, sizes)
     functionalized = {key: functional(program) for key, program in exported.programs.each}
     prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
-    proved = prove_padding(source, prepared, sizes, lambda text: None)
-    return {dimension.name: (dimension.pad, dimension.chunk, dimension.reason) for dimension in proved}
+    return source, prepared, prove_padding(source, prepared, sizes, lambda text: None)
+
+
+def decide(model: torch.nn.Module, inputs: Callable[..., object], sizes: Sizes) -> dict[str, tuple[str, bool, str]]:
+    _, _, found = proved(model, inputs, sizes)
+    return {dimension.name: (dimension.pad, dimension.chunk, dimension.reason) for dimension in found}
+
+
+@pytest.mark.parametrize(
+    ("function", "told"),
+    [
+        (lambda x: x + torch.rand_like(x), "batch never padded: forward() draws random numbers, and others for other sizes"),
+        (lambda x: x - x.mean(0), "batch never padded"),
+        (lambda x: x * 2, "batch padded"),
+    ],
+    ids=["random", "tried", "rows"],
+)
+def test_a_build_says_why_nothing_was_tried(function: Callable[[torch.Tensor], torch.Tensor], told: str) -> None:
+    source, prepared, found = proved(Batched(function), rows, {"batch": (2, 5)})
+    assert _padded([source], [prepared], [found]) == told
 
 
 @pytest.mark.parametrize(

@@ -132,7 +132,7 @@ def test_inputs_that_are_plain_tensors_may_be_named_in_any_order() -> None:
 def test_a_call_without_inputs_takes_nothing() -> None:
     flatten = flattener({"call": []}, ())
     assert list(flatten((), {})) == []
-    with raises("input-structure", match=r"expected at most 0 inputs \(\), got 1"):
+    with raises("input-structure", match=r"^expected no input, got 1$"):
         flatten((1,), {})
 
 

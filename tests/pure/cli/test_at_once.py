@@ -98,7 +98,7 @@ BOTH = ("--sizes", "batch=1,4", "--sizes", "seq=8")
         (("build", "package.models:other", *BOTH), 2, "module 'package.models' has no attribute 'other'"),
         (("build", "package.models:model.part", "--sizes", "8"), 2, "the model declares 2 dimensions (batch, seq): name each"),
         (("build", "nosuch.pt2"), 2, "nosuch.pt2: no such file"),
-        (("build", "false.pt2"), 1, "false.pt2: torch.export.load failed: not a zip archive"),
+        (("build", "false.pt2"), 1, "false.pt2: not a zip archive, as a saved program is"),
         (("build", "broken.py", "--sizes", "1"), 1, "broken.py:1: invalid syntax: import torch; def"),
         (("build", "half.py", "--sizes", "1"), 1, "half.py: no inputs() in it"),
         (("build", "model.py", "--sizes", "batch=0", "--sizes", "seq=8"), 2, "batch=0 is not a positive whole number"),

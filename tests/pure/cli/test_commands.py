@@ -272,7 +272,8 @@ def test_verify_finds_all_damage(bundle: Path) -> None:
     ):
         assert text in result.stdout
     told = json.loads(call("verify", bundle, "--json").stdout)
-    assert not told["ok"] and [each["kind"] for each in told["damage"]] == ["FileDamaged"] * 4
+    assert not told["ok"] and [each["code"] for each in told["damage"]] == ["file-damaged"] * 4
+    assert set(told["damage"][0]) == {"code", "message", "where", "fix"}
 
 
 def test_verify_wants_an_exam_for_every_key(bundle: Path) -> None:

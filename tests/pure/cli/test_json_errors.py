@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from typer.testing import CliRunner
 
-from cgbundle.errors import place
+from cgbundle import exam
+from cgbundle.errors import CATALOGUE, place
 from cgbundle.format import archive
 from cgcompile_cli import errors, main
 from cgcompile_cli.signals import Stopped
@@ -56,6 +58,25 @@ def test_damage_has_the_exit_status_1(tmp_path: Path) -> None:
     (bundle / archive.MANIFEST).write_text("{")
     status, error, _ = call("inspect", bundle)
     assert (status, error["code"]) == (1, "manifest-invalid")
+
+
+def test_an_exam_that_this_machine_cannot_replay_is_an_error_and_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
+    answer = {"error": "the bundle is for sm_90: no GPU here", "hint": "", "code": "wrong-machine", "exit_code": 2}
+    monkeypatch.setattr(exam, "fresh", lambda path, keys=(): answer)
+    status, error, told = call("verify", bundle, "--run")
+    assert (status, error["code"], error["message"]) == (2, "wrong-machine", answer["error"])
+    assert error["fix"] == CATALOGUE["wrong-machine"].hint and told.startswith(f"error: {answer['error']}\nhint: ")
+
+
+def test_a_process_that_ends_without_an_answer_is_an_error_with_a_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    bundle = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
+    (tmp_path / "python").write_text("#!/bin/sh\necho 'free(): invalid pointer' >&2\nkill -ABRT $$\n")
+    (tmp_path / "python").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
+    status, error, _ = call("verify", bundle, "--run")
+    assert (status, error["code"], error["where"]) == (1, "exam-crashed", str(bundle))
+    assert error["message"].endswith("was killed by signal 6: free(): invalid pointer")
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ import pytest
 
 from cgbundle.cuda import launches
 from cgbundle.cuda import weight_upload as upload
-from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
+from cgbundle.errors import BundleError, CallError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.schema import Manifest, Program, Region, Step, Value
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.loader import MODES
@@ -323,8 +323,8 @@ def test_strides_of_single_rows_do_not_matter(fake: LateDriver, regions: Regions
 def test_a_region_that_fails(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
     backend = opened(*bundle)
     given = inputs(KEYS[0])
-    regions.opened[FILES[1]].error = MachineError("library-refused", f"{FILES[1]}: index out of range")
-    with raises("library-refused", match="index out of range"):
+    regions.opened[FILES[1]].error = CallError("operation-refused", f"{FILES[1]}: index out of range")
+    with raises("operation-refused", match="index out of range"):
         call(backend, 0, given)
     regions.opened[FILES[1]].error = None
     assert call(backend, 0, given) == answer(given)

@@ -72,7 +72,7 @@ def shown(progress: Any, stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(sys, "stderr", stream)
     with watcher(progress) as tell, Stages(tell)("lower") as say:
         say("3 of 4 kernels")
-        say("4 kernels")
+        say.result("4 kernels")
     return stream.getvalue()
 
 
@@ -94,6 +94,16 @@ def test_a_finished_stage_is_a_line_and_the_running_one_is_written_over(monkeypa
     *over, last = text.rstrip("\n").split("\r")
     assert last.startswith("lower ") and last.endswith("4 kernels") and "3 of 4 kernels" in "".join(over)
     assert all(not line.strip() or "lower" in line for line in over)
+
+
+def test_what_a_stage_gave_is_told_once() -> None:
+    told: list[Event] = []
+    with Stages(told.append)("lower") as say:
+        say.result("0 kernels")
+        say("3 of 4 kernels")
+        say.result("4 kernels")
+    assert [(event.state, event.text) for event in told] == [("start", ""), ("detail", "3 of 4 kernels"), ("done", "4 kernels")]
+    assert 0.0 == told[0].seconds < told[1].seconds <= told[2].seconds
 
 
 def test_a_stage_that_fails_leaves_no_line(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,12 @@ from collections.abc import Sequence
 
 import pytest
 
-from cgbundle.errors import CgbundleError, MachineError
+from cgbundle.errors import CallError, CgbundleError, MachineError
 from cgbundle.format.schema import TensorSpec
 from cgbundle.tensors.index_ranges import explained
 from tests.helpers.bundles.fabricate import spec
 
-FAULT = MachineError("library-refused", "host/model.so: index out of bounds: 0 <= tmp3 < 100L")
+FAULT = CallError("operation-refused", "host/model.so: index out of bounds: 0 <= tmp3 < 100L")
 CODES = {"int64": "q", "int32": "i", "uint8": "B"}
 
 
@@ -24,14 +24,13 @@ def ids(low: int = 0, high: int = 100, dtype: str = "int64") -> TensorSpec:
 
 def asked(
     values: Sequence[int], shape: Sequence[int], strides: Sequence[int] | None = None, first: int = 0, *,
-    of: TensorSpec | None = None, device: int | None = None, error: CgbundleError = FAULT,
+    of: TensorSpec | None = None, device: int | None = None, error: CgbundleError = FAULT, writes: bool = False,
 ) -> CgbundleError:  # fmt: skip
     row = of or ids()
     memory = array(CODES[row.dtype], values)
     address = memory.buffer_info()[0] + first * memory.itemsize
-    return explained(
-        error, [spec("mask", "batch"), row], [(0, (1,), "float32", None, None), (address, shape, row.dtype, strides, device)]
-    )
+    found = [(0, (1,), "float32", None, None), (address, shape, row.dtype, strides, device)]
+    return explained(error, [spec("mask", "batch"), row], found, writes=writes)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +71,19 @@ def test_what_it_cannot_be_stays_as_it_is() -> None:
     assert asked([500], (1,), error=closed) is closed
 
 
+def test_a_call_that_writes_to_state_says_what_became_of_it() -> None:
+    known, unknown, closed = (
+        asked([100], (1,), writes=True),
+        asked([5], (1,), writes=True),
+        MachineError("library-missing", "no torch"),
+    )
+    assert known.code == "input-value" and known.hint.endswith("reset() brings back what it held at first")
+    assert (unknown.code, str(unknown)) == (FAULT.code, str(FAULT)) and "may hold a part of it" in unknown.hint
+    assert asked([500], (1,), error=closed, writes=True) is closed
+
+
 def test_a_large_input_is_searched_in_a_moment() -> None:
     memory = (ctypes.c_int64 * 1_000_000)()
     memory[999_999] = 100
-    error = explained(FAULT, [ids()], [(ctypes.addressof(memory), (1000, 1000), "int64", None, None)])
+    error = explained(FAULT, [ids()], [(ctypes.addressof(memory), (1000, 1000), "int64", None, None)], writes=False)
     assert str(error) == "input 'ids': value 100 at [999, 999] is outside 0..99"

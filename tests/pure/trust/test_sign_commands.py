@@ -154,7 +154,7 @@ def test_verify_refuses(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) 
     flip(signed / archive.SIGNATURE)
     for options in ((), ("--key", ours.public)):
         told = json.loads(call("verify", signed, *options, "--json").stdout)
-        assert [each["kind"] for each in told["damage"]] == ["SignatureWrong", "FileDamaged"] and told["signature"] is None
+        assert [each["code"] for each in told["damage"]] == ["signature-wrong", "file-damaged"] and told["signature"] is None
 
 
 def test_the_process_that_replays_the_exam_checks_the_signature_again(signed: Path, pairs: tuple[Pair, Pair]) -> None:

@@ -1,0 +1,66 @@
+"""A bundle without the weights that its case makes again: hundreds of them are built on one machine and compared on another."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from cgbundle.format import archive, safetensors
+
+KEPT = "weights.kept"
+"""In place of the weights: a line of JSON with the names and ranges that are left out, and all other bytes in their order."""
+
+
+def leave_out_weights(bundle: Path, module: torch.nn.Module) -> None:
+    """Changes a bundle in place: it cannot be loaded until `with_weights`."""
+    path, own = bundle / archive.WEIGHTS, _tensors(module)
+    with open(path, "rb") as file:
+        entries = safetensors.read_header(file, str(path))
+    data = memoryview(path.read_bytes())
+    left_out = [
+        (name, entry.begin, entry.end)
+        for name, entry in entries.items()
+        if name in own and _bytes(own[name]) == data[entry.begin : entry.end]
+    ]
+    with open(bundle / KEPT, "wb") as file:
+        file.write(json.dumps({"size": len(data), "left_out": left_out}).encode() + b"\n")
+        place = 0
+        for _, begin, end in left_out:
+            file.write(data[place:begin])
+            place = end
+        file.write(data[place:])
+    path.unlink()
+
+
+def with_weights(bundle: Path, module: torch.nn.Module, into: Path) -> Path:
+    """The bundle, or a copy in the folder `into` that has the weights again.  Raises ValueError where they are others."""
+    if not (bundle / KEPT).exists():
+        return bundle
+    made, own = into / bundle.name, _tensors(module)
+    shutil.copytree(bundle, made, ignore=shutil.ignore_patterns(KEPT))
+    line, _, rest = (bundle / KEPT).read_bytes().partition(b"\n")
+    about, parts, place, used = json.loads(line), [], 0, 0
+    for name, begin, end in [*about["left_out"], ("", about["size"], about["size"])]:
+        parts += [rest[used : used + begin - place], _bytes(own[name]) if name else b""]
+        used, place = used + begin - place, end
+    data = b"".join(parts)
+    (made / archive.WEIGHTS).write_bytes(data)
+    files = {each.path: each.sha256 for each in archive.read_manifest(str(made)).files}
+    if hashlib.sha256(data).hexdigest() != files[archive.WEIGHTS]:
+        raise ValueError(f"{bundle}: the case makes other weights here")
+    return made
+
+
+def _tensors(module: torch.nn.Module) -> Mapping[str, torch.Tensor]:
+    return {**dict(module.named_parameters(remove_duplicate=False)), **dict(module.named_buffers(remove_duplicate=False))}
+
+
+def _bytes(tensor: torch.Tensor) -> bytes:
+    """Row-major."""
+    plain = tensor.detach().cpu().contiguous().reshape(-1)
+    return plain.view(torch.uint8).numpy().tobytes() if plain.numel() else b""
