@@ -109,9 +109,7 @@ def _report(
             entry = EntrySpec(source=source, prepared=prepared, sizes=wanted, dimensions=(), placements=checked.placements)
             if recorder == "trace":
                 found += operators_without_kernel(prepared, checked.placements, wanted, named)
-        if any(finding.rule == "data-dependent-branch" for finding in found):
-            unpartitioned = "the program holds one way through a branch or loop alone"
-        elif target == "cuda":
+        if target == "cuda":
             try:
                 largest = tuple([values[-1] for values in wanted.values()])
                 program = exported.programs.at(largest)
