@@ -96,9 +96,9 @@ def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
     What it looks for: Python asks a tensor for its truth during the export, which then goes on as the example inputs did.
     Why CUDA forbids it: a graph is a fixed order of kernels, and torch.export records one path through Python.
     Effect: no bundle can be built, but where one side fails (asserted-value).
-    Fix: `torch.where(condition, a, b)`; or `torch.cond`, whose branches both become part of the graph; for a loop over what was
-    chosen (`for expert in hit.nonzero()`), one over all, with a weight of 0 for the rest; for an assertion
-    `torch._assert_async(condition)`.
+    Fix: `torch.where(condition, a, b)`; or `torch.cond`, whose branches both become part of the graph.  For a loop that data ends
+    (`range(int(n))`, `while`, a `break`) `torch.while_loop`; for a loop over what was chosen (`for expert in hit.nonzero()`), one
+    over all, with a weight of 0 for the rest; for an assertion `torch._assert_async(condition)`.
     Source: torch.export refuses it as GuardOnDataDependentSymNode; "Control flow - Cond" in the torch documentation.
     """
     for obstacle in context.obstacles("data-dependent-branch"):

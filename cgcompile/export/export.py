@@ -20,6 +20,7 @@ from ..model import dynamic_axes as axes
 from ..model.flat_module import FlatModule, unwatched
 from ..model.nondeterminism.generators import Generator, generators, states
 from ..model.nondeterminism.repeated_calls import Observed, Results, apart, observed, outside_values, results, unrepeated
+from ..model.pytree import DENSE, not_dense
 from ..model.side_effects import NOTHING, Asserted, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample, written_method
 from ..model.tracing.attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
@@ -67,7 +68,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
 def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
-    _make_dense(source.model)
+    _make_dense(source)
     flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
     calls: list[SideEffects] = []
     flat.watch = calls.append
@@ -143,7 +144,7 @@ def _as_eager(
     try:
         return _made(source, flat, shapes, sizes, calls)
     except ModelError as error:
-        if error.code != "export-differs":
+        if error.code not in ("export-differs", "numpy-untraceable"):
             raise
         why = error
     for questions in (FLAGS_ALONE, KNOWN, ALL):
@@ -258,9 +259,15 @@ def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...
     return found
 
 
-def _make_dense(model: torch.nn.Module) -> None:
-    """Weights with gaps or overlaps (an expanded buffer, a slice) become row-major copies: a bundle stores dense tensors only."""
-    for module in model.modules():
+def _make_dense(source: Source) -> None:
+    """Weights with gaps or overlaps (an expanded buffer, a slice) become row-major copies: a bundle stores dense tensors only.
+
+    Raises dtype-unsupported for one that is sparse or nested."""
+    for name, weight in [*source.model.named_parameters(), *source.model.named_buffers()]:
+        if kind := not_dense(weight):
+            text = f"{source.label}: weight {name!r} is {kind}: a bundle holds dense tensors"
+            raise ModelError("dtype-unsupported", text, f"make it dense: {DENSE[kind]}")
+    for module in source.model.modules():
         for name, buffer in module._buffers.items():
             if buffer is not None and not buffer.permute(memory_order(buffer)).is_contiguous():
                 module._buffers[name] = buffer.contiguous()

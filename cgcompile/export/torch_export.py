@@ -235,6 +235,10 @@ def _constants(fixes: str) -> dict[str, str]:
     return dict(re.findall(r"^\s*(\w+) = (\d+)\s*$", fixes, re.MULTILINE))
 
 
+NUMPY = ".numpy() is not supported for tensor subclasses"
+"""What torch (2.11, 2.13) says where NumPy asks a traced tensor for its values."""
+
+
 def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
     """The error for what torch.export raised; `sizes` are those of the dimensions that were dynamic."""
     text = str(error)
@@ -260,6 +264,8 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
     if isinstance(error, DynamicOutputShapeException) or (isinstance(error, TypeError) and "but got FakeTensor" in text):
         what = f" ({error.func})" if isinstance(error, DynamicOutputShapeException) else ""
         return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}")
+    if NUMPY in text:
+        return ModelError("numpy-untraceable", f"{place}: NumPy cannot be traced: torch.export has no values to give it")
     if not sizes and found_place and type(error).__module__ == "builtins" and "torch.export" not in text:
         # raised by the model's own code, which eager PyTorch could run
         said = f"{type(error).__name__}: {first_line(error)}"

@@ -144,8 +144,25 @@ def _check_tensor(value: torch.Tensor, path: str) -> None:
     where = path or "output"
     if dtype_name(value.dtype) not in DTYPES:
         raise ModelError("dtype-unsupported", f"{where}: dtype {value.dtype} cannot be held in a bundle")
-    if value.layout is not torch.strided or value.is_quantized or value.is_nested:
-        raise ModelError("dtype-unsupported", f"{where}: expected a dense tensor, got layout {value.layout}")
+    if kind := not_dense(value):
+        raise ModelError(
+            "dtype-unsupported", f"{where}: expected a dense tensor, got a {kind} one", f"make it dense: {DENSE[kind]}"
+        )
+
+
+DENSE = {"nested": ".to_padded_tensor(0)", "quantized": ".dequantize()", "sparse": ".to_dense()", "blocked": ".to_dense()"}
+"""How a tensor of each kind is made dense."""
+
+
+def not_dense(value: torch.Tensor) -> str:
+    """The key of DENSE for a tensor that is not dense, or ""."""
+    if value.is_nested:
+        return "nested"
+    if value.is_quantized:
+        return "quantized"
+    if value.layout is torch.strided:
+        return ""
+    return "blocked" if value.is_mkldnn else "sparse"
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -13,13 +13,13 @@ BRANCH = "Python needs the value of a tensor to know how to go on"
 ASSERTED = "Python goes on only where this has the value that it has for the example inputs; the bundle asserts it"
 """The obstacle of asserted-value, in words."""
 
-BRANCH_FIX = "choose with torch.where, or write torch.cond; make in forward() what is always the same, such as a mask of ones"
+BRANCH_FIX = "choose with torch.where or torch.cond, loop with torch.while_loop; make what never changes in forward()"
 LOOP_FIX = "loop over all there is (every expert), with a weight of 0 for what is not chosen"
 
 
 def branch_fix(line: str) -> str:
     """What to do about a line where Python needs the value of a tensor."""
-    return LOOP_FIX if line.startswith("for ") else BRANCH_FIX
+    return LOOP_FIX if line.startswith("for ") and " in range(" not in line else BRANCH_FIX
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

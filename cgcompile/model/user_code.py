@@ -43,8 +43,9 @@ def is_user_file(filename: str) -> bool:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line that says something."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "no message")
+    """The first line that says something, without the place in a library's C++ that raised it."""
+    lines = [LIBRARY_SOURCE.sub(" ", line).strip() for line in str(error).splitlines()]
+    return next(filter(None, lines), "no message")
 
 
 def here() -> tuple[str, str]:
@@ -87,6 +88,9 @@ def user_place(error: BaseException) -> tuple[str, str]:
             return f"{shown(frame.filename)}:{frame.lineno}", (frame.line or "").strip()
     return "", ""
 
+
+LIBRARY_SOURCE = re.compile(r'(?:\s*\bat )?"?(?:/|\.\./)[^\s"]*\.(?:cpp|cc|cu|cuh|h)"?:\d+[:,.]?\s*')
+"""`/pytorch/aten/src/x.cpp:12: `, ` at "/pytorch/c10/x.cpp":12, `: a file of the machine that torch was built on."""
 
 STRING = re.compile(r"""'[^']*'|"[^"]*"|#.*""")
 """What brackets do not count in: a string, a comment."""

@@ -1,0 +1,89 @@
+"""What a model holds, gives or computes with that no bundle takes: refused in one line, with what to do instead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+import cgcompile
+from cgcompile.model.user_code import first_line
+from tests.helpers.raising import raises
+
+
+class Model(nn.Module):
+    def __init__(self, function: Callable[..., Any], weight: torch.Tensor | None = None) -> None:
+        super().__init__()
+        self.function = function
+        if weight is not None:
+            self.s = nn.Parameter(weight)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def report(model: nn.Module, target: str = "cpu") -> Any:
+    return cgcompile.check(model.eval(), lambda batch: (torch.randn(batch, 8),), sizes=[1, 8], target=target)
+
+
+def test_a_sparse_weight_is_named() -> None:
+    sparse = Model(lambda m, x: torch.sparse.mm(m.s, x.t()).t(), torch.eye(8).to_sparse())
+    with raises("dtype-unsupported", match="weight 's' is sparse") as caught:
+        report(sparse)
+    assert caught.value.hint == "make it dense: .to_dense()"
+
+
+@pytest.mark.parametrize(
+    ("function", "kind", "cure"),
+    [
+        (lambda m, x: torch.nested.nested_tensor([x, x]), "nested", ".to_padded_tensor(0)"),
+        (lambda m, x: x.to_sparse(), "sparse", ".to_dense()"),
+    ],
+)
+def test_an_output_that_is_not_dense_is_named(function: Callable[..., Any], kind: str, cure: str) -> None:
+    with raises("dtype-unsupported", match=f"expected a dense tensor, got a {kind} one") as caught:
+        report(Model(function))
+    assert caught.value.hint.endswith(cure)
+
+
+def test_numpy_inside_of_forward_is_named_at_its_line() -> None:
+    with raises("numpy-untraceable", match=r"test_refused_values.py:\d+: NumPy cannot be traced"):
+        report(Model(lambda m, x: torch.from_numpy(numpy.sort(x.detach().numpy(), 0)) + x))
+
+
+def ended_by_data(model: Model, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(int(x.sum().abs().item()) % 5):
+        x = x * 2
+    return x
+
+
+def ended_early(model: Model, x: torch.Tensor) -> torch.Tensor:
+    for _ in range(3):
+        x = x * 2
+        if x.abs().max() < 1e-3:
+            break
+    return x
+
+
+@pytest.mark.parametrize("function", [ended_by_data, ended_early])
+def test_a_loop_that_data_ends_is_told_of_while_loop(function: Callable[..., Any]) -> None:
+    made = report(Model(function), "cuda")
+    (found,) = [each for each in made.findings if each.severity == "refuse"]
+    assert found.rule == "data-dependent-branch" and "torch.while_loop" in found.fix
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        ("/__w/pytorch/build/aten/src/ATen/Register_0.cpp:9486: SymIntArrayRef expected", "SymIntArrayRef expected"),
+        ('x INTERNAL ASSERT FAILED at "/pytorch/c10/core/a.cpp":12, please report', "x INTERNAL ASSERT FAILED please report"),
+        ("../aten/src/x.h:3\n\nwrong size", "wrong size"),
+        ("model.py:3: wrong size", "model.py:3: wrong size"),
+    ],
+)
+def test_no_message_names_a_file_that_a_library_was_built_from(raised: str, said: str) -> None:
+    assert first_line(RuntimeError(raised)).replace("  ", " ") == said
