@@ -20,7 +20,7 @@ FAULTS = ("operation-refused", "driver-failed")
 """What a replay raises where compiled code finds an index out of range."""
 
 HALF_DONE = ("operation-refused", "assertion-failed", "input-value")
-"""What is raised in the middle of a call, as in eager PyTorch: what it wrote before stays."""
+"""What is raised in the middle of a call: what it wrote before stays, also where eager PyTorch checks first."""
 
 WRITTEN = "; state that the call writes to may hold a part of it: reset() brings back what it held at first"
 
