@@ -22,7 +22,7 @@ from ..targets.architectures import arch
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts, build_key
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
-from ..targets.kernels.conditions import conditional_driver
+from ..targets.kernels.graph_driver import graph_driver
 from ..targets.kernels.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
 from ..targets.weights import fixed_weights, shapes_of, table_rows, write_tables, write_weights
@@ -93,7 +93,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 parts = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
                 tell.result(_proved(spec, parts))
     peer = [("peer", world.size * world.stride) for world in planned.world]
-    driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
+    driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
