@@ -12,10 +12,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import cast_symbool_to_symint_guardless
 
 from cgbundle.format.schema import Parameter
 from cgcompile.checks import check, refuse
-from cgcompile.export.assertions import _use_asserted_numbers, asserted
+from cgcompile.export.assertions import _use_asserted_numbers, asserted, spell_conditions
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
 from cgcompile.export.functionalization import functional
@@ -116,8 +117,13 @@ def test_an_assertion_about_a_whole_tensor_can_be_made_functional() -> None:
         torch._check_tensor_all(x < 10)
         return x + 1
 
-    program = exported(function, batch=(2, 4)).programs.first
-    assert len(functional(program).user_outputs) == 1
+    program = functional(exported(function, batch=(2, 4)).programs.first)
+    assert len(program.user_outputs) == 1
+    module = program.module()
+    spell_conditions(module)
+    assert not module.graph.find_nodes(op="call_function", target=cast_symbool_to_symint_guardless), (
+        "as a region of the host has it"
+    )
 
 
 def test_an_assertion_without_a_message_gets_the_users_line() -> None:
