@@ -68,8 +68,8 @@ class KeptFile:
 
 
 def is_kept(descriptor: int, end: int = 0) -> bool:
-    """Whether a KeptFile of the open file is alive, in any process of this machine, and on NFS of others; with `end`, one whose lock
-    begins before that byte.  Takes no lock itself.  Raises OSError where the file system has no locks."""
+    """Whether a KeptFile of the open file is alive, in any process of this machine, and on NFS of others.  With `end`, one whose
+    lock begins before that byte.  Takes no lock itself.  Raises OSError where the file system has no locks."""
     asked = LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, end, 0)
     return bool(LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
 
