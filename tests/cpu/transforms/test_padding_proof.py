@@ -10,7 +10,7 @@ import torch
 from cgbundle.format.schema import Dimension
 from cgcompile.export.export import export
 from cgcompile.export.functionalization import functional
-from cgcompile.export.signature import describe_signature
+from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source
 from cgcompile.pipeline.build import _padded
