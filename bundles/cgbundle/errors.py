@@ -10,7 +10,7 @@ import os
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from typing import Any, ClassVar
 
 
@@ -93,6 +93,13 @@ class EntryMissing(CallError, KeyError):
     """The bundle has no such entry."""
 
     __str__ = Exception.__str__
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """What an error says behind a name that is none of `known`: " (did you mean decode?)", or "" where none is near."""
+    from difflib import get_close_matches  # only where something is wrong
+
+    return "".join([f" (did you mean {near}?)" for near in get_close_matches(name, known, 1, 0.6)])
 
 
 def place(message: str) -> str:

@@ -28,7 +28,7 @@ def settle_assertions(program: ExportedProgram) -> None:
     """Changes the program in place."""
     _drop_ranges_of_floats(program)
     _name_assertions(program)
-    _spell_conditions(program)
+    spell_conditions(program.graph_module)
     _use_asserted_numbers(program)
     _drop_unread_numbers(program)
 
@@ -93,10 +93,11 @@ SAID = 240
 """Characters of what a failed assertion says."""
 
 
-def _spell_conditions(program: ExportedProgram) -> None:
-    """torch 2.11 writes an assertion about a condition (torch._check_tensor_all) as comparisons of a number made of it, which it
-    cannot trace again: those with 1 become the condition itself."""
-    for node in list(program.graph.nodes):
+def spell_conditions(module: torch.fx.GraphModule) -> None:
+    """Changes a graph in place, after every new trace.  torch 2.11 writes an assertion about a condition
+    (torch._check_tensor_all) as comparisons of a number made of it, which it cannot trace again: those with 1 become the condition
+    itself."""
+    for node in list(module.graph.nodes):
         if node.target is cast_symbool_to_symint_guardless:
             (condition,) = node.args
             for user in list(node.users):
@@ -105,7 +106,7 @@ def _spell_conditions(program: ExportedProgram) -> None:
                     user.target in (operator.eq, operator.ge) or (user.target is operator.le and asserts)
                 ):
                     user.replace_all_uses_with(condition)
-                    program.graph.erase_node(user)
+                    module.graph.erase_node(user)
             if not node.users:
-                program.graph.erase_node(node)
-    program.graph_module.recompile()
+                module.graph.erase_node(node)
+    module.recompile()

@@ -25,7 +25,7 @@ from ..checks.repeatability import widened_bound
 from ..export.export import export, refuse_branches
 from ..export.exported import Exported
 from ..export.programs import Programs, with_shared_constants
-from ..export.signature import describe_signature
+from ..export.signature.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
 from ..model.load import checked_chains, load_sources

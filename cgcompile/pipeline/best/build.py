@@ -24,7 +24,7 @@ from ...bundle.emit import describe_size
 from ...bundle.exam import KeyExam, eager_exam, on_cpu
 from ...capture.build import CutProgram, cut_stage, emit, prepare_recording
 from ...capture.processes import RecorderProcesses
-from ...capture.recorder import Recordable
+from ...capture.recordable import Recordable
 from ...model.flat_module import PREFIX
 from ...offline.trace import KERNELS
 from ...targets.build_spec import BuildSpec, ManifestParts, build_key

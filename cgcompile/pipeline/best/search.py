@@ -12,7 +12,8 @@ from cgbundle.errors import CgbundleError
 
 from ...capture.build import start
 from ...capture.processes import RecorderProcesses, recorder_processes
-from ...capture.recorder import Recordable, fitting, record_level
+from ...capture.recordable import Recordable
+from ...capture.recorder import fitting, record_level
 from ...capture.request import PRIME, RECORD
 from ...targets.build_spec import BuildSpec
 from ...util.progress import Tell

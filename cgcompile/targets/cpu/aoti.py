@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from cgbundle.cpu.processor import processor_flags
 
 from ...errors import BuildError
+from ...export.assertions import spell_conditions
 from ...partition.straight_parts import written_tensors
 from ...util.imports import quick_imports
 from ..compiler_errors import explain
@@ -170,6 +171,7 @@ def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[
     from .symbols import decided_alike, named_assertions  # late, as what `compile_cpu` imports
 
     module = _apart(with_buffers(program.module()), shared)
+    spell_conditions(module)
     given = [None for _ in module.graph.find_nodes(op="placeholder")]
     state = [each for each in written_tensors(module, given) if isinstance(each, torch.Tensor)]
     before = [each.detach().clone() for each in state]

@@ -12,14 +12,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+from torch.fx.experimental.symbolic_shapes import cast_symbool_to_symint_guardless
 
 from cgbundle.format.schema import Parameter
 from cgcompile.checks import check, refuse
-from cgcompile.export.assertions import _use_asserted_numbers, asserted
+from cgcompile.export.assertions import _use_asserted_numbers, asserted, spell_conditions
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
-from cgcompile.export.functionalization import functional
-from cgcompile.export.signature import describe_signature
+from cgcompile.export.functionalization import functional, functional_form
+from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.declared_sizes import assumed_sizes, declared_sizes
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source, sample
@@ -118,6 +119,11 @@ def test_an_assertion_about_a_whole_tensor_can_be_made_functional() -> None:
 
     program = exported(function, batch=(2, 4)).programs.first
     assert len(functional(program).user_outputs) == 1
+    module = functional_form(program).module()
+    spell_conditions(module)
+    assert not module.graph.find_nodes(op="call_function", target=cast_symbool_to_symint_guardless), (
+        "as a region of the host has it"
+    )
 
 
 def test_an_assertion_without_a_message_gets_the_users_line() -> None:

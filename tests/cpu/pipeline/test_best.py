@@ -20,7 +20,8 @@ from cgbundle.tables import codec
 from cgbundle.tables.recording import Address, MemcpyNode, ModuleState, Recording, Relocation
 from cgcompile.bundle.exam import ReplayedBytes
 from cgcompile.capture import build as capture_build
-from cgcompile.capture.recorder import Recordable, Recorded, Replay
+from cgcompile.capture.recordable import Recordable
+from cgcompile.capture.recorder import Recorded, Replay
 from cgcompile.errors import BuildError, ModelError
 from cgcompile.offline.trace import KERNELS
 from cgcompile.pipeline import build as pipeline_build

@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from cgbundle.format.schema import Dimension
 from cgcompile.export.export import export
 from cgcompile.export.functionalization import functional
-from cgcompile.export.signature import describe_signature
+from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source
 from cgcompile.pipeline.build import _padded

@@ -41,7 +41,7 @@ def test_sizes_of_entries(given: Any) -> None:
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (["encode:batch=1"], "'encode' is no entry"),
+        (["encode:batch=1"], r"'encode' is no entry \(did you mean decode\?\) \(there are prefill, decode"),
         (["prefill:seq=1", "width=3"], "'width=3' is of no entry"),
         ([1, 8], "'1,8' is of no entry"),
         (["batch=1", "prefill:batch=1", "prefill:batch=2", "seq=1"], "dimension 'batch' of 'prefill' is given twice"),
