@@ -140,7 +140,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "look whether the model computes the same twice in eager PyTorch; if it does, please report the model"),
     "bundle-refused": Cause(BuildError, 1,
         "What was built is beyond a limit of the format, or breaks an invariant of it: nothing was published.",
-        "bundles/FORMAT.md lists the limits: give fewer sizes or shorter names; where none was passed, please report the model"),
+        "give fewer sizes or shorter names; where no limit was passed, please report the model"),
     # --- a benchmark ---
     "baseline-unknown": Cause(BuildError, 2, "A benchmark is asked to compare with something that it does not know.",
         "give --against names from the list in the message"),
