@@ -39,7 +39,7 @@ from ..transforms.error_bounds import error_bounds
 from ..transforms.padding.proof import prove_padding, unpadded
 from ..transforms.prepared import Prepared, prepare, together
 from ..util.disk_space import size
-from ..util.imports import quick_imports
+from ..util.garbage_collection import quick_imports
 from ..util.progress import Stages, Tell, each_named
 from .destination import destination_path, staged_bundle
 from .kernel_coverage import operators_without_kernel
