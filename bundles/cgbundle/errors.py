@@ -219,7 +219,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "give all inputs of one call the same sizes"),
     "key-missing": Cause(CallError, 2,
         "The int_key was not recorded, and the policy or the build's proof does not allow padding or cutting.",
-        "call it at a recorded size, or build the bundle with more --sizes; `cgcompile inspect` says why others are refused"),
+        "call it at a recorded size, or build the bundle with more --sizes; `cgcompile inspect` says why others are refused, and "
+        "`cgcompile explain padding` what a model can do about it"),
     "stale-view": Cause(CallError, 2, 'An output handed out by `outputs="view"` was read after the next replay.',
         'call .clone() before the next call, or load the bundle with outputs="copy"'),
     "program-closed": Cause(ProgramClosed, 2, "The program was closed.", "load the bundle again"),

@@ -34,12 +34,12 @@ from ...util.progress import Stages, Tell
 from .candidates import Searched, reason
 from .choice import LOWERINGS, choose
 from .deadline import Deadline
-from .kept import keep_lowerings, kept_path, recall_lowerings
 from .merge import beside_each_other, conflicts, merged
 from .search import TRACED, search
 from .timing import time_graphs
 from .traced import Traceable, traceable
 from .trial import prove
+from .tried_lowerings import keep_lowerings, kept_path, recall_lowerings
 
 TRIALS = "trials"
 """The folder of candidates' bundles in the stage, where they can share the file of weights; gone before the bundle is sealed."""
