@@ -20,26 +20,17 @@ The tokenizer's folder is one in the Hub's layout: tokenizer.json, and where the
 from __future__ import annotations
 
 import argparse
-import asyncio
-import json
 import signal
 import sys
-import time
-import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from contextlib import aclosing, asynccontextmanager, suppress
-from dataclasses import replace
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, suppress
 from functools import partial
-from typing import Any
 
 import uvicorn
-from language_server.answer import Answer, Piece
 from language_server.bundle_model import BundleModel
-from language_server.completions import Asked, Refusal, choice, joined, read_request, usage_of
-from language_server.engine import Busy, Model, ModelFailed, Stream
-from language_server.engines import Engines
-from language_server.metrics import Metrics
-from language_server.scheduler import Request as Asking
+from language_server.completion_response import PATHS, Completion
+from language_server.completions import Refusal
+from language_server.served_model import ServedModel
 from language_server.text import Language
 from server.http_limits import BoundedBodies, BoundedConnection
 from server.listening import listen
@@ -49,7 +40,6 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 import cgbundle
 
@@ -59,21 +49,12 @@ REQUEST, IDLE, STOPPING = 30, 5, 120
 BYTES = 4 << 20
 """A longer body is refused."""
 
-PATHS = {"/v1/completions": False, "/v1/chat/completions": True}
-"""What answers, and whether it is a chat."""
-
 
 class Server:
     """The application over a model; `app` is Starlette's."""
 
-    def __init__(self, models: Sequence[Model], language: Language, name: str, limit: int) -> None:
-        """`models`: a copy for each device; `name`: what clients call them; `limit`: requests that may be open on each, running and
-        waiting."""
-        self.language, self.name = language, name
-        self.metrics = Metrics()
-        self.engine = Engines(models, limit, self.metrics.watch)
-        self.context = min(self.engine.limits.context, language.positions or self.engine.limits.context)
-        self.created = int(time.time())
+    def __init__(self, served: ServedModel) -> None:
+        self.served = served
         routes = [Route(path, self._complete, methods=["POST"]) for path in PATHS]
         routes += [Route("/v1/models", self._models), Route("/v1/models/{model:path}", self._model)]
         routes += [Route("/health", self._health), Route("/metrics", self._metrics)]
@@ -86,188 +67,31 @@ class Server:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        async with self.engine:
+        async with self.served.engine:
             yield
 
-    # --- what is served -----------------------------------------------------------------------------------------------
-
-    def _about(self) -> dict[str, Any]:
-        return {"id": self.name, "object": "model", "created": self.created, "owned_by": "cgbundle", "max_model_len": self.context}
+    async def _complete(self, request: Request) -> Response:
+        return Completion(self.served, request.url.path, await request.body())
 
     async def _models(self, _: Request) -> Response:
-        return JSONResponse({"object": "list", "data": [self._about()]})
+        return JSONResponse({"object": "list", "data": [self.served.about()]})
 
     async def _model(self, request: Request) -> Response:
-        self._check_name(request.path_params["model"])
-        return JSONResponse(self._about())
+        self.served.check_name(request.path_params["model"])
+        return JSONResponse(self.served.about())
 
     async def _health(self, _: Request) -> Response:
-        state = self.engine.state
+        engine = self.served.engine
+        state = engine.state
         told = {
-            "model": self.name, "alive": self.engine.alive, "torch": "torch" in sys.modules, "running": state.running,
+            "model": self.served.name, "alive": engine.alive, "torch": "torch" in sys.modules, "running": state.running,
             "waiting": state.waiting, "pages_used": state.pages_used, "pages_free": state.pages_free,
         }  # fmt: skip
-        return JSONResponse(told, 200 if self.engine.alive else 503)
+        return JSONResponse(told, 200 if engine.alive else 503)
 
     async def _metrics(self, _: Request) -> Response:
-        text = self.metrics.text(self.engine.state)
+        text = self.served.metrics.text(self.served.engine.state)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    # --- completions --------------------------------------------------------------------------------------------------
-
-    async def _complete(self, request: Request) -> Response:
-        return Completion(self, request.url.path, await request.body())
-
-    def _check_name(self, name: str | None) -> None:
-        if name is not None and name != self.name:
-            raise Refusal(404, f"no model {name!r}; there is {self.name}", "model", "model_not_found")
-
-    async def requests_of(self, asked: Asked) -> list[Asking]:
-        """A request for each choice of each prompt.  Raises Refusal."""
-        self._check_name(asked.model)
-        count = asked.choices * max(1, len(asked.prompts))
-        if count > self.engine.limit:
-            raise Refusal(400, f"n: {count} answers asked for; {self.engine.limit} requests may be open", "n")
-        prompts = [await self._chat(asked)] if asked.chat else [await self._prompt(each) for each in asked.prompts]
-        found = []
-        for prompt in prompts:
-            most = self.context - len(prompt) if asked.most is None else asked.most
-            if len(prompt) + max(1, most) > self.context:
-                text = f"the model takes {self.context} tokens; the prompt has {len(prompt)}, and max_tokens is {max(1, most)}"
-                raise Refusal(400, text, "messages" if asked.chat else "prompt", "context_length_exceeded")
-            for index in range(asked.choices):
-                sampling = replace(asked.sampling, seed=asked.sampling.seed + index, alternatives=asked.alternatives or 0)
-                found.append(Asking(prompt=prompt, most=most, stop=self.language.stop, sampling=sampling))
-        return found
-
-    async def _prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
-        if isinstance(prompt, str):
-            tokens = await asyncio.to_thread(self.language.tokens, prompt, special=True)
-        elif not all(0 <= token < self.language.size for token in prompt):
-            raise Refusal(400, f"prompt: expected tokens from 0 to {self.language.size - 1}", "prompt")
-        else:
-            tokens = prompt
-        if not tokens:
-            raise Refusal(400, "prompt: no token", "prompt")
-        return tokens
-
-    async def _chat(self, asked: Asked) -> tuple[int, ...]:
-        if self.language.chat is None:
-            raise Refusal(400, "the tokenizer has no chat template; use /v1/completions", "messages")
-        try:
-            text = self.language.chat.render(asked.messages)
-        except ValueError as error:
-            raise Refusal(400, f"messages: {error}", "messages") from None
-        tokens = await asyncio.to_thread(self.language.tokens, text, special=False)
-        if not tokens:
-            raise Refusal(400, "messages: no token", "messages")
-        return tokens
-
-
-class Completion(Response):
-    """The answer to a body: its requests live as long as it is being sent."""
-
-    def __init__(self, server: Server, path: str, body: bytes) -> None:
-        self._server, self._path, self._body, self._chat = server, path, body, PATHS[path]
-        self.background = None
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        metrics, code = self._server.metrics, 500
-        began = time.perf_counter()
-        try:
-            asked = read_request(self._body, chat=self._chat)
-            requests = await self._server.requests_of(asked)
-            answers = [Answer(self._server.language.text, request.prompt, asked.stop) for request in requests]
-            prompts = sum(len(request.prompt) for request in requests[:: asked.choices])
-            async with self._server.engine.open(requests) as stream:
-                metrics.prompt.inc(prompts)
-                async with aclosing(self._pieces(stream, answers, began)) as pieces:
-                    if asked.stream:
-                        await self._stream(asked, pieces, answers, prompts, send)
-                    else:
-                        told = await self._whole(asked, pieces, answers, prompts)
-            code = 200
-            metrics.whole.observe(time.perf_counter() - began)
-            if not asked.stream:
-                await told(scope, receive, send)
-        except asyncio.CancelledError:
-            code = 499  # who asked went away
-            raise
-        except Busy as error:
-            code = 429
-            raise Refusal(429, str(error), code="too_many_requests", again=error.seconds) from None
-        except ModelFailed as error:
-            code = 500 if self._server.engine.alive else 503
-            print("serve_llm:", error, file=sys.stderr, flush=True)
-            raise Refusal(code, "the model failed; the server's log says why", again=0 if code == 500 else 1) from None
-        except Refusal as refusal:
-            code = refusal.status
-            raise
-        finally:
-            metrics.requests.labels(self._path, str(code)).inc()
-
-    async def _pieces(self, stream: Stream, answers: Sequence[Answer], began: float) -> AsyncGenerator[tuple[int, Piece]]:
-        """(index, piece) of all choices as they come."""
-        metrics, first = self._server.metrics, True
-        try:
-            async for index, progress in stream:
-                if first:
-                    metrics.first.observe(time.perf_counter() - began)
-                    first = False
-                piece = answers[index].push(progress)
-                if piece is None:
-                    continue
-                if piece.reason is not None:
-                    stream.cancel(index)  # a stop string ends it before the model does
-                yield index, piece
-        finally:
-            metrics.made.inc(sum(answer.count for answer in answers))
-
-    async def _whole(
-        self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
-    ) -> Response:
-        """The answer in one."""
-        found: list[list[Piece]] = [[] for _ in answers]
-        async for index, piece in pieces:
-            found[index].append(piece)
-        choices = [choice(asked, index, joined(each), self._server.language) for index, each in enumerate(found)]
-        usage = usage_of(prompts, sum(answer.count for answer in answers))
-        return JSONResponse(self._head(asked) | {"choices": choices, "usage": usage})
-
-    async def _stream(
-        self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int, send: Send
-    ) -> None:
-        """The answer piece by piece, as server-sent events.  What fails on the way is the last event."""
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
-        head, spoken, begun = self._head(asked), set[int](), False
-
-        async def event(told: dict[str, Any] | str, *, more: bool = True) -> None:
-            nonlocal begun
-            if not begun:
-                await send({"type": "http.response.start", "status": 200, "headers": headers})
-                begun = True
-            text = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False, separators=(",", ":"))
-            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
-
-        try:
-            async for index, piece in pieces:
-                told = choice(asked, index, piece, self._server.language, first=index not in spoken)
-                spoken.add(index)
-                await event(head | {"choices": [told]} | ({"usage": None} if asked.usage else {}))
-        except ModelFailed as error:
-            if not begun:
-                raise
-            print("serve_llm:", error, file=sys.stderr, flush=True)
-            await event(Refusal(500, "the model failed; the server's log says why").body(), more=False)
-            return
-        if asked.usage:
-            await event(head | {"choices": [], "usage": usage_of(prompts, sum(answer.count for answer in answers))})
-        await event("[DONE]", more=False)
-
-    def _head(self, asked: Asked) -> dict[str, Any]:
-        kind = ("chat.completion.chunk" if asked.stream else "chat.completion") if asked.chat else "text_completion"
-        name = f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
-        return {"id": name, "object": kind, "created": int(time.time()), "model": self._server.name}
 
 
 async def refused(_: Request, error: Exception) -> Response:
@@ -290,7 +114,7 @@ def make_server(app: Starlette) -> uvicorn.Server:
 def serve(server: Server, host: str, port: int) -> None:
     """Serves until SIGINT or SIGTERM, and answers what is open.  Raises SystemExit where the port is taken."""
     listening, url = listen("serve_llm", host, port)
-    print(f"serving {server.name} at {url}", file=sys.stderr, flush=True)
+    print(f"serving {server.served.name} at {url}", file=sys.stderr, flush=True)
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # once it has stopped, uvicorn raises the signal again
     with suppress(KeyboardInterrupt):
         make_server(server.app).run([listening])
@@ -339,7 +163,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
                 raise ValueError(text)
         except ValueError as error:
             raise SystemExit(f"serve_llm: {error}") from None
-        serve(Server(models, language, given.name or program.manifest.name, given.limit), given.host, given.port)
+        served = ServedModel(models, language, given.name or program.manifest.name, given.limit)
+        serve(Server(served), given.host, given.port)
 
 
 if __name__ == "__main__":

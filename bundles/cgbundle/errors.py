@@ -10,7 +10,7 @@ import os
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Collection, Mapping
     from typing import Any, ClassVar
 
 
@@ -93,6 +93,13 @@ class EntryMissing(CallError, KeyError):
     """The bundle has no such entry."""
 
     __str__ = Exception.__str__
+
+
+def meant(name: str, known: Collection[str]) -> str:
+    """What an error says behind a name that is none of `known`: " (did you mean decode?)", or "" where none is near."""
+    from difflib import get_close_matches  # only where something is wrong
+
+    return "".join([f" (did you mean {near}?)" for near in get_close_matches(name, known, 1, 0.6)])
 
 
 def place(message: str) -> str:
@@ -212,7 +219,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "give all inputs of one call the same sizes"),
     "key-missing": Cause(CallError, 2,
         "The int_key was not recorded, and the policy or the build's proof does not allow padding or cutting.",
-        "call it at a recorded size, or build the bundle with more --sizes; `cgcompile inspect` says why others are refused"),
+        "call it at a recorded size, or build the bundle with more --sizes; `cgcompile inspect` says why others are refused, and "
+        "`cgcompile explain padding` what a model can do about it"),
     "stale-view": Cause(CallError, 2, 'An output handed out by `outputs="view"` was read after the next replay.',
         'call .clone() before the next call, or load the bundle with outputs="copy"'),
     "program-closed": Cause(ProgramClosed, 2, "The program was closed.", "load the bundle again"),

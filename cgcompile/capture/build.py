@@ -33,7 +33,8 @@ from ..transforms.inlining import code_of
 from ..transforms.output_aliases import with_aliases
 from ..util.progress import Stages, Tell
 from .processes import RecorderProcesses, recorder_processes
-from .recorder import Recordable, Recorded, prepare, priming, record_level
+from .recordable import Recordable, prepare
+from .recorder import Recorded, priming, record_level
 from .request import PRIME, RECORD, Call
 
 STATES_FILE = "graphs/modules.bin"

@@ -18,7 +18,7 @@ from ..util.tolerance import compare, tolerance
 from .exported import EagerShapes
 from .higher_order.refused_bodies import refused_body
 from .programs import Programs, coarsest
-from .signature import symbols_of
+from .signature.signature import symbols_of
 
 FAR = tolerance(torch.bfloat16)
 """Beyond what rounding does to any dtype: the exam finds what is nearer."""

@@ -8,9 +8,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-import torch
 from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey, Size
@@ -18,17 +16,16 @@ from cgbundle.format.schema import IntKey, Size
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.flat_module import FlatModule, unwatched
-from ..model.nondeterminism.generators import Generator, generators, states
-from ..model.nondeterminism.repeated_calls import Observed, Results, apart, observed, outside_values, results, unrepeated
+from ..model.nondeterminism.repeated_calls import apart, unrepeated
 from ..model.pytree import DENSE, not_dense
 from ..model.side_effects import NOTHING, Asserted, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample, written_method
-from ..model.tracing.attributes import ATTRIBUTE_FIX, assignment_place, changed, marks
-from ..model.tracing.held_tensors import held_tensors, make_buffer
+from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import defined
-from .eager_check import check_dynamic, check_result, check_static, eager_shapes, try_eager
+from .eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .exported import EagerShapes, Exported, memory_order
+from .first_calls import first_calls, sample_at
 from .functionalization import size_from_a_float
 from .programs import Programs, coarsest, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
@@ -70,24 +67,12 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source)
     flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
-    calls: list[SideEffects] = []
+    seen = first_calls(source, flat, sizes)
+    calls = list(seen.calls)
     flat.watch = calls.append
-    versions = {id(buffer): buffer._version for buffer in source.model.buffers() if not buffer.is_inference()}
-    before = states(generators(source.model, source.entry))
-    seen = try_eager(source, flat, sizes)
-    drawn_from = generators(source.model, source.entry)  # a call may import NumPy
-    after = states(drawn_from)
-    flat.earlier = calls[0]
-    changes, first, second = _changed_attributes(source, flat, sizes, drawn_from)
-    flat.watch = unwatched
-    outside = outside_values(flat, _sample_at(source, sizes, 0), first, second)
-    if after != before and not second.moved:  # drawn at other sizes alone, or by inputs()
-        largest = _sample_at(source, sizes, -1)
-        outside += outside_values(flat, largest, (), replace(observed(flat, largest, drawn_from, after), reads=()))
-    flat.watch = calls.append
-    flat.assigned = tuple(changes)
-    flat.constants = _constants(flat, versions) if alone else []
-    left = tuple(changes.values())
+    flat.assigned = tuple(seen.changes)
+    flat.constants = seen.constants if alone else []
+    left = tuple(seen.changes.values())
     try:
         made = _as_eager(source, flat, shapes, sizes, calls)
     except ModelError as error:
@@ -97,14 +82,15 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool)
             ) from error
         raise
     flat.watch = unwatched
-    if not changes and not outside and apart(first, second.results):
+    outside = seen.outside
+    if not seen.changes and not outside and apart(seen.first, seen.second.results):
         written = defined(written_method(source.model, source.entry))
-        outside = unrepeated(flat, _sample_at(source, sizes, 0), second, coarsest(made.programs), written)
+        outside = unrepeated(flat, sample_at(source, sizes, 0), seen.second, coarsest(made.programs), written)
     early = set().union(*[call.early for call in calls])
-    left = tuple([change if name in early else replace(change, rule="assigned-attribute") for name, change in changes.items()])
+    left = tuple([each if name in early else replace(each, rule="assigned-attribute") for name, each in seen.changes.items()])
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
-        eager_shapes=(*seen, *made.eager_shapes), obstacles=(*left, *outside, *made.obstacles),
+        eager_shapes=(*seen.shapes, *made.eager_shapes), obstacles=(*left, *outside, *made.obstacles),
     )  # fmt: skip
 
 
@@ -274,51 +260,3 @@ def _make_dense(source: Source) -> None:
         for parameter in module._parameters.values():
             if parameter is not None and not parameter.permute(memory_order(parameter)).is_contiguous():
                 parameter.data = parameter.data.contiguous()
-
-
-FEW = 16
-"""Elements of a buffer that Python may ask for its values."""
-
-
-def _constants(flat: FlatModule, versions: Mapping[int, int]) -> list[tuple[Any, str, torch.Tensor]]:
-    """Buffers of a few integers that are no part of the state dict, and that no call writes to: strides and paddings that a model
-    keeps as tensors (transformers' EnCodec).  `versions`: of each buffer before the first call, by its id."""
-    found = []
-    for owner, leaf in flat.snapshot.owners():
-        buffer = owner._buffers[leaf]
-        small = buffer.numel() <= FEW and not buffer.is_floating_point() and not buffer.is_complex()
-        if small and leaf in owner._non_persistent_buffers_set and versions.get(id(buffer)) == buffer._version:
-            found.append((owner, leaf, buffer.detach().clone()))
-    return found
-
-
-def _sample_at(source: Source, sizes: Mapping[str, tuple[int, ...]], pick: int) -> tuple[torch.Tensor, ...]:
-    """The inputs at the smallest sizes, 0, or the largest, -1."""
-    return sample(source, {name: values[pick] for name, values in sizes.items()}).tensors
-
-
-def _changed_attributes(
-    source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], drawn_from: Sequence[Generator]
-) -> tuple[dict[str, Obstacle], Results, Observed]:
-    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers.
-
-    Also what the two calls gave that show it, and what the second one took from outside of the model."""
-    tensors = _sample_at(source, sizes, 0)
-    watch, flat.watch = flat.watch, unwatched
-    first = results(flat, tensors)
-    held = {id(each.tensor): (each, each.tensor._version) for each in reversed(held_tensors(source.model))}
-    before = marks(source.model, held.keys())
-    second = observed(flat, tensors, drawn_from)
-    flat.watch = watch
-    names = changed(before, marks(source.model, held.keys()))
-    buffers = {id(tensor) for tensor in source.model.buffers()}
-    for each, version in held.values():
-        if each.tensor._version != version and id(each.tensor) not in buffers:
-            make_buffer(each)
-    flat.follow_buffers()
-    places = {name: assignment_place(source.model, name) for name in names}
-    changes = {
-        name: Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
-        for name, (where, line) in places.items()
-    }
-    return changes, first, second

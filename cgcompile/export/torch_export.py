@@ -22,6 +22,7 @@ from torch._subclasses.fake_tensor import (
 )
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.traceback import preserve_node_meta
 
 from cgbundle.format.schema import Size
 from cgbundle.format.size_expressions import linear
@@ -149,7 +150,8 @@ def _free_symbols(error: BaseException | None) -> frozenset[Any]:
 
 def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
     said = io.StringIO()
-    with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]):
+    # Dynamo traces the functions of torch.cond and its like first: so the lines that it noted last, and not those that call them
+    with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta():
         program = torch.export.export(flat, _separate(tensors), dynamic_shapes=dynamic, strict=False)
     sys.stderr.write(said.getvalue())
     settle_assertions(program)
@@ -254,7 +256,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
             lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
             line = next((line for line in lines if line.startswith("Not all values")), lines[0])
             return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
-    if isinstance(error, GuardOnDataDependentSymNode):
+    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):  # the latter: an operator asks, as torch.cov
         place, line = user_place(error)
         return branch(place or source.label, line)
     place = found_place = user_line(error, source.label)

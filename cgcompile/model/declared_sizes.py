@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple
 
+from cgbundle.errors import meant
+
 from ..errors import BuildError, ModelError
 from ..util.model_file import closest
 
@@ -66,9 +68,12 @@ def _entry_of(item: Any, dimensions: Mapping[str, Sequence[str]]) -> tuple[str, 
     if not colon:
         names = {name for own in dimensions.values() for name in own}  # one that all have need not be named
         return "", [item if "=" in str(item) or len(names) != 1 else f"{next(iter(names))}={item}"]
-    if entry.strip() not in dimensions:
-        raise BuildError("sizes-invalid", f"sizes: {entry.strip()!r} is no entry (there are {', '.join(dimensions)})")
-    return entry.strip(), [rest]
+    name = entry.strip()
+    if name not in dimensions:
+        raise BuildError(
+            "sizes-invalid", f"sizes: {name!r} is no entry{meant(name, dimensions)} (there are {', '.join(dimensions)})"
+        )
+    return name, [rest]
 
 
 def _names_one_of(part: Any, dimensions: Sequence[str]) -> bool:

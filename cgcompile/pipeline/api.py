@@ -11,11 +11,11 @@ from importlib import import_module
 from typing import Any
 
 from ..model.declared_sizes import Given, Inputs
-from ..util.imports import quick_imports, unfrozen
+from ..util.garbage_collection import quick_imports, unfrozen
 from ..util.progress import Stages, Watcher
 from ..util.progress_display import Progress, watcher
+from .argument_checks import check_build, check_check
 from .records import Built, Options, Report
-from .usage import check_build, check_check
 
 PROVE_BUDGET = 120.0
 """Seconds that interpreting the int_keys of a bundle may take, whose GPU is not here."""

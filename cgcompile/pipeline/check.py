@@ -21,7 +21,7 @@ from ..checks.sizes import small_region, too_many_keys
 from ..errors import BuildError, ModelError
 from ..export.export import export
 from ..export.exported import Exported
-from ..export.signature import describe_signature
+from ..export.signature.signature import describe_signature
 from ..export.weights import weight_placeholders
 from ..model.declared_sizes import Given, Inputs, assumed_sizes, declared_sizes, sizes_of_entries
 from ..model.flat_module import PREFIX

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from cgbundle.errors import meant
 from cgbundle.format.entries import chained_programs
 from cgbundle.format.schema import Chain, Manifest, TensorSpec
 from cgbundle.format.size_expressions import evaluate
@@ -50,8 +51,10 @@ def _named(pair: ChainNames, side: int, entries: Sequence[EntrySpec]) -> tuple[E
     name, _, rest = pair[side].partition(".")
     entry = next((each for each in entries if each.name == name), None)
     if entry is None:
-        known = ", ".join([each.name for each in entries])
-        raise ModelError("chain-unknown", f"chains(): {_shown(pair)}: there is no entry {name!r}, but {known}")
+        names = [each.name for each in entries]
+        raise ModelError(
+            "chain-unknown", f"chains(): {_shown(pair)}: there is no entry {name!r}{meant(name, names)}, but {', '.join(names)}"
+        )
     signature = entry.prepared.signature
     kind, specs = ("input", signature.inputs) if side else ("output", signature.outputs)
     names = [spec.name for spec in specs]

@@ -9,8 +9,8 @@ that both have.  What is in the store is never written to: a build that replaces
 
 Whoever adds holds a lock for reading on STORE/.lock, whoever collects one for writing.  Both end with the process, and what a
 killed one leaves has a name that begins with a dot, which the next collection removes.  Collected is what no name leads to and no
-program has loaded: a loaded one holds a lock of the kernel's on its exam (see cgbundle/format/open_files.py).  Two bundles with the
-same exam share that file, and both count as loaded.
+program has loaded: a loaded one holds a lock of the kernel's on its manifest (see cgbundle/format/open_files.py), the one file that
+no two bundles share.  Runtimes before this one lock the exam alone: then all bundles with that exam count as loaded.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from uuid import uuid4
 from cgbundle.errors import BundleError
 from cgbundle.format.archive import EXAM, MANIFEST, SIGNATURE, Archive
 from cgbundle.format.manifest_json import bundle_bytes, encode
-from cgbundle.format.open_files import is_kept, pieces
+from cgbundle.format.open_files import BEYOND, is_kept, pieces
 from cgbundle.format.publish import UNLOCKABLE, staged
 from cgbundle.format.schema import File, Manifest
 from cgbundle.validate.bundle import check_manifest
@@ -187,15 +187,13 @@ class Store:
             raise BuildError("output-exists", f"{link}: is another bundle", "give --force to exchange it, or --name NAME")
 
     def _is_loaded(self, digest: str) -> bool:
-        descriptor = os.open(self._bundle(digest) / EXAM, os.O_RDONLY | os.O_CLOEXEC)
+        folder = self._bundle(digest)
         try:
-            return is_kept(descriptor)
+            return _is_locked(folder / MANIFEST, 0) or _is_locked(folder / EXAM, BEYOND)
         except OSError as error:
             if error.errno in UNLOCKABLE:
                 raise _unlockable(self.path) from None
             raise
-        finally:
-            os.close(descriptor)
 
     def _keep(self, source: Archive, file: File) -> int:
         """Takes a file in; returns its bytes, or 0 for one that the store has."""
@@ -276,6 +274,14 @@ class Store:
 
 def _unlockable(path: Path) -> BuildError:
     return BuildError("store-invalid", f"{path}: its file system has no locks, so that nobody can tell what is loaded")
+
+
+def _is_locked(file: Path, end: int) -> bool:
+    descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return is_kept(descriptor, end)
+    finally:
+        os.close(descriptor)
 
 
 def _copy(source: int, target: int, file: File) -> None:

@@ -1,4 +1,5 @@
 """What every finding and every error means, and what to do about it: the rules' docstrings and the catalogues of errors, as rows.
+Beside them why a dimension is not padded, which is neither.
 
 Rules are functions over programs of torch; here their source is read and not imported, so that explaining one needs no torch.
 """
@@ -17,6 +18,7 @@ from cgbundle import errors as runtime_errors
 from cgbundle.errors import Cause
 
 from .. import errors
+from .padding_reasons import ALWAYS, HEADLINE, REASONS
 
 RULES = ("checks", "offline/lower/coverage.py")
 """Where the rules are, below this package: a folder of files, and a file."""
@@ -36,9 +38,10 @@ SEVERITIES = {"REFUSE": "refuse", "HOST": "host", "NOTE": "note"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Explanation:
-    """A finding or an error: its name, what it is in one line, and further fields in their order, such as ("fix", "...").
+    """A finding, an error or `padding`: its name, what it is in one line, and more fields in their order, such as ("fix", "...").
 
-    `kind`: "finding" or "error".  `severities` of a finding: refuse, host, note; () for one that only explains another.
+    `kind`: "finding", "error", or "padding", whose fields are the reasons that are printed.
+    `severities` of a finding: refuse, host, note; () for one that only explains another.
     `package`, `error` and `exit_code` of an error: who raises it, as which class, and what the command returns.
     """
 
@@ -53,12 +56,14 @@ class Explanation:
 
 
 def explanations(more: Mapping[str, Mapping[str, Cause]] | None = None) -> tuple[Explanation, ...]:
-    """All of them: findings by name, then the errors of each catalogue in its order.  A few names are a finding's and an error's.
+    """All of them: findings by name, `padding`, then the errors of each catalogue in its order.  A few names are a finding's and an
+    error's.
 
     `more`: further catalogues of errors, by the package that raises them.
     """
     catalogues = {"cgcompile": errors.CATALOGUE, "cgbundle": runtime_errors.CATALOGUE, **(more or {})}
     found = sorted(_findings(), key=lambda each: each.name)
+    found.append(_padding())
     found += [_error(package, code, cause) for package, catalogue in catalogues.items() for code, cause in catalogue.items()]
     return tuple(found)
 
@@ -81,6 +86,11 @@ def _error(package: str, code: str, cause: Cause) -> Explanation:
         name=code, kind="error", headline=cause.meaning, fields=(("fix", cause.hint),), package=package,
         error=cause.error.__name__, exit_code=cause.exit_code,
     )  # fmt: skip
+
+
+def _padding() -> Explanation:
+    each = [(reason.printed, f"{reason.meaning}. To do: {reason.cure}") for reason in REASONS]
+    return Explanation(name="padding", kind="padding", headline=HEADLINE, fields=(("fix", ALWAYS), *each))
 
 
 # --- rules --------------------------------------------------------------------------------------------------------

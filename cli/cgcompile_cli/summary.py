@@ -181,7 +181,7 @@ def padding(row: Dimension) -> str:
 
 def unpadded(manifest: Manifest) -> list[str]:
     """`seq takes 16, 64 only: ...` of every dimension at whose recorded sizes alone calls are taken."""
-    told = "other sizes are refused; `padding` above says why (cli/docs/calls.md: Why is a dimension not padded?)"
+    told = "other sizes are refused; `padding` above says why, `cgcompile explain padding` what to do"
     return [f"{each.name} takes {listed(each.sizes)} only: {told}" for each in manifest.dimensions if each.pad == "no"]
 
 

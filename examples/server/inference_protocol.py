@@ -41,13 +41,13 @@ class ProtocolError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Port:
-    """An input or output of a model: its name, its datatype, and its shape, -1 where the size varies.  `axes`: what each size is by
-    the names of dimensions, `batch` or `2*seq+1`, where one varies."""
+    """An input or output of a model: its name, its datatype, and its shape, -1 where the size varies.  `axes`, where one does: each
+    size, a number or by the names of dimensions: `batch`, `2*seq+1`."""
 
     name: str
     datatype: str
     shape: tuple[int, ...]
-    axes: tuple[str, ...] = ()
+    axes: tuple[int | str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,7 @@ from typing import Any
 
 import cgbundle
 from cgbundle.exam import replay_exam
-from cgbundle.format.entries import each_entry
+from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.size_expressions import text
 from cgbundle.tensors.tensor import from_bytes
 
@@ -60,31 +60,36 @@ class Options:
 @dataclass(frozen=True, slots=True)
 class Served:
     """What a bundle is to this server: its ports, the sizes of batches that it has, () where requests cannot go together, and those
-    of each dimension by name."""
+    of each dimension by name.  `entry` is served; the `others` have no place in the protocol, where a model is one function."""
 
     inputs: tuple[Port, ...]
     outputs: tuple[Port, ...]
     batches: tuple[int, ...]
     sizes: tuple[tuple[str, tuple[int, ...]], ...] = ()
+    entry: str = FORWARD
+    others: tuple[str, ...] = ()
 
 
 def describe(manifest: Any) -> Served:
     """How the first entry of a bundle is served.  Raises Refused for one that this protocol has no words for."""
-    random = {manifest.random}
+    random, others = {manifest.random}, tuple([each.name for each in manifest.entries])
     if set(manifest.changes) - random or manifest.written:
-        raise Refused("calls change its state or its inputs: whose they are, the protocol cannot say")
+        whose = f"of {', '.join([manifest.entry, *others])} the first is served, and its calls" if others else "calls"
+        raise Refused(f"{whose} change its state or its inputs: whose they are, the protocol cannot say")
     sides = []
     for specs in (manifest.inputs, manifest.outputs):
         unknown = [spec for spec in specs if spec.dtype not in DATATYPES]
         if unknown:
             raise Refused(f"{unknown[0].name} is {unknown[0].dtype}, which the protocol does not have")
         sides.append(tuple([_port(spec) for spec in specs]))
-    return Served(*sides, _batches(manifest), tuple([(each.name, tuple(each.sizes)) for each in manifest.dimensions]))
+    sizes = tuple([(each.name, tuple(each.sizes)) for each in manifest.dimensions])
+    return Served(*sides, _batches(manifest), sizes, manifest.entry, others)
 
 
 def _port(spec: Any) -> Port:
     shape = tuple([size if type(size) is int else -1 for size in spec.shape])
-    return Port(spec.name, DATATYPES[spec.dtype], shape, tuple(map(text, spec.shape)) if -1 in shape else ())
+    axes = tuple([size if type(size) is int else text(size) for size in spec.shape])
+    return Port(spec.name, DATATYPES[spec.dtype], shape, axes if -1 in shape else ())
 
 
 def _batches(manifest: Any) -> tuple[int, ...]:
@@ -251,8 +256,10 @@ class Model:
                 told = {"why": str(error)} | ({"hint": error.hint} if error.hint else {})
                 tell({"event": "refused", "model": self.name, "version": number, **told, **_rounded(version.seconds)})
                 continue
-            before = self._switch(version)
-            tell({"event": "serving", "model": self.name, "version": number, "before": before, **_rounded(version.seconds)})
+            before, served = self._switch(version), version.served
+            entries = {"entry": served.entry, "not_served": served.others} if served.others else {}
+            told = {"model": self.name, "version": number, "before": before, **entries}
+            tell({"event": "serving", **told, **_rounded(version.seconds)})
             return
         if self.current is not None and self.current.number not in found:
             tell({"event": "gone", "model": self.name, "version": self._switch(None)})

@@ -21,6 +21,7 @@ import cgbundle.errors
 import cgcompile
 import cgcompile.errors
 from cgcompile.util.explanations import Explanation, explanations
+from cgcompile.util.padding_reasons import ALWAYS, HEADLINE, REASONS
 from cgcompile_cli.commands.explain import about
 from cgcompile_cli.errors import UsageError
 from cgcompile_cli.main import app
@@ -40,6 +41,7 @@ def written() -> dict[str, str]:
         "cgbundle.md": python("cgbundle", cgbundle.__doc__, runtime()),
         "findings.md": findings(),
         "errors.md": errors(),
+        "padding.md": padding(),
     }
 
 
@@ -301,6 +303,16 @@ def _catalogue(package: str, known: list[Explanation]) -> Iterator[str]:
         *[f"| `{each.name}` | {each.error}, {each.exit_code} | {_cell(each.headline)} | {_cell(dict(each.fields)['fix'])} |"
           for each in rows],
     ])  # fmt: skip
+
+
+# --- padding ------------------------------------------------------------------------------------------------------
+
+
+def padding() -> str:
+    """Every reason not to pad."""
+    opening = f"{HEADLINE} `cgcompile explain padding` shows the same.\n\n{ALWAYS[0].upper()}{ALWAYS[1:]}:"
+    rows = "\n".join([f"| {_cell(each.printed)} | {_cell(each.meaning)} | {_cell(each.cure)} |" for each in REASONS])
+    return _page("Padding", opening, iter([f"| reason | what it means | what to do |\n|---|---|---|\n{rows}"]))
 
 
 def _cell(text: str) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from ..errors import CallError
+from ..errors import CallError, meant
 from ..format.pytree import children, holds_tensor, recorded_constant
 from ..format.schema import Parameter, Tree
 
@@ -83,11 +83,8 @@ class _Names:
         unknown = [name for name in kwargs if name not in self.trees]
         if not unknown:
             return None
-        from difflib import get_close_matches  # only where something is wrong
-
         free = [name for name in self.trees if name not in kwargs]
-        near = [(name, *get_close_matches(name, free, 1, 0.5)) for name in unknown]
-        told = " or ".join([f"{name!r}" + "".join([f" (did you mean {match}?)" for match in matches]) for name, *matches in near])
+        told = " or ".join([f"{name!r}{meant(name, free)}" for name in unknown])
         return CallError("input-structure", f"no input is called {told}: the bundle takes {self._needed()}")
 
     def _missing(self, name: str, args: tuple[Any, ...]) -> CallError:

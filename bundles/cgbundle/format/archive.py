@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from ..errors import BundleError
 from . import limits, manifest_json
 from .entries import FORWARD, each_entry
-from .open_files import CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
+from .open_files import BEYOND, CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest, Weight
 
@@ -168,8 +168,12 @@ class Archive:
             os.close(self._files.pop(name))
 
     def kept(self, name: str) -> KeptFile:
-        """The open file, for use after this is closed."""
-        return KeptFile(self.descriptor(name))
+        """The open file, for use after this is closed; until it is forgotten the bundle counts as loaded.
+
+        Of a store, bundles share equal files.  What says that this one is loaded is therefore a lock on its manifest, and of
+        several ranks on that of the whole."""
+        whole = self._outer or self
+        return KeptFile(self.descriptor(name), BEYOND, KeptFile(whole.descriptor(MANIFEST)))
 
     def check_unchanged(self) -> None:
         """Raises file-damaged where an open file was written to since it was opened."""
@@ -207,15 +211,12 @@ class Archive:
             missing = str(error) == DAMAGE[errno.ENOENT]
             what = f"a directory without {MANIFEST}" if missing else f"its {MANIFEST} is {error}"
             raise BundleError("not-a-bundle", f"{self.path}: {what}, not a bundle") from None
-        try:
-            limit = limits.JSON_BYTES
-            size = os.fstat(descriptor).st_size
-            if size > limit:
-                raise BundleError("manifest-invalid", f"{MANIFEST}: {size} bytes, more than the limit of {limit}")
-            with open(descriptor, "rb", closefd=False) as file:
-                return file.read(limit + 1)
-        finally:
-            os.close(descriptor)
+        limit, found = limits.JSON_BYTES, os.fstat(descriptor)
+        self._files[MANIFEST], self._changed[MANIFEST] = descriptor, found.st_mtime_ns
+        if found.st_size > limit:
+            raise BundleError("manifest-invalid", f"{MANIFEST}: {found.st_size} bytes, more than the limit of {limit}")
+        with open(descriptor, "rb", closefd=False) as file:
+            return file.read(limit + 1)
 
     def _is_outer(self, file: File) -> bool:
         """Whether a file is read where rank 0's are: an image that it has."""

@@ -6,10 +6,10 @@ The manifest of an entry says of the whole bundle what the bundle's own does, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import fields, replace
 
-from ..errors import EntryMissing
+from ..errors import EntryMissing, meant
 from .schema import Chain, Entry, Manifest, Program
 from .spans import layout
 
@@ -32,8 +32,19 @@ def one_entry(manifest: Manifest, name: str = "") -> Manifest:
     each = each_entry(manifest)
     found = next((one for one in each if one.entry == name), None) if name else each[0]
     if found is None:
-        raise EntryMissing("entry-missing", f"the bundle has no entry {name!r}, but {', '.join([one.entry for one in each])}")
+        raise missing_entry(name, [one.entry for one in each])
     return found
+
+
+def missing_entry(name: str, entries: Collection[str]) -> EntryMissing:
+    """The error of a name that none of `entries` has."""
+    return EntryMissing("entry-missing", f"the bundle has no entry {name!r}{meant(name, entries)}, but {', '.join(entries)}")
+
+
+def missing_attribute(owner: object, name: str, entries: Collection[str]) -> AttributeError:
+    """The same of an attribute of `owner`, whose entries are attributes."""
+    found = f"no attribute {name!r}{meant(name, entries)}, and the bundle no entry but {', '.join(entries)}"
+    return AttributeError(f"{type(owner).__name__!r} object has {found}")
 
 
 def with_entries(each: tuple[Manifest, ...]) -> Manifest:

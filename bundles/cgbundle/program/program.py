@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ..call.entry import Entry
 from ..call.outputs import Session
 from ..errors import EntryMissing
-from ..format.entries import FORWARD, each_entry
+from ..format.entries import FORWARD, each_entry, missing_attribute, missing_entry
 from ..format.schema import KERNEL_CODE, Manifest
 from ..session.locks import closed
 from ..session.sessions import PER_SESSION, Sessions
@@ -76,17 +76,18 @@ class Program(Entry):
         if found is None and name == self.name:
             return self
         if found is None:
-            raise EntryMissing("entry-missing", f"the bundle has no entry {name!r}, but {', '.join(self.entries)}")
+            raise missing_entry(name, self.entries)
         return found
 
     def __getattr__(self, name: str) -> Entry:
         """An entry by its name.  Raises AttributeError."""
         own = self.__dict__
-        if name in own.get("_others", ()):
+        others, first = own.get("_others", {}), own.get("name", "")
+        if name in others:
             return self._others[name]
-        if name == own.get("name"):
+        if name == first:
             return self
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, and the bundle no such entry")
+        raise missing_attribute(self, name, list(dict.fromkeys((first, *others))))
 
     # --- sessions and what lasts from call to call ------------------------------------------------------------
 

@@ -12,8 +12,8 @@ from typing import Any
 from ..call.entry import Entry
 from ..call.structure import flattener
 from ..call.views import View
-from ..errors import CallError, EntryMissing
-from ..format.entries import FORWARD
+from ..errors import CallError
+from ..format.entries import FORWARD, missing_attribute, missing_entry
 from ..tensors.detection import library_of
 from .program import Program, update_all
 
@@ -53,7 +53,7 @@ class Replicas:
         """An entry by its name.  Raises EntryMissing, which is a KeyError."""
         found = self._entries.get(name)
         if found is None:
-            raise EntryMissing("entry-missing", f"the bundle has no entry {name!r}, but {', '.join(self._entries)}")
+            raise missing_entry(name, self._entries)
         return found
 
     def __getattr__(self, name: str) -> ReplicatedEntry:
@@ -61,7 +61,7 @@ class Replicas:
         entries: dict[str, ReplicatedEntry] = self.__dict__.get("_entries", {})
         if name in entries:
             return entries[name]
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}, and the bundle no such entry")
+        raise missing_attribute(self, name, entries)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replays the model on one of the devices; takes, gives and raises what `Entry` does, and replica-state."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from struct import pack
 from typing import TYPE_CHECKING, Any
 
-from ..errors import CallError, StateMissing
+from ..errors import CallError, StateMissing, meant
 from ..format.schema import Manifest, Weight
 from ..tensors.detection import caller_captures, library_of
 from ..tensors.library import Descriptor, Library
@@ -103,7 +103,9 @@ class State(Mapping[str, Tensor]):
         if index is None:
             known = ", ".join(map(repr, self._places))
             has = f"it has {known}" if known else "its model keeps none"
-            raise StateMissing("state-missing", f"program {self._program!r} has no state {name!r}: {has}")
+            raise StateMissing(
+                "state-missing", f"program {self._program!r} has no state {name!r}{meant(name, self._places)}: {has}"
+            )
         return index, self._weights[index]
 
     def _checked(self, name: str, weight: Weight, value: Any) -> tuple[Library, Any, Descriptor]:

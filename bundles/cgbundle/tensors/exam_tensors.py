@@ -17,7 +17,7 @@ What it looks for: outputs of such a dtype that differ when the build compares a
 Why: compiled code leaves roundings out that eager PyTorch makes; an argmax of near-ties turns over.
 Effect: the build fails as proof-failed. With --waive, the share that differed is stored as the output's bound.
 Fix: return the logits and take the argmax outside, or waive it.
-Source: bundles/FORMAT.md, Exam.
+Source: the rule of comparison in cgbundle/tensors/comparison.py.
 """
 
 

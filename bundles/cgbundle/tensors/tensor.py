@@ -84,7 +84,7 @@ class Tensor:
 
     def __dlpack__(self, *, stream: Any = None, max_version: Any = None, dl_device: Any = None, copy: bool | None = None) -> object:
         if (dl_device is not None and tuple(dl_device) != self.__dlpack_device__()) or (copy and self.device is not None):
-            raise BufferError(f"{self!r} can be shared where it lies only")
+            raise BufferError(f"cgbundle.Tensor({_kind(self)}) can be shared where it lies only")
         source = self.clone() if copy else self
         numpy = sys.modules.get("numpy")
         if numpy is not None and hasattr(source, "__array_interface__"):
@@ -99,7 +99,15 @@ class Tensor:
         return (dlpack.CPU, 0) if self.device is None else (dlpack.CUDA, self.device)
 
     def __repr__(self) -> str:
-        return f"cgbundle.Tensor({self.dtype}, {list(self.shape)})"
+        """One line, with values where they lie in CPU memory: nobody waits for a GPU to see a tensor's name."""
+        if self.device is not None:
+            return f"cgbundle.Tensor({_kind(self)})"
+        from .printing import values  # few tensors are printed
+
+        def read(at: int) -> Any:
+            return Tensor(self.address + at * DTYPES[self.dtype], self.dtype, (), (), self.owner).tolist()
+
+        return f"cgbundle.Tensor({_kind(self)}: {values(self.shape, self.strides, read)})"
 
 
 def empty(dtype: str, shape: Sequence[int]) -> Tensor:
@@ -121,7 +129,7 @@ def from_bytes(data: Any, dtype: str, shape: Sequence[int]) -> Tensor:
 def copy(target: Tensor, source: Tensor) -> None:
     """Copies elements between tensors of one shape and dtype in CPU memory, in runs as long as both layouts allow."""
     if target.shape != source.shape or target.dtype != source.dtype:
-        raise ValueError(f"cannot copy {source!r} into {target!r}")
+        raise ValueError(f"cannot copy {_kind(source)} into {_kind(target)}")
     _check_near(target)
     _check_near(source)
     size = DTYPES[target.dtype]
@@ -134,9 +142,14 @@ def copy(target: Tensor, source: Tensor) -> None:
     _copy(target.address, source.address, axes, run, size)
 
 
+def _kind(tensor: Tensor) -> str:
+    place = "cpu" if tensor.device is None else f"cuda:{tensor.device}"
+    return f"{tensor.dtype}, {list(tensor.shape)}, {place}"
+
+
 def _check_near(tensor: Tensor) -> None:
     if tensor.device is not None:
-        raise BufferError(f"{tensor!r} lies on CUDA device {tensor.device}: read and write it with torch.from_dlpack or the like")
+        raise BufferError(f"cgbundle.Tensor({_kind(tensor)}) lies on a GPU: read and write it with torch.from_dlpack or the like")
 
 
 def _copy(target: int, source: int, axes: list[tuple[int, int, int]], run: int, size: int) -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 from ...errors import BuildError
-from ...util.imports import collect_seldom
+from ...util.garbage_collection import collect_seldom
 from ...util.workers import end_with_parent
 from ..request import DONE, RECORD, Request
 from .cupti import ImageLog

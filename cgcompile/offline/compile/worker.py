@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 
 from ...errors import BuildError
 from ...targets import architectures
-from ...util.imports import collect_seldom
+from ...util.garbage_collection import collect_seldom
 from ...util.workers import serve
 from ..lowered import KernelVariant
 from . import packed_adds

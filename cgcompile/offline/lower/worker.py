@@ -8,7 +8,7 @@ from functools import partial
 from ...model.load import load_code
 from ...targets.architectures import arch
 from ...targets.cuda.tensors import apply_settings
-from ...util.imports import collect_seldom
+from ...util.garbage_collection import collect_seldom
 from ...util.workers import serve
 from ..lowered import Lowered
 from ..tuning.cost_model import choose, measured

@@ -24,7 +24,7 @@ from ...bundle.emit import describe_size
 from ...bundle.exam import KeyExam, eager_exam, on_cpu
 from ...capture.build import CutProgram, cut_stage, emit, prepare_recording
 from ...capture.processes import RecorderProcesses
-from ...capture.recorder import Recordable
+from ...capture.recordable import Recordable
 from ...model.flat_module import PREFIX
 from ...offline.trace import KERNELS
 from ...targets.build_spec import BuildSpec, ManifestParts, build_key
@@ -34,12 +34,12 @@ from ...util.progress import Stages, Tell
 from .candidates import Searched, reason
 from .choice import LOWERINGS, choose
 from .deadline import Deadline
-from .kept import keep_lowerings, kept_path, recall_lowerings
 from .merge import beside_each_other, conflicts, merged
 from .search import TRACED, search
 from .timing import time_graphs
 from .traced import Traceable, traceable
 from .trial import prove
+from .tried_lowerings import keep_lowerings, kept_path, recall_lowerings
 
 TRIALS = "trials"
 """The folder of candidates' bundles in the stage, where they can share the file of weights; gone before the bundle is sealed."""

@@ -11,7 +11,8 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import IntKey
 
 from ...capture.build import CutProgram, example_calls, graph_names
-from ...capture.recorder import Recordable, Recorded
+from ...capture.recordable import Recordable
+from ...capture.recorder import Recorded
 from ...errors import DEFECT, BuildError
 from ...export.programs import Programs
 from ...export.torch_program import on_device

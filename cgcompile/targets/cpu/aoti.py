@@ -26,7 +26,7 @@ from cgbundle.cpu.processor import processor_flags
 from ...errors import BuildError
 from ...export.assertions import spell_conditions
 from ...partition.straight_parts import written_tensors
-from ...util.imports import quick_imports
+from ...util.garbage_collection import quick_imports
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from ..requirements import check_compiler

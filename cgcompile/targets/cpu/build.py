@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from cgbundle.errors import CallError
-from cgbundle.format import archive, safetensors
+from cgbundle.format import archive
 from cgbundle.format.entries import FORWARD
-from cgbundle.format.schema import Exam, IntKey, Region, Target, Value, Weight
+from cgbundle.format.schema import DTYPES, Exam, IntKey, Region, Target, Value, Weight
 
 from ...bundle.emit import describe_size
 from ...bundle.exam import KeyExam, eager_exam, write_exam
@@ -28,7 +28,7 @@ from ...transforms.error_bounds import error_bounds
 from ...transforms.inlining import inlined
 from ...transforms.output_aliases import with_aliases
 from ...util.disk_space import size
-from ...util.progress import Stages, Tell
+from ...util.progress import Stages, Tell, each_named
 from ...util.scratch import scratch_folder
 from ..build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
 from ..instruction_sets import Level, level_of
@@ -68,7 +68,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
     with scratch_folder() as scratch:
         with stages("lower") as tell:
             changing = any(entry.prepared.state or any(each.name for each in entry.prepared.aliases) for entry in spec.entries)
-            entries = [_compile(entry, scratch, tell, changing, level, interface, spec.standalone) for entry in spec.entries]
+            tells = each_named(tell, [entry.name for entry in spec.entries])
+            entries = [
+                _compile(entry, scratch, own, changing, level, interface, spec.standalone)
+                for entry, own in zip(spec.entries, tells, strict=True)
+            ]
             tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
@@ -174,11 +178,11 @@ def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> tuple[Weight, ...]:
     """The rows under the program's names.  Memory `weights` is the mapped file, which has no offsets of its own.  Raises
-    dtype-unsupported for dtypes without a safetensors code and for constants with gaps or overlaps."""
+    dtype-unsupported for dtypes that a bundle cannot hold and for constants with gaps or overlaps."""
     for full, value in tensors.items():
         name = full.removeprefix(PREFIX)
-        if dtype_name(value.dtype) not in safetensors.CODES:
-            raise ModelError("dtype-unsupported", f"weight {name!r}: dtype {value.dtype} cannot be stored in a safetensors file")
+        if dtype_name(value.dtype) not in DTYPES:
+            raise ModelError("dtype-unsupported", f"weight {name!r}: dtype {value.dtype} cannot be held in a bundle")
         if not value.detach().permute(memory_order(value)).is_contiguous():
             raise ModelError(
                 "dtype-unsupported",

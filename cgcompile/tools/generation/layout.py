@@ -45,7 +45,7 @@ def read_layout(manifest: Manifest) -> Layout:
     weights = {weight.name: weight for weight in manifest.weights}
     if not set(ENTRIES) <= names or not {"keys_0", "seen"} <= set(weights):
         raise BuildError(
-            "bench-failed", "the bundle has no prefill and decode over a paged cache, as examples/causal_lm.py builds them",
+            "bench-failed", "the bundle has no entries prefill and decode over a paged cache, as the example causal_lm has",
             "leave out --generate: its calls are measured then",
         )  # fmt: skip
     prefill, decode = [one_entry(manifest, name) for name in ENTRIES]

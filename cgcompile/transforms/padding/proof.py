@@ -105,7 +105,9 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
         if not problem and _compare(prepared, short, long, expected):
             pad = "zeros"
         if problem:
-            return _Padding("no", f"{problem} where a trial with {name}={trial.short} was filled up with zeros to {trial.long}")
+            told = f"{problem} where a trial with {name}={trial.short} was filled up with zeros to {trial.long}"
+            why = _first(two_sizes(source, prepared, sizes, name, made), fixed=True)  # the trial knows of no operator
+            return _Padding("no", f"{why}; {told}" if why else told, why)
     compared = two_sizes(source, prepared, sizes, name, made)
     if not compared:
         return _Padding("no", f"the model was exported per size, and its operators cannot be compared between sizes of {name}")

@@ -1,4 +1,4 @@
-"""`cgcompile explain`: what a finding or an error means, and what to do about it."""
+"""`cgcompile explain`: what a finding, an error or a reason not to pad means, and what to do about it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def explain(
         str | None,
         typer.Argument(
             metavar="[NAME]",
-            help="A finding's rule or an error's code, e.g. host-scalar, input-dtype.",
+            help="A finding's rule or an error's code, e.g. host-scalar, input-dtype; or padding.",
             show_default=False,
             autocompletion=names,
         ),
@@ -62,10 +62,11 @@ def explain(
     """Explain a finding of `check` or an error: cause and cure.
 
     Without a name, lists all of them. InputDtype and input_dtype are
-    input-dtype, too.
+    input-dtype, too. `padding` says why a dimension is not padded.
 
     \b
     cgcompile explain host-scalar
+    cgcompile explain padding
     cgcompile explain
     """
     from cgcompile.util.explanations import nearest, spelled
@@ -100,6 +101,8 @@ def _plain(each: Explanation) -> dict[str, object]:
 
 def about(each: Explanation) -> str:
     """`a finding: host (runs on the host between graphs)`, `an error of cgbundle: CallError, exit status 2`."""
+    if each.kind == "padding":
+        return "what `build` and `inspect` say under that word"
     if each.kind == "error":
         return f"an error of {each.package}: {each.error}, exit status {each.exit_code}"
     told = [f"{severity} ({LEVELS[severity]})" for severity in each.severities]
@@ -108,14 +111,21 @@ def about(each: Explanation) -> str:
 
 def _text(each: Explanation) -> str:
     lines = [f"{each.name}  {about(each)}", f"  {each.headline}"]
-    lines += [f"  {label:<{LABEL - 2}} {said}" for label, said in each.fields if said]
+    lines += [line for label, said in each.fields if said for line in _field(label, said)]
     return "\n".join(map(safe, lines))
+
+
+def _field(label: str, said: str) -> list[str]:
+    """A line, or two where the label is a sentence that is printed somewhere."""
+    return [f"  {label:<{LABEL - 2}} {said}"] if len(label) < LABEL - 1 else [f"  {label}", f"{'':<{LABEL + 1}}{said}"]
 
 
 def _list(known: Sequence[Explanation]) -> None:
     findings = [each for each in known if each.kind == "finding"]
     blocks = [[f"{count(len(findings), 'finding')} of `cgcompile check`"]]
     blocks[0] += _columns([(each.name, "/".join(each.severities), each.headline) for each in findings])
+    padding = [each for each in known if each.kind == "padding"]
+    blocks.append(["what `build` and `inspect` say", *_columns([(each.name, "", each.headline) for each in padding])])
     errors = [each for each in known if each.kind == "error"]
     for title, own in _met(errors).items():
         rows = [(each.name, str(each.exit_code), each.headline) for each in own]

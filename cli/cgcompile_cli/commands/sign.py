@@ -25,7 +25,8 @@ def sign(
 
     Checks every file and invariant, then writes manifest.json.sig into the
     bundle. The manifest holds the hash of every other file, so the signature
-    covers all of them. What it means and does not: bundles/TRUST.md.
+    covers all of them. It proves who built the bundle to whoever has the
+    public key, and nothing of what the bundle does.
 
     \b
     openssl genpkey -algorithm ed25519 -out private.pem

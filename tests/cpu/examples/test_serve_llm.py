@@ -97,11 +97,12 @@ class Running:
     """A server in a thread, over a model."""
 
     def __init__(self, serve_llm: ModuleType, model: Any, folder: Path, limit: int = 32, others: Sequence[Any] = ()) -> None:
+        from language_server.served_model import ServedModel
         from language_server.text import Language
 
         self.model = model
-        self.server = serve_llm.Server([model, *others], Language(folder), "script", limit)
-        self.uvicorn = serve_llm.make_server(self.server.app)
+        self.served = ServedModel([model, *others], Language(folder), "script", limit)
+        self.uvicorn = serve_llm.make_server(serve_llm.Server(self.served).app)
         listening = socket.create_server(("127.0.0.1", 0))
         self.port = listening.getsockname()[1]
         self.thread = threading.Thread(target=self.uvicorn.run, args=([listening],))
@@ -147,8 +148,8 @@ class Running:
 
     def until_free(self) -> None:
         """Waits until nobody has a page."""
-        self.until(lambda: self.server.engine.state.pages_free == PAGES and not self.server.engine.open_requests)
-        assert (self.server.engine.state.running, self.server.engine.state.waiting) == (0, 0)
+        self.until(lambda: self.served.engine.state.pages_free == PAGES and not self.served.engine.open_requests)
+        assert (self.served.engine.state.running, self.served.engine.state.waiting) == (0, 0)
 
     def stop(self) -> None:
         self.model.gate.set()
@@ -260,7 +261,7 @@ def test_a_chat(server: Running) -> None:
 
 
 def test_a_chat_goes_on_until_the_context_ends(server: Running) -> None:
-    assert server.chat("Hi")["usage"]["total_tokens"] == server.server.context == 120
+    assert server.chat("Hi")["usage"]["total_tokens"] == server.served.context == 120
 
 
 def test_a_chat_as_a_stream(server: Running) -> None:
@@ -354,7 +355,7 @@ def test_too_many_are_told_to_come_back(serve_llm: ModuleType, folder: Path) -> 
     with running(serve_llm, folder, limit=3) as server:
         server.model.gate.clear()
         waiting = server.send("/v1/completions", {"prompt": "abc", "n": 2, "max_tokens": 4, "seed": 0})
-        server.until(lambda: server.server.engine.open_requests == 2)
+        server.until(lambda: server.served.engine.open_requests == 2)
         status, told, headers = server.ask("/v1/completions", {"prompt": "abc", "n": 2})
         assert status == 429 and int(headers["retry-after"]) >= 1
         assert told["error"]["message"] == "3 requests may be open, and 2 are" and told["error"]["type"] == "rate_limit_error"
@@ -370,9 +371,9 @@ def test_too_many_are_told_to_come_back(serve_llm: ModuleType, folder: Path) -> 
 def test_a_client_that_leaves_frees_its_pages(server: Running, stream: bool) -> None:
     server.model.gate.clear()
     gone = server.send("/v1/completions", {"prompt": "abc", "max_tokens": 90, "n": 3, "stream": stream})
-    server.until(lambda: server.server.engine.state.pages_used > 0)
+    server.until(lambda: server.served.engine.state.pages_used > 0)
     gone.close()
-    server.until(lambda: not server.server.engine.open_requests)
+    server.until(lambda: not server.served.engine.open_requests)
     server.model.gate.set()
     server.until_free()
     assert 'cgbundle_llm_requests_total{code="499",path="/v1/completions"}' in server.ask("/metrics")[1]
@@ -406,16 +407,16 @@ def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
 def test_copies_on_several_devices(serve_llm: ModuleType, folder: Path) -> None:
     """A request goes to the copy that has the least to do; one that fails at once does not draw them all."""
     with running(serve_llm, folder, others=[Scripted()], limit=2) as server:
-        models = [engine._model for engine in server.server.engine._each]
+        models = [engine._model for engine in server.served.engine._each]
         for each in models:
             each.gate.clear()
         sent = [server.send("/v1/completions", {"prompt": "abc", "max_tokens": 8, "seed": 0}) for _ in range(4)]
-        server.until(lambda: [engine.open_requests for engine in server.server.engine._each] == [2, 2])
+        server.until(lambda: [engine.open_requests for engine in server.served.engine._each] == [2, 2])
         assert server.ask("/v1/completions", {"prompt": "abc"})[0] == 429
         for each in models:
             each.gate.set()
         assert {json.loads(each.getresponse().read())["choices"][0]["text"] for each in sent} == {said(3, 8)}
-        server.until(lambda: server.server.engine.state.pages_free == 2 * PAGES)
+        server.until(lambda: server.served.engine.state.pages_free == 2 * PAGES)
         models[0].fails = 0
         found = [server.ask("/v1/completions", {"prompt": "abc", "max_tokens": 8, "seed": 0})[0] for _ in range(6)]
         assert found == [500] + [200] * 5
@@ -447,13 +448,13 @@ def test_the_end_waits_for_answers(serve_llm: ModuleType, folder: Path) -> None:
     with running(serve_llm, folder) as server:
         server.model.gate.clear()
         open_one = server.send("/v1/completions", {"prompt": "abc", "max_tokens": 40, "seed": 0})
-        server.until(lambda: server.server.engine.open_requests == 1)
+        server.until(lambda: server.served.engine.open_requests == 1)
         server.uvicorn.should_exit = True
         server.until(lambda: refuses(server.port))
         server.model.gate.set()
         assert json.loads(open_one.getresponse().read())["usage"]["completion_tokens"] == 40
         server.thread.join(60)
-        assert not server.thread.is_alive() and not server.server.engine.alive
+        assert not server.thread.is_alive() and not server.served.engine.alive
 
 
 def refuses(port: int) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import importlib
 import json
@@ -201,7 +202,7 @@ def test_health_and_metadata(server: Server) -> None:
             "name": "tiny", "versions": ["1"], "platform": "cgbundle",
             "inputs": [{"name": "input", "datatype": "FP32", "shape": [-1, 6]}],
             "outputs": [{"name": "output", "datatype": "FP32", "shape": [-1, 3]}],
-            "parameters": {"sizes": {"batch": [1, 4]}, "axes": {"input": ["batch", "6"]}},
+            "parameters": {"sizes": {"batch": [1, 4]}, "axes": {"input": ["batch", 6]}},
         }  # fmt: skip
     index = client.ask("POST", "/v2/repository/index")[1]
     assert index == [{"name": "tiny", "version": "1", "state": "READY", "reason": ""}]
@@ -532,7 +533,7 @@ def versions() -> Iterator[ModuleType]:
 def described(**changes: Any) -> Any:
     """What `describe` reads of a manifest: a model of x [batch, 3] -> y [batch]."""
     made = {
-        "random": -1, "changes": (), "written": (),
+        "random": -1, "changes": (), "written": (), "entry": "forward", "entries": (),
         "dimensions": (Dimension(name="batch", sizes=(1, 4), pad="rows", chunk=True, reason="", uncut=""),),
         "inputs": (TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1), range=()),),
         "outputs": (TensorSpec(name="y", dtype="int64", shape=("batch",), order=(0,), range=()),),
@@ -561,6 +562,31 @@ def test_what_the_protocol_has_no_words_for(versions: ModuleType) -> None:
         with pytest.raises(versions.Refused, match="calls change its state or its inputs"):
             versions.describe(described(**changes))
     assert versions.describe(described(changes=(2,), random=2)).batches == (1, 4)
+
+
+def test_axes_are_told_as_they_are(versions: ModuleType) -> None:
+    """A number is one, as in `shape`."""
+    mixed = TensorSpec(name="x", dtype="float32", shape=("batch", 3, ("+", ("*", "seq", 2), 1)), order=(0, 1, 2), range=())
+    [port] = versions.describe(described(inputs=(mixed,))).inputs
+    assert (port.shape, port.axes) == ((-1, 3, -1), ("batch", 3, "2*seq+1"))
+
+
+def test_the_log_says_which_entry_is_served_and_which_are_not(versions: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = {"entry": "prefill", "entries": (SimpleNamespace(name="decode"), SimpleNamespace(name="reset"))}
+    manifests = [described(), described(**several), described(**several, changes=(2,))]
+
+    async def opened(version: Any, *_: object) -> None:
+        version.served = versions.describe(manifests[version.number])
+
+    monkeypatch.setattr(versions.Version, "open", opened)
+    told: list[dict[str, Any]] = []
+    for number in range(3):
+        model = versions.Model("m", versions.Options(), lambda *_: None)
+        asyncio.run(model.refresh({number: (Path("m.cgb"), (0, 0, 0))}, told.append))
+    assert told[0] == {"event": "serving", "model": "m", "version": 0, "before": None}
+    assert told[1] == {**told[0], "version": 1, "entry": "prefill", "not_served": ("decode", "reset")}
+    assert told[2]["event"] == "refused"
+    assert told[2]["why"].startswith("of prefill, decode, reset the first is served, and its calls change its state or its inputs")
 
 
 def test_devices_are_numbers(tmp_path: Path) -> None:

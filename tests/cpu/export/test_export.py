@@ -20,7 +20,7 @@ from cgcompile.export.assertions import _use_asserted_numbers, asserted, spell_c
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
 from cgcompile.export.functionalization import functional, functional_form
-from cgcompile.export.signature import describe_signature
+from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.declared_sizes import assumed_sizes, declared_sizes
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source, sample

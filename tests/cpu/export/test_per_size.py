@@ -15,7 +15,7 @@ from cgcompile.checks import check
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
 from cgcompile.export.functionalization import functional
-from cgcompile.export.signature import describe_signature
+from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.flat_module import run_eager
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample

@@ -14,7 +14,7 @@ from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
 from cgcompile.export.programs import with_shared_constants
-from cgcompile.export.signature import describe_signature
+from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.flat_module import run_eager
 from cgcompile.model.load import load_sources
 from cgcompile.model.source import sample

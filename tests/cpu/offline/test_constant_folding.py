@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from cgcompile.export.export import export
-from cgcompile.export.signature import describe_signature
+from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.load import load_source
 from cgcompile.offline.decompose.constant_folding import fold
 from cgcompile.offline.decompose.retrace import Retraced, retrace

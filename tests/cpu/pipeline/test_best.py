@@ -20,13 +20,14 @@ from cgbundle.tables import codec
 from cgbundle.tables.recording import Address, MemcpyNode, ModuleState, Recording, Relocation
 from cgcompile.bundle.exam import ReplayedBytes
 from cgcompile.capture import build as capture_build
-from cgcompile.capture.recorder import Recordable, Recorded, Replay
+from cgcompile.capture.recordable import Recordable
+from cgcompile.capture.recorder import Recorded, Replay
 from cgcompile.errors import BuildError, ModelError
 from cgcompile.offline.trace import KERNELS
+from cgcompile.pipeline import argument_checks
 from cgcompile.pipeline import build as pipeline_build
-from cgcompile.pipeline import usage
 from cgcompile.pipeline.best import build as best
-from cgcompile.pipeline.best import kept, search, trial
+from cgcompile.pipeline.best import search, trial, tried_lowerings
 from cgcompile.pipeline.best.candidates import Candidate
 from cgcompile.pipeline.best.merge import beside_each_other, conflicts, merged
 from cgcompile.pipeline.best.timing import Timed
@@ -108,8 +109,8 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
 
     chosen = SimpleNamespace(target="sm_90", recorder="capture", runs_here=False, device=torch.device("cpu"))
     monkeypatch.setattr(pipeline_build, "choose", lambda *given, **options: chosen)
-    monkeypatch.setattr(usage, "choose", lambda *given, **options: chosen)
-    monkeypatch.setattr(usage, "check_packages", lambda recorder: None)
+    monkeypatch.setattr(argument_checks, "choose", lambda *given, **options: chosen)
+    monkeypatch.setattr(argument_checks, "check_packages", lambda recorder: None)
     monkeypatch.setattr(capture_build, "started", started)
     monkeypatch.setattr(search, "record_level", record_level)
     monkeypatch.setattr(search, "start", lambda *given: None)
@@ -118,7 +119,7 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(best, "time_graphs", time_graphs)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (1 << 36, 1 << 36))
     gpu = SimpleNamespace(name="a GPU", multi_processor_count=1, total_memory=1)
-    monkeypatch.setattr(kept.torch.cuda, "get_device_properties", lambda index: gpu)
+    monkeypatch.setattr(tried_lowerings.torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     said.times = {name: {1: 10.0, 4: 20.0} for name in ("eager", "inductor", "traced", "max-autotune")}
     return said

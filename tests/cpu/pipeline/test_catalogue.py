@@ -292,7 +292,7 @@ def test_a_variable_that_kernels_write_is_kept_though_it_looks_unchanged(
 
 
 def test_an_output_whose_size_depends_on_data() -> None:
-    from cgcompile.export.signature import _size
+    from cgcompile.export.signature.signature import _size
 
     class Ragged(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -15,7 +15,7 @@ import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.format import archive, safetensors  # noqa: E402
 from cgcompile.export.export import export  # noqa: E402
-from cgcompile.export.signature import describe_signature  # noqa: E402
+from cgcompile.export.signature.signature import describe_signature  # noqa: E402
 from cgcompile.model.load import load_source  # noqa: E402
 from cgcompile.transforms.output_aliases import find_aliases  # noqa: E402
 from tests.helpers.models import state_checks as checks  # noqa: E402

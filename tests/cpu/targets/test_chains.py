@@ -51,7 +51,10 @@ def test_rows_ascend_and_an_only_output_need_not_be_named() -> None:
 @pytest.mark.parametrize(
     ("pair", "match"),
     [
-        (("encode", "decode.hidden"), "encode -> decode.hidden: there is no entry 'encode', but prefill, decode"),
+        (
+            ("encode", "decode.hidden"),
+            r"encode -> decode.hidden: there is no entry 'encode' \(did you mean decode\?\), but prefill, decode",
+        ),
         (("prefill.logits", "decode.hidden"), "'prefill.logits' is no output: 'prefill' has prefill.output"),
         (("decode", "decode.hidden"), "'decode' is no output: 'decode' has decode.hidden, decode.cache.0"),
         (("prefill", "decode.mask"), "'decode.mask' is no input: 'decode' has decode.hidden, decode.cache.0, decode.ids"),

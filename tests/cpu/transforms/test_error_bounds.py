@@ -14,7 +14,7 @@ from cgbundle.format.schema import Weight
 from cgcompile.export.export import export
 from cgcompile.export.functionalization import functional
 from cgcompile.export.programs import coarsest
-from cgcompile.export.signature import describe_signature
+from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.load import load_source
 from cgcompile.transforms.error_bounds import ErrorBound, error_bounds
 from cgcompile.transforms.prepared import Prepared, prepare

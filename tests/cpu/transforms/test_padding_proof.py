@@ -6,11 +6,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from cgbundle.format.schema import Dimension
 from cgcompile.export.export import export
 from cgcompile.export.functionalization import functional
-from cgcompile.export.signature import describe_signature
+from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.load import load_source
 from cgcompile.model.source import Source
 from cgcompile.pipeline.build import _padded
@@ -132,3 +133,48 @@ def test_the_graph_whose_operators_are_tried_is_made_once(monkeypatch: pytest.Mo
     found = decide(Batched(torch.relu), lambda batch, seq: torch.rand(batch, seq, 4), {"batch": (2, 4), "seq": (2, 8)})
     assert {name: each[:2] for name, each in found.items()} == {"batch": ("rows", True), "seq": ("rows", True)}
     assert len(made) == 1
+
+
+def of_a_branch(x: torch.Tensor) -> torch.Tensor:
+    return x - x.amax(0, keepdim=True)  # in a branch
+
+
+def of_a_loop(at: torch.Tensor, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    x = x - x.amax(0, keepdim=True)  # in a loop
+    return at + 1, x
+
+
+def of_a_row(x: torch.Tensor) -> torch.Tensor:
+    return x - x.amax(0)  # in a row
+
+
+def without_gradients(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        return x - x.amax(0, keepdim=True)  # without gradients
+
+
+def looped(x: torch.Tensor) -> torch.Tensor:
+    from torch._higher_order_ops import while_loop
+
+    return while_loop(lambda at, x: at < 2, of_a_loop, (torch.zeros((), dtype=torch.int64), x))[1]
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        (lambda x: x.mean(0), "mean joins what lies along batch"),
+        (lambda x: torch.cond(x.sum() > -9, of_a_branch, lambda x: x * 2, (x,)), "# in a branch"),
+        (looped, "# in a loop"),
+        (lambda x: torch.vmap(of_a_row)(x.unsqueeze(0))[0], "# in a row"),
+        (lambda x: checkpoint(of_a_branch, x, use_reentrant=False), "# in a branch"),
+        (without_gradients, "# without gradients"),
+    ],
+    ids=["none", "cond", "while_loop", "vmap", "checkpoint", "no_grad"],
+)
+def test_the_operator_that_changes_is_named_with_its_own_line(function: Callable[[torch.Tensor], torch.Tensor], line: str) -> None:
+    """Also where the outputs of eager PyTorch differ, and where a function that another one was given has the operator."""
+    pad, chunk, reason = decide(Batched(function), rows, {"batch": (2, 5)})["batch"]
+    assert (pad, chunk) == ("no", False)
+    named, _, trial = reason.partition("; ")
+    assert " joins what lies along batch (" in named and "test_padding_proof.py:" in named and line in named, reason
+    assert trial.startswith("output ") or trial == "zeros were not proved to change nothing", reason

@@ -19,7 +19,7 @@ from cgbundle.format.schema import Finding
 from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
-from cgcompile.export.signature import describe_signature
+from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.load import load_source
 from cgcompile.transforms.rng.rewrite import RNG, can_rewrite, draws, generator_buffer, is_random, supported, with_generator
 from tests.cpu.models import Batched

@@ -76,10 +76,17 @@ def test_a_program_without_forward_is_not_called_itself() -> None:
 
 def test_a_name_that_is_no_entry() -> None:
     run, _ = program()
-    with pytest.raises(AttributeError, match="no attribute 'encode', and the bundle no such entry"):
-        run.encode  # noqa: B018
-    with pytest.raises(EntryMissing, match="no entry 'encode', but prefill, decode, reset"):
-        run["encode"]
+    with pytest.raises(AttributeError) as missing:
+        run.decoed  # noqa: B018
+    assert str(missing.value) == (
+        "'Program' object has no attribute 'decoed' (did you mean decode?), and the bundle no entry but prefill, decode, reset"
+    )
+    with pytest.raises(AttributeError, match="'int_kyes', and the bundle no entry but prefill,"):
+        run.int_kyes  # noqa: B018
+    with pytest.raises(EntryMissing, match=r"no entry 'decoed' \(did you mean decode\?\), but prefill, decode, reset"):
+        run["decoed"]
+    with pytest.raises(EntryMissing, match="no entry 'x', but prefill, decode, reset"):
+        run["x"]
     assert not hasattr(run, "__array__")
     assert issubclass(EntryMissing, KeyError) and issubclass(EntryMissing, CallError)
 

@@ -50,6 +50,8 @@ def test_an_int_key_of_an_entry(key: str, told: str) -> None:
 def test_an_entry_that_is_not_there() -> None:
     code, text = call("inspect", BUNDLE, "--graph", "encode:1", "--json")
     assert code == 2 and "no entry 'encode', but forward, fill, empty" in text
+    code, text = call("run", BUNDLE, "--entry", "emty", "--json")
+    assert code == 2 and "no entry 'emty' (did you mean empty?), but forward, fill, empty" in text
 
 
 def test_memory_and_kernels_are_of_all_entries() -> None:

@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 import cgbundle.errors
 import cgcompile.errors
 from cgcompile.util.explanations import explanations, nearest, spelled
+from cgcompile.util.padding_reasons import REASONS
 from cgcompile_cli.commands.explain import RECORDERS, names
 from cgcompile_cli.main import app
 
@@ -52,6 +53,16 @@ def test_every_one_has_a_cause_and_a_cure(each) -> None:  # type: ignore[no-unty
     assert fields["fix"]
     if each.kind == "finding":
         assert list(fields) == ["what", "why", "effect", "fix", "source"]
+
+
+def test_padding_is_explained_reason_by_reason() -> None:
+    """As `build` tells people to ask, who may have no page of the source tree."""
+    text = explain("padding")
+    assert text.startswith("padding  what `build` and `inspect` say under that word\n")
+    for each in REASONS:
+        assert f"\n  {each.printed}\n" in text and each.meaning in text and each.cure in text
+    (told,) = json.loads(explain("padding", "--json"))
+    assert told["fields"].keys() == {"fix", *[each.printed for each in REASONS]}
 
 
 def test_every_error_of_the_catalogues_is_there() -> None:

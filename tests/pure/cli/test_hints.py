@@ -9,6 +9,7 @@ import tomllib
 import pytest
 from typer.main import get_command
 
+from cgcompile.util.explanations import explanations
 from cgcompile_cli.main import app
 from tests.helpers.places import ROOT
 
@@ -42,6 +43,26 @@ def test_options_that_messages_name_exist() -> None:
     named = spelled()
     assert len(named) > 30
     assert [each for each in named if each[1] not in known() | OTHERS] == []
+
+
+TREE = re.compile(r"(?<![\w/.])(?:cli|bundles|examples|tests)/[\w/]+\.(?:md|py)|\b[A-Z]+\.md\b")
+"""A path of the source tree, which somebody who installed a wheel does not have."""
+
+
+def test_nothing_that_is_printed_names_a_path_of_the_source_tree() -> None:
+    printed = [str(each) for each in explanations()]
+    commands = [get_command(app)]
+    for command in commands:
+        commands += getattr(command, "commands", {}).values()
+        printed += [command.help or "", *[getattr(each, "help", None) or "" for each in command.params]]
+    for folder in ("cgcompile", "cli/cgcompile_cli", "bundles/cgbundle"):
+        for path in sorted((ROOT / folder).rglob("*.py")):
+            tree = ast.parse(path.read_text())
+            docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+            strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs]
+            printed += [node.value for node in strings if isinstance(node.value, str) and " " in node.value]
+    assert TREE.search("see cli/docs/calls.md") and TREE.search("bundles/FORMAT.md lists") and len(printed) > 1000
+    assert [each for each in printed if TREE.search(each)] == []
 
 
 @pytest.mark.parametrize("option", ["--host-op", "--lower", "--max-keys", "--force", "--waive", "--record"])

@@ -480,7 +480,7 @@ def test_a_processors_features_are_told_by_its_level() -> None:
 def test_a_dimension_that_takes_its_recorded_sizes_only_is_noted() -> None:
     each = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why", uncut="") for pad in ("rows", "zeros", "no")]
     (told,) = summary.unpadded(replace(tiny_bundle.manifest(), dimensions=tuple(each)))
-    assert told.startswith("no takes 2, 4 only: other sizes are refused") and "docs/calls.md" in told
+    assert told.startswith("no takes 2, 4 only: other sizes are refused") and "`cgcompile explain padding`" in told
 
 
 def test_a_build_tells_which_weights_no_update_can_change(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,6 +49,23 @@ def test_anchors_are_spelled_as_github_does() -> None:
     assert links("[a](b.md#c) `[d](e)` [f](g)\n```\n[h](i)\n```") == ["b.md#c", "g"]
 
 
+FOLDERS = [*ROOT.glob("cgcompile/**/README.md"), ROOT / "examples/README.md", ROOT / "tests/README.md"]
+"""Pages that explain the files of their folder."""
+
+PLACES = (ROOT, ROOT / "cgcompile", ROOT / "bundles", ROOT / "bundles/cgbundle")
+"""Where other files are named from."""
+
+WRITTEN = {"model.py", "name.py"}
+"""Files that the reader writes."""
+
+
+@pytest.mark.parametrize("page", FOLDERS, ids=named)
+def test_a_folders_page_names_files_that_are_there(page: Path) -> None:
+    for file in set(re.findall(r"[\w./-]+\.py\b", page.read_text())) - WRITTEN:
+        there = any((place / file).is_file() for place in (page.parent, *PLACES))
+        assert there or list(page.parent.rglob(file)), f"{named(page)}: {file}"
+
+
 MARKS = re.compile(r"^(<{7}|>{7}|[|]{7})( |$)", re.MULTILINE)
 TEXTS = {".py", ".md", ".toml", ".txt", ".json", ".css", ".js", ".h", ""}
 

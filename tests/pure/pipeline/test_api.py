@@ -15,7 +15,7 @@ import pytest
 import cgcompile
 from cgbundle.format.schema import Finding
 from cgcompile.pipeline.records import Built, Report
-from cgcompile.util.imports import collect_seldom, quick_imports, unfrozen
+from cgcompile.util.garbage_collection import collect_seldom, quick_imports, unfrozen
 from cgcompile.util.progress import Event, Stages, silent
 from cgcompile.util.progress_display import Lines, watcher
 from tests.helpers.bundles.tiny_bundle import manifest

@@ -187,7 +187,9 @@ def test_what_cannot_be_loaded_so(fake: FakeDriver, path: Path) -> None:
     with cgbundle.load(path, replicas=True) as replicas:
         with raises("entry-missing", match="no entry 'decode', but forward"):
             replicas["decode"]
-        with pytest.raises(AttributeError, match="no attribute 'decode'"):
+        with raises("entry-missing", match=r"no entry 'forwrd' \(did you mean forward\?\), but forward"):
+            replicas["forwrd"]
+        with pytest.raises(AttributeError, match="no attribute 'decode', and the bundle no entry but forward"):
             replicas.decode  # noqa: B018
         replicas.close()
         with raises("program-closed"):

@@ -349,8 +349,8 @@ def test_a_state_that_is_not_there_is_named_with_those_that_are(fake: FakeDriver
                 program.state[name]
             assert str(caught.value) == f"program 'tiny' has no state {name!r}: it has 'total', 'marks'"
             assert isinstance(caught.value, KeyError) and program.state.get(name) is None
-        with raises("state-missing"):
-            program.state["x"] = given(4)
+        with raises("state-missing", match=r"no state 'totl' \(did you mean total\?\): it has 'total', 'marks'"):
+            program.state["totl"] = given(4)
         assert "total float32 [16]" in repr(program.state)
     plain = replace(manifest, weights=manifest.weights[:3], aliases=(), random=-1)
     program = Program(plain, CudaBackend(ArchiveOf(folder, plain), 0, "graph", lazy=False), "pad", "copy")

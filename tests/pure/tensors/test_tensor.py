@@ -6,6 +6,8 @@ import ctypes
 import subprocess
 import sys
 import weakref
+from array import array
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -108,6 +110,48 @@ def test_complex_numbers_nest_as_the_shape_says() -> None:
     data = b"".join(ctypes.c_double(number) for number in range(8))
     assert tensor.from_bytes(data, "complex128", (2, 2)).tolist() == [[1j, 2 + 3j], [4 + 5j, 6 + 7j]]
     assert tensor.from_bytes(data[:16], "complex128", ()).tolist() == 1j
+
+
+@pytest.mark.parametrize(
+    ("dtype", "code", "numbers", "shape", "shown"),
+    [
+        ("float32", "f", [0.1, -2.5, float("nan"), 3e9], (2, 2), "float32, [2, 2], cpu: [[0.1, -2.5], [nan, 3e+09]]"),
+        ("int64", "q", [7], (), "int64, [], cpu: 7"),
+        ("bool", "b", [0, 1], (1, 2), "bool, [1, 2], cpu: [[False, True]]"),
+        ("complex64", "f", [1, 2], (1,), "complex64, [1], cpu: [1+2j]"),
+        ("int8", "b", range(16), (16,), f"int8, [16], cpu: {list(range(16))}"),
+        ("int8", "b", range(17), (17,), "int8, [17], cpu: [0, 1, 2, ..., 14, 15, 16]"),
+        ("int8", "b", range(42), (2, 3, 7),
+         "int8, [2, 3, 7], cpu: [[[0, 1, 2, ..., 4, 5, 6], ..., [14, 15, 16, ..., 18, 19, 20]], ...]"),
+        ("float16", "f", [], (2, 0), "float16, [2, 0], cpu: [[], []]"),
+        ("float16", "f", [], (1 << 40, 0), "float16, [1099511627776, 0], cpu: [[], ..., []]"),
+    ],
+)  # fmt: skip
+def test_a_tensor_shows_what_it_is_and_few_of_its_values(
+    dtype: str, code: str, numbers: Sequence[float], shape: tuple[int, ...], shown: str
+) -> None:
+    assert repr(tensor.from_bytes(array(code, numbers).tobytes(), dtype, shape)) == f"cgbundle.Tensor({shown})"
+
+
+@given(shapes, st.data())
+def test_values_are_shown_as_they_lie_in_any_layout(shape: tuple[int, ...], data: st.DataObject) -> None:
+    """Few values whole and many at their edges, always on one short line."""
+    order = data.draw(st.permutations(range(len(shape))))
+    source = tensor.from_bytes(bytes([number % 256 for number in range(prod(shape))]), "uint8", shape)
+    laid = tensor.empty("uint8", shape)
+    laid = Tensor(laid.address, "uint8", shape, tensor.dense(shape, order), laid.owner)
+    tensor.copy(laid, source)
+    text = repr(laid)
+    assert text == repr(source) and len(text) < 250
+    if prod(shape) <= 16 and 0 not in shape:
+        assert text.endswith(f"cpu: {laid.tolist()})")
+
+
+def test_nobody_reads_a_gpus_memory_to_show_a_tensor() -> None:
+    far = Tensor(16, "float32", (2,), None, None, 3)  # an address that would end the process
+    assert repr(far) == "cgbundle.Tensor(float32, [2], cuda:3)"
+    with pytest.raises(BufferError, match=r"cgbundle.Tensor\(float32, \[2\], cuda:3\) lies on a GPU"):
+        far.tobytes()
 
 
 def test_float8_matches_torch() -> None:
@@ -243,9 +287,9 @@ def test_a_read_array_lives_as_long_as_the_tensor() -> None:
 
 def test_an_array_that_its_library_will_not_export_is_an_input_error() -> None:
     numpy = pytest.importorskip("numpy")
-    for array in (numpy.array([None, 1]), numpy.zeros(2, ">f4"), numpy.zeros(2, "datetime64[s]")):
+    for odd in (numpy.array([None, 1]), numpy.zeros(2, ">f4"), numpy.zeros(2, "datetime64[s]")):
         with raises("input-kind", match="^input 'x': ") as caught:
-            read(array, "x")
+            read(odd, "x")
         assert "\n" not in str(caught.value)
 
 

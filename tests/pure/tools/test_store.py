@@ -16,12 +16,13 @@ from hypothesis import strategies as st
 
 from cgbundle.format import archive
 from cgbundle.format.archive import Archive
-from cgbundle.format.open_files import KeptFile
+from cgbundle.format.open_files import KeptFile, is_kept
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle
 from cgcompile import Store
+from tests.helpers.bundles import rank_bundles
 from tests.helpers.bundles.tiny_bundle import write_bundle
-from tests.helpers.places import ROOT
+from tests.helpers.places import GOLDEN, ROOT
 from tests.helpers.raising import raises
 
 BIG = 1 << 20
@@ -154,6 +155,46 @@ input()
     assert isinstance(kept, KeptFile)
     del kept
     assert set(store.collect().bundles) == {first.digest, second.digest} or not store.bundles()
+
+
+def test_a_loaded_bundle_says_nothing_of_another_one_with_the_same_exam(store: Store) -> None:
+    first, second = store.bundles()
+    exams = [each.path / archive.EXAM for each in (first, second)]
+    assert exams[0].samefile(exams[1])
+    kept = Archive(str(first.path)).kept(archive.EXAM)
+    with open(exams[1], "rb") as exam:
+        assert is_kept(exam.fileno())  # what a store of an earlier version asks
+    assert [each.loaded for each in store.bundles()] == [True, False]
+    for name in ("first.cgb", "second.cgb"):
+        store.remove(name)
+    found = store.collect()
+    assert (found.bundles, found.loaded) == ((second.digest,), (first.digest,)) and sound(first.path)
+    assert isinstance(kept, KeptFile)
+    del kept
+    assert store.collect().bundles == (first.digest,)
+
+
+def test_a_runtime_that_locks_the_exam_alone_keeps_every_bundle_that_has_it(store: Store) -> None:
+    """The runtime before manifests were locked."""
+    with open(store.bundles()[0].path / archive.EXAM, "rb") as exam:
+        kept = KeptFile(exam.fileno())
+    assert [each.loaded for each in store.bundles()] == [True, True]
+    del kept
+    assert [each.loaded for each in store.bundles()] == [False, False]
+
+
+def test_a_rank_that_is_loaded_keeps_the_whole_bundle(tmp_path: Path) -> None:
+    store = Store(tmp_path / "store")
+    rank_bundles.write(tmp_path / "two.cgb", next((GOLDEN / "v1/gpt_two.cgb/kernels").iterdir()).read_bytes())
+    added = store.add(tmp_path / "two.cgb")
+    with_ranks = Archive(str(added.path))
+    rank = with_ranks.rank(1)
+    kept = rank.kept(archive.EXAM)
+    for each in (rank, with_ranks):
+        each.close()
+    assert [each.loaded for each in store.bundles()] == [True]
+    del kept
+    assert [each.loaded for each in store.bundles()] == [False]
 
 
 def test_nothing_is_collected_while_a_bundle_is_added(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

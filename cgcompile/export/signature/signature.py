@@ -12,11 +12,11 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import Size, TensorSpec
 from cgbundle.format.size_expressions import evaluate, linear
 
-from ..errors import ModelError
-from ..model import dynamic_axes as axes
-from ..model.pytree import dtype_name
-from ..model.source import Source
-from .exported import EagerShapes, Exported, Signature, memory_order
+from ...errors import ModelError
+from ...model import dynamic_axes as axes
+from ...model.pytree import dtype_name
+from ...model.source import Source
+from ..exported import EagerShapes, Exported, Signature, memory_order
 from .index_ranges import index_ranges
 from .output_sizes import fitted, tabled
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.nn.functional import embedding, one_hot
 
-from cgcompile.export.index_ranges import index_ranges
+from cgcompile.export.signature.index_ranges import index_ranges
 
 TABLE, SHORT, GRID = torch.ones(100, 4), torch.ones(7, 4), torch.ones(3, 50)
 LONG = torch.zeros(2, 3, dtype=torch.int64)

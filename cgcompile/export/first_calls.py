@@ -1,0 +1,113 @@
+"""The model's first calls, in eager PyTorch: what they do beside their operations, before torch.export sees any of it.
+
+Called are the smallest and the largest sizes, and the smallest twice more: the first calls may fill caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from ..model.flat_module import FlatModule, unwatched
+from ..model.nondeterminism.generators import Generator, generators, states
+from ..model.nondeterminism.repeated_calls import Observed, Results, observed, outside_values, results
+from ..model.side_effects import Obstacle, SideEffects
+from ..model.source import Source, sample
+from ..model.tracing.attributes import assignment_place, changed, marks
+from ..model.tracing.held_tensors import held_tensors, make_buffer
+from .eager_check import try_eager
+from .exported import EagerShapes
+
+FEW = 16
+"""Elements of a buffer that Python may ask for its values."""
+
+Constants = list[tuple[Any, str, torch.Tensor]]
+"""Buffers that no call writes to: (module, name in it, value)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FirstCalls:
+    """What the first calls showed.
+
+    `calls` are those at the smallest and the largest sizes, `shapes` the shapes of their outputs.  `changes` are attributes that
+    every call changes, by name; `outside` are obstacles of what lies outside of the model; `constants` are small buffers that kept
+    their values.  `first` and `second` are what two more calls at the smallest sizes gave.
+    """
+
+    calls: tuple[SideEffects, ...]
+    shapes: tuple[EagerShapes, ...]
+    changes: Mapping[str, Obstacle]
+    outside: tuple[Obstacle, ...]
+    constants: Constants
+    first: Results
+    second: Observed
+
+
+def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> FirstCalls:
+    """Calls the model.  Tensors that it writes to become buffers, and `flat.earlier` is the call at the smallest sizes.
+
+    Raises size-excluded, eager-failed, structure-unsupported.
+    """
+    calls: list[SideEffects] = []
+    flat.watch = calls.append
+    versions = {id(buffer): buffer._version for buffer in source.model.buffers() if not buffer.is_inference()}
+    before = states(generators(source.model, source.entry))
+    shapes = try_eager(source, flat, sizes)
+    drawn_from = generators(source.model, source.entry)  # a call may import NumPy
+    after = states(drawn_from)
+    flat.earlier = calls[0]
+    flat.watch = unwatched
+    changes, first, second = _changed_attributes(source, flat, sizes, drawn_from)
+    outside = outside_values(flat, sample_at(source, sizes, 0), first, second)
+    if after != before and not second.moved:  # drawn at other sizes alone, or by inputs()
+        largest = sample_at(source, sizes, -1)
+        outside += outside_values(flat, largest, (), replace(observed(flat, largest, drawn_from, after), reads=()))
+    return FirstCalls(
+        calls=tuple(calls), shapes=tuple(shapes), changes=changes, outside=outside, constants=_constants(flat, versions),
+        first=first, second=second,
+    )  # fmt: skip
+
+
+def sample_at(source: Source, sizes: Mapping[str, tuple[int, ...]], pick: int) -> tuple[torch.Tensor, ...]:
+    """The inputs at the smallest sizes, 0, or the largest, -1."""
+    return sample(source, {name: values[pick] for name, values in sizes.items()}).tensors
+
+
+def _constants(flat: FlatModule, versions: Mapping[int, int]) -> Constants:
+    """Buffers of a few integers that are no part of the state dict, and that no call writes to: strides and paddings that a model
+    keeps as tensors (transformers' EnCodec).  `versions`: of each buffer before the first call, by its id."""
+    found = []
+    for owner, leaf in flat.snapshot.owners():
+        buffer = owner._buffers[leaf]
+        small = buffer.numel() <= FEW and not buffer.is_floating_point() and not buffer.is_complex()
+        if small and leaf in owner._non_persistent_buffers_set and versions.get(id(buffer)) == buffer._version:
+            found.append((owner, leaf, buffer.detach().clone()))
+    return found
+
+
+def _changed_attributes(
+    source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], drawn_from: Sequence[Generator]
+) -> tuple[dict[str, Obstacle], Results, Observed]:
+    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers.
+
+    Also what the two calls gave that show it, and what the second one took from outside of the model."""
+    tensors = sample_at(source, sizes, 0)
+    first = results(flat, tensors)
+    held = {id(each.tensor): (each, each.tensor._version) for each in reversed(held_tensors(source.model))}
+    before = marks(source.model, held.keys())
+    second = observed(flat, tensors, drawn_from)
+    names = changed(before, marks(source.model, held.keys()))
+    buffers = {id(tensor) for tensor in source.model.buffers()}
+    for each, version in held.values():
+        if each.tensor._version != version and id(each.tensor) not in buffers:
+            make_buffer(each)
+    flat.follow_buffers()
+    places = {name: assignment_place(source.model, name) for name in names}
+    changes = {
+        name: Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
+        for name, (where, line) in places.items()
+    }
+    return changes, first, second
