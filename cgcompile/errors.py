@@ -26,7 +26,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "source-invalid": Cause(ModelError, 1, "The model file fails, or lacks a sound model() or inputs().",
         "a model file defines model() -> torch.nn.Module, and inputs(), whose parameters are the dimensions"),
     "sizes-invalid": Cause(BuildError, 2, "Sizes that are not distinct positive whole numbers, or of an undeclared dimension.",
-        "--sizes 1,8,32, or --sizes NAME=1,8 for every parameter of inputs()"),
+        "--sizes 1,8,32, or --sizes NAME=1,8 for every declared dimension"),
     "too-many-keys": Cause(BuildError, 2, "The product of the sizes has more int_keys than are built without being asked.",
         "give fewer sizes (`cgcompile sizes` chooses them), or raise --max-keys"),
     "waiver-unknown": Cause(BuildError, 2, "A rule to waive that there is not.", "`cgcompile explain` lists the rules of findings"),

@@ -40,7 +40,7 @@ from ..transforms.padding.proof import prove_padding, unpadded
 from ..transforms.prepared import Prepared, prepare, together
 from ..util.disk_space import size
 from ..util.garbage_collection import quick_imports
-from ..util.progress import Stages
+from ..util.progress import Stages, Tell, each_named
 from .destination import destination_path, staged_bundle
 from .kernel_coverage import operators_without_kernel
 from .manifest import made_manifest, with_mismatches
@@ -101,7 +101,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
 
             build_parts = partial(build_parts, interface=stack.enter_context(begun_interface()))
         with stages("export") as tell:
-            exported = export_entries(sources, sizes)
+            exported = export_entries(sources, sizes, tell)
             signatures = [describe_signature(each) for each in exported]
             tell.result(", ".join([_nodes(each.programs) for each in exported]))
         with stages("check") as tell:
@@ -131,8 +131,10 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
                 refuse_host(checked)
             tell.result(_counted(sum(len(rules.findings) for rules in checked), "finding"))
         with stages("padding") as tell:
+            tells = each_named(tell, [source.entry for source in sources])
             dimensions = [
-                prove_padding(source, own, sizes[source.entry], tell) for source, own in zip(sources, prepared, strict=True)
+                prove_padding(source, own, sizes[source.entry], each)
+                for source, own, each in zip(sources, prepared, tells, strict=True)
             ]
             if ranks:
                 dimensions = [agreed(each) for each in zip(*ranks.gathered(dimensions), strict=True)]
@@ -204,20 +206,28 @@ def _sizes(sources: Sequence[Source], given: Given) -> dict[str, dict[str, tuple
     }
 
 
-def export_entries(sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]]) -> list[Exported]:
+def export_entries(sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]], tell: Tell) -> list[Exported]:
     """Every entry exported over the one model; a constant's name means the same in all.
 
     What one entry writes to becomes a buffer with its export: entries that were exported before are exported again.
     """
-    made = [export(source, sizes[source.entry], alone=len(sources) == 1) for source in sources]
+    made = _exported(sources, sizes, tell)
     while len(made[0].flat.snapshot.owners()) < len(made[-1].flat.snapshot.owners()):
-        made = [export(source, sizes[source.entry], alone=False) for source in sources]
+        made = _exported(sources, sizes, tell)
     for each in made:
         refuse_branches(each)
     if len(made) == 1:
         return made
     shared = with_shared_constants([each.programs for each in made])
     return [replace(each, programs=programs) for each, programs in zip(made, shared, strict=True)]
+
+
+def _exported(sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]], tell: Tell) -> list[Exported]:
+    made = []
+    for source, own in zip(sources, each_named(tell, [source.entry for source in sources]), strict=True):
+        own("torch.export")
+        made.append(export(source, sizes[source.entry], alone=len(sources) == 1))
+    return made
 
 
 def _refuse(checked: Sequence[Checked], options: Options) -> None:

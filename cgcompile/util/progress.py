@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -22,6 +22,16 @@ class Event:
 Watcher = Callable[[Event], None]
 Tell = Callable[[str], None]
 """What a stage says of its progress."""
+
+
+def named(tell: Tell, name: str) -> Tell:
+    """`tell` for one of several that a stage works on: what it says has the name before it."""
+    return lambda text: tell(f"{name}: {text}")
+
+
+def each_named(tell: Tell, names: Sequence[str]) -> list[Tell]:
+    """`tell` for each of several: `decode, 2 of 4: ...`; where there is one, as it is."""
+    return [named(tell, f"{name}, {at} of {len(names)}") if len(names) > 1 else tell for at, name in enumerate(names, 1)]
 
 
 def silent(event: Event) -> None:

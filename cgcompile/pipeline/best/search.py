@@ -16,7 +16,7 @@ from ...capture.recordable import Recordable
 from ...capture.recorder import fitting, record_level
 from ...capture.request import PRIME, RECORD
 from ...targets.build_spec import BuildSpec
-from ...util.progress import Tell
+from ...util.progress import Tell, named
 from .candidates import Candidate, Searched, reason
 from .choice import SEARCHED
 from .deadline import Deadline, SearchEnded
@@ -55,14 +55,14 @@ def search(
             running[name] = stack.enter_context(recorder_processes(folder / name, processes.cache))
         beside: Future[Outcome] | None = None
         if TRACED in names and isinstance(traced, Traceable):
-            beside = threads.submit(_traced, spec, traced, recordable, folder, deadline, _named(tell, TRACED))
+            beside = threads.submit(_traced, spec, traced, recordable, folder, deadline, named(tell, TRACED))
         try:
             for name, following in zip_longest(left, left[1:]):
                 if following and not deadline.passed() and fitting(EARLY, recordable.need) == EARLY:
                     start(running[following], len(recordable.request.keys), following, spec.specialize)  # torch's import takes long
                 some = any(isinstance(made, Candidate) for made in outcomes.values())
                 limit = deadline if some else Deadline(None)
-                outcomes[name] = _recorded(name, recordable, running[name], limit, _named(tell, name))
+                outcomes[name] = _recorded(name, recordable, running[name], limit, named(tell, name))
                 running[name].end(PRIME)  # one request is all that a process answers
                 running[name].end(RECORD)
         except BaseException:
@@ -108,7 +108,3 @@ def _traced(spec: BuildSpec, what: Traceable, recordable: Recordable, folder: Pa
         return None
     except CgbundleError as refusal:
         return refusal
-
-
-def _named(tell: Tell, name: str) -> Tell:
-    return lambda text: tell(f"{name}: {text}")

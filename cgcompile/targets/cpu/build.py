@@ -28,7 +28,7 @@ from ...transforms.error_bounds import error_bounds
 from ...transforms.inlining import inlined
 from ...transforms.output_aliases import with_aliases
 from ...util.disk_space import size
-from ...util.progress import Stages, Tell
+from ...util.progress import Stages, Tell, each_named
 from ...util.scratch import scratch_folder
 from ..build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
 from ..instruction_sets import Level, level_of
@@ -68,7 +68,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
     with scratch_folder() as scratch:
         with stages("lower") as tell:
             changing = any(entry.prepared.state or any(each.name for each in entry.prepared.aliases) for entry in spec.entries)
-            entries = [_compile(entry, scratch, tell, changing, level, interface, spec.standalone) for entry in spec.entries]
+            tells = each_named(tell, [entry.name for entry in spec.entries])
+            entries = [
+                _compile(entry, scratch, own, changing, level, interface, spec.standalone)
+                for entry, own in zip(spec.entries, tells, strict=True)
+            ]
             tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))

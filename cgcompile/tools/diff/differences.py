@@ -14,7 +14,8 @@ from cgbundle.format.size_expressions import text as size_text
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Difference:
     """`name` is what differs within `part`, `field` which of its properties, "" for the whole.  `a` and `b` are what the bundles
-    have, as text, None where one has none; `note` says it where two texts would not; `facts` are its numbers, for programs."""
+    have, as text, None where one has none; `note` says it where two texts would not; `facts` are its numbers, for programs.
+    `measured`: a rounding error that each build measured anew; it says nothing while it is within its bound."""
 
     part: str
     name: str
@@ -23,6 +24,7 @@ class Difference:
     b: str | None = None
     note: str = ""
     facts: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    measured: bool = False
 
     @property
     def change(self) -> str:

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from cgbundle.format import file_names
 from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.pytree import recorded_constant
-from cgbundle.format.schema import Alias, Manifest, Program, Value, Weight
+from cgbundle.format.schema import Alias, Manifest, Program, Proof, Value, Weight
 from cgbundle.session.update import SINCE as UPDATES
 from cgbundle.tensors.tensor import dense
 
@@ -25,6 +25,9 @@ ELSEWHERE = frozenset({
     "changes", "fixed", "chains", "reserved",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
+
+MEASURED = ("error", "errors", "distance")
+"""Fields of a proof that are measured: of two builds of one model the last digits may differ."""
 
 
 def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
@@ -245,4 +248,13 @@ def _proofs(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from compare_fields("exam", "", as_row(a.exam, "proofs"), as_row(b.exam, "proofs"))
     proofs = [{each.key: each for each in found.exam.proofs} for found in (a, b)]
     for key, mine, _ in common_programs(a, b):
-        yield from compare_fields("exam", f"proof {key}", *[as_row(each[mine.key], "key") for each in proofs])
+        pair = [each[mine.key] for each in proofs]
+        for found in compare_fields("exam", f"proof {key}", *[as_row(each, "key") for each in pair]):
+            beyond = _beyond(*pair) if found.field == "error" else ""
+            yield replace(found, note=beyond, measured=found.field in MEASURED and not beyond)
+
+
+def _beyond(a: Proof, b: Proof) -> str:
+    """`of B is beyond its bound: 2.0e-03, allowed 1.0e-04`, or ""."""
+    sides = [(side, each) for side, each in (("A", a), ("B", b)) if not each.error <= each.tolerance]
+    return "; ".join([f"of {side} is beyond its bound: {each.error:.1e}, allowed {each.tolerance:.1e}" for side, each in sides])

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
 MEANING = {"refuse": "no bundle can be built", "host": "runs on the host between graphs", "note": "for information"}
 COLOURS = {"refuse": "bold red", "host": "yellow", "note": "dim"}
 
+BRANCH, ONE_WAY = "data-dependent-branch", ", of the one way through that branch which the example inputs took"
+"""The rule of a branch or loop of Python that data decides, and what is said of regions behind it."""
+
 OPERATIONS = 8
 """Operators of a region that are named before the rest is counted."""
 
@@ -130,7 +133,8 @@ def _regions(report: Report) -> RenderableType:
     graphs = sum(region.kind == "graph" for region in report.regions)
     hosts = len(report.regions) - graphs
     names = ", ".join([f"{name}={values[-1]}" for name, values in report.sizes])
-    tree = Tree(Text.assemble("\n", (f"{count(graphs, 'graph')}, {count(hosts, 'host region')}", "bold")))
+    counted = Text.assemble("\n", (f"{count(graphs, 'graph')}, {count(hosts, 'host region')}", "bold"))
+    tree = Tree(counted.append(ONE_WAY if any(found.rule == BRANCH for found in report.findings) else ""))
     for region in report.regions:
         colour = "green" if region.kind == "graph" else "yellow"
         about = f" {region.name}, {count(sum(calls for _, calls in region.operations), 'operation')}"

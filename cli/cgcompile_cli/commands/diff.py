@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import groupby
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ..errors import FINDINGS
-from ..output import record, shortened, show, table, write_json
+from ..output import count, record, shortened, show, table, write_json
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -51,7 +52,7 @@ def diff(
     else:
         show(record([(side.upper(), _headline(bundle, signed(bundle.path))) for side, bundle in bundles.items()]))
         show("")
-        show(record([(part, _rows(list(rows))) for part, rows in groupby(found, key=lambda each: each.part)]))
+        show(record([(part, _rows(_once(list(rows)))) for part, rows in groupby(found, key=lambda each: each.part)]))
     if found:
         raise typer.Exit(FINDINGS)
 
@@ -65,6 +66,24 @@ def _headline(bundle: BundleFiles, signed: str) -> str:
     manifest = bundle.manifest
     built = f"built {manifest.provenance.created}" + ("" if signed == "no" else f", signed {signed}")
     return f"{bundle.path}: {manifest.name}, {manifest.target.kind} {manifest.target.arch}, {built}"
+
+
+def _once(found: Sequence[Difference]) -> list[Difference]:
+    """Differences of the exam as people want them: what proofs have in common once, and one line for all measured errors.  Those of
+    other parts are as they are."""
+    from cgcompile.tools.diff.differences import Difference
+
+    if found[0].part != "exam":
+        return list(found)
+    alike: dict[str, list[Difference]] = {}
+    for each in found:
+        if not each.measured:
+            alike.setdefault(_text(each), []).append(each)
+    told = [replace(first, name=f"{first.name}{f', and {len(more)} more' if more else ''}") for first, *more in alike.values()]
+    if proofs := {each.name for each in found if each.measured}:
+        bound = "" if any(each.field == "error" and not each.measured for each in found) else ", all within their bounds"
+        told.append(Difference(part="exam", name="proofs", note=f"{count(len(proofs), 'proof')} measured other errors{bound}"))
+    return told
 
 
 def _rows(found: Sequence[Difference]) -> Table:
@@ -85,5 +104,5 @@ def _text(each: Difference) -> str:
 
 
 def _plain(each: Difference) -> dict[str, Any]:
-    fields = ("part", "name", "field", "change", "a", "b", "note")
+    fields = ("part", "name", "field", "change", "a", "b", "note", "measured")
     return {name: getattr(each, name) for name in fields} | {"facts": dict(each.facts)}

@@ -14,6 +14,7 @@ import cgbundle
 import cgcompile
 from cgbundle.exam import replay_exam
 from cgbundle.format.entries import each_entry
+from cgcompile.util.progress import Event
 from cgcompile_cli import main
 from tests.helpers.lowered_here import lower_here
 from tests.helpers.raising import raises
@@ -55,9 +56,22 @@ class Constant(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def counter(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def told() -> list[Event]:
+    """What the build of `counter` told of its progress."""
+    return []
+
+
+@pytest.fixture(scope="module")
+def counter(tmp_path_factory: pytest.TempPathFactory, told: list[Event]) -> Path:
     out = tmp_path_factory.mktemp("counter") / "counter.cgb"
-    return cgcompile.build(Counter().eval(), ENTRIES, chains=CHAINS, out=out, target="cpu").path
+    return cgcompile.build(Counter().eval(), ENTRIES, chains=CHAINS, out=out, target="cpu", progress=told.append).path
+
+
+def test_progress_names_the_entry(counter: Path, told: list[Event]) -> None:
+    names = [f"{name}, {at} of 3" for at, name in enumerate(ENTRIES, 1)]
+    for stage in ("export", "lower"):
+        texts = [event.text for event in told if event.stage == stage and event.state == "detail"]
+        assert list(dict.fromkeys(text.partition(": ")[0] for text in texts)) == names, stage
 
 
 def test_calls_sessions_buffers_and_the_exam(counter: Path) -> None:

@@ -62,6 +62,15 @@ def test_buffers_that_one_line_writes_to_are_told_once_each() -> None:
     assert len(grouped([BUFFER, BUFFER])) == 1
 
 
+def test_the_one_way_through_a_branch_is_not_told_as_the_model(call: Any) -> None:
+    heading = "2 graphs, 1 host region"
+    for rule, behind in (
+        ("mutated-buffer", ""),
+        ("data-dependent-branch", ", of the one way through that branch which the example inputs took"),
+    ):
+        assert heading + behind in call(replace(REPORT, findings=(replace(BUFFER, rule=rule),))).stdout.splitlines()
+
+
 def test_a_report_in_full(call: Any) -> None:
     result = call(REPORT)
     assert (result.exit_code, result.stderr) == (0, "")

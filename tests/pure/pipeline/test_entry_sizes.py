@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from cgcompile.model.declared_sizes import count_keys, declared_sizes, sizes_of_entries
+from cgcompile.errors import BuildError
+from cgcompile.model.declared_sizes import SavedDimension, count_keys, declared_sizes, sizes_of_entries
 from tests.helpers.raising import raises
 
 DIMENSIONS = {"prefill": ("batch", "seq"), "decode": ("batch",), "reset": ()}
@@ -80,6 +81,20 @@ def test_an_entry_without_dimensions_is_told_to_leave_sizes_out() -> None:
 @pytest.mark.parametrize("given", [[1, 8], "1,8", ["batch=1,8"], {"batch": [1, 8]}, ["forward:batch=1,8"], {"forward": [8, 1]}])
 def test_one_entry_is_given_as_ever(given: Any) -> None:
     assert sizes(given, {"forward": ("batch",)}) == {"forward": {"batch": (1, 8)}}
+
+
+SAVED = [SavedDimension("batch", ("x.0",), 2, 8), SavedDimension("seq", ("x.1",), 1, None)]
+
+
+@pytest.mark.parametrize("saved", [SAVED, []], ids=["dynamic", "static"])
+@pytest.mark.parametrize(
+    "given",
+    [[1, 8], "8,x", ["batch=0", "seq=4"], ["batch=4,4", "seq=4"], ["x.0=4", "batch=4"], ["bath=4"], ["batch=1", "seq=4"], ["seq="]],
+)
+def test_no_hint_for_a_saved_program_speaks_of_a_model_files_inputs(given: Any, saved: list[SavedDimension]) -> None:
+    with pytest.raises(BuildError) as caught:
+        declared_sizes(given, [each.name for each in saved], saved)
+    assert caught.value.hint and "inputs()" not in caught.value.hint
 
 
 def test_a_mistyped_dimension_is_told_the_nearest() -> None:

@@ -29,6 +29,7 @@ from cgcompile.tools.diff.bundle_files import BundleFiles, open_bundle
 from cgcompile.tools.diff.compare import UNCOUNTED, compare
 from cgcompile.tools.diff.differences import Difference
 from cgcompile_cli import main
+from cgcompile_cli.commands import diff
 from tests.helpers.bundles import cuda_bundles, tiny_bundle
 from tests.helpers.places import GOLDEN, ROOT
 
@@ -608,6 +609,46 @@ def test_the_command_shows_the_parts_in_order(tiny: Path, changed: Callable[[tin
     ]
 
 
+def proofs(**other: Any) -> tiny_bundle.Change:
+    """Every proof with other fields."""
+    return lambda m: replace(m, exam=replace(m.exam, proofs=tuple([replace(each, **other) for each in m.exam.proofs])))
+
+
+@pytest.mark.parametrize(
+    ("other", "told"),
+    [
+        ({"error": 2e-07, "errors": (2e-07,)}, ["proofs  2 proofs measured other errors, all within their bounds"]),
+        (
+            {"error": 2e-07, "method": "interpret"},
+            ["proof batch=1, and 1 more  method replay -> interpret",
+             "proofs  2 proofs measured other errors, all within their bounds"],
+        ),
+        ({"tolerance": 0.25}, ["proof batch=1, and 1 more  tolerance 1e-05 -> 0.25"]),
+        (
+            {"error": 0.5, "errors": (0.5,)},
+            ["proof batch=1, and 1 more  error of B is beyond its bound: 5.0e-01, allowed 1.0e-05",
+             "proofs  2 proofs measured other errors"],
+        ),
+    ],
+    ids=["measured", "method", "bound", "beyond"],
+)  # fmt: skip
+def test_errors_that_were_measured_are_told_once(
+    other: dict[str, Any], told: list[str], tiny: Path, changed: Callable[[tiny_bundle.Change], Path]
+) -> None:
+    a, b = open_bundle(str(tiny)), open_bundle(str(changed(proofs(**other))))
+    rows = compare(a, b)
+    assert {each.part for each in rows} == {"exam"}
+    assert [f"{each.name}  {diff._text(each)}" for each in diff._once(rows)] == told
+
+
+def test_json_has_every_error_that_was_measured(tiny: Path, changed: Callable[[tiny_bundle.Change], Path]) -> None:
+    rows = json.loads(call(tiny, changed(proofs(error=2e-07)), "--json").stdout)["differences"]
+    assert [(each["name"], each["field"], each["b"], each["measured"]) for each in rows] == [
+        ("proof batch=1", "error", "2e-07", True),
+        ("proof batch=4", "error", "2e-07", True),
+    ]
+
+
 def test_the_command_as_json(gpu: Path) -> None:
     reseal(gpu, lambda m: replace(m, memories=tuple([(name, size + 32 * (name == "weights")) for name, size in m.memories])))
     result = call(MLP, gpu, "--json")
@@ -616,7 +657,7 @@ def test_the_command_as_json(gpu: Path) -> None:
     assert told["differences"] == [
         {
             "part": "memory", "name": "weights", "field": "", "change": "changed", "a": "2048", "b": "2080 bytes (+32)",
-            "note": "", "facts": {"a": 2048, "b": 2080},
+            "note": "", "measured": False, "facts": {"a": 2048, "b": 2080},
         }
     ]  # fmt: skip
 

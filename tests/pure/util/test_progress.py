@@ -1,0 +1,19 @@
+"""What a build tells of its stages."""
+
+from __future__ import annotations
+
+from cgcompile.util.progress import each_named
+
+
+def test_of_several_entries_each_line_names_its_own_and_how_many_there_are() -> None:
+    told: list[str] = []
+    for tell in each_named(told.append, ["prefill", "decode"]):
+        tell("compiling C++, 1 of 2 files")
+    assert told == ["prefill, 1 of 2: compiling C++, 1 of 2 files", "decode, 2 of 2: compiling C++, 1 of 2 files"]
+
+
+def test_of_one_entry_no_line_does() -> None:
+    told: list[str] = []
+    (tell,) = each_named(told.append, ["forward"])
+    tell("compiling")
+    assert told == ["compiling"]
