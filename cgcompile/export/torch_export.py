@@ -256,7 +256,7 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
             lines = [line.strip(" -*") for line in text.splitlines() if re.search(rf"\b{name}\b", line)]
             line = next((line for line in lines if line.startswith("Not all values")), lines[0])
             return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
-    if isinstance(error, GuardOnDataDependentSymNode):
+    if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):  # the latter: an operator asks, as torch.cov
         place, line = user_place(error)
         return branch(place or source.label, line)
     place = found_place = user_line(error, source.label)

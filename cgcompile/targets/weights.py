@@ -70,7 +70,7 @@ def _bytes(tensor: torch.Tensor, strides: Iterable[int]) -> memoryview:
 def _in_order(tensor: torch.Tensor, strides: Iterable[int]) -> torch.Tensor:
     """The bytes in the order of memory that `strides` describe, uint8, where the tensor is."""
     order = sorted(range(tensor.dim()), key=lambda axis: -tuple(strides)[axis])
-    return raw(tensor.detach().resolve_conj().resolve_neg().permute(order))
+    return raw(tensor.detach().permute(order))
 
 
 def row_major(tensor: torch.Tensor) -> bytes:

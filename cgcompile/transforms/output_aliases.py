@@ -142,12 +142,11 @@ def _value(each: OutputAlias, program: Program) -> Value:
 def _shared(flat: FlatModule, tensors: Sequence[torch.Tensor], state: frozenset[str], names: Sequence[str]) -> dict[_Pair, View]:
     """What the outputs of a call share, in the order of the outputs."""
     given = tuple([tensor.clone() for tensor in tensors])
-    owners: dict[int, tuple[str, int, str, torch.Tensor]] = {}
+    owners: dict[_Memory, tuple[str, int, str, torch.Tensor]] = {}
     for name, weight in (*flat.model.named_parameters(), *flat.model.named_buffers()):
         owners.setdefault(_storage(weight), ("state" if name in state else "weights", 0, name, weight))
     for index, tensor in enumerate(given):
         owners[_storage(tensor)] = ("inputs", index, "", tensor)
-    owners.pop(0, None)
     try:
         with torch.no_grad():
             outputs: tuple[torch.Tensor, ...] = flat(*given)
@@ -198,7 +197,7 @@ def _memory(node: Node) -> int | None:
 
 def _among(outputs: Sequence[torch.Tensor], rest: Iterable[int], names: Sequence[str]) -> dict[_Pair, View]:
     """Outputs that share elements with another: the one with the most bytes is the other."""
-    groups: dict[int, list[int]] = {}
+    groups: dict[_Memory, list[int]] = {}
     for index in rest:
         if outputs[index].numel():
             group = groups.setdefault(_storage(outputs[index]), [])
@@ -229,8 +228,13 @@ def _check_dtype(name: str, output: torch.Tensor, other: torch.Tensor) -> None:
         )
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return tensor.untyped_storage().data_ptr() if tensor.numel() else 0
+_Memory = tuple[int, bool, bool]
+"""The address of a storage, and whether what lies there is read as its conjugate, or negative: `x.conj()` is a view of x, but the
+memory of a bundle says nothing of that, so that such an output has memory of its own."""
+
+
+def _storage(tensor: torch.Tensor) -> _Memory:
+    return tensor.untyped_storage().data_ptr(), tensor.is_conj(), tensor.is_neg()
 
 
 def _view(tensor: torch.Tensor, base: torch.Tensor) -> View:

@@ -6,9 +6,10 @@ import torch
 
 
 def raw(value: torch.Tensor) -> torch.Tensor:
-    """The bytes of a tensor in row-major order, uint8: a view where that is possible.  (`view(torch.uint8)` refuses a tensor of one
-    element whose only stride is not 1, although it is contiguous.)"""
-    flat = value.detach().contiguous().reshape(-1)
+    """The bytes of a tensor in row-major order, uint8: a view where that is possible, which it is not of a conjugate or a negative
+    that torch has not computed yet.  (`view(torch.uint8)` refuses a tensor of one element whose only stride is not 1, although it
+    is contiguous.)"""
+    flat = value.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8) if flat.numel() else torch.empty(0, dtype=torch.uint8)
 
 

@@ -71,7 +71,7 @@ def compare(expected: torch.Tensor, got: torch.Tensor) -> Difference:
 def _parts(tensor: torch.Tensor) -> torch.Tensor:
     """The elements in a row as they are, complex numbers as two; floats of one byte, which torch does not compare, as float32."""
     if tensor.is_complex():
-        return torch.view_as_real(tensor).reshape(-1)
+        return torch.view_as_real(tensor.resolve_conj().resolve_neg()).reshape(-1)
     flat = tensor.reshape(-1)
     if is_float(tensor.dtype) and tensor.element_size() == 1:
         return flat.to(torch.float32)

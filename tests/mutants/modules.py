@@ -6,6 +6,7 @@ These decide whether a bundle is sound, what a call does, and how a recording is
 from __future__ import annotations
 
 VALIDATE = ("tests/pure/validate",)
+PLACED = ("tests/pure/offline/test_arena.py", "tests/pure/offline/test_loops.py")
 
 MODULES: dict[str, tuple[str, ...]] = {
     "bundles/cgbundle/validate/bundle.py": VALIDATE,
@@ -24,8 +25,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "bundles/cgbundle/tables/column_file.py": ("tests/pure/tables",),
     "cgcompile/capture/relocation.py": ("tests/pure/capture",),
     "cgcompile/capture/pairing.py": ("tests/pure/capture",),
-    "cgcompile/offline/assemble/arena.py": ("tests/pure/offline/test_arena.py", "tests/pure/offline/test_arena_sizes.py"),
-    "cgcompile/offline/assemble/plan_check.py": ("tests/pure/offline/test_arena.py",),
+    "cgcompile/offline/assemble/arena.py": (*PLACED, "tests/pure/offline/test_arena_sizes.py"),
+    "cgcompile/offline/assemble/plan_check.py": PLACED,
 }
 """Module -> the tests that run first; one that they let live meets all of `ALL`."""
 

@@ -56,8 +56,8 @@ def _cuts(dimension: Dimension, size: int, on_miss: str) -> list[Cut]:
         raise CallError("key-missing", f"got {dimension.name}={size}: there is nothing to run", _EMPTY)
     if on_miss == "error":
         raise CallError("key-missing", f"expected a recorded {dimension.name} ({_list(dimension)}), got {size}", _NO_POLICY)
-    pads, largest = dimension.pad != "no", dimension.sizes[-1]
-    if dimension.chunk and (on_miss == "chunk" or size > largest or not pads):
+    pads, smallest, largest = dimension.pad != "no", dimension.sizes[0], dimension.sizes[-1]
+    if dimension.chunk and size > smallest and (on_miss == "chunk" or size > largest or not pads):
         largest_first = on_miss == "pad" and pads
         pieces = _largest_first(dimension.sizes, size) if largest_first else _fewest_wasted(dimension.sizes, size, exact=not pads)
         if pieces:
@@ -81,8 +81,6 @@ def _fewest_wasted(sizes: Sequence[int], size: int, *, exact: bool) -> list[int]
     is of interest, however large the largest size is.
     """
     smallest, largest = sizes[0], sizes[-1]
-    if size <= smallest:
-        return [smallest] if size == smallest or not exact else []
     bulk = max(0, (size - largest * largest) // largest)
     rest = size - bulk * largest
     last = rest if exact else rest + smallest - 1

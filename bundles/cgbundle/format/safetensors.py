@@ -13,7 +13,7 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import IO, Any
 
@@ -31,6 +31,13 @@ CODES = {
     "bool": "BOOL", "complex64": "C64",
 }  # fmt: skip
 """Our dtype names and the format's."""
+
+PAIRS = {"complex128": "float64"}
+"""What the format has no name for, and lies there with a last axis of real and imaginary part.  `__metadata__` names these
+tensors, a line each, under our name."""
+
+
+METADATA = "__metadata__"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +69,12 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     if type(plain) is not dict:
         raise invalid(where, f"the header is no object but {type(plain).__name__}")
     dtypes = {code: name for name, code in CODES.items()}
-    entries = {name: _entry(name, item, dtypes, 8 + length, where) for name, item in plain.items() if name != "__metadata__"}
+    about = plain.pop(METADATA, {})
+    entries = {name: _entry(name, item, dtypes, 8 + length, where) for name, item in plain.items()}
+    for name, dtype in _pairs(about):
+        if name not in entries or (entries[name].dtype, entries[name].shape[-1:]) != (PAIRS[dtype], (2,)):
+            raise invalid(where, f"tensor {name!r} is no {dtype}: a {PAIRS[dtype]} whose last axis has 2")
+        entries[name] = replace(entries[name], dtype=dtype, shape=entries[name].shape[:-1])
     ordered = dict(sorted(entries.items(), key=lambda pair: (pair[1].begin, pair[1].end)))
     end = 8 + length
     for name, entry in ordered.items():
@@ -74,6 +86,12 @@ def read_header(file: IO[bytes], where: str) -> dict[str, Entry]:
     if end != size:
         raise invalid(where, f"the file has {size} bytes, its header promises {end}")
     return ordered
+
+
+def _pairs(about: Any) -> list[tuple[str, str]]:
+    """The tensors that `__metadata__` names, with their dtypes; what others wrote there says nothing."""
+    named = about if type(about) is dict else {}
+    return [(name, dtype) for dtype in PAIRS if type(named.get(dtype)) is str for name in named[dtype].split("\n")]
 
 
 def invalid(where: str, message: str) -> BundleError:
@@ -120,22 +138,23 @@ def write(file: IO[bytes], tensors: Mapping[str, Tensor]) -> None:
 
 
 def write_header(file: IO[bytes], shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> dict[str, int]:
-    """Writes what comes before the data of tensors of these dtypes and shapes; where in the file each begins, in that order.
-    Raises ValueError for a dtype that the format does not have."""
+    """Writes what comes before the data of tensors of these dtypes and shapes; where in the file each begins, in that order."""
 
     def rank(name: str) -> tuple[bool, int, str]:
         dtype, shape = shapes[name]
         return (nbytes(dtype, shape) % ALIGNMENT != 0, -DTYPES[dtype], name)
 
     header: dict[str, Any] = {}
+    used = {dtype for dtype, _ in shapes.values()}
     end = 0
     names = sorted(shapes, key=rank)
     for name in names:
         dtype, shape = shapes[name]
-        if dtype not in CODES:
-            raise ValueError(f"tensor {name!r}: safetensors has no dtype {dtype}")
         begin, end = end, end + nbytes(dtype, shape)
-        header[name] = {"dtype": CODES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        stored, more = (PAIRS[dtype], [2]) if dtype in PAIRS else (dtype, [])
+        header[name] = {"dtype": CODES[stored], "shape": [*shape, *more], "data_offsets": [begin, end]}
+    if about := {dtype: "\n".join([name for name in names if shapes[name][0] == dtype]) for dtype in PAIRS if dtype in used}:
+        header[METADATA] = about
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % ALIGNMENT)
     file.write(len(text).to_bytes(8, "little"))

@@ -108,10 +108,8 @@ def _check_alike(manifest: Manifest, first: Manifest, number: int) -> None:
     each, others = each_entry(manifest), each_entry(first)
     require([one.entry for one in each] == [one.entry for one in others], "entries", "are not rank 0's")
     for one, other in zip(each, others, strict=True):
-        for field in ("dimensions", "inputs", "outputs", "written"):
+        for field in ("dimensions", "inputs", "outputs", "written"):  # of equal dimensions, check_programs found equal int_keys
             require(getattr(one, field) == getattr(other, field), field, f"of {one.entry} differ from rank 0's")
-        own, expected = [[program.key for program in entry.programs] for entry in (one, other)]
-        require(own == expected, "programs", f"of {one.entry} are for {own}, rank 0's for {expected}")
 
 
 def _check_exchanges(bundle: Archive, first: Archive) -> None:
@@ -126,7 +124,8 @@ def _check_exchanges(bundle: Archive, first: Archive) -> None:
         made.append([[one for file in own for one in exchanges(Table(each.data(file), file), world)] for own in files])
     for program, own, others in zip(all_programs(bundle.manifest), *made, strict=True):
         if own != others:
-            place = next((at for at, pair in enumerate(zip(own, others, strict=False)) if pair[0] != pair[1]), len(own))
+            alike = [one == other for one, other in zip(own, others, strict=False)]
+            place = alike.index(False) if False in alike else len(alike)
             text = f"int_key {program.key}: {len(own)} exchanges, rank 0 has {len(others)}; they part at number {place}"
             raise BundleError("table-invalid", text)
 

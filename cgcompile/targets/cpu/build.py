@@ -11,9 +11,9 @@ from pathlib import Path
 import torch
 
 from cgbundle.errors import CallError
-from cgbundle.format import archive, safetensors
+from cgbundle.format import archive
 from cgbundle.format.entries import FORWARD
-from cgbundle.format.schema import Exam, IntKey, Region, Target, Value, Weight
+from cgbundle.format.schema import DTYPES, Exam, IntKey, Region, Target, Value, Weight
 
 from ...bundle.emit import describe_size
 from ...bundle.exam import KeyExam, eager_exam, write_exam
@@ -178,11 +178,11 @@ def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> tuple[Weight, ...]:
     """The rows under the program's names.  Memory `weights` is the mapped file, which has no offsets of its own.  Raises
-    dtype-unsupported for dtypes without a safetensors code and for constants with gaps or overlaps."""
+    dtype-unsupported for dtypes that a bundle cannot hold and for constants with gaps or overlaps."""
     for full, value in tensors.items():
         name = full.removeprefix(PREFIX)
-        if dtype_name(value.dtype) not in safetensors.CODES:
-            raise ModelError("dtype-unsupported", f"weight {name!r}: dtype {value.dtype} cannot be stored in a safetensors file")
+        if dtype_name(value.dtype) not in DTYPES:
+            raise ModelError("dtype-unsupported", f"weight {name!r}: dtype {value.dtype} cannot be held in a bundle")
         if not value.detach().permute(memory_order(value)).is_contiguous():
             raise ModelError(
                 "dtype-unsupported",

@@ -52,3 +52,16 @@ def test_distances_are_those_of_float64(dtype: torch.dtype) -> None:
     assert found.error == float((wide[0] - wide[1]).abs().max() / wide[0].abs().max())
     assert found.text.startswith(f"{int((wide[0] != wide[1]).sum())} of {wide[0].numel()} ")
     assert compare(want, want).error == 0
+
+
+def test_conjugates_and_negatives_that_torch_has_not_computed_are_what_it_reads() -> None:
+    z = torch.randn(3, 2, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    for lazy, computed in (
+        (z.conj(), z.conj().resolve_conj()),
+        (z.conj().imag, z.conj().imag.resolve_neg()),
+        (z.conj().T, z.mH.resolve_conj()),
+    ):
+        assert lazy.is_conj() or lazy.is_neg()
+        assert bytes(raw_bytes.raw(lazy).numpy()) == computed.numpy().tobytes()
+        assert compare(lazy, computed).error == compare(computed, lazy).error == 0
+        assert compare(lazy, -lazy).error > 1

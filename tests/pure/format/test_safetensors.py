@@ -146,9 +146,60 @@ def test_contents_of_another_length_than_the_shape_are_refused(length: int) -> N
         safetensors.write(io.BytesIO(), {"x": ("float32", (2,), lambda: bytes(length))})
 
 
-def test_a_dtype_without_a_code_is_refused_by_name() -> None:
-    with pytest.raises(ValueError, match="tensor 'x': safetensors has no dtype complex128"):
-        safetensors.write(io.BytesIO(), {"x": ("complex128", (2,), lambda: bytes(32))})
+def test_a_dtype_that_the_format_does_not_have_is_pairs_there(tmp_path: Path) -> None:
+    """Whoever else reads the file finds the parts, and other metadata says nothing."""
+    tensors: Contents = {
+        "plain": ("float64", (2, 2), bytes(range(32))),
+        "x": ("complex128", (2,), bytes(range(32))),
+        "one": ("complex128", (), bytes(range(16))),
+        "none": ("complex128", (0, 3), b""),
+    }
+    path = write(tmp_path / "w", tensors)
+    assert read(path) == tensors
+    length = int.from_bytes(path.read_bytes()[:8], "little")
+    header = json.loads(path.read_bytes()[8 : 8 + length])
+    assert (header["x"]["dtype"], header["x"]["shape"]) == ("F64", [2, 2]) and header["none"]["shape"] == [0, 3, 2]
+    package = pytest.importorskip("safetensors.numpy")
+    assert package.load_file(path)["one"].tobytes() == tensors["one"][2]
+
+
+@pytest.mark.parametrize(
+    ("metadata", "message"),
+    [
+        ({"complex128": "nothing"}, "tensor 'nothing' is no complex128"),
+        ({"complex128": "flat"}, "tensor 'flat' is no complex128"),
+        ({"complex128": "three"}, "tensor 'three' is no complex128"),
+        ({"complex128": "single"}, "tensor 'single' is no complex128"),
+        ({"complex128": "pairs\npairs"}, "tensor 'pairs' is no complex128"),
+        ({"complex128": ""}, "tensor '' is no complex128"),
+    ],
+)
+def test_metadata_that_names_what_are_no_pairs_is_refused(tmp_path: Path, metadata: dict[str, str], message: str) -> None:
+    path = write(
+        tmp_path / "w",
+        {
+            "pairs": ("float64", (2, 2), bytes(32)), "flat": ("float64", (), bytes(8)), "three": ("float64", (3,), bytes(24)),
+            "single": ("float32", (2,), bytes(8)),
+        },
+    )  # fmt: skip
+    with raises("weights-invalid", match=message):
+        read(rewritten(path, metadata))
+
+
+def test_metadata_of_others_says_nothing(tmp_path: Path) -> None:
+    path = write(tmp_path / "w", {"x": ("float64", (2,), bytes(16))})
+    for metadata in ({}, {"format": "pt"}, {"complex128": 3}, [], "text"):
+        assert read(rewritten(path, metadata))["x"][:2] == ("float64", (2,))
+
+
+def rewritten(path: Path, metadata: Any) -> Path:
+    """A copy of a file with other metadata."""
+    data = path.read_bytes()
+    length = int.from_bytes(data[:8], "little")
+    text = json.dumps({**json.loads(data[8 : 8 + length]), "__metadata__": metadata}).encode()
+    made = path.with_name("rewritten")
+    made.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
+    return made
 
 
 def test_contents_are_asked_for_one_at_a_time_and_let_go() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from itertools import combinations
 
 import pytest
 from hypothesis import given, settings
@@ -29,14 +30,17 @@ from cgcompile.offline.lowered import (
     SetCondition,
 )
 from cgcompile.targets.cuda.bodies import Bodies
+from cgcompile.targets.memory_layout import PAD
 from tests.helpers.bundles.conditional_rows import fill, function, setter
 from tests.helpers.bundles.recordings import IMAGE, MEMORIES
 from tests.helpers.raising import raises
 
 BUFFERS, SIZE = 6, 256
 
+BODIES = {"loop": "while", "branch": "if"}
+
 Statement = tuple[str, object]
-"""("write", buffer), ("read", buffer) or ("loop", statements)."""
+"""("write", buffer), ("read", buffer), ("loop", statements) or ("branch", statements)."""
 
 simple = st.tuples(st.sampled_from(("write", "read")), st.integers(0, BUFFERS - 1))
 nested = st.recursive(
@@ -59,9 +63,9 @@ def lowered(statements: list[Statement]) -> Lowered:
 
     def add(rows: list[Statement]) -> None:
         for kind, what in rows:
-            if kind == "loop":
+            if kind in BODIES:
                 number = next(loops)
-                events.append(Begin(conditional=number, type="while"))
+                events.append(Begin(conditional=number, type=BODIES[kind]))
                 add(what)  # type: ignore[arg-type]
                 events.append(End(conditional=number))
             else:
@@ -123,6 +127,52 @@ def test_the_check_refuses_what_would_go_wrong(statements: list[Statement], orde
     planned = Plan(offsets={buffer: order[buffer] % places * SIZE for buffer in range(BUFFERS)}, arena=places * SIZE + 256, bound=0)
     if not run(program, planned):
         with raises("arena-overlap"):
+            check_plan(program, planned)
+
+
+@pytest.mark.parametrize(
+    ("statements", "together"),
+    [
+        ([("write", 0), ("read", 0), ("write", 1)], False),
+        ([("write", 0), ("loop", [("read", 0), ("write", 1)])], True),  # the next turn reads 0
+        ([("loop", [("write", 1), ("write", 0)]), ("read", 0)], True),  # and writes 1 over what the last one leaves
+        ([("write", 0), ("loop", [("write", 1)]), ("read", 0)], True),
+        ([("loop", [("write", 0), ("read", 0), ("write", 1)])], False),  # every turn begins anew
+        ([("write", 0), ("loop", [("write", 1)])], False),
+        ([("loop", [("write", 0)]), ("write", 1)], False),
+        ([("write", 0), ("branch", [("read", 0), ("write", 1)])], False),  # has no next turn
+        ([("branch", [("write", 1), ("write", 0)]), ("read", 0)], False),
+        ([("write", 0), ("branch", [("loop", [("read", 0), ("write", 1)])])], True),
+        ([("write", 0), ("loop", [("branch", [("read", 0)]), ("write", 1)])], True),
+        ([("write", 0), ("loop", [("loop", [("read", 0)]), ("write", 1)])], True),
+        ([("loop", [("write", 1), ("loop", [("write", 0)])]), ("read", 0)], True),
+        ([("write", 0), ("loop", [("read", 0)]), ("loop", [("write", 1)])], False),
+    ],
+)
+def test_two_share_a_place_where_no_turn_needs_both(statements: list[Statement], together: bool) -> None:
+    """By the plan, and by the check."""
+    program = lowered(statements)
+    assert plan(program).arena == SIZE * (1 + together) + PAD
+    shared = Plan(offsets=dict.fromkeys(range(BUFFERS), 0), arena=SIZE + PAD, bound=0)
+    if together:
+        with raises("arena-overlap"):
+            check_plan(program, shared)
+    else:
+        check_plan(program, shared)
+
+
+@given(programs)
+@settings(max_examples=100, deadline=None)
+def test_the_check_comes_to_the_plans_lifetimes_by_a_way_of_its_own(statements: list[Statement]) -> None:
+    program = lowered(statements)
+    lives = {each.buffer: each for each in lifetimes(program)}
+    for one, other in combinations(sorted(lives), 2):
+        offsets = {buffer: buffer * SIZE for buffer in range(BUFFERS)} | {other: one * SIZE}
+        planned = Plan(offsets=offsets, arena=BUFFERS * SIZE + PAD, bound=0)
+        if lives[one].first <= lives[other].last and lives[other].first <= lives[one].last:
+            with raises("arena-overlap"):
+                check_plan(program, planned)
+        else:
             check_plan(program, planned)
 
 

@@ -650,5 +650,6 @@ def test_only_a_waiver_lets_integers_differ() -> None:
     reject(whole, "exam.bounds[0]", "output y (bool) has to be equal, got 1e-05")
     check_manifest(equal)
     check_manifest(replace(whole, waivers=("mismatched-integers",)))
+    check_manifest(replace(whole, waivers=("mismatched-integers",), exam=replace(made.exam, bounds=(1.0,))))  # all may differ
     more = replace(whole, waivers=("mismatched-integers",), exam=replace(made.exam, bounds=(1.5,)))
     reject(more, "exam.bounds[0]", "output y (bool) has to be equal, got 1.5")

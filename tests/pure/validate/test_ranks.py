@@ -1,0 +1,104 @@
+"""The bundles of further ranks: checked as that of rank 0 is, beside it, and named in what is wrong."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cgbundle.format import archive
+from cgbundle.format.archive import Archive
+from cgbundle.format.manifest_json import encode
+from cgbundle.format.schema import File, Manifest
+from cgbundle.tables import codec
+from cgbundle.tables.recording import Recording
+from cgbundle.validate.bundle import check_rank, check_ranks, examine
+from tests.helpers.bundles import rank_bundles
+from tests.helpers.bundles.cuda_bundles import KEYS, edge
+from tests.helpers.places import GOLDEN
+from tests.helpers.raising import raises
+
+IMAGE = next((GOLDEN / "v1/gpt_two.cgb/kernels").iterdir()).read_bytes()
+RANK = "ranks/1"
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    rank_bundles.write(tmp_path / "two.cgb", IMAGE)
+    return tmp_path / "two.cgb"
+
+
+def renamed(made: Manifest) -> Manifest:
+    """With an entry of another name."""
+    files = [replace(file, path="programs/other.pt2") if file.path == archive.PROGRAM else file for file in made.files]
+    return replace(made, entry="other", files=tuple(files))
+
+
+def changed(path: Path, change: Callable[[Manifest], Manifest]) -> Archive:
+    """The bundle, with another manifest of rank 1, which rank 0's names."""
+    (path / RANK / archive.MANIFEST).write_bytes(encode(change(archive.read_manifest(str(path / RANK)))))
+    whole = replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path)))
+    (path / archive.MANIFEST).write_bytes(encode(whole))
+    return Archive(str(path))
+
+
+def test_ranks_that_are_alike_hold(path: Path) -> None:
+    bundle = changed(path, lambda made: made)
+    assert [each.manifest.world[0].rank for each in check_ranks(bundle, "full")] == [1] and examine(bundle) == []
+
+
+def test_damage_of_a_rank_is_named_with_its_folder(path: Path) -> None:
+    (path / RANK / archive.EXAM).unlink()
+    with raises("file-damaged", match=f"^{RANK}/: {archive.EXAM}: missing"):
+        check_ranks(Archive(str(path)))
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda made: replace(made, world=(replace(made.world[0], limit=made.world[0].limit + 8),)), "world: .*, rank 0 has "),
+        (lambda made: replace(made, target=replace(made.target, driver=13010)), "target: is not rank 0's"),
+        (lambda made: replace(made, inputs=(replace(made.inputs[0], name="z"),)), "inputs: of forward differ from rank 0's"),
+        (lambda made: replace(made, outputs=(replace(made.outputs[0], name="z"),)), "outputs: of forward differ from rank 0's"),
+    ],
+)
+def test_a_rank_that_is_called_otherwise_is_refused(path: Path, change: Callable[[Manifest], Manifest], told: str) -> None:
+    with raises("manifest-invalid", match=f"^{RANK}/: {told}"):
+        check_rank(changed(path, change), 1)
+
+
+def test_a_rank_of_other_entries_is_refused(path: Path) -> None:
+    (path / RANK / "programs").mkdir()
+    (path / RANK / archive.PROGRAM).rename(path / RANK / "programs/other.pt2")
+    with raises("manifest-invalid", match=f"^{RANK}/: entries: are not rank 0's"):
+        check_rank(changed(path, renamed), 1)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        (lambda made: replace(made, nodes=(*made.nodes, made.nodes[1]), edges=(*made.edges, edge(1, 2))), (2, 1)),
+        (lambda made: replace(made, nodes=(made.nodes[0], replace(made.nodes[1], grid=(99, 1, 1)))), (1, 0)),
+        (lambda made: replace(made, nodes=made.nodes[:1], edges=()), (0, 0)),
+    ],
+)
+def test_a_rank_that_exchanges_other_data_is_refused(
+    path: Path, change: Callable[[Recording], Recording], told: tuple[int, int]
+) -> None:
+    """It would wait for the others, or they for it.  `told`: its exchanges, and where they part."""
+    image = hashlib.sha256(IMAGE).hexdigest()
+    once = rank_bundles.recording(image, KEYS[0], rank_bundles.kernels(2, 1, IMAGE))
+    name = f"graphs/g0-{KEYS[0]}.bin"
+    data = codec.encode(change(once))
+    (path / RANK / name).write_bytes(data)
+    row = File(path=name, bytes=len(data), sha256=hashlib.sha256(data).hexdigest())
+
+    def listed(made: Manifest) -> Manifest:
+        return replace(made, files=tuple([row if file.path == name else file for file in made.files]))
+
+    text = rf"^{RANK}/: int_key \({KEYS[0]},\): {told[0]} exchanges, rank 0 has 1; they part at number {told[1]}"
+    with raises("table-invalid", match=text):
+        check_rank(changed(path, listed), 1)
