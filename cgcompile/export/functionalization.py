@@ -21,7 +21,7 @@ from ..errors import ModelError
 from ..model.flat_module import PREFIX
 from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.user_code import first_line, place
-from .higher_order.refused_bodies import written_operand
+from .higher_order.refused_bodies import WRITES_FIX, written_operand
 from .torch_program import arguments, without_weights
 from .weights import weight_tensors
 
@@ -69,7 +69,7 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
             raise ModelError(
                 "export-failed",
                 f"{where or 'model'}: a body of {operator} writes to an operand, of which torch.export makes no functional form",
-                "make a new tensor in it: `x + 1` in place of `x.add_(1)`",
+                WRITES_FIX,
             ) from error
         raise ModelError(
             "export-failed",
