@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from .call.views import View
 from .errors import BundleError, CallError, CgbundleError
-from .format.archive import EXAM, exam_entry
 from .format.entries import FORWARD, each_entry
+from .format.file_names import EXAM, exam_entry
 from .format.safetensors import Mapped
 from .format.schema import DTYPES, Dimension, Manifest, Proof
 from .format.spans import span

@@ -128,7 +128,8 @@ def open_program(
     bundle: Archive | None = None
     others: list[Archive] = []
     try:
-        from .format.archive import EXAM, Archive  # this too while the context is made
+        from .format.archive import Archive  # this too while the context is made
+        from .format.file_names import EXAM
 
         bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
         from .program import Program  # this while the context is made
@@ -223,7 +224,8 @@ def _open_replicas(
     from concurrent.futures import ThreadPoolExecutor  # none of these where a bundle is loaded on one device
 
     from .cuda.driver import check_driver, device_count
-    from .format.archive import EXAM, Archive
+    from .format.archive import Archive
+    from .format.file_names import EXAM
     from .gpu.backend import CudaBackend
     from .program import Program
     from .program.replicas import Replicas

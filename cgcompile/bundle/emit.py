@@ -12,7 +12,7 @@ import torch
 from torch.export import ExportedProgram
 
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, manifest_json, schema
+from cgbundle.format import archive, file_names, manifest_json, schema
 from cgbundle.format.archive import Archive
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.exam import check_exam
@@ -27,11 +27,11 @@ TRACES = ("stack_trace", "custom", "from_node")
 
 
 def write_programs(stage: Path, programs: Programs, entry: str) -> None:
-    """The program of an entry, or those of its int_keys where each has its own: see `archive.program_files`."""
+    """The program of an entry, or those of its int_keys where each has its own: see `file_names.program_files`."""
     if programs.dynamic:
-        files = {archive.whole_program_file(entry): programs.first}
+        files = {file_names.whole_program_file(entry): programs.first}
     else:
-        files = {archive.program_file(key, entry): program for key, program in programs.by_key.items()}
+        files = {file_names.program_file(key, entry): program for key, program in programs.by_key.items()}
     for file, program in files.items():
         (stage / file).parent.mkdir(parents=True, exist_ok=True)
         write_program(stage / file, program)
@@ -72,7 +72,7 @@ def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
 
 
 def _write_checked(stage: Path, sealed: schema.Manifest) -> None:
-    (stage / archive.MANIFEST).write_bytes(manifest_json.encode(sealed))
+    (stage / file_names.MANIFEST).write_bytes(manifest_json.encode(sealed))
     written = Archive(str(stage))
     verify.check_bundle(written)
     check_exam(written)

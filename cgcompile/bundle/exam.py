@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.format import archive, safetensors
+from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import IntKey, Program, Value, Weight
 
 from ..model.flat_module import PREFIX, run_eager
@@ -130,7 +130,7 @@ def write_exam(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
             ("state", [(index, changed) for index, _, changed in exam.state]),
         ):
             for index, value in values:
-                tensors[archive.exam_entry(exam.key, kind, index, entry)] = _stored(value)
+                tensors[file_names.exam_entry(exam.key, kind, index, entry)] = _stored(value)
     with open(path, "wb") as file:
         safetensors.write(file, tensors)
 

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING
 from uuid import uuid4
 
 from cgbundle.errors import CallError
-from cgbundle.format.archive import SIGNATURE, Archive
+from cgbundle.format.archive import Archive
+from cgbundle.format.file_names import SIGNATURE
 from cgbundle.format.schema import Manifest
 from cgbundle.trust import manifest_signature
 from cgbundle.trust.keys import MAX_BYTES

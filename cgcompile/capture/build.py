@@ -10,7 +10,7 @@ from types import MappingProxyType
 
 import torch
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.schema import Exam, IntKey
 from cgbundle.tables.module_state import encode_states
 
@@ -64,7 +64,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
     with stages("record") as tell:
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
         recorded = record_level(recordable, spec.lower, processes, tell=tell)
-        recorded = replace(recorded, stored=recorded.stored + write_tables(stage / archive.TABLES, recorded.tables))
+        recorded = replace(recorded, stored=recorded.stored + write_tables(stage / file_names.TABLES, recorded.tables))
         tell.result(counted(recorded))
     with stages("emit") as tell:
         parts = emit(spec, stage, recorded, cut)
@@ -110,7 +110,7 @@ def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Pat
         chained=chained_outputs(spec, split),
         state=spec.entries[0].prepared.state,
         exam_calls={key: own.exam_calls for key, own in prepared.items()},
-        stored=stage / archive.WEIGHTS,
+        stored=stage / file_names.WEIGHTS,
         release=True,
         tell=tell,
     )
@@ -143,7 +143,7 @@ def emit(
         _entry_parts(spec, number, recorded, written, expected.get(entry.name, ()), exact=cut.split is None)
         for number, entry in enumerate(spec.entries)
     ]
-    write_exam(stage / archive.EXAM, {entry.name: exam for entry, (_, exam) in zip(spec.entries, parts, strict=True)})
+    write_exam(stage / file_names.EXAM, {entry.name: exam for entry, (_, exam) in zip(spec.entries, parts, strict=True)})
     driver = max(_lowest_driver(recorded), graph_driver(written.recordings.values()))
     if written.fills or recorded.graphs.keys() - recorded.replays.keys():  # our own ptxas made images
         driver = max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))

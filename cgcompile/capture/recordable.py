@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.schema import IntKey, Weight
 
 from ..errors import BuildError, ModelError
@@ -87,7 +87,7 @@ def prepare(
     tensors = programs.weights()
     _check_apart(state, tensors)
     layout = lay_out(shapes_of(tensors), state, host_only)
-    file = stored or folder / archive.WEIGHTS
+    file = stored or folder / file_names.WEIGHTS
     tell("writing the weights")
     rows = write_weights(file, tensors, layout.rows)
     placed = tuple([replace(row, zeros=written.zeros) for row, written in zip(layout.rows, rows, strict=True)])

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.schema import IntKey, Reserved, Weight
 from cgbundle.tables.recording import ModuleState
 
@@ -92,7 +92,7 @@ def record(
     with ExitStack() as stack:
         running = processes or stack.enter_context(recorder_processes(folder, cache))
         made = record_level(recordable, level, running, workers=workers, tell=tell)
-    return replace(made, stored=made.stored + write_tables(recordable.request.stored.with_name(archive.TABLES), made.tables))
+    return replace(made, stored=made.stored + write_tables(recordable.request.stored.with_name(file_names.TABLES), made.tables))
 
 
 def record_level(

@@ -21,7 +21,7 @@ from ..errors import ModelError
 from ..model.flat_module import PREFIX
 from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.user_code import first_line, place
-from .higher_order.refused_bodies import written_operand
+from .higher_order.refused_bodies import WRITES_FIX, written_operand
 from .torch_program import arguments, without_weights
 from .weights import weight_tensors
 
@@ -31,8 +31,8 @@ RNG_STATE = frozenset({"run_and_save_rng_state", "run_with_rng_state", "graphsaf
 
 def functional(program: ExportedProgram) -> ExportGraphSignature:
     """The signature of the functional form: export itself leaves writes in place as operations of the graph.  That of a program
-    without any is its own, and that of one whose writes are all to buffers and inputs themselves follows from its graph: making the
-    form traces the program anew, which takes as long as exporting it.
+    without any is its own, and that of one whose writes are all to buffers and inputs themselves, or to tensors that it has just
+    made, follows from its graph: making the form traces the program anew, which takes as long as exporting it.
 
     torch makes none of a program that saves states of random generators: it is the program's own then, and the rule
     rng-state-operation refuses the program.  Raises state-changed, state-shared, data-dependent-shape, export-failed.
@@ -69,7 +69,7 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
             raise ModelError(
                 "export-failed",
                 f"{where or 'model'}: a body of {operator} writes to an operand, of which torch.export makes no functional form",
-                "make a new tensor in it: `x + 1` in place of `x.add_(1)`",
+                WRITES_FIX,
             ) from error
         raise ModelError(
             "export-failed",
@@ -101,10 +101,12 @@ def _only_reads(node: Node) -> bool:
 
 def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> dict[Node, str] | None:
     """Where a program writes to buffers and inputs: operator -> name of the placeholder.  None where that takes a trace to know: it
-    writes to a view or to a value of its own, inside of a branch or loop, or an operator may write that does not say so."""
+    writes to a view or to a value of which that is unknown, inside of a branch or loop, or an operator may write that does not say
+    so."""
     plain = program.graph_signature
     known = {*plain.inputs_to_buffers, *plain.user_inputs}
     found: dict[Node, str] = {}
+    own: set[Node] = set()  # what writes to new tensors of the program's, and gives them back
     for part in parts:
         for node in part.graph.nodes:
             if _only_reads(node) or _calls_graphs(node) or _reads_by_schema(node):
@@ -112,13 +114,40 @@ def _direct_writes(program: ExportedProgram, parts: Sequence[GraphModule]) -> di
             if part is not program.graph_module or not _writes_in_place(node):
                 return None
             for name, given in arguments(node).items():
-                if _writes(node.target, name):
+                if not _writes(node.target, name):
+                    continue
+                if isinstance(given, Node) and (given in own or _makes_new(given)):
+                    own.add(node)
+                else:
                     # what an earlier write gives is the very tensor that it wrote to
                     target = found.get(given, given.name) if isinstance(given, Node) else ""
                     if target not in known or node in found:
                         return None
                     found[node] = target
+    if own & found.keys():  # which of the two it gives back is not known
+        return None
     return None if found and _shared_buffers(program) else found
+
+
+def _makes_new(node: Node) -> bool:
+    """Whether a node surely gives a tensor that is in no other's memory.
+
+    Schemas say what gives a view, but for composite operators: `dropout` gives its own input where it has nothing to do.
+    """
+    operator = node.target
+    if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten" or not _only_reads(node):
+        return False
+    whole = operator in NEW or not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    return whole and all(each.alias_info is None for each in operator._schema.returns)
+
+
+NEW = frozenset(
+    {
+        torch.ops.aten.linear.default, torch.ops.aten.matmul.default, torch.ops.aten.conv1d.default, torch.ops.aten.conv2d.default,
+        torch.ops.aten.conv3d.default, torch.ops.aten.batch_norm.default,
+    }
+)  # fmt: skip
+"""Composite operators that always give a new tensor, as models write to it: `relu(inplace=True)` behind a convolution."""
 
 
 def _with_writes(signature: ExportGraphSignature, writes: Mapping[Node, str]) -> ExportGraphSignature:

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.exam import key_text
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.schema import Exam, IntKey, Weight
 
 from ..bundle.emit import describe_size
@@ -76,13 +76,13 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             above = f", {largest / planned.bound - 1:.1%} above the least that the lifetimes allow" if planned.bound else ""
             tell.result(f"arena {size(largest)}{above}")
         with stages("emit") as tell:
-            rows = write_weights(stage / archive.WEIGHTS, tensors, layout.rows)
-            rows += write_tables(stage / archive.TABLES, recorded.tables)
+            rows = write_weights(stage / file_names.WEIGHTS, tensors, layout.rows)
+            rows += write_tables(stage / file_names.TABLES, recorded.tables)
             tables = table_rows(rows)
             written = write_recorded(stage, recorded, rows, target.name, split, hosts)
             (stage / KERNELS).write_text(configurations(compiled.kernels))
             exams = {each.name: eager_exam(each.source, each.prepared, each.sizes, written.weights) for each in spec.entries}
-            write_exam(stage / archive.EXAM, exams)
+            write_exam(stage / file_names.EXAM, exams)
             tell.result(describe_size(stage))
         parts = [_unproved(spec, number, exams[entry.name], written) for number, entry in enumerate(spec.entries)]
         if spec.prove == "interpret":

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.exam import key_text
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Dimension, IntKey, Program, Proof, Value, Weight
 from cgbundle.tables.recording import Recording
@@ -115,7 +115,7 @@ def kernel_sources(compiled: Mapping[KernelVariant, CompiledKernel]) -> Sources:
 
 def weight_files(stage: Path, rows: Sequence[Weight], tables: Collection[int]) -> WeightFiles:
     """What of `rows` lies in which file of `stage`; `tables`: positions of those that the build computed."""
-    files = ((archive.WEIGHTS, False), (archive.TABLES, True))
+    files = ((file_names.WEIGHTS, False), (file_names.TABLES, True))
     chosen = [(stage / name, tuple([row for at, row in enumerate(rows) if (at in tables) == computed])) for name, computed in files]
     return tuple([(path, placed) for path, placed in chosen if placed])
 

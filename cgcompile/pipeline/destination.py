@@ -28,9 +28,9 @@ def destination_path(out: str | os.PathLike[str] | None, name: str) -> Path:
 
 def _replaceable(path: Path) -> bool:
     """Whether what is at `path` is a bundle or an empty folder."""
-    from cgbundle.format import archive  # late: seldom is anything there, and whoever mistypes a name is to know at once
+    from cgbundle.format import file_names  # late: seldom is anything there, and whoever mistypes a name is to know at once
 
-    return path.is_dir() and ((path / archive.MANIFEST).exists() or not any(path.iterdir()))
+    return path.is_dir() and ((path / file_names.MANIFEST).exists() or not any(path.iterdir()))
 
 
 def check_free(path: Path, force: bool) -> None:

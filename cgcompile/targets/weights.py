@@ -16,7 +16,7 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from cgbundle.format import archive, safetensors
+from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import DTYPES, FixedWeight, Weight
 from cgbundle.format.spans import span
 from cgbundle.tensors.tensor import memory_order
@@ -150,12 +150,12 @@ def fixed_weights(
     held = {row.tensor for row in rows if row.name in plain_folded}
     found = []
     mapped = {
-        name: safetensors.Mapped(str(stage / name), name) for name in (archive.WEIGHTS, *([archive.TABLES] if tables else []))
+        name: safetensors.Mapped(str(stage / name), name) for name in (file_names.WEIGHTS, *([file_names.TABLES] if tables else []))
     }
     for index, row in enumerate(rows):
         reason = STATE if row.memory == STATE else CONSTANT if row.tensor not in updatable else FOLDED if row.tensor in held else ""
         if reason:
-            file = archive.TABLES if index in tables else archive.WEIGHTS
+            file = file_names.TABLES if index in tables else file_names.WEIGHTS
             digest = _zeros_digest(span(row)) if row.zeros else sha256(mapped[file].data(row.tensor)).hexdigest()
             found.append(FixedWeight(weight=index, reason=reason, sha256=digest))
     for each in mapped.values():

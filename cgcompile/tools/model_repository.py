@@ -17,7 +17,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from uuid import uuid4
 
-from cgbundle.format.archive import MANIFEST, SIGNATURE, Archive
+from cgbundle.format.archive import Archive
+from cgbundle.format.file_names import MANIFEST, SIGNATURE
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle
 

@@ -29,7 +29,8 @@ from pathlib import Path
 from uuid import uuid4
 
 from cgbundle.errors import BundleError
-from cgbundle.format.archive import EXAM, MANIFEST, SIGNATURE, Archive
+from cgbundle.format.archive import Archive
+from cgbundle.format.file_names import EXAM, MANIFEST, SIGNATURE
 from cgbundle.format.manifest_json import bundle_bytes, encode
 from cgbundle.format.open_files import BEYOND, is_kept, pieces
 from cgbundle.format.publish import UNLOCKABLE, staged

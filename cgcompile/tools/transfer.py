@@ -21,7 +21,8 @@ from typing import Any
 
 from cgbundle.errors import BundleError
 from cgbundle.format import limits, manifest_json
-from cgbundle.format.archive import MANIFEST, SIGNATURE, SIGNATURE_BYTES, Archive
+from cgbundle.format.archive import Archive
+from cgbundle.format.file_names import MANIFEST, SIGNATURE, SIGNATURE_BYTES
 from cgbundle.format.open_files import CHUNK
 from cgbundle.format.schema import File, Manifest
 from cgbundle.validate.bundle import check_bundle, check_manifest

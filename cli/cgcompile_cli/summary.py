@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from cgbundle.call.arguments import Constant, constants, nested, spelled
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, manifest_json
+from cgbundle.format import archive, file_names, manifest_json
 from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, Manifest, Target, Weight
@@ -79,7 +79,7 @@ def plain_entry(manifest: Manifest) -> dict[str, Any]:
     return {
         "entry": manifest.entry,
         "int_keys": [list(program.key) for program in manifest.programs],
-        "exported": "per size" if archive.per_size(manifest) else "dynamic",
+        "exported": "per size" if file_names.per_size(manifest) else "dynamic",
         "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.inputs],
         "constants": [each._asdict() for each in constants(manifest)],
         "written": [manifest.inputs[index].name for index in manifest.written],
@@ -188,7 +188,7 @@ def unpadded(manifest: Manifest) -> list[str]:
 def sizes(manifest: Manifest) -> str:
     """`batch 1, 8 x seq 32, 128: 4 int_keys`, and `, exported per size` where each has an exported program of its own."""
     axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in manifest.dimensions])
-    own = ", exported per size" if archive.per_size(manifest) else ""
+    own = ", exported per size" if file_names.per_size(manifest) else ""
     return f"{axes or 'no dimensions'}: {count(len(manifest.programs), 'int_key')}{own}"
 
 
@@ -209,7 +209,7 @@ def world(manifest: Manifest) -> list[str]:
     if not manifest.world:
         return []
     (own,) = manifest.world
-    folders = [archive.rank_folder(rank) for rank in range(1, own.size)]
+    folders = [file_names.rank_folder(rank) for rank in range(1, own.size)]
     others = [sum(file.bytes for file in manifest.files if file.path.startswith(folder)) for folder in folders]
     first = manifest_json.bundle_bytes(manifest) - sum(others)
     rows = [f"rank {rank}: {size(number)}" for rank, number in enumerate([first, *others])]
@@ -282,7 +282,7 @@ def files(manifest: Manifest) -> Table:
     for file in manifest.files:
         folders[file.path.rpartition("/")[0]].append(file.bytes)
     many = {folder for folder, found in folders.items() if folder and len(found) > 3}
-    rows = [(size(len(manifest_json.encode(manifest))), archive.MANIFEST)]
+    rows = [(size(len(manifest_json.encode(manifest))), file_names.MANIFEST)]
     rows += [(size(file.bytes), file.path) for file in manifest.files if file.path.rpartition("/")[0] not in many]
     rows += [(size(sum(folders[folder])), f"{folder}/ ({count(len(folders[folder]), 'file')})") for folder in sorted(many)]
     return table((">", ""), first_rows(rows, 1))

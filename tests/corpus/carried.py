@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.format import archive, safetensors
+from cgbundle.format import archive, file_names, safetensors
 
 KEPT = "weights.kept"
 """In place of the weights: a line of JSON with the names and ranges that are left out, and all other bytes in their order."""
@@ -18,7 +18,7 @@ KEPT = "weights.kept"
 
 def leave_out_weights(bundle: Path, module: torch.nn.Module) -> None:
     """Changes a bundle in place: it cannot be loaded until `with_weights`."""
-    path, own = bundle / archive.WEIGHTS, _tensors(module)
+    path, own = bundle / file_names.WEIGHTS, _tensors(module)
     with open(path, "rb") as file:
         entries = safetensors.read_header(file, str(path))
     data = memoryview(path.read_bytes())
@@ -49,9 +49,9 @@ def with_weights(bundle: Path, module: torch.nn.Module, into: Path) -> Path:
         parts += [rest[used : used + begin - place], _bytes(own[name]) if name else b""]
         used, place = used + begin - place, end
     data = b"".join(parts)
-    (made / archive.WEIGHTS).write_bytes(data)
+    (made / file_names.WEIGHTS).write_bytes(data)
     files = {each.path: each.sha256 for each in archive.read_manifest(str(made)).files}
-    if hashlib.sha256(data).hexdigest() != files[archive.WEIGHTS]:
+    if hashlib.sha256(data).hexdigest() != files[file_names.WEIGHTS]:
         raise ValueError(f"{bundle}: the case makes other weights here")
     return made
 

@@ -17,7 +17,7 @@ pytest.importorskip("torch")
 
 import torch
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from tests.corpus.carried import KEPT, leave_out_weights, with_weights
 from tests.corpus.case import Case, Made
 from tests.corpus.jobs import Job, Plan, _gpu, run
@@ -165,14 +165,14 @@ def test_a_bundle_gets_the_weights_back_that_its_case_makes_again(bundle: Path, 
     shutil.copytree(bundle, bare := tmp_path / "bare.cgb")
     assert with_weights(bare, tiny["model"](), tmp_path) == bare
     leave_out_weights(bare, tiny["model"]())
-    whole, left = (bundle / archive.WEIGHTS).read_bytes(), (bare / KEPT).stat().st_size
-    assert not (bare / archive.WEIGHTS).exists() and left < len(whole)
+    whole, left = (bundle / file_names.WEIGHTS).read_bytes(), (bare / KEPT).stat().st_size
+    assert not (bare / file_names.WEIGHTS).exists() and left < len(whole)
     again = with_weights(bare, tiny["model"](), tmp_path / "again")
-    assert (again / archive.WEIGHTS).read_bytes() == whole and not (again / KEPT).exists()
+    assert (again / file_names.WEIGHTS).read_bytes() == whole and not (again / KEPT).exists()
     other = tiny["model"]()
     with torch.no_grad():
         next(other.parameters()).add_(0.01)
     with pytest.raises(ValueError, match="other weights"):
         with_weights(bare, other, tmp_path / "other")
     leave_out_weights(again, other)  # what is not the same stays with the bundle
-    assert (with_weights(again, other, tmp_path / "third") / archive.WEIGHTS).read_bytes() == whole
+    assert (with_weights(again, other, tmp_path / "third") / file_names.WEIGHTS).read_bytes() == whole

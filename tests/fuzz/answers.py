@@ -9,7 +9,7 @@ from typing import Any
 import cgbundle
 from cgbundle.errors import CgbundleError
 from cgbundle.exam import inputs_of
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.entries import each_entry
 from cgbundle.format.safetensors import Mapped
 from cgbundle.tensors.comparison import describe, difference
@@ -41,7 +41,7 @@ class Answers:
             cgbundle.load(path).close()
         except CgbundleError:
             return None
-        exam = Mapped(os.path.join(path, archive.EXAM), archive.EXAM)
+        exam = Mapped(os.path.join(path, file_names.EXAM), file_names.EXAM)
         cases = []
         for each in each_entry(manifest):
             allowed = bounds(each, each.exam.proofs[0])
@@ -49,7 +49,7 @@ class Answers:
                 inputs = [(t.dtype, tuple(t.shape), t.tobytes()) for t in inputs_of(exam, each, program.key)]
                 outputs = []
                 for index in range(len(each.outputs)):
-                    name = archive.exam_entry(program.key, "output", index, each.entry)
+                    name = file_names.exam_entry(program.key, "output", index, each.entry)
                     entry = exam.entries[name]
                     outputs.append((entry.dtype, tuple(entry.shape), bytes(exam.data(name))))
                 cases.append(Case(entry=each.entry, inputs=tuple(inputs), outputs=tuple(outputs), bounds=allowed))

@@ -21,7 +21,7 @@ from typing import Any
 import cgbundle
 from cgbundle import exam
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as validate
 from tests.fuzz import mutations
@@ -50,11 +50,11 @@ class Golden:
     def __init__(self, path: Path, scratch: Path) -> None:
         self.folder, self.origin = scratch / "case.cgb", scratch / "origin.cgb"
         shutil.copytree(path, self.origin, dirs_exist_ok=True)
-        (self.origin / archive.PROGRAM).write_bytes(b"the runtime never opens it")
-        plain: dict[str, Any] = json.loads((path / archive.MANIFEST).read_bytes())
+        (self.origin / file_names.PROGRAM).write_bytes(b"the runtime never opens it")
+        plain: dict[str, Any] = json.loads((path / file_names.MANIFEST).read_bytes())
         del plain["sha256"]
-        self.manifest = mutations.seal(plain, {archive.PROGRAM: (self.origin / archive.PROGRAM).read_bytes()})
-        (self.origin / archive.MANIFEST).write_bytes(self.manifest)
+        self.manifest = mutations.seal(plain, {file_names.PROGRAM: (self.origin / file_names.PROGRAM).read_bytes()})
+        (self.origin / file_names.MANIFEST).write_bytes(self.manifest)
         self.plain = plain
         self.weights = weights_of(archive.read_manifest(str(self.origin)))
         self.key = "x".join(map(str, plain["programs"][0]["key"])) or "-"
@@ -72,7 +72,7 @@ class Golden:
             shutil.copyfile(self.origin / name, self.folder / name)
         for name, data in files.items():
             (self.folder / name).write_bytes(data)
-        (self.folder / archive.MANIFEST).write_bytes(manifest)
+        (self.folder / file_names.MANIFEST).write_bytes(manifest)
         self._changed = list(files)
 
 
@@ -94,7 +94,7 @@ def mutate(golden: Golden, number: int) -> str:
         return "bytes"
     if how < 0.75:
         golden.write({}, golden.manifest)
-        given = (golden.origin / archive.EXAM).read_bytes()
+        given = (golden.origin / file_names.EXAM).read_bytes()
         golden.inputs.write_bytes((mutations.tensors if draw.random() < 0.7 else mutations.table)(given, draw))
         return "inputs"
     kind, change, names = "tensors", mutations.tensors, golden.stored

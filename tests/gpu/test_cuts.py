@@ -19,7 +19,7 @@ import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
 from cgbundle.cuda import memory  # noqa: E402
 from cgbundle.errors import CgbundleError  # noqa: E402
-from cgbundle.format import archive  # noqa: E402
+from cgbundle.format import archive, file_names  # noqa: E402
 from cgbundle.format.safetensors import Mapped  # noqa: E402
 from cgbundle.format.schema import Program  # noqa: E402
 from cgbundle.format.spans import span  # noqa: E402
@@ -95,7 +95,7 @@ def test_dead_memory_may_hold_anything(case: Case) -> None:
     path, _ = case
     manifest = archive.read_manifest(str(path))
     backend = CudaBackend(ArchiveOf(path, manifest))
-    stored = Mapped(str(path / archive.EXAM), archive.EXAM)
+    stored = Mapped(str(path / file_names.EXAM), file_names.EXAM)
     try:
         for number, program in enumerate(manifest.programs):
             tensors = exam.inputs_of(stored, manifest, program.key)  # held: the addresses are theirs

@@ -12,7 +12,7 @@ import cgbundle
 from cgbundle.cuda import driver, graph_executor
 from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.exam import inputs_of
-from cgbundle.format.archive import EXAM
+from cgbundle.format.file_names import EXAM
 from cgbundle.format.safetensors import Mapped
 from tests.helpers.places import GOLDEN
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format.archive import exam_entry
+from cgbundle.format.file_names import exam_entry
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 

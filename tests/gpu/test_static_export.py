@@ -14,7 +14,7 @@ from torch import nn  # noqa: E402
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle.format import archive  # noqa: E402
+from cgbundle.format import archive, file_names  # noqa: E402
 
 
 class Branching(nn.Module):
@@ -57,7 +57,7 @@ def test_a_branch_on_the_batch_size(recorder: str, tmp_path: Path) -> None:
     network = Branching(state=recorder == "capture").eval()
     path = cgcompile.build(network, rows, sizes=[1, 3, 8], out=tmp_path / "b.cgb", target="cuda", record=recorder).path
     manifest = archive.read_manifest(str(path))
-    assert archive.per_size(manifest) and {file.path for file in manifest.files} >= {f"programs/{n}.pt2" for n in (1, 3, 8)}
+    assert file_names.per_size(manifest) and {file.path for file in manifest.files} >= {f"programs/{n}.pt2" for n in (1, 3, 8)}
     network = network.to("cpu")
     with cgbundle.load(path) as program, torch.no_grad():
         for turn, batch in enumerate([8, 1, 3, 8, 1, 8]):
@@ -72,7 +72,7 @@ def test_two_dimensions_with_padding_and_chunks(tmp_path: Path) -> None:
     path = cgcompile.build(
         Statistic(), grid, sizes=sizes, out=tmp_path / "s.cgb", target="cuda", record="capture", lower="eager"
     ).path
-    assert archive.per_size(archive.read_manifest(str(path)))
+    assert file_names.per_size(archive.read_manifest(str(path)))
     with cgbundle.load(path) as program:
         for batch, seq in [(1, 4), (4, 6), (1, 6), (4, 4), (3, 4), (2, 6), (7, 4), (9, 6)]:
             (x,) = grid(batch, seq)

@@ -9,7 +9,7 @@ import pytest
 
 import cgbundle
 from cgbundle.format import archive, safetensors
-from cgbundle.format.archive import TABLES, WEIGHTS
+from cgbundle.format.file_names import TABLES, WEIGHTS
 from tests.gpu.helpers import exams
 from tests.helpers.places import GOLDEN
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from cgbundle import exam
 from cgbundle.exam import Compared, Result
-from cgbundle.format import archive, safetensors
+from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.program import Program
 from cgbundle.tensors.comparison import describe, difference, nearest
@@ -178,7 +178,7 @@ def off_by_half(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
 
 def bundle(tmp_path: Path, drop: str = "") -> str:
     tensors = {name: value for name, value in exam_tensors_files().items() if name != drop}
-    with open(tmp_path / archive.EXAM, "wb") as file:
+    with open(tmp_path / file_names.EXAM, "wb") as file:
         safetensors.write(file, tensors)
     return str(tmp_path)
 
@@ -215,7 +215,7 @@ def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path:
         made = before_4(made)
     tokens = {size: [1000 + row for row in range(size)] for (size,) in [each.key for each in made.programs]}
     tensors = exam_tensors_of(tokens)
-    with open(tmp_path / archive.EXAM, "wb") as file:
+    with open(tmp_path / file_names.EXAM, "wb") as file:
         safetensors.write(file, tensors)
 
     def replayed(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
@@ -235,7 +235,7 @@ def exam_tensors_of(tokens: dict[int, list[int]]) -> dict[str, safetensors.Tenso
     made = exam_tensors_files()
     for size, numbers in tokens.items():
         data = struct.pack(f"<{size}q", *numbers)
-        made[archive.exam_entry((size,), "output", 1)] = ("int64", (size,), lambda data=data: data)
+        made[file_names.exam_entry((size,), "output", 1)] = ("int64", (size,), lambda data=data: data)
     return made
 
 
@@ -270,7 +270,7 @@ def test_an_exam_that_lacks_a_tensor_is_damaged(tmp_path: Path, drop: str) -> No
 
 @pytest.mark.parametrize(("key", "name"), [((), "-/input/3"), ((8,), "8/input/3"), ((8, 128), "8x128/input/3")])
 def test_the_names_of_exam_tensors(key: tuple[int, ...], name: str) -> None:
-    assert archive.exam_entry(key, "input", 3) == name
+    assert file_names.exam_entry(key, "input", 3) == name
 
 
 def test_a_key_is_named_with_its_dimensions() -> None:

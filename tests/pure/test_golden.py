@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import cgbundle
 from cgbundle import exam
 from cgbundle.errors import BundleError, CgbundleError, MachineError
-from cgbundle.format import archive, manifest_json
+from cgbundle.format import archive, file_names, manifest_json
 from cgbundle.format.entries import all_programs, each_entry
 from cgbundle.format.schema import MEMORIES, Manifest
 from cgbundle.format.versions import FORMAT_VERSION
@@ -112,7 +112,7 @@ def test_verify_finds_nothing(golden: Path, manifest: Manifest) -> None:
 
 def test_the_manifest_is_canonical(golden: Path, manifest: Manifest) -> None:
     assert manifest.format == int(golden.parent.name.removeprefix("v"))
-    assert manifest_json.encode(manifest) == (golden / archive.MANIFEST).read_bytes()
+    assert manifest_json.encode(manifest) == (golden / file_names.MANIFEST).read_bytes()
 
 
 def test_every_key_was_verified_by_a_replay_or_by_interpreting_it(manifest: Manifest) -> None:
@@ -245,7 +245,7 @@ def test_a_changed_byte_in_any_file_is_found(copy: Path, place: float) -> None:
         change(copy / name, flip)
         found = damage(copy)
         assert found and all("\n" not in text for text in found), name
-        assert name == archive.MANIFEST or any(text.startswith(name) for text in found), (name, found)
+        assert name == file_names.MANIFEST or any(text.startswith(name) for text in found), (name, found)
         code, _ = call("verify", copy, "--json")
         assert code in (1, 2)
         (copy / name).write_bytes(original)

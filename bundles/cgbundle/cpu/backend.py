@@ -10,8 +10,9 @@ from threading import RLock
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MachineError
-from ..format.archive import WEIGHTS, Archive
+from ..format.archive import Archive
 from ..format.entries import all_programs, each_entry
+from ..format.file_names import WEIGHTS
 from ..format.schema import Target
 from ..format.spans import span
 from ..session.forks import forked

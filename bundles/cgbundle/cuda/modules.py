@@ -7,7 +7,8 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Protocol
 
 from ..errors import BundleError
-from ..format.archive import KERNELS, Archive, kernel_images
+from ..format.archive import Archive
+from ..format.file_names import KERNELS, kernel_images
 from ..format.schema import MEMORIES
 from ..format.spans import graph_memories
 from ..validate.elf import check_elf

@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ..errors import BundleError
-from ..format.archive import WEIGHTS, Archive, weight_files
+from ..format.archive import Archive
+from ..format.file_names import WEIGHTS, weight_files
 from ..format.safetensors import Entry
 from ..format.schema import Weight
 from ..format.spans import HOST_ONLY

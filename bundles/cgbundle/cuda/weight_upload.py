@@ -19,7 +19,7 @@ from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from ..errors import BundleError, CgbundleError
-from ..format.archive import WEIGHTS
+from ..format.file_names import WEIGHTS
 from ..session.weight_reads import WeightReader
 from .driver import Context, Relaxed, check, cu
 from .libcuda import STREAM_NON_BLOCKING

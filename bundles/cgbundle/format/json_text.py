@@ -1,4 +1,5 @@
 """JSON that nobody vouches for: its length, its number of values and its depth are seen from the bytes, before it is parsed.
+And the numbers, names and texts in a manifest: their types and limits, and their errors.
 
 The parser of the standard library makes 25 bytes of objects from one byte of text, and goes as deep as the stack or beyond it.
 """
@@ -11,6 +12,7 @@ from itertools import accumulate
 from math import isfinite
 from typing import Any, NoReturn
 
+from ..errors import BundleError
 from . import limits
 
 _KEPT = b'[]{}"'
@@ -30,9 +32,9 @@ def parse(data: bytes) -> Any:
         raise ValueError(f"more than the limit of {limits.JSON_VALUES} values")
     if depth(data) > limits.JSON_DEPTH:
         raise ValueError(f"nested too deeply: more than {limits.JSON_DEPTH} objects and lists inside each other")
-    whole = None if 0 < sys.get_int_max_str_digits() <= DIGITS else _whole
+    limited = None if 0 < sys.get_int_max_str_digits() <= DIGITS else _whole
     try:
-        return json.loads(str(data, "utf-8"), parse_constant=_reject, parse_float=_finite, parse_int=whole)
+        return json.loads(str(data, "utf-8"), parse_constant=_reject, parse_float=_finite, parse_int=limited)
     except UnicodeDecodeError as error:
         raise ValueError(f"not JSON: byte {error.start} is not UTF-8") from None
     except RecursionError:
@@ -68,3 +70,65 @@ def _whole(digits: str) -> int:
     if len(digits) > DIGITS:
         raise ValueError(f"Exceeds {DIGITS} digits")
     return int(digits)
+
+
+# --- numbers, names and texts of a manifest --------------------------------------------------------------------------
+
+
+def expected(where: str, kind: str, got: Any) -> BundleError:
+    """The error for a value at `where`, its path in the manifest, that is of another kind."""
+    return invalid(where, f"expected {kind}, got {type(got).__name__} {brief(got)}")
+
+
+def invalid(where: str, message: str) -> BundleError:
+    """The error for a defect at `where`."""
+    return BundleError("manifest-invalid", f"{where or 'manifest'}: {message}")
+
+
+def brief(value: Any) -> str:
+    """A value of JSON for a message: as it is where it is short, however large or deep it is."""
+    if isinstance(value, list | dict):
+        return f"of {len(value)}"
+    if type(value) is int and abs(value) >= limits.INTEGER:
+        return f"of {value.bit_length()} bits"
+    return repr(str(value)[:40])
+
+
+def is_sha256(text: str) -> bool:
+    """Whether it is a SHA-256 in lower-case hexadecimal."""
+    return len(text) == 64 and set(text) <= set("0123456789abcdef")
+
+
+def whole(value: Any, where: str) -> int:
+    """`value`, when it is an integer of 64 bits.  Raises manifest-invalid, as the others."""
+    if type(value) is int and -limits.INTEGER <= value < limits.INTEGER:
+        return value
+    raise expected(where, "an integer of 64 bits" if type(value) is int else "int", value)
+
+
+def name(value: Any, where: str) -> str:
+    """`value`, when it is a `schema.Name`."""
+    if type(value) is str and len(value) <= limits.NAME and value.isprintable():
+        return value
+    if type(value) is not str:
+        raise expected(where, "str", value)
+    long = f"{len(value)} characters, more than the limit of {limits.NAME}"
+    raise invalid(where, long if len(value) > limits.NAME else f"{value!r} is not printable")
+
+
+def text(value: Any, where: str) -> str:
+    """`value`, when it is text for people: any characters that UTF-8 has."""
+    if type(value) is not str:
+        raise expected(where, "str", value)
+    if reason := text_reason(value):
+        raise invalid(where, reason)
+    return value
+
+
+def text_reason(value: str) -> str:
+    """Why a text cannot stand in a manifest, or ""."""
+    if len(value) > limits.TEXT:
+        return f"{len(value)} characters, more than the limit of {limits.TEXT}"
+    if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+        return "holds half of a surrogate pair"
+    return ""

@@ -18,7 +18,7 @@ from typing import Any
 
 from ..errors import BundleError
 from . import json_text, limits, schema, versions
-from .scalars import brief, expected, invalid, name, text, whole
+from .json_text import brief, expected, invalid, name, text, whole
 from .size_expressions import OPERATORS
 
 SEAL = "sha256"

@@ -18,8 +18,8 @@ from __future__ import annotations
 from keyword import iskeyword
 from typing import Any
 
-from . import limits, scalars
-from .scalars import invalid
+from . import json_text, limits
+from .json_text import invalid
 from .schema import Tree
 
 RECORDS = ("object", "mapping")
@@ -52,7 +52,7 @@ def _check_all(trees: list[tuple[Any, Any]], where: str, tensors: int) -> None:
         place, tree, depth = waiting.pop()
         waiting += [((place, key), child, depth + 1) for key, child in reversed(_children(tree, place, depth, found))]
     if found != list(range(tensors)):
-        named = ", ".join(map(scalars.brief, found[:8]))
+        named = ", ".join(map(json_text.brief, found[:8]))
         raise invalid(where, f"names the tensors {named or 'none'}, expected each of {tensors} once, in order")
 
 
@@ -83,8 +83,8 @@ def _children(tree: Any, place: Place, depth: int, found: list[int]) -> list[tup
 
 def _check_value(value: Any, place: Place) -> None:
     if type(value) is int and not -limits.INTEGER <= value < limits.INTEGER:
-        raise scalars.expected(_spell(place), "an integer of 64 bits", value)
-    if type(value) is str and (reason := scalars.text_reason(value)):
+        raise json_text.expected(_spell(place), "an integer of 64 bits", value)
+    if type(value) is str and (reason := json_text.text_reason(value)):
         raise invalid(_spell(place), reason)
 
 
@@ -99,7 +99,7 @@ def _check_keys(pairs: list[Any], place: Place) -> None:
         else:
             known = type(key) is int and -limits.INTEGER <= key < limits.INTEGER
         if not known:
-            raise invalid(_spell(place), f"the key {scalars.brief(key)} is neither a printable name nor a number of 64 bits")
+            raise invalid(_spell(place), f"the key {json_text.brief(key)} is neither a printable name nor a number of 64 bits")
     if len({key for key, _ in pairs}) != len(pairs):
         raise invalid(_spell(place), "a key stands twice")
 

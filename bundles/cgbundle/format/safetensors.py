@@ -19,7 +19,7 @@ from typing import IO, Any
 
 from ..errors import BundleError
 from . import json_text, limits
-from .scalars import brief
+from .json_text import brief
 from .schema import DTYPES
 
 ALIGNMENT = 256

@@ -14,9 +14,10 @@ from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from ..cuda.modules import Modules, states
 from ..cuda.weight_pieces import Piece, listed
 from ..cuda.weight_upload import Upload
-from ..format.archive import KERNELS, Archive
-from ..format.archive import WEIGHTS as FILE
+from ..format.archive import Archive
 from ..format.entries import chained_programs, each_entry
+from ..format.file_names import KERNELS
+from ..format.file_names import WEIGHTS as FILE
 from ..format.schema import Manifest
 from ..format.spans import HOST_ONLY, span
 from ..session.initial_state import InitialState

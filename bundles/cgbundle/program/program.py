@@ -182,7 +182,7 @@ class Program(Entry):
     def open_exam(self) -> Mapped:
         """The exam of the bundle that was loaded, to be closed by the caller.  For verification.  Raises ProgramClosed,
         weights-invalid."""
-        from ..format.archive import EXAM  # no call needs it
+        from ..format.file_names import EXAM  # no call needs it
         from ..format.safetensors import Mapped
 
         if self._session.exam is None:

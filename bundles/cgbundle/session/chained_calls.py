@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..format.archive import exam_entry
 from ..format.entries import chained_programs, each_entry
+from ..format.file_names import exam_entry
 from ..format.safetensors import Mapped
 from ..format.schema import DTYPES, Manifest, Value
 from ..format.spans import span

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from ..format.archive import WEIGHTS, Archive
+from ..format.archive import Archive
+from ..format.file_names import WEIGHTS
 from ..format.spans import span
 from ..validate.state import STATE
 

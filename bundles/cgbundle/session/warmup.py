@@ -12,7 +12,7 @@ from contextlib import nullcontext
 from ctypes import addressof, create_string_buffer
 from typing import Any, Protocol
 
-from ..format.archive import EXAM
+from ..format.file_names import EXAM
 from ..format.open_files import KeptFile
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest

@@ -15,7 +15,8 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..errors import BundleError, CallError
-from ..format.archive import MANIFEST, WEIGHTS, Archive
+from ..format.archive import Archive
+from ..format.file_names import MANIFEST, WEIGHTS
 from ..format.safetensors import read_header
 from ..format.schema import DTYPES, Weight
 from ..tensors.detection import library_of

@@ -15,7 +15,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from ..errors import BundleError
-from ..format.archive import WEIGHTS
+from ..format.file_names import WEIGHTS
 
 ALIGNMENT = 4096
 """Bytes: of places and lengths of reads around the page cache, and of the memory that they go to."""

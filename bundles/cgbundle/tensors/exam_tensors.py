@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import BundleError
-from ..format.archive import EXAM, exam_entry
+from ..format.file_names import EXAM, exam_entry
 from ..format.safetensors import Mapped
 from ..format.schema import Manifest, Proof
 from .tensor import Tensor, from_bytes

@@ -8,7 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..errors import BundleError
-from ..format.archive import SIGNATURE, SIGNATURE_BYTES, Archive
+from ..format.archive import Archive
+from ..format.file_names import SIGNATURE, SIGNATURE_BYTES
 from . import ed25519
 from .keys import Keys, public_keys
 

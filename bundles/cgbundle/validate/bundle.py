@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from ..errors import BundleError, CgbundleError
-from ..format import archive, limits
+from ..format import archive, file_names, limits
 from ..format.archive import Archive
 from ..format.entries import FORWARD, all_programs, each_entry
-from ..format.scalars import is_sha256
+from ..format.json_text import is_sha256
 from ..format.schema import Manifest
 from . import host_code
 from .contents import check_host_code, check_tables, check_weights
@@ -26,7 +26,7 @@ LEVELS = ("load", "full")
 
 CPU, CUDA = "cpu", "cuda"
 
-LARGE = (archive.WEIGHTS, archive.TABLES)
+LARGE = (file_names.WEIGHTS, file_names.TABLES)
 """What only `full` hashes."""
 
 SEVERITIES = ("refuse", "host", "note")
@@ -44,7 +44,7 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
     manifest = bundle.manifest
     check_manifest(manifest)
     for file in manifest.files:
-        later = file.path in LARGE or file.path.startswith(archive.RANKS)
+        later = file.path in LARGE or file.path.startswith(file_names.RANKS)
         bundle.check_hash(file) if level == "full" or not later else bundle.check_size(file)
     check_weights(bundle)
     check_host_code(bundle)
@@ -98,7 +98,7 @@ def _of_rank(number: int) -> Iterator[None]:
     try:
         yield
     except BundleError as error:
-        raise BundleError(error.code, f"{archive.rank_folder(number)}: {error}", error.hint) from None
+        raise BundleError(error.code, f"{file_names.rank_folder(number)}: {error}", error.hint) from None
 
 
 def _check_alike(manifest: Manifest, first: Manifest, number: int) -> None:
@@ -152,7 +152,7 @@ def examine(bundle: Archive) -> list[CgbundleError]:
     for file in manifest.files:
         if not holds(bundle.check_hash, file):
             broken.add(file.path)
-    for names, check in ((LARGE, check_weights), ((archive.EXAM,), check_exam)):
+    for names, check in ((LARGE, check_weights), ((file_names.EXAM,), check_exam)):
         if not broken.intersection(names):
             holds(check, bundle)
     if not broken:
@@ -243,9 +243,9 @@ def _check_regions(manifest: Manifest) -> None:
         require(region.kind in ("graph", "host"), f"{where}.kind", f"unknown kind {region.kind!r}")
         require((region.kind == "host") == bool(region.file), f"{where}.file", "a host region has a file, a graph region none")
         require(
-            region.kind == "graph" or region.file.startswith(archive.HOST),
+            region.kind == "graph" or region.file.startswith(file_names.HOST),
             f"{where}.file",
-            f"a shared object outside {archive.HOST}",
+            f"a shared object outside {file_names.HOST}",
         )
         for place, (_, weight) in enumerate(region.constants):
             require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
@@ -262,18 +262,18 @@ def _check_files(manifest: Manifest) -> None:
         parts = file.path.split("/")
         plain = file.path.isprintable() and "\\" not in file.path
         plain = plain and all(part not in ("", ".", "..") and len(part.encode()) <= limits.PATH_PART for part in parts)
-        own = file.path in (archive.MANIFEST, archive.SIGNATURE)
+        own = file.path in (file_names.MANIFEST, file_names.SIGNATURE)
         require(plain and not own, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
         require(file.bytes >= 0, f"{where}.bytes", f"{file.bytes}")
         require(is_sha256(file.sha256), f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
-        if file.path.startswith(archive.KERNELS):
-            require(file.path == archive.KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
+        if file.path.startswith(file_names.KERNELS):
+            require(file.path == file_names.KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
     files = {step.file for program in all_programs(manifest) for step in program.steps}
     tables = files | {manifest.module_state}
     for index, file in enumerate(manifest.files):
         small = file.bytes <= limits.TABLE_BYTES or file.path not in tables
         require(small, f"files[{index}].bytes", f"a table of {file.bytes} bytes, more than the limit of {limits.TABLE_BYTES}")
-    needed = {*archive.weight_files(manifest), archive.EXAM, *archive.program_files(manifest)}
+    needed = {*file_names.weight_files(manifest), file_names.EXAM, *file_names.program_files(manifest)}
     needed |= {region.file for region in manifest.regions if region.file}
     needed |= tables - {""}
     for path in sorted(needed - set(paths)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..errors import BundleError
-from ..format import archive
+from ..format import file_names
 from ..format.archive import Archive
 from ..format.entries import each_entry
 from ..format.safetensors import Entry
@@ -20,7 +20,7 @@ from .state import of_entry
 def check_weights(bundle: Archive) -> None:
     """Raises weights-invalid unless the files of weights and tables are well formed and hold what the manifest names, and nothing
     else."""
-    for name, weights in archive.weight_files(bundle.manifest).items():
+    for name, weights in file_names.weight_files(bundle.manifest).items():
         _check_tensors(name, bundle.tensors(name), weights)
 
 
@@ -51,7 +51,7 @@ def check_tables(bundle: Archive) -> None:
 
     manifest = bundle.manifest
     memories = graph_memories(manifest.memories)
-    images = archive.kernel_images(manifest)
+    images = file_names.kernel_images(manifest)
     rows = [(program, of_entry(manifest, each.entry)[1]) for each in each_entry(manifest) for program in each.programs]
     for program, reserved in rows:
         for place, step in enumerate(program.steps):

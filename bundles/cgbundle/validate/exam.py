@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..errors import BundleError
-from ..format import archive
+from ..format import file_names
 from ..format.archive import Archive
 from ..format.entries import each_entry
 from ..format.safetensors import Entry
@@ -48,14 +48,14 @@ def _check_bounds(manifest: Manifest) -> None:
 
 def check_exam(bundle: Archive) -> None:
     """Raises weights-invalid unless the file holds the inputs, outputs and what calls change of every int_key, and nothing else."""
-    manifest, entries = bundle.manifest, bundle.tensors(archive.EXAM)
+    manifest, entries = bundle.manifest, bundle.tensors(file_names.EXAM)
     expected = set()
     for own in each_entry(manifest):
         for program in own.programs:
             expected |= _check_state(own, program.key, entries)
             expected |= _check_values(own, program, entries)
     for name in sorted(entries.keys() - expected):
-        raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} belongs to no int_key")
+        raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r} belongs to no int_key")
 
 
 def _check_values(manifest: Manifest, program: Program, entries: Mapping[str, Entry]) -> set[str]:
@@ -64,12 +64,12 @@ def _check_values(manifest: Manifest, program: Program, entries: Mapping[str, En
     names = set()
     for kind, positions in (("input", enumerate(program.inputs)), ("output", enumerate(program.outputs)), ("written", written)):
         for index, position in positions:
-            name, value = archive.exam_entry(program.key, kind, index, manifest.entry), program.values[position]
+            name, value = file_names.exam_entry(program.key, kind, index, manifest.entry), program.values[position]
             names.add(name)
             entry = _entry(entries, name)
             if (entry.dtype, entry.shape) != (value.dtype, value.shape):
                 found, wanted = f"{entry.dtype} {list(entry.shape)}", f"{value.dtype} {list(value.shape)}"
-                raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is {found}, expected {wanted}")
+                raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r} is {found}, expected {wanted}")
     return names
 
 
@@ -80,15 +80,15 @@ def _check_state(manifest: Manifest, key: IntKey, entries: Mapping[str, Entry]) 
     for index, weight in enumerate(manifest.weights):
         if weight.memory == STATE:
             for kind, dtype, rank in (("state", weight.dtype, 1), ("state-at", "int64", 2)):
-                name = archive.exam_entry(key, kind, index, manifest.entry)
+                name = file_names.exam_entry(key, kind, index, manifest.entry)
                 names.add(name)
                 entry = _entry(entries, name)
                 if entry.dtype != dtype or len(entry.shape) != rank or (rank == 2 and entry.shape[1] != 2):
-                    raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}")
+                    raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}")
     return names
 
 
 def _entry(entries: Mapping[str, Entry], name: str) -> Entry:
     if name not in entries:
-        raise BundleError("weights-invalid", f"{archive.EXAM}: tensor {name!r} is missing")
+        raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r} is missing")
     return entries[name]

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..format import limits
+from ..format.json_text import is_sha256
 from ..format.safetensors import ALIGNMENT
-from ..format.scalars import is_sha256
 from ..format.schema import DTYPES, Alias, Manifest, Program, Value
 from ..format.spans import HOST_ONLY, Spans, extent, layout, span
 from .require import require, require_whole_calls

@@ -18,7 +18,10 @@ OPERATOR = re.compile(r"Higher Order Operator: (torch\.\w+)")
 INTRODUCTION = "This higher order operator doesn't work"
 """How the lines begin that come before the cause."""
 
-ALIASING = "Encountered aliasing"
+ALIASING, MUTATION = "Encountered aliasing", "Input mutation detected"
+"""How torch 2.11 says what a body does; later ones take it."""
+
+WRITES, WRITES_FIX = "a body writes to an operand", "make a new tensor in it: `x + 1` in place of `x.add_(1)`"
 
 UNLIKE = re.compile(r"differ in '(\w+): (.+?) vs (.+?)'")
 """How torch says that a loop's body gives another dtype or shape than it is given."""
@@ -33,6 +36,8 @@ def refused_body(error: BaseException | None) -> tuple[str, str]:
     if ALIASING in text:
         what = "a body gives an operand itself, or one tensor twice"
         return f"{operator[1]}: {what}, which torch refuses", "give a copy: `x.clone()` in place of `x`"
+    if MUTATION in text:
+        return f"{operator[1]}: {WRITES}, which torch refuses", WRITES_FIX
     if unlike := UNLIKE.search(text):
         what, given, taken = [re.sub(r"torch\.(?:Size\((.*)\))?", r"\1", each) for each in unlike.groups()]
         return f"{operator[1]}: a body gives a tensor of {what} {given} for one of {taken}", f"keep the {what} from turn to turn"

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.schema import IntKey, Lowering, Manifest
 
 from ...bundle.emit import describe_size
@@ -107,9 +107,9 @@ def _placed(found: Searched, recordable: Recordable, trials: Path) -> tuple[Sear
     recorded = beside_each_other({name: each.recorded for name, each in found.made.items()}, recordable.layout.weights_end)
     tables = {table.offset: table for each in recorded.values() for table in each.tables}
     trials.mkdir()
-    file = trials / archive.WEIGHTS
+    file = trials / file_names.WEIGHTS
     os.link(recordable.request.stored, file)
-    stored = recordable.stored + write_tables(trials / archive.TABLES, [tables[offset] for offset in sorted(tables)])
+    stored = recordable.stored + write_tables(trials / file_names.TABLES, [tables[offset] for offset in sorted(tables)])
     made = {name: replace(each, recorded=replace(recorded[name], stored=stored)) for name, each in found.made.items()}
     return replace(found, made=made), file
 
@@ -182,7 +182,7 @@ def _emitted(
     recorded = merged(
         beside_each_other({name: each.recorded for name, each in used.items()}, recordable.layout.weights_end), chosen
     )
-    stored = recordable.stored + write_tables(stage / archive.TABLES, recorded.tables)
+    stored = recordable.stored + write_tables(stage / file_names.TABLES, recorded.tables)
     folded = {name for each in used.values() for name in each.folded}
     parts = emit(spec, stage, replace(recorded, stored=stored), cut, folded=folded, expected=expected)
     if TRACED in used:

@@ -7,7 +7,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import host_code
 
@@ -35,13 +35,13 @@ def prove(
     and to that of the tables beside it.  Then replays it.  `expected`: by entry, what eager PyTorch gives.  Raises proof-failed,
     bundle-refused."""
     trial.mkdir(parents=True)
-    for each in (weights, weights.with_name(archive.TABLES)):
+    for each in (weights, weights.with_name(file_names.TABLES)):
         if each.exists():
             os.link(each, trial / each.name)
-    if (stage / archive.HOST).is_dir():
-        (trial / archive.HOST).mkdir()
-        for file in (stage / archive.HOST).iterdir():
-            shutil.copyfile(file, trial / archive.HOST / file.name)  # each bundle writes its own rows behind it
+    if (stage / file_names.HOST).is_dir():
+        (trial / file_names.HOST).mkdir()
+        for file in (stage / file_names.HOST).iterdir():
+            shutil.copyfile(file, trial / file_names.HOST / file.name)  # each bundle writes its own rows behind it
     parts = emit(spec, trial, candidate.recorded, cut, folded=candidate.folded, expected=expected)
     for entry in spec.entries:
         write_programs(trial, entry.prepared.programs, entry.name)

@@ -16,8 +16,9 @@ from pathlib import Path
 from typing import Any
 
 from cgbundle.errors import BundleError
-from cgbundle.format import archive
-from cgbundle.format.archive import Archive, rank_folder
+from cgbundle.format import archive, file_names
+from cgbundle.format.archive import Archive
+from cgbundle.format.file_names import rank_folder
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as verify
 
@@ -106,9 +107,9 @@ def _joined(folder: Path, size: int) -> Manifest:
     own.rmdir()
     manifest = archive.read_manifest(str(folder))
     for rank in range(1, size):
-        kernels = folder / rank_folder(rank) / archive.KERNELS
+        kernels = folder / rank_folder(rank) / file_names.KERNELS
         for image in list(kernels.iterdir()):
-            if (folder / archive.KERNELS / image.name).exists():
+            if (folder / file_names.KERNELS / image.name).exists():
                 image.unlink()
         with suppress(OSError):
             kernels.rmdir()

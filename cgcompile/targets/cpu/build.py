@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.errors import CallError
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import DTYPES, Exam, IntKey, Region, Target, Value, Weight
 
@@ -58,7 +58,7 @@ class _CompiledEntry:
         return base if self.programs.dynamic else f"{base}-{'x'.join(map(str, key))}"
 
     def file(self, key: IntKey) -> str:
-        return f"{archive.HOST}{self.name(key)}.so"
+        return f"{file_names.HOST}{self.name(key)}.so"
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interface | None = None) -> ManifestParts:
@@ -76,8 +76,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
             tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
-            weights = write_weights(stage / archive.WEIGHTS, tensors, weight_rows(tensors, spec.entries[0].prepared.state))
-            (stage / archive.HOST).mkdir()
+            weights = write_weights(stage / file_names.WEIGHTS, tensors, weight_rows(tensors, spec.entries[0].prepared.state))
+            (stage / file_names.HOST).mkdir()
             regions: list[Region] = []
             folded: set[str] = set()
             exams: dict[str, list[KeyExam]] = {}
@@ -86,7 +86,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
                 own = each.entry
                 exams[own.name] = eager_exam(own.source, own.prepared, own.sizes, weights)
                 parts.append(_entry_parts(each, exams[own.name], weights, regions, folded, stage))
-            write_exam(stage / archive.EXAM, exams)
+            write_exam(stage / file_names.EXAM, exams)
             tell.result(describe_size(stage))
     features = {feature for each in entries for compiled in each.compiled.values() for feature in compiled.features}
     return ManifestParts(

@@ -107,6 +107,19 @@ def unequal(x: Tensor, value: Number) -> Tensor:
     return torch.ne(x, _tensor(value, x))
 
 
+def converted(x: Tensor, *, dtype: torch.dtype | None = None, **kwargs: Any) -> Tensor:
+    """By parts: what Inductor makes of a conversion has no code without Python where an end of it is complex128, or a tensor has no
+    axes."""
+    wanted = x.dtype if dtype is None else dtype
+    parts = torch.view_as_real(x.resolve_conj()).unbind(-1) if x.is_complex() else (x, torch.zeros_like(x))
+    if wanted is torch.bool:
+        return (parts[0] != 0) | (parts[1] != 0)
+    if not wanted.is_complex:
+        return parts[0].to(wanted)
+    real, imaginary = [part.to(wanted.to_real()) for part in parts]
+    return torch.complex(real, imaginary)
+
+
 def pad(x: Tensor, lengths: Sequence[int], value: Number = 0) -> Tensor:
     real, imag = torch.view_as_real(x.resolve_conj()).unbind(-1)
     number = complex(value)
@@ -141,6 +154,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.eq.Scalar: equal,
     aten.ne.Scalar: unequal,
     aten.constant_pad_nd.default: pad,
+    aten._to_copy.default: converted,
     aten.var.correction: variance,
     aten._conj.default: lambda x: x.conj_physical(),  # else a kernel would read the values without the conjugation
 }

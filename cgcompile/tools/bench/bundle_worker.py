@@ -39,12 +39,12 @@ class BundleModel:
         self._resets = job["state"]
         self._gpu = job["target"] == "cuda"
         from cgbundle import exam
-        from cgbundle.format import archive
+        from cgbundle.format import file_names
         from cgbundle.format.entries import one_entry
         from cgbundle.format.safetensors import Mapped
 
         self._manifest = one_entry(self._loaded.manifest, job["entry"])
-        self._exam = Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)
+        self._exam = Mapped(f"{job['bundle']}/{file_names.EXAM}", file_names.EXAM)
         self._given = [exam.inputs_of(self._exam, self._manifest, key) for key in self._keys]
         laps.skip()
 
@@ -59,7 +59,7 @@ class BundleModel:
 
     def differs(self, key: int) -> dict[str, Any]:
         from cgbundle import exam
-        from cgbundle.format import archive
+        from cgbundle.format import file_names
 
         if self._resets:
             self._loaded.reset()
@@ -70,7 +70,7 @@ class BundleModel:
         found = [("output", index, value) for index, value in enumerate(made)]
         found += [("written", index, given[index]) for index in self._manifest.written]
         expected = [
-            bytes(self._exam.data(archive.exam_entry(int_key, kind, index, self._manifest.entry))) for kind, index, _ in found
+            bytes(self._exam.data(file_names.exam_entry(int_key, kind, index, self._manifest.entry))) for kind, index, _ in found
         ]
         return difference([(value.dtype, data, value.tobytes()) for (_, _, value), data in zip(found, expected, strict=True)])
 

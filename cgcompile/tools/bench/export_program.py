@@ -24,7 +24,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, OutputKind
 from torch.export.passes import move_to_device_pass
 
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.entries import one_entry
 from cgbundle.format.schema import Weight
 from cgbundle.tensors.tensor import memory_order
@@ -184,11 +184,11 @@ def main(path: str, form: str) -> None:
         job = json.load(file)
     manifest = one_entry(archive.read_manifest(job["bundle"]), job["entry"])
     weights = {row.name: row for row in manifest.weights}
-    if archive.per_size(manifest):
+    if file_names.per_size(manifest):
         raise BuildError(
             "baseline-unwritable", "programs/: the model was exported per size, and a baseline takes one program for all"
         )
-    program = load(f"{job['bundle']}/{archive.whole_program_file(job['entry'])}", job["target"] if form == "python" else "cpu")
+    program = load(f"{job['bundle']}/{file_names.whole_program_file(job['entry'])}", job["target"] if form == "python" else "cpu")
     if form == "python":
         with open(job["program"], "w") as file:
             file.write(python_source(program, weights))

@@ -27,13 +27,13 @@ class OnnxModel:
         self._session = onnxruntime.InferenceSession(job["onnx"], options, providers=[wanted])
         laps.mark("load")
         from cgbundle.exam import inputs_of
-        from cgbundle.format import archive
+        from cgbundle.format import archive, file_names
         from cgbundle.format.entries import one_entry
         from cgbundle.format.safetensors import Mapped
 
         self._job, self._gpu = job, job["target"] == "cuda"
         self._value = onnxruntime.OrtValue
-        self._exam = Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)
+        self._exam = Mapped(f"{job['bundle']}/{file_names.EXAM}", file_names.EXAM)
         manifest = one_entry(archive.read_manifest(job["bundle"]), job["entry"])
         names = [each.name for each in self._session.get_inputs()]
         self._given = [
@@ -50,11 +50,11 @@ class OnnxModel:
             self.call(key)
 
     def differs(self, key: int) -> dict[str, Any]:
-        from cgbundle.format import archive
+        from cgbundle.format import file_names
 
         found = []
         for index, value in enumerate(self._session.run(None, self._given[key])):
-            name = archive.exam_entry(self._job["keys"][key], "output", index, self._job["entry"])
+            name = file_names.exam_entry(self._job["keys"][key], "output", index, self._job["entry"])
             found.append((self._exam.entries[name].dtype, bytes(self._exam.data(name)), value.tobytes()))
         return difference(found)
 

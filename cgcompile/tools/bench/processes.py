@@ -14,7 +14,7 @@ from types import TracebackType
 from typing import Any
 
 import cgbundle
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.schema import IntKey, Manifest
 
 from ...errors import BuildError
@@ -103,7 +103,7 @@ def write_job(
         "calls": manifest.exam.calls,
         "state": any(weight.memory == "state" for weight in manifest.weights),
         "compared": manifest.random < 0,
-        "weights": os.path.join(folder, archive.WEIGHTS),
+        "weights": os.path.join(folder, file_names.WEIGHTS),
         "model": os.path.abspath(model) if os.path.exists(model) else model,
         "threads": threads,
         "train": ("train", "true") in manifest.provenance.options,

@@ -243,14 +243,14 @@ class UserModule:
 
 def _stored(job: dict[str, Any], key: int, kind: str) -> list[torch.Tensor]:
     """The exam's tensors of one kind (input, output, written) at an int_key, on the CPU; inputs in the signature's layout."""
-    from cgbundle.format import archive  # late: the start is measured without it
+    from cgbundle.format import file_names  # late: the start is measured without it
     from cgbundle.format.safetensors import Mapped
 
     count = {"input": range(len(job["orders"])), "output": range(job["outputs"]), "written": job["written"]}[kind]
-    with closing(Mapped(f"{job['bundle']}/{archive.EXAM}", archive.EXAM)) as exam:
+    with closing(Mapped(f"{job['bundle']}/{file_names.EXAM}", file_names.EXAM)) as exam:
         found = []
         for index in count:
-            name = archive.exam_entry(job["keys"][key], kind, index, job["entry"])
+            name = file_names.exam_entry(job["keys"][key], kind, index, job["entry"])
             row, data = exam.entries[name], bytearray(exam.data(name))
             dtype = getattr(torch, row.dtype)
             value = torch.frombuffer(data, dtype=dtype).reshape(row.shape) if data else torch.empty(row.shape, dtype=dtype)

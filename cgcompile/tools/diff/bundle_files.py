@@ -7,7 +7,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import File, Manifest
@@ -87,7 +87,7 @@ def tensors(bundle: BundleFiles, name: str) -> Iterator[Mapped]:
 
 
 _CHECKS: dict[str, Callable[[Archive], None]] = {
-    archive.WEIGHTS: contents.check_weights, archive.TABLES: contents.check_weights, archive.EXAM: check_exam,
+    file_names.WEIGHTS: contents.check_weights, file_names.TABLES: contents.check_weights, file_names.EXAM: check_exam,
 }  # fmt: skip
 
 

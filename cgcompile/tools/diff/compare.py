@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 
 from . import contents, manifests, recordings
 from .bundle_files import BundleFiles, module_states
@@ -38,7 +38,7 @@ def compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
     known = {*_told(a, launched[0], told), *_told(b, launched[1], told)}
     if ranks:
         rows += ranks
-        known |= {path for each in (a, b) for path in each.files if path.startswith(archive.RANKS)}
+        known |= {path for each in (a, b) for path in each.files if path.startswith(file_names.RANKS)}
     rows += contents.files(a, b, known)
     return tuple(sorted(rows, key=lambda row: PARTS.index(row.part)))
 
@@ -63,8 +63,8 @@ def _told(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -
     yield from recordings.files(bundle).values()
     yield from [f"kernels/{image}" for images in launched.values() for image in images]
     if "weights" in parts:
-        yield from (archive.WEIGHTS, archive.TABLES)
+        yield from (file_names.WEIGHTS, file_names.TABLES)
     if parts & {"exam", "sizes"}:
-        yield archive.EXAM
+        yield file_names.EXAM
     if parts & {"kernels", "module state"}:
         yield bundle.manifest.module_state

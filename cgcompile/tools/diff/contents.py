@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from functools import cache
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.entries import each_entry
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import DTYPES
@@ -19,14 +19,14 @@ BLOCK = 1 << 16
 
 def weights(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
     """The tensors of weights and tables that both have in one dtype and layout: how many elements differ, as bits."""
-    for name in (archive.WEIGHTS, archive.TABLES):
+    for name in (file_names.WEIGHTS, file_names.TABLES):
         if _both_other(a, b, name):
             yield from _tensors(a, b, name)
 
 
 def _tensors(a: BundleFiles, b: BundleFiles, file: str) -> Iterator[Difference]:
     layouts = [
-        {each.tensor: (each.dtype, each.shape, each.strides) for each in archive.weight_files(found.manifest)[file]}
+        {each.tensor: (each.dtype, each.shape, each.strides) for each in file_names.weight_files(found.manifest)[file]}
         for found in (a, b)
     ]
     with tensors(a, file) as mine, tensors(b, file) as theirs:
@@ -37,10 +37,10 @@ def _tensors(a: BundleFiles, b: BundleFiles, file: str) -> Iterator[Difference]:
 
 def exam(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
     """The tensors of exam.safetensors for the int_keys that both have."""
-    if not _both_other(a, b, archive.EXAM):
+    if not _both_other(a, b, file_names.EXAM):
         return
     keys = [set(_calls(found)) for found in (a, b)]
-    with tensors(a, archive.EXAM) as mine, tensors(b, archive.EXAM) as theirs:
+    with tensors(a, file_names.EXAM) as mine, tensors(b, file_names.EXAM) as theirs:
         for name in sorted({*mine.entries, *theirs.entries}):
             if name.rpartition("/")[0].rpartition("/")[0] not in keys[0] & keys[1]:
                 continue
@@ -58,7 +58,7 @@ def _calls(bundle: BundleFiles) -> Iterator[str]:
     """What the names of an int_key's tensors begin with, of all entries."""
     for each in each_entry(bundle.manifest):
         for program in each.programs:
-            yield archive.exam_entry(program.key, "input", 0, each.entry).removesuffix("/input/0")
+            yield file_names.exam_entry(program.key, "input", 0, each.entry).removesuffix("/input/0")
 
 
 def files(a: BundleFiles, b: BundleFiles, told: Collection[str]) -> Iterator[Difference]:

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.schema import Alias, Manifest, Program, Proof, Value, Weight
@@ -42,7 +42,7 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in both])
     for pair in pairs:
         yield from _of_entry(pair, _signature(*pair))
-        exported = [{"exported": "per size" if archive.per_size(each) else "dynamic"} for each in pair]
+        exported = [{"exported": "per size" if file_names.per_size(each) else "dynamic"} for each in pair]
         yield from _of_entry(pair, compare_fields("sizes", "", *exported))
         sizes = [{each.name: as_row(each, "name") for each in found.dimensions} for found in pair]
         yield from _of_entry(pair, compare_rows("sizes", *sizes))
@@ -178,7 +178,7 @@ def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Di
 def _weights(manifest: Manifest, *, tell: bool) -> dict[str, Row]:
     """By name; `tell` also which cannot be updated, and what these hold, which an old bundle does not say."""
     names = [each.name for each in manifest.weights]
-    files = {names[index]: {"file": archive.TABLES} for index in manifest.tables}
+    files = {names[index]: {"file": file_names.TABLES} for index in manifest.tables}
     fixed = {names[row.weight]: {"fixed": row.reason, "holds": row.sha256} for row in manifest.fixed if tell}
     return {each.name: {**_weight(each), **fixed.get(each.name, {}), **files.get(each.name, {})} for each in manifest.weights}
 

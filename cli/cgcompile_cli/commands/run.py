@@ -206,7 +206,8 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
     from cgbundle import exam
     from cgbundle.errors import CallError
-    from cgbundle.format.archive import EXAM, Archive
+    from cgbundle.format.archive import Archive
+    from cgbundle.format.file_names import EXAM
     from cgbundle.validate.exam import check_exam
 
     from .. import int_keys

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.schema import MEMORIES, Manifest, Program, Step
 from cgbundle.format.spans import graph_memories, span
 from cgbundle.tables.table import CONDITIONAL, SET_CONDITION, SWITCH, WHILE, Table, launch_order
@@ -78,7 +78,7 @@ _BARE = NodeRow(0, 0, "empty", "(orders other nodes)", "", (), (), (), 0, (), ()
 def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[NodeRow]]:
     """The nodes of every step, in an order in which they may run.  Raises file-damaged, table-invalid."""
     files = {file.path: file for file in manifest.files}
-    images = archive.kernel_images(manifest)
+    images = file_names.kernel_images(manifest)
     names = Names(manifest, program)
     found: list[list[NodeRow]] = []
     for index, step in enumerate(program.steps):

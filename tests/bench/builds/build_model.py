@@ -11,7 +11,7 @@ from typing import Any
 
 import cgcompile
 from cgbundle import CgbundleError
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.schema import Manifest
 from cgbundle.tables.table import Table
 from tests.bench.builds import built_models
@@ -59,7 +59,7 @@ def described(path: Path, manifest: Manifest) -> dict[str, Any]:
         "images": sum(name.startswith("kernels/") for name in sizes),
         "image bytes": sum(size for name, size in sizes.items() if name.startswith("kernels/")),
         "graph bytes": sum(size for name, size in sizes.items() if name.startswith("graphs/")),
-        "weight bytes": sizes[archive.WEIGHTS],
+        "weight bytes": sizes[file_names.WEIGHTS],
         "bytes": sum(sizes.values()),
         "memories": dict(manifest.memories),
         "arenas": [program.arena for program in manifest.programs],

@@ -10,7 +10,7 @@ import torch
 from cuda.bindings import driver
 
 import cgbundle
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
 from cgbundle.gpu.backend import CudaBackend
 from tests.bench.gpu_cold import serve_torch
@@ -30,11 +30,11 @@ class Graph(NamedTuple):
 def exam_calls(bundle: str) -> dict[tuple[int, ...], torch.Tensor]:
     """The exam's first input of every key, on the GPU."""
     manifest = archive.read_manifest(bundle)
-    stored = Mapped(str(Path(bundle, archive.EXAM)), archive.EXAM)
+    stored = Mapped(str(Path(bundle, file_names.EXAM)), file_names.EXAM)
     found = {}
     try:
         for program in manifest.programs:
-            name = archive.exam_entry(program.key, "input", 0)
+            name = file_names.exam_entry(program.key, "input", 0)
             row = stored.entries[name]
             raw = torch.frombuffer(bytearray(stored.data(name)), dtype=getattr(torch, row.dtype))
             found[program.key] = raw.reshape(row.shape).cuda()
@@ -45,7 +45,7 @@ def exam_calls(bundle: str) -> dict[tuple[int, ...], torch.Tensor]:
 
 def network_of(model: str, bundle: str) -> Any:
     """The torch model with the bundle's weights, on the GPU."""
-    return serve_torch.loaded(model, str(Path(bundle, archive.WEIGHTS)))
+    return serve_torch.loaded(model, str(Path(bundle, file_names.WEIGHTS)))
 
 
 def capture(function: Callable[..., Any], value: torch.Tensor, warm: int = 3) -> Graph:

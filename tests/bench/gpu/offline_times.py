@@ -15,7 +15,7 @@ from cuda.bindings import driver as cu
 
 from cgbundle import exam
 from cgbundle.cuda.driver import check
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
 from cgbundle.gpu.backend import CudaBackend
 
@@ -47,7 +47,7 @@ def main(paths: list[str]) -> None:
 
 def fill(path: str, manifest: Any, backend: CudaBackend, key: tuple[int, ...], number: int) -> None:
     """Puts the exam's inputs into the static buffers."""
-    stored = Mapped(f"{path}/{archive.EXAM}", archive.EXAM)
+    stored = Mapped(f"{path}/{file_names.EXAM}", file_names.EXAM)
     tensors = exam.inputs_of(stored, manifest, key)
     with backend.locked(None) as stream:
         backend.run(number, [tensor.address for tensor in tensors], None, stream)

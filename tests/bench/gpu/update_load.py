@@ -23,7 +23,7 @@ import numpy
 
 import cgbundle
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive, safetensors
+from cgbundle.format import archive, file_names, safetensors
 from cgbundle.tensors import tensor
 
 SESSIONS = 4
@@ -131,7 +131,7 @@ def write(bundle: str, path: Path, seed: int) -> str:
     """A file of random weights under the bundle's names; those that the code was compiled with stay."""
     random, manifest = numpy.random.default_rng(seed), archive.read_manifest(bundle)
     fixed = {manifest.weights[row.weight].tensor for row in manifest.fixed}
-    mapped = safetensors.Mapped(str(Path(bundle) / archive.WEIGHTS), archive.WEIGHTS)
+    mapped = safetensors.Mapped(str(Path(bundle) / file_names.WEIGHTS), file_names.WEIGHTS)
     made: dict[str, safetensors.Tensor] = {}
     for name, entry in mapped.entries.items():
         data = bytes(mapped.data(name))
@@ -159,7 +159,7 @@ def truncated(file: str) -> str:
 
 def misshapen(file: str) -> str:
     """A copy in which a tensor has another shape."""
-    mapped = safetensors.Mapped(file, archive.WEIGHTS)
+    mapped = safetensors.Mapped(file, file_names.WEIGHTS)
     tensors: dict[str, safetensors.Tensor] = {}
     for name, entry in mapped.entries.items():
         tensors[name] = (entry.dtype, entry.shape, partial(bytes, bytes(mapped.data(name))))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from cgbundle import exam
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
 from tests.bench.builds import built_models
 from tests.bench.common import child_rows, report, serving
@@ -30,7 +30,7 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
     folder = cache / "cold"
     folder.mkdir(parents=True, exist_ok=True)
     texts = exam_inputs(bundle, folder)
-    weights = bundle / archive.WEIGHTS
+    weights = bundle / file_names.WEIGHTS
     model = built_models.GPT.source
     compiling = child_rows.inductor_cache(cache) | child_rows.gpt_environment()
     jax = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -69,15 +69,15 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
 def exam_inputs(bundle: Path, folder: Path) -> list[str]:
     """The exam's input of every key as a raw file: `file:dtype:shape` each."""
     manifest = archive.read_manifest(str(bundle))
-    stored = Mapped(str(bundle / archive.EXAM), archive.EXAM)
+    stored = Mapped(str(bundle / file_names.EXAM), file_names.EXAM)
     texts = []
     try:
         for index, program in enumerate(manifest.programs):
-            name = archive.exam_entry(program.key, "input", 0)
+            name = file_names.exam_entry(program.key, "input", 0)
             row = stored.entries[name]
             path = folder / f"input.{index}"
             path.write_bytes(bytes(stored.data(name)))
-            (folder / f"expected.{index}").write_bytes(bytes(stored.data(archive.exam_entry(program.key, "output", 0))))
+            (folder / f"expected.{index}").write_bytes(bytes(stored.data(file_names.exam_entry(program.key, "output", 0))))
             texts.append(f"{path}:{row.dtype}:{'x'.join(map(str, row.shape))}")
     finally:
         stored.close()

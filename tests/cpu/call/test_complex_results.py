@@ -25,7 +25,8 @@ class Waves(nn.Module):
     def forward(self, x: Tensor, z: Tensor) -> tuple[Tensor, ...]:
         self.seen.add_(x.sum(0))
         y = torch.fft.fft(x @ self.mixing)
-        return y, y.conj(), (y * 2).conj().imag, z.conj(), z.mH, self.seen * 1j
+        wide = z.to(torch.complex128), y.to(torch.complex64), x.real.sum().to(torch.complex128)
+        return y, y.conj(), (y * 2).conj().imag, z.conj(), z.mH, self.seen * 1j, *wide
 
 
 @pytest.fixture(scope="module")

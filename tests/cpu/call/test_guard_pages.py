@@ -18,7 +18,7 @@ from contextlib import closing
 import cgbundle
 from cgbundle import exam
 from cgbundle.errors import MachineError
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from tests.helpers.drivers.guard_pages import guarded
 for path in sys.argv[1:]:
     try:
@@ -26,7 +26,7 @@ for path in sys.argv[1:]:
     except MachineError as error:
         print("cannot run here:", error)
         continue
-    with program, closing(archive.Archive(path).mapped(archive.EXAM)) as stored:
+    with program, closing(archive.Archive(path).mapped(file_names.EXAM)) as stored:
         for key in program.int_keys:
             for at_end in (False, True):
                 inputs = exam.inputs_of(stored, program.manifest, key)

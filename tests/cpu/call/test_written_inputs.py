@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 import cgbundle
 import cgcompile
 from cgbundle import exam
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile.errors import BuildError
 from cgcompile_cli import main
@@ -110,7 +110,7 @@ def test_the_manifest_and_the_exam_name_what_is_written(case: Case) -> None:
     assert all(finding.where.startswith("tests/helpers/models/written_models.py:") for finding in notes)
     (batch,) = manifest.dimensions
     assert (batch.pad, batch.chunk) == ("no", False) and batch.reason.startswith("forward() writes to its input '")
-    stored = load_file(path / archive.EXAM)
+    stored = load_file(path / file_names.EXAM)
     for size in SIZES:
         given = tuple([stored[f"{size}/input/{index}"] for index in range(len(manifest.inputs))])
         _, after = eager(network, given)
@@ -180,7 +180,7 @@ def test_inspect_and_run_show_what_is_written(decoder: Path, tmp_path: Path) -> 
     assert json.loads(call("inspect", decoder, "--json"))["written"] == ["cache", "place"]
     shown = json.loads(call("run", decoder, "--size", "4", "--json", "--outputs", tmp_path / "made.safetensors"))
     assert [row["name"] for row in shown["written"]] == ["cache", "place"] and len(shown["outputs"]) == 1
-    made, stored = load_file(tmp_path / "made.safetensors"), load_file(decoder / archive.EXAM)
+    made, stored = load_file(tmp_path / "made.safetensors"), load_file(decoder / file_names.EXAM)
     assert made.keys() == {"output", "cache", "place"}
     close(made["cache"], stored["4/written/1"])
     close(made["place"], stored["4/written/2"])

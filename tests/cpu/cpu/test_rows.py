@@ -13,7 +13,7 @@ import pytest
 
 import cgbundle
 from cgbundle import exam
-from cgbundle.format import archive, safetensors
+from cgbundle.format import archive, file_names, safetensors
 from cgbundle.format.schema import Manifest
 from cgbundle.tensors.tensor import empty, from_bytes
 from tests.helpers.bundles import tiny_bundle
@@ -87,7 +87,7 @@ def test_a_weight_of_another_size_or_dtype_than_the_code_reads(tmp_path: Path, s
         row.tensor: (row.dtype, row.shape, lambda row=row: bytes(safetensors.nbytes(row.dtype, row.shape)))
         for row in change(archive.read_manifest(str(GOLDEN / "v1/cpu_mlp.cgb"))).weights
     }
-    with open(folder / archive.WEIGHTS, "wb") as file:
+    with open(folder / file_names.WEIGHTS, "wb") as file:
         safetensors.write(file, stored)
     tiny_bundle.seal(folder, replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder))))
     with raises("library-refused", match=r"constant 'model_0_weight' has another dtype or size \(2048 bytes\), the bundle says"):
@@ -165,7 +165,7 @@ def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path)
     made = archive.read_manifest(str(folder))
     other = put_values(0, shape=lambda shape: (shape[0], 5), strides=lambda _: (5, 1))(made)
     other = replace(other, inputs=(replace(made.inputs[0], shape=("batch", 5)),))
-    exam_file = safetensors.Mapped(str(folder / archive.EXAM), archive.EXAM)
+    exam_file = safetensors.Mapped(str(folder / file_names.EXAM), file_names.EXAM)
     stored = {}
     for name, entry in exam_file.entries.items():
         shape = (entry.shape[0], 5) if "/input/" in name else entry.shape
@@ -173,7 +173,7 @@ def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path)
     with open(tmp_path / "exam", "wb") as file:
         safetensors.write(file, stored)
     exam_file.close()
-    (tmp_path / "exam").rename(folder / archive.EXAM)
+    (tmp_path / "exam").rename(folder / file_names.EXAM)
     tiny_bundle.seal(folder, replace(other, files=archive.describe_files(str(folder))))
     with raises("manifest-invalid", match=r"host/model\.so was built for other calls than the manifest has"):
         cgbundle.load(folder)

@@ -16,7 +16,7 @@ import torch
 import cgbundle
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion
-from cgbundle.format import archive, safetensors
+from cgbundle.format import archive, file_names, safetensors
 from cgbundle.format.schema import Manifest, Program, Region, Step, Target, TensorSpec, Value, Weight
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.gpu.backend import CudaBackend
@@ -99,15 +99,15 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ((own, name),) = region.constants()
     region.close()
     assert name.endswith("scale")
-    (folder / archive.PROGRAM).write_bytes(b"PK, but not really\n")
-    with open(folder / archive.WEIGHTS, "wb") as file:
+    (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n")
+    with open(folder / file_names.WEIGHTS, "wb") as file:
         safetensors.write(file, {"scale": floats(model.scale), "other": floats(torch.arange(7.0))})
     exam = {}
     for key in KEYS:
-        exam[archive.exam_entry((key,), "input", 0)] = floats(example(key))
+        exam[file_names.exam_entry((key,), "input", 0)] = floats(example(key))
         for index, output in enumerate(model(example(key))):
-            exam[archive.exam_entry((key,), "output", index)] = floats(output)
-    with open(folder / archive.EXAM, "wb") as file:
+            exam[file_names.exam_entry((key,), "output", index)] = floats(output)
+    with open(folder / file_names.EXAM, "wb") as file:
         safetensors.write(file, exam)
     base = tiny_bundle.manifest()
     tiny_bundle.finish(

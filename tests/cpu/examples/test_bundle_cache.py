@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 import cgbundle
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.loader import open_program
 from cgbundle.program.replicas import Replicas
 from tests.helpers.places import ROOT
@@ -126,7 +126,7 @@ def test_a_model_is_loaded_once_for_all_who_ask(caching: ModuleType, folder: Pat
 
 
 def test_what_cannot_be_had(caching: ModuleType, folder: Path, size: int) -> None:
-    (folder / "b" / "1" / "model.cgb" / archive.PROGRAM).write_bytes(b"damaged")
+    (folder / "b" / "1" / "model.cgb" / file_names.PROGRAM).write_bytes(b"damaged")
 
     async def session(cache: Any) -> None:
         with pytest.raises(KeyError):

@@ -23,7 +23,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import archive, manifest_json, safetensors
+from cgbundle.format import archive, file_names, manifest_json, safetensors
 from cgbundle.format.schema import Dimension, TensorSpec
 from tests.helpers.places import ROOT
 
@@ -39,11 +39,11 @@ STARTS = 300
 def shifted(bundle: Path, folder: Path, shift: float, examined: bool = True) -> Path:
     """A copy of the tiny bundle whose last bias is larger by `shift`, and so is every answer; its exam is, too, if `examined`."""
     shutil.copytree(bundle, folder)
-    _add(folder / archive.WEIGHTS, lambda name: name == "2.bias", shift)
+    _add(folder / file_names.WEIGHTS, lambda name: name == "2.bias", shift)
     if examined:
-        _add(folder / archive.EXAM, lambda name: "/output/" in name, shift)
+        _add(folder / file_names.EXAM, lambda name: "/output/" in name, shift)
     manifest = replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder)))
-    (folder / archive.MANIFEST).write_bytes(manifest_json.encode(manifest))
+    (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(manifest))
     return folder
 
 

@@ -83,12 +83,18 @@ DIRECT = {
     "input": lambda model, x: x.add_(1),
     "buffer": counted,
     "rows of a buffer, an input, and a branch": rows_stored,
+    "a clone of its own": lambda model, x: x.clone().relu_(),
+    "its own, twice": lambda model, x: torch.zeros_like(x).masked_fill_(x > 0, 1).add_(x).mul_(2),
+    "what a layer gives": lambda model, x: nn.functional.relu(model.linear(x), inplace=True) + model.norm(x).add_(1),
+    "its own and a buffer": lambda model, x: counted(model, model.linear(x).add_(model.calls)),
+    "an input with its own": lambda model, x: x.add_(x.clone().mul_(2)),
     "a graph inside": lambda model, x: torch.cond(x.sum() > 0, torch.sin, torch.cos, (x,)),
     "an operator of others": lambda model, x: doubled(x),
 }
 
 MAYBE_WRITING = {
-    "in place": (lambda model, x: x.clone().relu_(), False),
+    "what a composite gives": (lambda model, x: torch.atleast_1d(x).add_(1), False),
+    "a view of its own": (lambda model, x: x.clone()[0].relu_(), False),
     "through a view": (stored, False),
     "another's write": (marks, False),
     "trained": (lambda model, x: model.norm(x), True),
@@ -131,5 +137,5 @@ def test_what_may_write_is_traced(name: str, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(ExportedProgram, "run_decompositions", trace)
     found = functional(program(code, train))
     assert len(traced) == 1
-    assert bool(written_inputs(found)) == (name == "another's write")
+    assert bool(written_inputs(found)) == (name in ("another's write", "what a composite gives"))
     assert bool(state_buffers(found)) == (name in ("through a view", "trained"))

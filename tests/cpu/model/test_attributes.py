@@ -171,6 +171,6 @@ class Memory(nn.Module):
 
 def test_what_one_entry_writes_is_state_of_those_before_it_too() -> None:
     sources = load_sources(Memory(), {"read": rows, "write": rows})
-    read, write = export_entries(sources, {"read": {"batch": (2, 4)}, "write": {"batch": (2, 4)}})
+    read, write = export_entries(sources, {"read": {"batch": (2, 4)}, "write": {"batch": (2, 4)}}, lambda text: None)
     assert read.programs.weights().keys() == write.programs.weights().keys() == {"model.store_0"}
     assert read.programs.weights()["model.store_0"] is write.programs.weights()["model.store_0"]

@@ -15,7 +15,7 @@ pytest.importorskip("torch")
 
 import cgbundle
 from cgbundle import errors
-from cgbundle.format import archive, manifest_json
+from cgbundle.format import archive, file_names, manifest_json
 from cgcompile_cli.main import app
 from tests.cpu.conftest import MODEL
 
@@ -184,10 +184,10 @@ def test_sizes_without_a_dimension(folder: Path) -> None:
 
 def test_existing_output(folder: Path, model_file: Path, bundle: Path) -> None:
     shutil.copytree(bundle, folder / "tiny.cgb")
-    before = (folder / "tiny.cgb" / archive.MANIFEST).read_bytes()
+    before = (folder / "tiny.cgb" / file_names.MANIFEST).read_bytes()
     said = refused(build(model_file, "--sizes", "1"), 2)
     assert f"hint: to replace it: cgcompile build {model_file} --sizes 1 --target cpu --quiet --force" in said
-    assert (folder / "tiny.cgb" / archive.MANIFEST).read_bytes() == before
+    assert (folder / "tiny.cgb" / file_names.MANIFEST).read_bytes() == before
 
 
 def test_existing_output_that_is_no_bundle(folder: Path, model_file: Path) -> None:
@@ -238,12 +238,12 @@ def test_no_bundle(command: str, folder: Path, model_file: Path) -> None:
 @pytest.mark.parametrize("command", ["inspect", "verify", "run"])
 def test_newer_format(command: str, copy: Path) -> None:
     manifest = archive.read_manifest(str(copy))
-    (copy / archive.MANIFEST).write_bytes(manifest_json.encode(replace(manifest, format=manifest.format + 1)))
+    (copy / file_names.MANIFEST).write_bytes(manifest_json.encode(replace(manifest, format=manifest.format + 1)))
     assert "upgrade cgcompile" in refused(call(command, copy), 2)
 
 
 def test_truncated_weights(copy: Path) -> None:
-    path = copy / archive.WEIGHTS
+    path = copy / file_names.WEIGHTS
     os.truncate(path, path.stat().st_size - 1)
     assert "weights.safetensors: " in refused(call("run", copy), 1)
     result = call("verify", copy)
@@ -256,7 +256,7 @@ def names(bundle: Path) -> list[str]:
 
 
 def test_a_flipped_byte_in_any_file(copy: Path) -> None:
-    header = 8 + int.from_bytes((copy / archive.WEIGHTS).read_bytes()[:8], "little")
+    header = 8 + int.from_bytes((copy / file_names.WEIGHTS).read_bytes()[:8], "little")
     for name in names(copy):
         whole = (copy / name).read_bytes()
         for at in (0, len(whole) // 2, len(whole) - 1):
@@ -265,7 +265,7 @@ def test_a_flipped_byte_in_any_file(copy: Path) -> None:
             (copy / name).write_bytes(bytes(data))
             result = call("verify", copy)
             assert result.exit_code == 1 and len(result.stdout.splitlines()) == 1, (name, at, result.output)
-            if name == archive.WEIGHTS and at >= header:
+            if name == file_names.WEIGHTS and at >= header:
                 cgbundle.load(copy).close()  # by design: hashing gigabytes is not the loader's work
             else:
                 with pytest.raises(errors.CgbundleError):
@@ -277,7 +277,7 @@ def test_a_flipped_byte_in_any_file(copy: Path) -> None:
 
 
 def test_verify_finds_all_damage_at_once(copy: Path) -> None:
-    damaged = [name for name in names(copy) if name != archive.MANIFEST]
+    damaged = [name for name in names(copy) if name != file_names.MANIFEST]
     for name in damaged:
         data = bytearray((copy / name).read_bytes())
         data[-1] ^= 1
@@ -300,13 +300,13 @@ def test_verify_run(bundle: Path) -> None:
 def test_verify_run_fails_where_the_promise_is_broken(copy: Path) -> None:
     manifest = archive.read_manifest(str(copy))
     (weight, *_) = [weight for weight in manifest.weights if weight.name.endswith("bias")]
-    data = bytearray((copy / archive.WEIGHTS).read_bytes())
-    with open(copy / archive.WEIGHTS, "rb") as file:
+    data = bytearray((copy / file_names.WEIGHTS).read_bytes())
+    with open(copy / file_names.WEIGHTS, "rb") as file:
         entry = cgbundle.format.safetensors.read_header(file, "weights")[weight.tensor]
     data[entry.begin + 3] ^= 0x80  # the sign
-    (copy / archive.WEIGHTS).write_bytes(bytes(data))
+    (copy / file_names.WEIGHTS).write_bytes(bytes(data))
     resealed = replace(manifest, files=archive.describe_files(str(copy)))
-    (copy / archive.MANIFEST).write_bytes(manifest_json.encode(resealed))
+    (copy / file_names.MANIFEST).write_bytes(manifest_json.encode(resealed))
     result = call("verify", copy, "--run")
     assert result.exit_code == 1 and "FAILED" in result.stdout and "the exam failed for batch=1, batch=4" in result.stderr
 

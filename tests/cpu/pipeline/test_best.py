@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import cgcompile
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.schema import MEMORIES, Manifest, Reserved, Value
 from cgbundle.tables import codec
 from cgbundle.tables.recording import Address, MemcpyNode, ModuleState, Recording, Relocation
@@ -93,7 +93,7 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         return Candidate(recorded=replace(made, replays={}), folded=frozenset(), configurations=json.dumps(rows))
 
     def replay(stage: Path, manifest: Manifest, bounds: object, waive: object) -> None:
-        assert {file.name for file in stage.iterdir()} >= {archive.MANIFEST, archive.WEIGHTS, archive.EXAM, "graphs"}
+        assert {file.name for file in stage.iterdir()} >= {file_names.MANIFEST, file_names.WEIGHTS, file_names.EXAM, "graphs"}
         if stage.name in said.unproved:
             raise said.unproved[stage.name]
 

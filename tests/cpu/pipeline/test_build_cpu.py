@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import cgbundle
 import cgcompile
 from cgbundle.cpu.processor import processor_flags
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
 from cgbundle.validate import bundle as verify
 from cgcompile.targets.cpu.compiler import included
@@ -120,7 +120,7 @@ def test_constant_inputs_are_guarded(everything: Path) -> None:
 
 
 def test_weights_are_stored_under_the_models_names_and_tied_ones_once(everything: Path) -> None:
-    stored = load_file(everything / archive.WEIGHTS)
+    stored = load_file(everything / file_names.WEIGHTS)
     state = Everything().state_dict()
     assert "embed.weight" in stored and "head.weight" not in stored
     manifest = archive.read_manifest(str(everything))
@@ -132,7 +132,7 @@ def test_weights_are_stored_under_the_models_names_and_tied_ones_once(everything
 
 
 def test_every_tensor_whose_size_allows_it_is_aligned(everything: Path) -> None:
-    mapped = Mapped(str(everything / archive.WEIGHTS), archive.WEIGHTS)
+    mapped = Mapped(str(everything / file_names.WEIGHTS), file_names.WEIGHTS)
     for name, entry in mapped.entries.items():
         if (entry.end - entry.begin) % 256 == 0:
             assert mapped.address(name) % 256 == 0, name
@@ -180,7 +180,7 @@ def test_verify_finds_every_flipped_byte_and_load_all_but_those_inside_the_weigh
                 verify.check_bundle(archive.Archive(str(copy)), "full")
             with pytest.raises(cgbundle.CgbundleError):
                 cgbundle.load(copy, check="full").close()
-            if file == archive.WEIGHTS and place in (len(data) // 2, len(data) - 1):
+            if file == file_names.WEIGHTS and place in (len(data) // 2, len(data) - 1):
                 cgbundle.load(copy).close()
             else:
                 with pytest.raises(cgbundle.CgbundleError):
@@ -241,7 +241,7 @@ def test_another_processor_is_refused_before_anything_runs(bundle: Path) -> None
 
 
 def test_two_builds_differ_in_nothing_but_the_time(bundle: Path, rebuilt: Path) -> None:
-    first, second = ({**json.loads((path / archive.MANIFEST).read_bytes())} for path in (bundle, rebuilt))
+    first, second = ({**json.loads((path / file_names.MANIFEST).read_bytes())} for path in (bundle, rebuilt))
     for manifest in (first, second):
         del manifest["sha256"], manifest["provenance"]["created"]
     assert first == second, "the files' hashes are among what is compared"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import cgcompile
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.entries import all_programs, each_entry
 from cgbundle.format.schema import Chain, Manifest
 from cgcompile.targets.cuda import host_regions
@@ -67,7 +67,7 @@ def test_traced_entries_share_what_they_have(tmp_path: Path) -> None:
     assert [file.path for file in built.manifest.files if file.path.endswith(".pt2")] == [
         "program.pt2", "programs/empty.pt2", "programs/fill.pt2",
     ]  # fmt: skip
-    assert {file.path for file in built.manifest.files if file.path.startswith(archive.GRAPHS)} == {
+    assert {file.path for file in built.manifest.files if file.path.startswith(file_names.GRAPHS)} == {
         "graphs/model-empty.bin", "graphs/model-fill-2.bin", "graphs/model-forward-4.bin",
     }  # fmt: skip
 

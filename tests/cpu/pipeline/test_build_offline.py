@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 import cgcompile
 from cgbundle import exam
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as verify
 from cgcompile.offline.trace import KERNELS
@@ -224,7 +224,7 @@ def test_the_exam_is_eager_pytorch(hopper: Path, files: Path) -> None:
 
     scope: dict[str, object] = {}
     exec((files / "gpt.py").read_text(), scope)
-    stored = load_file(hopper / archive.EXAM)
+    stored = load_file(hopper / file_names.EXAM)
     with torch.no_grad():
         expected = scope["model"]()(stored["2/input/0"])  # type: ignore[operator]
     torch.testing.assert_close(stored["2/output/0"], expected)
@@ -296,7 +296,7 @@ def test_two_builds_in_different_folders_are_equal_byte_for_byte(ampere: Path, u
     first, second = contents(ampere), contents(unproved[0])
     assert {name.partition("/")[0] for name in first} > {"kernels", "graphs", KERNELS}
     assert first.keys() == second.keys()
-    manifests = [json.loads(each.pop(archive.MANIFEST)) for each in (first, second)]
+    manifests = [json.loads(each.pop(file_names.MANIFEST)) for each in (first, second)]
     assert [name for name in first if first[name] != second[name]] == []
     for manifest in manifests:
         del manifest["exam"], manifest["sha256"]  # the proof, which only one of them has

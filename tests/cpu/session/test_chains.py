@@ -12,7 +12,7 @@ import torch
 import cgbundle
 from cgbundle import exam
 from cgbundle.errors import MachineError
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.safetensors import Mapped
 from tests.golden.models import Recurrent
 from tests.helpers.places import GOLDEN
@@ -34,7 +34,7 @@ def program() -> Iterator[cgbundle.Program]:
 @pytest.fixture(scope="module")
 def model() -> Recurrent:
     made = Recurrent()
-    stored = Mapped(str(BUNDLE / archive.WEIGHTS), archive.WEIGHTS)
+    stored = Mapped(str(BUNDLE / file_names.WEIGHTS), file_names.WEIGHTS)
     for name, tensor in made.state_dict().items():
         tensor.copy_(torch.frombuffer(bytearray(stored.data(name)), dtype=tensor.dtype).reshape(tensor.shape))
     stored.close()

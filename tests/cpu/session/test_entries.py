@@ -9,7 +9,7 @@ import torch
 
 import cgbundle
 from cgbundle.errors import MachineError
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.entries import each_entry
 from cgbundle.format.safetensors import Mapped
 from tests.golden.models import Lanes
@@ -30,7 +30,7 @@ def program() -> cgbundle.Program:
 
 def eager() -> Lanes:
     model = Lanes()
-    stored = Mapped(str(BUNDLE / archive.WEIGHTS), archive.WEIGHTS)
+    stored = Mapped(str(BUNDLE / file_names.WEIGHTS), file_names.WEIGHTS)
     for name, tensor in model.state_dict().items():
         tensor.copy_(torch.frombuffer(bytearray(stored.data(name)), dtype=tensor.dtype).reshape(tensor.shape))
     stored.close()
@@ -65,7 +65,7 @@ def test_a_session_has_a_state_of_its_own_for_all_entries(program: cgbundle.Prog
 
 def test_one_copy_of_the_weights_and_the_memory_that_is_told(program: cgbundle.Program) -> None:
     with program:
-        stored = archive.Archive(str(BUNDLE)).tensors(archive.WEIGHTS)
+        stored = archive.Archive(str(BUNDLE)).tensors(file_names.WEIGHTS)
         weights = {name: entry.end - entry.begin for name, entry in stored.items()}
         assert sorted(name for name in weights if not name.startswith("lifted")) == ["cache", "linear.bias", "linear.weight"]
         assert program.memory["state"] == weights.pop("cache")
@@ -125,7 +125,7 @@ def test_a_method_that_gives_no_tensor(decoder: cgbundle.Program) -> None:
 
 def test_one_set_of_weights_one_state_and_what_is_printed_of_them(decoder: cgbundle.Program) -> None:
     with decoder:
-        stored = archive.Archive(str(LANES)).tensors(archive.WEIGHTS)
+        stored = archive.Archive(str(LANES)).tensors(file_names.WEIGHTS)
         bytes_of = {name: entry.end - entry.begin for name, entry in stored.items()}
         state = {"keys", "values", "length"}
         assert {name for name in bytes_of if not name.startswith(("lifted", "cgcompile."))} == {

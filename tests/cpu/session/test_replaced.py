@@ -14,7 +14,7 @@ import pytest
 import cgbundle
 from cgbundle import exam
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
 from cgbundle.program import Program
 from cgcompile import Store
@@ -40,7 +40,7 @@ def bundle(tmp_path: Path) -> Path:
 def passes(program: Program, origin: Path) -> bool:
     """Whether the program gives the answers of the exam of the bundle that it was loaded from, a copy of `origin`."""
     results = exam.replay_exam(program)
-    stored, expected = program.open_exam(), Mapped(str(origin / archive.EXAM), archive.EXAM)
+    stored, expected = program.open_exam(), Mapped(str(origin / file_names.EXAM), file_names.EXAM)
     try:
         same = [stored.data(name) == expected.data(name) for name in expected.entries] if stored.entries == expected.entries else []
     finally:
@@ -123,7 +123,7 @@ def test_a_shared_object_that_is_cut_off_or_another_library_is_refused(bundle: P
     (tmp_path / "other.cpp").write_text("int nothing() { return 0; }")
     subprocess.run(["c++", "-shared", "-fPIC", "-o", tmp_path / "other.so", tmp_path / "other.cpp"], check=True)
     manifest = archive.read_manifest(str(bundle))
-    (row,) = [file for file in manifest.files if file.path.startswith(archive.HOST)]
+    (row,) = [file for file in manifest.files if file.path.startswith(file_names.HOST)]
     data = (bundle / row.path).read_bytes()
     other = (tmp_path / "other.so").read_bytes()
     for contents, code, text in (

@@ -19,7 +19,7 @@ import cgbundle
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion
 from cgbundle.errors import SessionBusy
-from cgbundle.format import archive, safetensors
+from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import Alias, Program, Region, Step, Target, TensorSpec, Value, Weight
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile.targets.cpu.aoti import compile_cpu
@@ -97,10 +97,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     region.close()
     assert sorted(weights[index].name for _, index in constants) == ["memory", "steps", "weight"]
     tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()} | {"random": stored(torch.zeros(2).long())}
-    for name, held in ((archive.WEIGHTS, tensors), (archive.EXAM, {})):
+    for name, held in ((file_names.WEIGHTS, tensors), (file_names.EXAM, {})):
         with open(folder / name, "wb") as file:
             safetensors.write(file, held)
-    (folder / archive.PROGRAM).write_bytes(b"PK, but not really\n")
+    (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n")
     base = tiny_bundle.manifest()
 
     def spec(name: str, *shape: Any) -> TensorSpec:
@@ -255,7 +255,7 @@ def test_two_threads_in_one_session_are_told(cell: cgbundle.Program) -> None:
 def test_a_closed_program_closes_its_sessions_and_forgotten_ones_are_freed(bundle: Path) -> None:
     def mapped() -> int:
         with open("/proc/self/maps") as file:
-            return sum(str(bundle / archive.WEIGHTS) in line for line in file)
+            return sum(str(bundle / file_names.WEIGHTS) in line for line in file)
 
     gc.collect()
     before = mapped()

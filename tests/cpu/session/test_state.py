@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
-from cgbundle.format import archive, safetensors  # noqa: E402
+from cgbundle.format import archive, file_names, safetensors  # noqa: E402
 from cgcompile.export.export import export  # noqa: E402
 from cgcompile.export.signature.signature import describe_signature  # noqa: E402
 from cgcompile.model.load import load_source  # noqa: E402
@@ -81,8 +81,8 @@ def test_the_exam_holds_what_a_call_changes_and_notices_a_change(stateful: Path)
     manifest = archive.read_manifest(str(stateful))
     names = {weight.name: index for index, weight in enumerate(manifest.weights) if weight.memory == "state"}
     assert names.keys() == dict(running().named_buffers()).keys()
-    stored = safetensors.Mapped(str(stateful / archive.EXAM), archive.EXAM)
-    runs = memoryview(stored.data(archive.exam_entry((1,), "state-at", names["cache"]))).cast("q").tolist()
+    stored = safetensors.Mapped(str(stateful / file_names.EXAM), file_names.EXAM)
+    runs = memoryview(stored.data(file_names.exam_entry((1,), "state-at", names["cache"]))).cast("q").tolist()
     assert manifest.exam.calls == 2 and runs == [2 * 8, 2 * 8], "one row of the cache, at a place for each of two calls"
     with cgbundle.load(stateful) as program:
         assert all(result.error < 1e-5 for result in exam.replay_exam(program))

@@ -24,7 +24,7 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle import exam  # noqa: E402
-from cgbundle.format import archive  # noqa: E402
+from cgbundle.format import archive, file_names  # noqa: E402
 
 SPIN = 60
 """Calls of every thread."""
@@ -154,7 +154,7 @@ def test_another_bundle_brings_the_first_weights_back(bundle: Path) -> None:
         program.update(bundle)
         check(program, tiny(0))
         program.update(weights_of(tiny(3)))
-        program.update(str(bundle / archive.WEIGHTS))
+        program.update(str(bundle / file_names.WEIGHTS))
         check(program, tiny(0))
         assert program.updated, "it says that weights were put in place, not that they differ"
 

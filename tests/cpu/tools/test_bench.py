@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import archive, manifest_json, safetensors
+from cgbundle.format import archive, file_names, manifest_json, safetensors
 from cgcompile.bundle import emit
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
@@ -63,19 +63,19 @@ def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
 def other_expectations(bundle: Path, path: Path) -> Path:
     """A sound bundle whose exam promises, at batch 4, something else than the model gives."""
     shutil.copytree(bundle, path)
-    file = path / archive.EXAM
-    stored = safetensors.Mapped(str(file), archive.EXAM)
+    file = path / file_names.EXAM
+    stored = safetensors.Mapped(str(file), file_names.EXAM)
     tensors: dict[str, safetensors.Tensor] = {}
     for name, entry in stored.entries.items():
         data = bytearray(stored.data(name))
-        if name == archive.exam_entry((4,), "output", 0):
+        if name == file_names.exam_entry((4,), "output", 0):
             data[3] ^= 0x40  # an exponent's bit of the first element
         tensors[name] = (entry.dtype, entry.shape, lambda data=data: bytes(data))
     with open(file, "wb") as target:
         safetensors.write(target, tensors)
     stored.close()
     manifest = replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path)))
-    (path / archive.MANIFEST).write_bytes(manifest_json.encode(manifest))
+    (path / file_names.MANIFEST).write_bytes(manifest_json.encode(manifest))
     return path
 
 
@@ -156,12 +156,12 @@ def rows(batch: int) -> tuple[torch.Tensor]:
 def job(folder: Path, exported: Exported, **more: Any) -> dict[str, Any]:
     """What a worker is told: the program went through a file without weights, the weights through theirs."""
     tensors = weight_tensors(exported.programs.first)
-    emit.write_program(folder / archive.PROGRAM, exported.programs.first)
-    rows = write_weights(folder / archive.WEIGHTS, tensors, weight_rows(tensors, ()))
-    text = python_source(load(str(folder / archive.PROGRAM), "cpu"), {row.name: row for row in rows})
+    emit.write_program(folder / file_names.PROGRAM, exported.programs.first)
+    rows = write_weights(folder / file_names.WEIGHTS, tensors, weight_rows(tensors, ()))
+    text = python_source(load(str(folder / file_names.PROGRAM), "cpu"), {row.name: row for row in rows})
     (folder / "program.py").write_text(text)
     return {
-        "program": str(folder / "program.py"), "weights": str(folder / archive.WEIGHTS), "target": "cpu", "state": False, **more,
+        "program": str(folder / "program.py"), "weights": str(folder / file_names.WEIGHTS), "target": "cpu", "state": False, **more,
     }  # fmt: skip
 
 
@@ -206,9 +206,9 @@ def test_buffers_that_calls_change_are_put_back(tmp_path: Path) -> None:
 
 
 def test_a_program_whose_operators_are_unknown_here_is_no_way(tmp_path: Path) -> None:
-    (tmp_path / archive.PROGRAM).write_bytes(b"PK, but not really\n")
+    (tmp_path / file_names.PROGRAM).write_bytes(b"PK, but not really\n")
     with raises("baseline-unwritable", match=r"program\.pt2: torch\.export\.load failed"):
-        load(str(tmp_path / archive.PROGRAM), "cpu")
+        load(str(tmp_path / file_names.PROGRAM), "cpu")
 
 
 CALLED = """

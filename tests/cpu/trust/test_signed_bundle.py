@@ -10,7 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 import cgbundle
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgcompile.bundle.sign import sign
 from cgcompile_cli import main
 from tests.helpers.bundles.signing import Pair
@@ -27,7 +27,7 @@ def test_what_was_signed_is_loaded_and_runs(bundle: Path, tmp_path: Path) -> Non
         result = CliRunner().invoke(main.app, ["verify", str(copy), "--run", "--key", str(key.public), "--json"])
         told = json.loads(result.stdout)
         assert result.exit_code == code and bool(told["exam"]) is (code == 0), "an exam is replayed only of what is signed"
-    with open(copy / archive.WEIGHTS, "r+b") as file:
+    with open(copy / file_names.WEIGHTS, "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")
     cgbundle.load(copy).close()  # without a key the weights' data is not hashed

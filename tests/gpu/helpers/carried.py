@@ -21,7 +21,7 @@ from tests.helpers.places import ROOT
 
 sys.path[:0] = [str(ROOT / folder) for folder in ("bundles", ".")]
 
-from cgbundle.format import archive, safetensors  # noqa: E402
+from cgbundle.format import archive, file_names, safetensors  # noqa: E402
 
 EXTRA = "extra.safetensors"
 
@@ -53,18 +53,18 @@ def pack(folder: Path, model: str, bundle: Path) -> None:
     """Copies a bundle into `folder` under its own name."""
     target = folder / bundle.name
     shutil.rmtree(target, ignore_errors=True)
-    shutil.copytree(bundle, target, ignore=shutil.ignore_patterns(archive.WEIGHTS, archive.PROGRAM))
+    shutil.copytree(bundle, target, ignore=shutil.ignore_patterns(file_names.WEIGHTS, file_names.PROGRAM))
     known = tensors_of(model)
-    stored = safetensors.Mapped(str(bundle / archive.WEIGHTS), archive.WEIGHTS)
+    stored = safetensors.Mapped(str(bundle / file_names.WEIGHTS), file_names.WEIGHTS)
     extra: dict[str, safetensors.Tensor] = {}
-    for row in archive.weight_files(archive.read_manifest(str(bundle)))[archive.WEIGHTS]:
+    for row in file_names.weight_files(archive.read_manifest(str(bundle)))[file_names.WEIGHTS]:
         if row.tensor == row.name and row.name not in known:
             entry = stored.entries[row.name]
             extra[row.name] = (entry.dtype, entry.shape, partial(bytes, stored.data(row.name)))
     with open(target / EXTRA, "wb") as file:
         safetensors.write(file, extra)
     (target / "carried.json").write_text(json.dumps({"model": model}))
-    shutil.copy(bundle / archive.PROGRAM, target / archive.PROGRAM)
+    shutil.copy(bundle / file_names.PROGRAM, target / file_names.PROGRAM)
     print(f"{bundle.name}: {sum(f.stat().st_size for f in target.rglob('*') if f.is_file()) / 1e6:.1f} MB, {len(extra)} constants")
 
 
@@ -76,7 +76,7 @@ def fill(bundle: Path) -> bool:
     known, manifest = tensors_of(model), archive.read_manifest(str(bundle))
     extra = safetensors.Mapped(str(bundle / EXTRA), EXTRA)
     stored: dict[str, safetensors.Tensor] = {}
-    for row in archive.weight_files(manifest)[archive.WEIGHTS]:
+    for row in file_names.weight_files(manifest)[file_names.WEIGHTS]:
         if row.tensor != row.name:
             continue
         if row.name in known:
@@ -85,13 +85,13 @@ def fill(bundle: Path) -> bool:
         else:
             entry = extra.entries[row.name]
             stored[row.name] = (entry.dtype, entry.shape, partial(bytes, extra.data(row.name)))
-    with open(bundle / archive.WEIGHTS, "wb") as file:
+    with open(bundle / file_names.WEIGHTS, "wb") as file:
         safetensors.write(file, stored)
     extra.close()
     (bundle / EXTRA).unlink()
     (bundle / "carried.json").unlink()
-    (wanted,) = [file.sha256 for file in manifest.files if file.path == archive.WEIGHTS]
-    same = hashlib.sha256((bundle / archive.WEIGHTS).read_bytes()).hexdigest() == wanted
+    (wanted,) = [file.sha256 for file in manifest.files if file.path == file_names.WEIGHTS]
+    same = hashlib.sha256((bundle / file_names.WEIGHTS).read_bytes()).hexdigest() == wanted
     print(f"{bundle.name}: weights {'have the same hash' if same else 'HAVE ANOTHER HASH'}", flush=True)
     return same
 
@@ -103,7 +103,7 @@ def main(action: str, folder: str, *pairs: str) -> int:
             model, _, bundle = pair.rpartition("=")
             pack(Path(folder), model, Path(bundle))
         return 0
-    return 0 if all([fill(path) for path in sorted(Path(folder).glob("*.cgb")) if not (path / archive.WEIGHTS).exists()]) else 1
+    return 0 if all([fill(path) for path in sorted(Path(folder).glob("*.cgb")) if not (path / file_names.WEIGHTS).exists()]) else 1
 
 
 if __name__ == "__main__":

@@ -14,8 +14,9 @@ from pathlib import Path
 from struct import pack
 
 from cgbundle.format import safetensors
-from cgbundle.format.archive import EXAM, WEIGHTS, describe_files, exam_entry, whole_program_file
+from cgbundle.format.archive import describe_files
 from cgbundle.format.entries import with_entries
+from cgbundle.format.file_names import EXAM, WEIGHTS, exam_entry, whole_program_file
 from cgbundle.format.schema import Chain, Manifest, Program, Region, Reserved, Step, TensorSpec, Value
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Function, Recording

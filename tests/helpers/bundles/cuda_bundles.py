@@ -19,7 +19,8 @@ from pathlib import Path
 from struct import pack
 
 from cgbundle.format import safetensors
-from cgbundle.format.archive import WEIGHTS, describe_files
+from cgbundle.format.archive import describe_files
+from cgbundle.format.file_names import WEIGHTS
 from cgbundle.format.schema import Exam, Manifest, Program, Provenance, Region, Step, Target, Value, Weight
 from cgbundle.format.versions import FORMAT_VERSION
 from cgbundle.tables import codec as tables

@@ -18,8 +18,8 @@ from hashlib import sha256
 from itertools import product
 from typing import Any
 
-from cgbundle.format.archive import EXAM
 from cgbundle.format.entries import all_programs
+from cgbundle.format.file_names import EXAM
 from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import evaluate

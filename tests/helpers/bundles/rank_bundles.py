@@ -15,7 +15,8 @@ from pathlib import Path
 from struct import pack
 
 from cgbundle.format import safetensors
-from cgbundle.format.archive import EXAM, PROGRAM, WEIGHTS, describe_files, exam_entry
+from cgbundle.format.archive import describe_files
+from cgbundle.format.file_names import EXAM, PROGRAM, WEIGHTS, exam_entry
 from cgbundle.format.schema import MEMORIES, Dimension, Exam, Manifest, Program, Step, TensorSpec, Value, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Function, Recording

@@ -22,7 +22,8 @@ from struct import pack
 from typing import Any
 
 from cgbundle.format import safetensors
-from cgbundle.format.archive import PROGRAM, WEIGHTS, describe_files
+from cgbundle.format.archive import describe_files
+from cgbundle.format.file_names import PROGRAM, WEIGHTS
 from cgbundle.format.schema import Alias, Dimension, Exam, Manifest, TensorSpec, Value, Weight
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import MemsetNode

@@ -11,8 +11,8 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import archive, manifest_json, safetensors
-from cgbundle.format.archive import exam_entry as entry
+from cgbundle.format import archive, file_names, manifest_json, safetensors
+from cgbundle.format.file_names import exam_entry as entry
 from cgbundle.format.schema import (
     Dimension,
     Exam,
@@ -40,12 +40,12 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
     """Writes the bundle to `folder`; `change` edits the manifest before it is sealed.  Returns `folder`."""
     (folder / "host").mkdir(parents=True)
     (folder / HOST_FILE).write_bytes(b"\x7fELF, but not really\n" * 20)
-    (folder / archive.PROGRAM).write_bytes(b"PK, but not really\n" * 10)
-    with open(folder / archive.WEIGHTS, "wb") as file:
+    (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n" * 10)
+    with open(folder / file_names.WEIGHTS, "wb") as file:
         safetensors.write(
             file, {"first.weight": ("float32", (2, 3), floats(range(6))), "first.bias": ("float32", (2,), floats(range(2)))}
         )
-    with open(folder / archive.EXAM, "wb") as file:
+    with open(folder / file_names.EXAM, "wb") as file:
         safetensors.write(file, exam_tensors())
     made = replace(manifest(), files=archive.describe_files(str(folder)))
     changed = change(made) if change else made
@@ -64,7 +64,7 @@ def finish(folder: Path, made: Manifest) -> None:
 
 def seal(folder: Path, made: Manifest) -> None:
     """Writes the manifest as it is, sound or not."""
-    (folder / archive.MANIFEST).write_bytes(manifest_json.encode(made))
+    (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(made))
 
 
 def floats(values: range) -> Callable[[], bytes]:

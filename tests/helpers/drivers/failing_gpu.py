@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import archive, manifest_json, safetensors
+from cgbundle.format import archive, file_names, manifest_json, safetensors
 from cgbundle.format.schema import Manifest
 from tests.helpers.bundles import chained_bundles
 from tests.helpers.bundles.chained_bundles import N, numbers, twice
@@ -44,18 +44,18 @@ def write(folder: Path) -> Manifest:
     image = hashlib.sha256(b"an image").hexdigest()
     for path in [*(folder / "graphs").iterdir(), *folder.glob("programs/*")]:
         path.unlink()
-    (folder / archive.PROGRAM).write_bytes(b"")
+    (folder / file_names.PROGRAM).write_bytes(b"")
     (folder / "graphs/make.bin").write_bytes(chained_bundles.tables.encode(chained_bundles.recording(image, "make")))
-    with open(folder / archive.EXAM, "wb") as file:
+    with open(folder / file_names.EXAM, "wb") as file:
         shape = ("float32", (N,))
-        named = {archive.exam_entry((), "input", 0): numbers(0), archive.exam_entry((), "output", 0): twice(numbers(0))}
+        named = {file_names.exam_entry((), "input", 0): numbers(0), file_names.exam_entry((), "output", 0): twice(numbers(0))}
         safetensors.write(file, {name: (*shape, lambda data=data: data) for name, data in named.items()})
     exam = replace(whole.exam, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
     made = replace(
         whole, name="twice", entry="forward", entries=(), chains=(), reserved=(), exam=exam, regions=whole.regions[:1],
         files=archive.describe_files(str(folder)),
     )  # fmt: skip
-    (folder / archive.MANIFEST).write_bytes(manifest_json.encode(made))
+    (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(made))
     return made
 
 

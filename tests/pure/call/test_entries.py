@@ -10,7 +10,7 @@ import pytest
 
 import cgbundle.program
 from cgbundle.errors import BundleError, CallError, EntryMissing
-from cgbundle.format import archive, limits, manifest_json
+from cgbundle.format import archive, file_names, limits, manifest_json
 from cgbundle.format.entries import FORWARD, all_programs, each_entry, with_entries
 from cgbundle.format.schema import Manifest, Region
 from cgbundle.program import Program
@@ -158,7 +158,7 @@ def bundle() -> Manifest:
     return replace(whole, files=tuple([support_file(path) for path in (*FILES, "host/other.so", "programs/decode.pt2")]))
 
 
-FILES = (tiny_bundle.HOST_FILE, "programs/prefill.pt2", archive.WEIGHTS, archive.EXAM)
+FILES = (tiny_bundle.HOST_FILE, "programs/prefill.pt2", file_names.WEIGHTS, file_names.EXAM)
 
 
 def support_file(path: str) -> archive.File:
@@ -167,7 +167,7 @@ def support_file(path: str) -> archive.File:
 
 def test_two_entries_are_sound() -> None:
     check_manifest(bundle())
-    assert archive.program_files(bundle()) == ("programs/prefill.pt2", "programs/decode.pt2")
+    assert file_names.program_files(bundle()) == ("programs/prefill.pt2", "programs/decode.pt2")
 
 
 @pytest.mark.parametrize(
@@ -219,9 +219,9 @@ def test_entries_with_swapped_names_are_refused(tmp_path: object) -> None:
     path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")  # type: ignore[operator]
     check_bundle(archive.Archive(str(path)))
     made = archive.read_manifest(str(path))
-    files = tuple([replace(file, path="programs/other.pt2") if file.path == archive.PROGRAM else file for file in made.files])
+    files = tuple([replace(file, path="programs/other.pt2") if file.path == file_names.PROGRAM else file for file in made.files])
     (path / "programs").mkdir()
-    (path / archive.PROGRAM).rename(path / "programs/other.pt2")
-    (path / archive.MANIFEST).write_bytes(manifest_json.encode(replace(made, entry="other", files=files)))
+    (path / file_names.PROGRAM).rename(path / "programs/other.pt2")
+    (path / file_names.MANIFEST).write_bytes(manifest_json.encode(replace(made, entry="other", files=files)))
     with pytest.raises(BundleError, match="was built for other entry than the manifest has"):
         check_bundle(archive.Archive(str(path)))

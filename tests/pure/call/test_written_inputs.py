@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle import exam
-from cgbundle.format import archive, safetensors
+from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
@@ -357,10 +357,10 @@ def test_the_exam_compares_what_was_written(tmp_path: Path, stored: float, passe
     made = replace(made, written=(0,), exam=replace(made.exam, bounds=(1e-5, 1e-5)))
     numbers = {"input": [1.0, 2.0], "output": [1.0, 2.0], "written": [1.0 + stored, 2.0 + stored]}
     entries: dict[str, Any] = {
-        archive.exam_entry((), kind, 0): ("float32", (2,), lambda values=values: array("f", values))
+        file_names.exam_entry((), kind, 0): ("float32", (2,), lambda values=values: array("f", values))
         for kind, values in numbers.items()
     }
-    with open(tmp_path / archive.EXAM, "wb") as file:
+    with open(tmp_path / file_names.EXAM, "wb") as file:
         safetensors.write(file, entries)
     backend = Writing(made, lambda key, given: [list(given[0])])
     (result,) = exam.replay_exam(Program(made, backend, "pad", "copy", exam=kept_exam(str(tmp_path))))

@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from cgbundle.format import archive, safetensors
+from cgbundle.format import archive, file_names, safetensors
 from cgbundle.format.schema import Dimension, Exam, Manifest, Program, Provenance, TensorSpec, Value
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Edge, Recording
@@ -41,8 +41,8 @@ def write(
         path.unlink()
     for key in keys:
         (folder / "graphs" / f"g0-{key[0]}x{key[1]}.bin").write_bytes(tables.encode(replace(record(image, key[0]), key=key)))
-    (folder / archive.PROGRAM).write_bytes(b"PK, but not really")
-    with open(folder / archive.EXAM, "wb") as file:
+    (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
+    with open(folder / file_names.EXAM, "wb") as file:
         safetensors.write(file, {"nothing": ("uint8", (1,), lambda: b"0")})
     made = replace(
         base,

@@ -15,7 +15,7 @@ from typer.testing import CliRunner, Result
 from cgbundle import exam
 from cgbundle.errors import CgbundleError, OutOfMemory
 from cgbundle.exam import Compared
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.schema import Finding, Manifest
 from cgbundle.format.versions import FORMAT_VERSION
 from cgcompile_cli import errors, main, output
@@ -132,13 +132,13 @@ def test_newer_format(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ("inspect", "run"))
 def test_damaged_manifest(command: str, bundle: Path) -> None:
-    flip(bundle / archive.MANIFEST)
+    flip(bundle / file_names.MANIFEST)
     refused(call(command, bundle), 1)
 
 
 def test_unreadable_manifest_is_one_line(bundle: Path) -> None:
-    (bundle / archive.MANIFEST).unlink()
-    (bundle / archive.MANIFEST).mkdir()
+    (bundle / file_names.MANIFEST).unlink()
+    (bundle / file_names.MANIFEST).mkdir()
     assert "its manifest.json is not a file" in refused(call("inspect", bundle), 2)
 
 
@@ -167,7 +167,7 @@ def test_inspect_json(bundle: Path) -> None:
     told = json.loads(call("inspect", bundle, "--json").stdout)
     assert told["int_keys"] == [[1], [4]]
     assert told["weights"] == {"names": 3, "bytes": 32, "tied": [["first.bias", "tied.bias"]]}
-    assert told["manifest"] == json.loads((bundle / archive.MANIFEST).read_text())
+    assert told["manifest"] == json.loads((bundle / file_names.MANIFEST).read_text())
     assert told["bytes"] == sum(file.stat().st_size for file in bundle.rglob("*") if file.is_file())
 
 
@@ -247,7 +247,9 @@ def test_verify_sound(bundle: Path) -> None:
     assert told == {"path": str(bundle), "ok": True, "damage": [], "signature": None, "exam": None}
 
 
-@pytest.mark.parametrize("name", [archive.MANIFEST, archive.WEIGHTS, archive.EXAM, archive.PROGRAM, tiny_bundle.HOST_FILE])
+@pytest.mark.parametrize(
+    "name", [file_names.MANIFEST, file_names.WEIGHTS, file_names.EXAM, file_names.PROGRAM, tiny_bundle.HOST_FILE]
+)
 @pytest.mark.parametrize("at", [0, 100, -1])
 def test_verify_finds_a_flipped_byte(bundle: Path, name: str, at: int) -> None:
     flip(bundle / name, at)
@@ -257,11 +259,11 @@ def test_verify_finds_a_flipped_byte(bundle: Path, name: str, at: int) -> None:
 
 
 def test_verify_finds_all_damage(bundle: Path) -> None:
-    (bundle / archive.PROGRAM).unlink()
+    (bundle / file_names.PROGRAM).unlink()
     (bundle / "stranger").write_text("")
-    with open(bundle / archive.WEIGHTS, "ab") as file:
+    with open(bundle / file_names.WEIGHTS, "ab") as file:
         file.truncate(file.tell() - 3)
-    flip(bundle / archive.EXAM)
+    flip(bundle / file_names.EXAM)
     result = call("verify", bundle)
     assert result.exit_code == 1 and "4 defects" in result.stderr
     for text in (
@@ -279,7 +281,7 @@ def test_verify_finds_all_damage(bundle: Path) -> None:
 def test_verify_wants_an_exam_for_every_key(bundle: Path) -> None:
     tensors = tiny_bundle.exam_tensors()
     del tensors["4/output/0"]
-    with open(bundle / archive.EXAM, "wb") as file:
+    with open(bundle / file_names.EXAM, "wb") as file:
         tiny_bundle.safetensors.write(file, tensors)
     tiny_bundle.seal(bundle, replace(tiny_bundle.manifest(), files=archive.describe_files(str(bundle))))
     result = call("verify", bundle)
@@ -325,7 +327,7 @@ def test_run_refuses_what_does_not_fit(bundle: Path, tmp_path: Path) -> None:
     (tmp_path / "empty").write_text("")
     assert "header" in refused(call("run", bundle, "--inputs", tmp_path / "empty"), 2)
     assert "no tensor 'x'; it holds first.bias, first.weight" in refused(
-        call("run", bundle, "--inputs", bundle / archive.WEIGHTS), 2
+        call("run", bundle, "--inputs", bundle / file_names.WEIGHTS), 2
     )
 
 

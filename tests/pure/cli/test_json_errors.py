@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from cgbundle import exam
 from cgbundle.errors import CATALOGUE, place
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgcompile_cli import errors, main
 from cgcompile_cli.signals import Stopped
 from tests.helpers.bundles import tiny_bundle
@@ -55,7 +55,7 @@ def test_a_fix_repeats_what_was_typed(tmp_path: Path) -> None:
 
 def test_damage_has_the_exit_status_1(tmp_path: Path) -> None:
     bundle = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
-    (bundle / archive.MANIFEST).write_text("{")
+    (bundle / file_names.MANIFEST).write_text("{")
     status, error, _ = call("inspect", bundle)
     assert (status, error["code"]) == (1, "manifest-invalid")
 

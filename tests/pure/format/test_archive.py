@@ -11,7 +11,7 @@ import pytest
 
 from cgbundle import loader
 from cgbundle.errors import BundleError, CgbundleError
-from cgbundle.format import archive, manifest_json
+from cgbundle.format import archive, file_names, manifest_json
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
 from tests.helpers.bundles.archives import ArchiveOf
@@ -67,7 +67,7 @@ def test_a_manifest_is_read(bundle: Path) -> None:
 
 # --- the files -------------------------------------------------------------------------------------------------------
 
-FILES = [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, HOST_FILE]
+FILES = [file_names.WEIGHTS, file_names.EXAM, file_names.PROGRAM, HOST_FILE]
 
 
 def check(bundle: Path, level: str) -> None:
@@ -130,7 +130,7 @@ def test_every_flipped_byte_is_found_by_the_full_check(bundle: Path, name: str) 
         assert str(caught.value).startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize("name", [archive.EXAM, archive.PROGRAM, HOST_FILE])
+@pytest.mark.parametrize("name", [file_names.EXAM, file_names.PROGRAM, HOST_FILE])
 def test_loading_finds_a_flipped_byte_in_all_files_but_the_weights(bundle: Path, name: str) -> None:
     data = bytearray((bundle / name).read_bytes())
     data[-1] ^= 1
@@ -139,11 +139,11 @@ def test_loading_finds_a_flipped_byte_in_all_files_but_the_weights(bundle: Path,
 
 
 def test_a_flipped_byte_of_the_weights_is_left_to_the_full_check(bundle: Path) -> None:
-    data = bytearray((bundle / archive.WEIGHTS).read_bytes())
+    data = bytearray((bundle / file_names.WEIGHTS).read_bytes())
     data[-1] ^= 1
-    (bundle / archive.WEIGHTS).write_bytes(data)
+    (bundle / file_names.WEIGHTS).write_bytes(data)
     check(bundle, "load")
-    reject(bundle, "full", "file-damaged", rf"^{archive.WEIGHTS}: SHA-256")
+    reject(bundle, "full", "file-damaged", rf"^{file_names.WEIGHTS}: SHA-256")
 
 
 @pytest.mark.parametrize("name", ["stranger", "host/stranger", "new/stranger"])

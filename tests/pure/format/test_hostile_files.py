@@ -16,7 +16,7 @@ import pytest
 
 from cgbundle import loader
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.limits import HELD_BYTES
 from cgbundle.validate import bundle as verify
@@ -24,7 +24,7 @@ from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, write_bundle
 from tests.helpers.raising import raises
 
-FILES = [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, HOST_FILE]
+FILES = [file_names.WEIGHTS, file_names.EXAM, file_names.PROGRAM, HOST_FILE]
 
 
 @pytest.fixture
@@ -85,7 +85,7 @@ def test_what_is_no_plain_file_is_refused_at_once(bundle: Path, way: Callable[[P
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_manifest_that_is_no_plain_file_makes_no_bundle(bundle: Path, way: Callable[[Path], None]) -> None:
-    way(bundle / archive.MANIFEST)
+    way(bundle / file_names.MANIFEST)
     for use in (loader.load, lambda path: archive.read_manifest(str(path))):
         with raises("not-a-bundle", match=r"its manifest\.json is (not a file|a symbolic link|cannot be read)"):
             use(bundle)
@@ -126,7 +126,7 @@ def test_sparse_files_are_refused_unread(bundle: Path, size: int) -> None:
     begun = time.thread_time()
     with raises("file-damaged", match=f"^{HOST_FILE}: {size} bytes, more than the limit of {HELD_BYTES}"):
         verify.check_bundle(Archive(str(bundle)))
-    os.truncate(bundle / archive.MANIFEST, size)
+    os.truncate(bundle / file_names.MANIFEST, size)
     with raises("manifest-invalid", match="more than the limit"):
         loader.load(bundle)
     assert time.thread_time() - begun < 1
@@ -144,7 +144,7 @@ def test_what_was_opened_is_read_though_the_path_names_another(bundle: Path, tmp
     (tmp_path / "other").rename(bundle)
     shutil.rmtree(tmp_path / "old")
     assert opened.is_replaced() and opened.data(HOST_FILE) == held
-    with closing(opened.mapped(archive.EXAM)) as mapped:
+    with closing(opened.mapped(file_names.EXAM)) as mapped:
         assert [name for name in mapped.entries if bytes(mapped.data(name))]
 
 
@@ -174,21 +174,21 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(bundle: Path) -> 
     opened = Archive(str(bundle))
     verify.check_bundle(opened, "full")
     opened.check_unchanged()
-    with open(bundle / archive.WEIGHTS, "r+b") as file:
+    with open(bundle / file_names.WEIGHTS, "r+b") as file:
         file.seek(-1, os.SEEK_END)
         file.write(b"\7")
-    os.utime(bundle / archive.WEIGHTS, ns=(1, 1))
+    os.utime(bundle / file_names.WEIGHTS, ns=(1, 1))
     with raises("file-damaged", match=r"^weights\.safetensors: was written to while"):
         opened.check_unchanged()
 
 
 def test_weights_that_are_copied_stay(bundle: Path) -> None:
-    before = (bundle / archive.WEIGHTS).read_bytes()
+    before = (bundle / file_names.WEIGHTS).read_bytes()
     opened = Archive(str(bundle), copy_weights=True)
     verify.check_bundle(opened, "full")
-    os.truncate(bundle / archive.WEIGHTS, 0)
+    os.truncate(bundle / file_names.WEIGHTS, 0)
     opened.check_unchanged()
-    mapped = opened.mapped(archive.WEIGHTS)
+    mapped = opened.mapped(file_names.WEIGHTS)
     opened.close()
     assert b"".join(bytes(mapped.data(name)) for name in mapped.entries) == before[-sum(
         entry.end - entry.begin for entry in mapped.entries.values()

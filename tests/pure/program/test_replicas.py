@@ -15,7 +15,8 @@ import pytest
 import cgbundle
 from cgbundle.errors import CgbundleError
 from cgbundle.format import safetensors
-from cgbundle.format.archive import EXAM, PROGRAM, describe_files, exam_entry
+from cgbundle.format.archive import describe_files
+from cgbundle.format.file_names import EXAM, PROGRAM, exam_entry
 from cgbundle.format.schema import Dimension, Exam, Manifest, TensorSpec
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program.program import Program

@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import archive, manifest_json, safetensors
+from cgbundle.format import archive, file_names, manifest_json, safetensors
 from cgbundle.format.schema import Dimension, Manifest, TensorSpec
 from cgcompile.tools.bench import baselines
 from cgcompile.tools.bench.bundle_worker import BundleModel
@@ -402,10 +402,10 @@ def gpu_bundle(folder: Path) -> Manifest:
     for size in cuda_bundles.KEYS:
         given = cuda_bundles.inputs(size)
         for kind, values in (("input", given), ("output", cuda_bundles.expected(given))):
-            exam[archive.exam_entry((size,), kind, 0)] = ("float32", (size, cuda_bundles.FLOATS), values.tobytes)
-    with open(folder / archive.EXAM, "wb") as file:
+            exam[file_names.exam_entry((size,), kind, 0)] = ("float32", (size, cuda_bundles.FLOATS), values.tobytes)
+    with open(folder / file_names.EXAM, "wb") as file:
         safetensors.write(file, exam)
-    (folder / archive.PROGRAM).write_bytes(b"PK, but not really")
+    (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", cuda_bundles.FLOATS), order=(0, 1), range=())
     proofs = tuple([proof(size, tolerance=1e-4) for size in cuda_bundles.KEYS])
     manifest = replace(
@@ -414,7 +414,7 @@ def gpu_bundle(folder: Path) -> Manifest:
         dimensions=(Dimension(name="batch", sizes=cuda_bundles.KEYS, pad="no", chunk=False, reason="a test", uncut=""),),
         exam=replace(bare.exam, compare="bits", bounds=(1e-4,), proofs=proofs), files=archive.describe_files(str(folder)),
     )  # fmt: skip
-    (folder / archive.MANIFEST).write_bytes(manifest_json.encode(manifest))
+    (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(manifest))
     return manifest
 
 

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive, manifest_json, safetensors
+from cgbundle.format import archive, file_names, manifest_json, safetensors
 from cgbundle.format.schema import Alias, File, Finding, Manifest, Weight
 from cgbundle.format.versions import FORMAT_VERSION
 from cgbundle.tables import codec as tables
@@ -106,7 +106,7 @@ def test_a_bundle_does_not_differ_from_its_copy(golden: Path, tmp_path: Path) ->
 def test_where_and_when_a_bundle_was_built_is_no_difference(tiny: Path, changed: Callable[[tiny_bundle.Change], Path]) -> None:
     elsewhere = {name: "2031-01-01" for name in UNCOUNTED}
     other = changed(lambda manifest: replace(manifest, provenance=replace(manifest.provenance, **elsewhere)))
-    assert (tiny / archive.MANIFEST).read_bytes() != (other / archive.MANIFEST).read_bytes()
+    assert (tiny / file_names.MANIFEST).read_bytes() != (other / file_names.MANIFEST).read_bytes()
     assert found(tiny, other) == ()
 
 
@@ -335,7 +335,7 @@ def test_another_order_is_told() -> None:
 
 
 def weigh(folder: Path, tensors: dict[str, safetensors.Tensor]) -> None:
-    with open(folder / archive.WEIGHTS, "wb") as file:
+    with open(folder / file_names.WEIGHTS, "wb") as file:
         safetensors.write(file, tensors)
     reseal(folder)
 
@@ -350,19 +350,19 @@ def test_elements_of_weights_are_counted(tiny: Path, tmp_path: Path) -> None:
     rows = found(tiny, other)
     assert lines(rows) == ["weights: first.bias: 2 of 2 elements differ (float32)"], "the tied name is not told again"
     assert rows[0].facts == {"elements": 2, "differ": 2} and rows[0].change == "changed"
-    data = bytearray((tiny / archive.WEIGHTS).read_bytes())
+    data = bytearray((tiny / file_names.WEIGHTS).read_bytes())
     data[-1] ^= 1
-    (other / archive.WEIGHTS).write_bytes(data)
+    (other / file_names.WEIGHTS).write_bytes(data)
     reseal(other)
     assert lines(found(tiny, other)) == ["weights: first.weight: 1 of 6 elements differ (float32)"]
 
 
 def test_a_weights_file_with_the_same_tensors_in_other_bytes_is_told(tiny: Path, tmp_path: Path) -> None:
     other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
-    data = (other / archive.WEIGHTS).read_bytes()
+    data = (other / file_names.WEIGHTS).read_bytes()
     spaced = data.replace(b',"first.weight"', b', "first.weight"', 1).replace(b"}} ", b"}}", 1)
     assert len(spaced) == len(data) and spaced != data
-    (other / archive.WEIGHTS).write_bytes(spaced)
+    (other / file_names.WEIGHTS).write_bytes(spaced)
     reseal(other)
     assert lines(found(tiny, other)) == ["files: weights.safetensors: other contents, 288 bytes"]
 
@@ -371,13 +371,13 @@ def test_the_exam_is_compared_tensor_by_tensor(tiny: Path, tmp_path: Path) -> No
     other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
     tensors = tiny_bundle.exam_tensors()
     tensors["4/output/0"] = ("float32", (4, 2), tiny_bundle.floats(range(1, 9)))
-    with open(other / archive.EXAM, "wb") as file:
+    with open(other / file_names.EXAM, "wb") as file:
         safetensors.write(file, tensors)
     reseal(other)
     assert lines(found(tiny, other)) == ["exam: 4/output/0: 8 of 8 elements differ (float32)"]
 
 
-@pytest.mark.parametrize("name", [archive.PROGRAM, tiny_bundle.HOST_FILE])
+@pytest.mark.parametrize("name", [file_names.PROGRAM, tiny_bundle.HOST_FILE])
 def test_other_files_by_their_contents(name: str, tiny: Path, tmp_path: Path) -> None:
     other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
     size = (tiny / name).stat().st_size
@@ -697,9 +697,9 @@ def test_paths_that_are_no_bundles(tiny: Path, tmp_path: Path) -> None:
 
 def test_damage_is_one_line_with_the_bundle(tiny: Path, gpu: Path, tmp_path: Path) -> None:
     other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
-    (other / archive.PROGRAM).unlink()
+    (other / file_names.PROGRAM).unlink()
     assert f"{other}: program.pt2: missing" in refused(call(tiny, other), 1)
-    (other / archive.MANIFEST).write_bytes(b"{}")
+    (other / file_names.MANIFEST).write_bytes(b"{}")
     assert f"{other}: format: expected" in refused(call(other, tiny), 1)
     table = gpu / "graphs" / "model-4.bin"
     record(gpu, relaunch(0, grid=(9, 1, 1)))

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import cgbundle
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.archive import Archive
 from cgbundle.validate.bundle import check_bundle
 from cgcompile import model_repository
@@ -52,7 +52,7 @@ def test_each_machine_has_a_folder(repository: Path) -> None:
     for name, golden in zip(names, (CPU, GPU), strict=True):
         opened = Archive(str(repository / "build" / name))
         check_bundle(opened, "full")
-        assert opened.text == (golden / archive.MANIFEST).read_bytes()
+        assert opened.text == (golden / file_names.MANIFEST).read_bytes()
     assert sorted(path.name for path in repository.iterdir()) == ["README.md", "build"]
 
 
@@ -71,7 +71,7 @@ def test_a_bundle_is_loaded_from_the_hubs_cache(repository: Path, tmp_path: Path
     cached(repository, tmp_path / "cache")
     folder = Path(hub.snapshot_download("me/fixed", cache_dir=tmp_path / "cache", local_files_only=True)) / "build"
     for name in os.listdir(folder):
-        assert (folder / name / archive.WEIGHTS).is_symlink()
+        assert (folder / name / file_names.WEIGHTS).is_symlink()
         check_bundle(Archive(str(folder / name)), "full")
     skip_older_torch()
     with cgbundle.load(folder / "cgbundle6-cpu-x86-64-v3-linux") as program:
@@ -89,8 +89,8 @@ def test_other_links_are_refused(tmp_path: Path, target: str) -> None:
     bundle = write_bundle(tmp_path / "a" / "b" / "tiny.cgb")
     (tmp_path / "a" / "blobs").mkdir()
     (tmp_path / "secret").write_bytes(b"")
-    (bundle / archive.WEIGHTS).unlink()
-    (bundle / archive.WEIGHTS).symlink_to(target)
+    (bundle / file_names.WEIGHTS).unlink()
+    (bundle / file_names.WEIGHTS).symlink_to(target)
     with raises("file-damaged", "a symbolic link, which"):
         check_bundle(Archive(str(bundle)))
 
@@ -99,9 +99,9 @@ def test_a_blob_that_is_a_link_itself_is_refused(tmp_path: Path) -> None:
     bundle = write_bundle(tmp_path / "b" / "tiny.cgb")
     blob = tmp_path / "blobs" / ("a" * 40)
     blob.parent.mkdir()
-    shutil.move(bundle / archive.WEIGHTS, tmp_path / "elsewhere")
+    shutil.move(bundle / file_names.WEIGHTS, tmp_path / "elsewhere")
     blob.symlink_to(tmp_path / "elsewhere")
-    (bundle / archive.WEIGHTS).symlink_to(f"../../blobs/{blob.name}")
+    (bundle / file_names.WEIGHTS).symlink_to(f"../../blobs/{blob.name}")
     with raises("file-damaged", "a symbolic link, which"):
         check_bundle(Archive(str(bundle)))
 
@@ -113,7 +113,7 @@ def test_what_cannot_be_one_repository_is_refused_and_leaves_nothing(repository:
     with raises("output-exists", "is for cgbundle6-cu120-sm_90-linux, and so is"):
         model_repository([GPU, shutil.copytree(GPU, tmp_path / "again.cgb")], tmp_path / "other")
     broken = Path(shutil.copytree(CPU, tmp_path / "broken.cgb"))
-    (broken / archive.WEIGHTS).write_bytes(b"")
+    (broken / file_names.WEIGHTS).write_bytes(b"")
     with raises("file-damaged"):
         model_repository([broken], tmp_path / "other")
     assert sorted(os.listdir(tmp_path)) == sorted([*before, "again.cgb", "broken.cgb"])

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.open_files import KeptFile, is_kept
 from cgbundle.format.schema import Manifest
@@ -32,7 +32,7 @@ def bundle(folder: Path, number: int) -> Path:
     """A bundle of the one model that all tests here have: equal weights of a megabyte and more, an exported program of its own."""
 
     def change(made: Manifest) -> Manifest:
-        (folder / archive.PROGRAM).write_bytes(number.to_bytes(8, "little") * 100)
+        (folder / file_names.PROGRAM).write_bytes(number.to_bytes(8, "little") * 100)
         (folder / "kernels.json").write_bytes(b"weights of a model " * (BIG // 16))
         return made
 
@@ -65,7 +65,7 @@ def test_bundles_of_one_model_take_the_space_of_one_and_their_differences(tmp_pa
         made = bundle(tmp_path / f"{number}.cgb", number)
         added = store.add(made)
         assert sound(added.path) and added.path == tmp_path / "store" / made.name
-        manifest, grown = (made / archive.MANIFEST).stat().st_size, space(store.path) - before
+        manifest, grown = (made / file_names.MANIFEST).stat().st_size, space(store.path) - before
         assert grown == added.new
         assert added.bytes > BIG and added.new == (added.bytes if not number else 800 + manifest)
         before = space(store.path)
@@ -108,9 +108,9 @@ def test_a_name_leads_to_another_bundle_only_when_asked_to(store: Store, tmp_pat
 
 
 def test_a_signature_comes_along_also_later(store: Store, tmp_path: Path) -> None:
-    (tmp_path / "first.cgb" / archive.SIGNATURE).write_bytes(bytes(96))
+    (tmp_path / "first.cgb" / file_names.SIGNATURE).write_bytes(bytes(96))
     added = store.add(tmp_path / "first.cgb")
-    assert added.new == 0 and (added.path / archive.SIGNATURE).read_bytes() == bytes(96) and sound(added.path)
+    assert added.new == 0 and (added.path / file_names.SIGNATURE).read_bytes() == bytes(96) and sound(added.path)
 
 
 def test_only_what_no_name_leads_to_is_collected(store: Store) -> None:
@@ -131,9 +131,10 @@ def test_what_is_loaded_stays_until_it_is_closed(store: Store) -> None:
     """Of a process of its own, too."""
     first, second = store.bundles()
     opened = [Archive(str(each.path)) for each in (first, second)]
-    kept = opened[0].kept(archive.EXAM)
+    kept = opened[0].kept(file_names.EXAM)
     code = f"""
-from cgbundle.format.archive import EXAM, Archive
+from cgbundle.format.archive import Archive
+from cgbundle.format.file_names import EXAM
 kept = Archive({str(second.path)!r}).kept(EXAM)
 print(flush=True)
 input()
@@ -159,9 +160,9 @@ input()
 
 def test_a_loaded_bundle_says_nothing_of_another_one_with_the_same_exam(store: Store) -> None:
     first, second = store.bundles()
-    exams = [each.path / archive.EXAM for each in (first, second)]
+    exams = [each.path / file_names.EXAM for each in (first, second)]
     assert exams[0].samefile(exams[1])
-    kept = Archive(str(first.path)).kept(archive.EXAM)
+    kept = Archive(str(first.path)).kept(file_names.EXAM)
     with open(exams[1], "rb") as exam:
         assert is_kept(exam.fileno())  # what a store of an earlier version asks
     assert [each.loaded for each in store.bundles()] == [True, False]
@@ -176,7 +177,7 @@ def test_a_loaded_bundle_says_nothing_of_another_one_with_the_same_exam(store: S
 
 def test_a_runtime_that_locks_the_exam_alone_keeps_every_bundle_that_has_it(store: Store) -> None:
     """The runtime before manifests were locked."""
-    with open(store.bundles()[0].path / archive.EXAM, "rb") as exam:
+    with open(store.bundles()[0].path / file_names.EXAM, "rb") as exam:
         kept = KeptFile(exam.fileno())
     assert [each.loaded for each in store.bundles()] == [True, True]
     del kept
@@ -189,7 +190,7 @@ def test_a_rank_that_is_loaded_keeps_the_whole_bundle(tmp_path: Path) -> None:
     added = store.add(tmp_path / "two.cgb")
     with_ranks = Archive(str(added.path))
     rank = with_ranks.rank(1)
-    kept = rank.kept(archive.EXAM)
+    kept = rank.kept(file_names.EXAM)
     for each in (rank, with_ranks):
         each.close()
     assert [each.loaded for each in store.bundles()] == [True]

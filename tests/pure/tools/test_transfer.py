@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.manifest_json import bundle_bytes
 from cgbundle.format.schema import Manifest
@@ -36,7 +36,7 @@ def same(a: Path, b: Path) -> bool:
 @pytest.fixture
 def bundle(tmp_path: Path) -> Path:
     made = write_bundle(tmp_path / "tiny.cgb")
-    (made / archive.SIGNATURE).write_bytes(bytes(96))
+    (made / file_names.SIGNATURE).write_bytes(bytes(96))
     return made
 
 
@@ -45,7 +45,7 @@ def other(tmp_path: Path) -> Path:
     """The same model with another exported program."""
 
     def change(made: Manifest) -> Manifest:
-        (tmp_path / "other.cgb" / archive.PROGRAM).write_bytes(b"another one")
+        (tmp_path / "other.cgb" / file_names.PROGRAM).write_bytes(b"another one")
         return made
 
     return write_bundle(tmp_path / "other.cgb", change)
@@ -91,7 +91,7 @@ def test_another_bundle_is_replaced_only_when_asked_to(bundle: Path, other: Path
     push(bundle, url)
     with raises("output-exists", "has another bundle"):
         push(other, url)
-    moved = push(other, url, replace=True).moved - (other / archive.MANIFEST).stat().st_size
+    moved = push(other, url, replace=True).moved - (other / file_names.MANIFEST).stat().st_size
     assert moved < 1000  # weights and exam are the same
     with raises("output-exists", "tiny.cgb: exists"):
         pull(url, bundle)
@@ -112,7 +112,7 @@ def test_an_interrupted_push_leaves_no_bundle_and_goes_on(
         pull(url, tmp_path / "back.cgb")
     left = push(bundle, url)
     files = sorted((file.bytes for file in left.manifest.files), reverse=True)
-    assert left.moved == sum(files[call - 1 :]) + (bundle / archive.MANIFEST).stat().st_size
+    assert left.moved == sum(files[call - 1 :]) + (bundle / file_names.MANIFEST).stat().st_size
     pull(url, tmp_path / "back.cgb")
     assert same(bundle, tmp_path / "back.cgb")
 
@@ -139,13 +139,13 @@ def test_an_interrupted_pull_leaves_no_bundle_and_goes_on(
     """Also within a file: the first half of one is there."""
     pushed = push(bundle, url)
     with monkeypatch.context() as patch:
-        breaking(patch, url, "open", lambda number, path: path.endswith(archive.EXAM))
+        breaking(patch, url, "open", lambda number, path: path.endswith(file_names.EXAM))
         with raises("remote-failed", "the network is gone"):
             pull(url, tmp_path / "back.cgb")
     assert not (tmp_path / "back.cgb").exists()
-    [exam] = [file for file in pushed.manifest.files if file.path == archive.EXAM]
+    [exam] = [file for file in pushed.manifest.files if file.path == file_names.EXAM]
     [left] = tmp_path.glob(".back.cgb.*.pull")
-    (left / f"{exam.sha256}.part").write_bytes((bundle / archive.EXAM).read_bytes()[: exam.bytes // 2])
+    (left / f"{exam.sha256}.part").write_bytes((bundle / file_names.EXAM).read_bytes()[: exam.bytes // 2])
     arrived = sum(path.stat().st_size for path in left.iterdir())
     assert pull(url, tmp_path / "back.cgb").moved == bundle_bytes(pushed.manifest) - arrived
     assert same(bundle, tmp_path / "back.cgb") and not left.exists()
@@ -154,12 +154,12 @@ def test_an_interrupted_pull_leaves_no_bundle_and_goes_on(
 def test_what_arrives_otherwise_is_refused_and_fetched_again(bundle: Path, url: str, tmp_path: Path) -> None:
     push(bundle, url)
     system, root = fsspec.core.url_to_fs(url)
-    for damaged in (b"short", (bundle / archive.WEIGHTS).read_bytes()[:-1] + b"?"):
-        system.pipe_file(f"{root}/{archive.WEIGHTS}", damaged)
+    for damaged in (b"short", (bundle / file_names.WEIGHTS).read_bytes()[:-1] + b"?"):
+        system.pipe_file(f"{root}/{file_names.WEIGHTS}", damaged)
         with raises("file-damaged", "weights.safetensors: .* not the manifest's"):
             pull(url, tmp_path / "back.cgb")
         assert not (tmp_path / "back.cgb").exists()
-    system.pipe_file(f"{root}/{archive.WEIGHTS}", (bundle / archive.WEIGHTS).read_bytes())
+    system.pipe_file(f"{root}/{file_names.WEIGHTS}", (bundle / file_names.WEIGHTS).read_bytes())
     pull(url, tmp_path / "back.cgb")
     assert same(bundle, tmp_path / "back.cgb")
 
@@ -172,13 +172,13 @@ def test_a_hostile_manifest_names_no_path_outside(bundle: Path, url: str, tmp_pa
     push(bundle, url)
     system, root = fsspec.core.url_to_fs(url)
     hostile = write_bundle(tmp_path / "hostile.cgb", change)
-    system.pipe_file(f"{root}/{archive.MANIFEST}", (hostile / archive.MANIFEST).read_bytes())
+    system.pipe_file(f"{root}/{file_names.MANIFEST}", (hostile / file_names.MANIFEST).read_bytes())
     with raises("manifest-invalid", "is no path inside the bundle"):
         pull(url, tmp_path / "back.cgb")
 
 
 def test_a_damaged_bundle_is_not_pushed(bundle: Path, url: str) -> None:
-    (bundle / archive.PROGRAM).write_bytes(b"something else")
+    (bundle / file_names.PROGRAM).write_bytes(b"something else")
     with raises("file-damaged", "program.pt2"):
         push(bundle, url)
     system, root = fsspec.core.url_to_fs(url)

@@ -16,7 +16,7 @@ import pytest
 
 import cgbundle
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.trust import manifest_signature
 from cgcompile.bundle.sign import sign
 from tests.helpers.bundles import tiny_bundle
@@ -91,7 +91,7 @@ def replace_by_folder(path: Path) -> None:
 
 @pytest.mark.parametrize("damage", [grow, shrink, empty, replace_by_pipe, replace_by_folder])
 def test_a_file_that_is_no_signature(signed: Path, pairs: tuple[Pair, Pair], damage: Callable[[Path], None]) -> None:
-    damage(signed / archive.SIGNATURE)
+    damage(signed / file_names.SIGNATURE)
     told = "manifest.json.sig: " + ("not a file" if "replace" in damage.__name__ else "longer or shorter than 96 bytes")
     with raises("signature-wrong", match=told):
         cgbundle.load(signed, key=pairs[0].public)
@@ -100,22 +100,22 @@ def test_a_file_that_is_no_signature(signed: Path, pairs: tuple[Pair, Pair], dam
 
 
 def test_a_signature_that_is_a_link_to_itself(signed: Path, pairs: tuple[Pair, Pair]) -> None:
-    (signed / archive.SIGNATURE).unlink()
-    (signed / archive.SIGNATURE).symlink_to(archive.SIGNATURE)
+    (signed / file_names.SIGNATURE).unlink()
+    (signed / file_names.SIGNATURE).symlink_to(file_names.SIGNATURE)
     with raises("signature-wrong", match="manifest.json.sig: a symbolic link, which a bundle must not hold"):
         cgbundle.load(signed, key=pairs[0].public)
 
 
 @pytest.mark.parametrize("at", [0, 31, 32, 63, 64, 95])
 def test_every_part_of_a_signature_counts(signed: Path, pairs: tuple[Pair, Pair], at: int) -> None:
-    flip(signed / archive.SIGNATURE, at)
+    flip(signed / file_names.SIGNATURE, at)
     with raises("signature-wrong"):
         cgbundle.load(signed, key=pairs[0].public)
 
 
 def test_a_manifest_that_was_changed_after(signed: Path, pairs: tuple[Pair, Pair]) -> None:
     """Sealed again, as somebody would who changes a file of the bundle: its hashes are right."""
-    flip(signed / archive.PROGRAM)
+    flip(signed / file_names.PROGRAM)
     tiny_bundle.seal(signed, replace(tiny_bundle.manifest(), files=archive.describe_files(str(signed))))
     with passes():
         cgbundle.load(signed)
@@ -124,12 +124,12 @@ def test_a_manifest_that_was_changed_after(signed: Path, pairs: tuple[Pair, Pair
 
 
 def test_a_signature_comes_before_anything_that_the_manifest_says(signed: Path, pairs: tuple[Pair, Pair]) -> None:
-    (signed / archive.MANIFEST).write_bytes(b"[" * 100_000)
+    (signed / file_names.MANIFEST).write_bytes(b"[" * 100_000)
     with raises("signature-wrong", match="did not sign"):
         cgbundle.load(signed, key=pairs[0].public)
 
 
-@pytest.mark.parametrize("name", [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, tiny_bundle.HOST_FILE])
+@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.EXAM, file_names.PROGRAM, tiny_bundle.HOST_FILE])
 def test_a_key_means_that_every_file_is_checked(signed: Path, pairs: tuple[Pair, Pair], name: str) -> None:
     flip(signed / name)
     with raises("file-damaged", match=f"{name}: SHA-256"):
@@ -152,13 +152,13 @@ def test_the_bytes_that_were_checked_are_those_that_are_used(
 
     def checked(*arguments: Any) -> object:
         found = check(*arguments)
-        (signed / archive.MANIFEST).write_bytes(b"another")
+        (signed / file_names.MANIFEST).write_bytes(b"another")
         return found
 
     monkeypatch.setattr(manifest_signature, "check", checked)
     with passes():
         cgbundle.load(signed, key=pairs[0].public)
-    assert (signed / archive.MANIFEST).read_bytes() == b"another"
+    assert (signed / file_names.MANIFEST).read_bytes() == b"another"
 
 
 def test_only_a_key_brings_the_code_that_checks_it(signed: Path, pairs: tuple[Pair, Pair]) -> None:
@@ -178,9 +178,9 @@ def test_only_a_key_brings_the_code_that_checks_it(signed: Path, pairs: tuple[Pa
 
 
 def test_a_signature_is_no_file_of_the_manifest(signed: Path) -> None:
-    assert archive.SIGNATURE not in [file.path for file in archive.describe_files(str(signed))]
+    assert file_names.SIGNATURE not in [file.path for file in archive.describe_files(str(signed))]
     rows = [*archive.read_manifest(str(signed)).files]
-    rows[0] = replace(rows[0], path=archive.SIGNATURE)
+    rows[0] = replace(rows[0], path=file_names.SIGNATURE)
     tiny_bundle.seal(signed, replace(tiny_bundle.manifest(), files=tuple(rows)))
     with raises("manifest-invalid", match="'manifest.json.sig' is no path inside the bundle"):
         cgbundle.load(signed)
@@ -195,7 +195,7 @@ def test_a_rebuild_drops_the_signature(signed: Path) -> None:
         for each in (stage / "made").iterdir():
             each.rename(stage / each.name)
         (stage / "made").rmdir()
-    assert not (signed / archive.SIGNATURE).exists()
+    assert not (signed / file_names.SIGNATURE).exists()
 
 
 def test_loading_while_a_bundle_is_signed_again(signed: Path, pairs: tuple[Pair, Pair]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.signing import Pair
 from tests.helpers.places import GOLDEN, ROOT
@@ -62,7 +62,7 @@ for command in {[[str(word) for word in command] for command in LOOKS]!r}:
     seen = watched(code)
     assert [each for each in seen if each[0] != "open"] == []
     opened = {what for _, what in seen}
-    assert {archive.MANIFEST, archive.WEIGHTS, "model.so"} <= opened, "files are seen"
+    assert {file_names.MANIFEST, file_names.WEIGHTS, "model.so"} <= opened, "files are seen"
 
 
 def test_what_executes_something_is_seen() -> None:
@@ -84,7 +84,7 @@ def test_a_load_that_the_key_refuses_reads_manifest_and_signature_alone(tmp_path
     if wrong != "no signature":
         sign(bundle, ours.private)
     if wrong == "a changed manifest":
-        (bundle / archive.MANIFEST).write_bytes((bundle / archive.MANIFEST).read_bytes() + b"\n")
+        (bundle / file_names.MANIFEST).write_bytes((bundle / file_names.MANIFEST).read_bytes() + b"\n")
     key = Pair.make(tmp_path, "theirs").digits if wrong == "another key" else ours.digits
     code = """
 try: cgbundle.load(sys.argv[1], key=sys.argv[2])
@@ -92,7 +92,7 @@ except cgbundle.CgbundleError as error: assert error.code.startswith("signature-
 else: raise AssertionError("loaded")
 """
     seen = watched(code, bundle, key)
-    assert {what for event, what in seen if event == "open"} <= {str(bundle), archive.MANIFEST, archive.SIGNATURE}
+    assert {what for event, what in seen if event == "open"} <= {str(bundle), file_names.MANIFEST, file_names.SIGNATURE}
     assert [each for each in seen if each[0] != "open"] == []
 
 
@@ -109,5 +109,5 @@ def test_the_runtime_has_no_way_to_execute_python_from_a_file(path: Path) -> Non
             assert node.module not in UNPICKLES
         elif isinstance(node, ast.Call):
             assert ast.unparse(node.func) not in ("eval", "exec", "compile", "__import__"), f"{path}:{node.lineno}"
-        elif isinstance(node, ast.Name) and node.id == "PROGRAM" and path.name != "archive.py":
+        elif isinstance(node, ast.Name) and node.id == "PROGRAM" and path.name != "file_names.py":
             assert path.name == "bundle.py", "the manifest has to list it; nothing else asks for it"

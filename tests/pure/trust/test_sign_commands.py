@@ -16,7 +16,7 @@ from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from typer.testing import CliRunner, Result
 
 from cgbundle.exam import fresh
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgcompile.bundle.sign import sign
 from cgcompile_cli import main
 from tests.helpers.bundles import tiny_bundle
@@ -39,7 +39,7 @@ def test_sign_says_what_it_did(unsigned: Path, pairs: tuple[Pair, Pair]) -> None
     assert f"signed  {unsigned}: 5 files" in result.stdout and "in the place of" not in result.stdout
     assert f"cgcompile verify {unsigned} --key {ours.digits}" in result.stdout
     assert f"cgbundle.load({str(unsigned)!r}, key={ours.digits!r})" in result.stdout
-    assert sorted(each.name for each in unsigned.iterdir() if "sig" in each.name) == [archive.SIGNATURE]
+    assert sorted(each.name for each in unsigned.iterdir() if "sig" in each.name) == [file_names.SIGNATURE]
     assert "in the place of an earlier signature" in call("sign", unsigned, "--key", theirs.private).stdout
     assert json.loads(call("sign", unsigned, "--key", ours.private, "--json").stdout) == {
         "path": str(unsigned), "key": ours.digits, "replaced": True,
@@ -48,23 +48,23 @@ def test_sign_says_what_it_did(unsigned: Path, pairs: tuple[Pair, Pair]) -> None
 
 
 def test_signing_twice_gives_the_same_bytes(signed: Path, pairs: tuple[Pair, Pair]) -> None:
-    before = (signed / archive.SIGNATURE).read_bytes()
+    before = (signed / file_names.SIGNATURE).read_bytes()
     assert sign(signed, pairs[0].private).replaced
-    assert (signed / archive.SIGNATURE).read_bytes() == before
+    assert (signed / file_names.SIGNATURE).read_bytes() == before
     assert before[:32].hex() == pairs[0].digits and len(before) == 96
 
 
 def test_a_damaged_signature_is_replaced(signed: Path, pairs: tuple[Pair, Pair]) -> None:
-    (signed / archive.SIGNATURE).write_bytes(b"")
+    (signed / file_names.SIGNATURE).write_bytes(b"")
     assert sign(signed, pairs[0].private).replaced
     assert call("verify", signed, "--key", pairs[0].public).exit_code == 0
 
 
-@pytest.mark.parametrize("name", [archive.WEIGHTS, archive.EXAM, tiny_bundle.HOST_FILE, archive.MANIFEST])
+@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.EXAM, tiny_bundle.HOST_FILE, file_names.MANIFEST])
 def test_a_damaged_bundle_is_not_signed(unsigned: Path, pairs: tuple[Pair, Pair], name: str) -> None:
     flip(unsigned / name)
     assert call("sign", unsigned, "--key", pairs[0].private).exit_code == 1
-    assert not (unsigned / archive.SIGNATURE).exists()
+    assert not (unsigned / file_names.SIGNATURE).exists()
 
 
 def test_keys_that_do_not_sign(unsigned: Path, tmp_path: Path, pairs: tuple[Pair, Pair]) -> None:
@@ -80,13 +80,13 @@ def test_keys_that_do_not_sign(unsigned: Path, tmp_path: Path, pairs: tuple[Pair
         with raises("key-invalid", match=told):
             sign(unsigned, key)
     assert call("sign", unsigned, "--key", tmp_path / "none").stderr == f"error: {tmp_path / 'none'}: No such file or directory\n"
-    assert not (unsigned / archive.SIGNATURE).exists()
+    assert not (unsigned / file_names.SIGNATURE).exists()
 
 
 def test_a_failed_write_leaves_the_earlier_signature(
     signed: Path, pairs: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    before = (signed / archive.SIGNATURE).read_bytes()
+    before = (signed / file_names.SIGNATURE).read_bytes()
 
     def full(_: int) -> None:
         raise OSError(28, "No space left on device")
@@ -94,8 +94,8 @@ def test_a_failed_write_leaves_the_earlier_signature(
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError):
         sign(signed, pairs[1].private)
-    assert (signed / archive.SIGNATURE).read_bytes() == before
-    assert [each.name for each in signed.iterdir() if each.name.startswith(archive.SIGNATURE)] == [archive.SIGNATURE]
+    assert (signed / file_names.SIGNATURE).read_bytes() == before
+    assert [each.name for each in signed.iterdir() if each.name.startswith(file_names.SIGNATURE)] == [file_names.SIGNATURE]
 
 
 def test_the_missing_extra_is_named(unsigned: Path, pairs: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -150,8 +150,8 @@ def test_verify_refuses(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) 
         assert result.exit_code == 1 and "1 defect" in result.stderr and told in result.stdout
     result = call("verify", signed, "--key", ours.private)
     assert result.exit_code == 2 and "a private key" in result.stderr and result.stdout == ""
-    flip(signed / archive.WEIGHTS)
-    flip(signed / archive.SIGNATURE)
+    flip(signed / file_names.WEIGHTS)
+    flip(signed / file_names.SIGNATURE)
     for options in ((), ("--key", ours.public)):
         told = json.loads(call("verify", signed, *options, "--json").stdout)
         assert [each["code"] for each in told["damage"]] == ["signature-wrong", "file-damaged"] and told["signature"] is None
@@ -167,9 +167,9 @@ def test_inspect_says_who_signed(signed: Path, unsigned: Path, pairs: tuple[Pair
     assert f"by key {pairs[0].digits}<" in call("inspect", "--html", "-", signed).stdout
     assert json.loads(call("inspect", signed, "--json").stdout)["signature"] == {"key": pairs[0].digits}
     assert json.loads(call("inspect", unsigned, "--json").stdout)["signature"] is None
-    flip(signed / archive.SIGNATURE)
+    flip(signed / file_names.SIGNATURE)
     assert "signed     wrongly: manifest.json.sig: key" in call("inspect", signed).stdout
-    (signed / archive.SIGNATURE).write_bytes(b"")
+    (signed / file_names.SIGNATURE).write_bytes(b"")
     assert "than 96 bytes" in json.loads(call("inspect", signed, "--json").stdout)["signature"]["error"]
 
 

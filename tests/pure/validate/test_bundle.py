@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.schema import MEMORIES, File, Finding, Lowering, Manifest, Parameter, Region, Step, TensorSpec, Value
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
@@ -26,7 +26,7 @@ from tests.helpers.raising import raises
 Change = Callable[[Manifest], Manifest]
 
 SHA = "ab" * 32
-FILES = tuple(File(path=path, bytes=1, sha256=SHA) for path in (archive.EXAM, HOST_FILE, archive.PROGRAM, archive.WEIGHTS))
+FILES = tuple(File(path=path, bytes=1, sha256=SHA) for path in (file_names.EXAM, HOST_FILE, file_names.PROGRAM, file_names.WEIGHTS))
 TABLES = tuple(File(path=f"graphs/{name}-{size}.bin", bytes=1, sha256=SHA) for name in ("g0", "g1") for size in (1, 4))
 
 
@@ -512,7 +512,7 @@ def test_a_file_lies_inside_the_bundle_under_a_plain_name(path: str) -> None:
     reject(put(files=(*FILES, File(path=path, bytes=1, sha256=SHA)))(cpu()), "files[4].path", "is no path inside the bundle")
 
 
-@pytest.mark.parametrize("path", [archive.WEIGHTS, archive.EXAM, archive.PROGRAM, HOST_FILE])
+@pytest.mark.parametrize("path", [file_names.WEIGHTS, file_names.EXAM, file_names.PROGRAM, HOST_FILE])
 def test_a_file_that_is_needed_is_listed(path: str) -> None:
     made = cpu()
     with raises("file-damaged", match=f"^{path}: the manifest needs it and does not list it"):
@@ -521,11 +521,11 @@ def test_a_file_that_is_needed_is_listed(path: str) -> None:
 
 def test_programs_of_their_own_are_needed_for_every_int_key() -> None:
     made = cpu()
-    rest = tuple([file for file in made.files if file.path != archive.PROGRAM])
-    own = tuple([File(path=archive.program_file(program.key), bytes=1, sha256=SHA) for program in made.programs])
+    rest = tuple([file for file in made.files if file.path != file_names.PROGRAM])
+    own = tuple([File(path=file_names.program_file(program.key), bytes=1, sha256=SHA) for program in made.programs])
     whole = replace(made, files=tuple(sorted((*rest, *own), key=lambda file: file.path)))
     check_manifest(whole)
-    assert archive.per_size(whole) and not archive.per_size(made) and archive.program_files(made) == (archive.PROGRAM,)
+    assert file_names.per_size(whole) and not file_names.per_size(made) and file_names.program_files(made) == (file_names.PROGRAM,)
     with raises("file-damaged", match=f"^{own[0].path}: the manifest needs it and does not list it"):
         check_manifest(replace(whole, files=tuple([file for file in whole.files if file.path != own[0].path])))
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.format import archive, safetensors
-from cgbundle.format.archive import exam_entry
+from cgbundle.format import file_names, safetensors
+from cgbundle.format.file_names import exam_entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.validate.exam import check_exam, check_exam_rows
 from tests.helpers.bundles.archives import ArchiveOf
@@ -42,7 +42,7 @@ def sound() -> Shapes:
 
 
 def check(folder: Path, shapes: Shapes) -> None:
-    with open(folder / archive.EXAM, "wb") as file:
+    with open(folder / file_names.EXAM, "wb") as file:
         safetensors.write(
             file,
             {

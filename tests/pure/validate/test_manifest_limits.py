@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import archive
+from cgbundle.format import file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import Alias, File, Finding, Manifest, Region, TensorSpec
 from cgbundle.validate.bundle import check_bundle, check_manifest, examine
@@ -290,7 +290,7 @@ def test_loading_hashes_all_but_the_weights(tmp_path: Path) -> None:
         damage(path, name)
         with raises("file-damaged", match=name):
             check_bundle(Archive(str(path)), "full")
-        if name == archive.WEIGHTS:
+        if name == file_names.WEIGHTS:
             check_bundle(Archive(str(path)))
         else:
             with raises("file-damaged", match=name):
@@ -313,9 +313,9 @@ def test_all_that_is_wrong_is_found_file_by_file(tmp_path: Path) -> None:
     broken = ArchiveOf(path, put_row("weights", 0, name="nothing", tensor="nothing")(replace(made, format=3)))
     assert [error.code for error in examine(broken)] == ["weights-invalid"]
     assert [error.code for error in examine(ArchiveOf(path, put(memories=(("heap", 1),))(made)))] == ["manifest-invalid"]
-    for name in (archive.WEIGHTS, archive.PROGRAM):
+    for name in (file_names.WEIGHTS, file_names.PROGRAM):
         damage(path, name)
-    assert [str(error).partition(":")[0] for error in examine(Archive(str(path)))] == [archive.PROGRAM, archive.WEIGHTS]
+    assert [str(error).partition(":")[0] for error in examine(Archive(str(path)))] == [file_names.PROGRAM, file_names.WEIGHTS]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.format import archive
+from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.manifest_json import encode
 from cgbundle.format.schema import File, Manifest
@@ -33,15 +33,15 @@ def path(tmp_path: Path) -> Path:
 
 def renamed(made: Manifest) -> Manifest:
     """With an entry of another name."""
-    files = [replace(file, path="programs/other.pt2") if file.path == archive.PROGRAM else file for file in made.files]
+    files = [replace(file, path="programs/other.pt2") if file.path == file_names.PROGRAM else file for file in made.files]
     return replace(made, entry="other", files=tuple(files))
 
 
 def changed(path: Path, change: Callable[[Manifest], Manifest]) -> Archive:
     """The bundle, with another manifest of rank 1, which rank 0's names."""
-    (path / RANK / archive.MANIFEST).write_bytes(encode(change(archive.read_manifest(str(path / RANK)))))
+    (path / RANK / file_names.MANIFEST).write_bytes(encode(change(archive.read_manifest(str(path / RANK)))))
     whole = replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path)))
-    (path / archive.MANIFEST).write_bytes(encode(whole))
+    (path / file_names.MANIFEST).write_bytes(encode(whole))
     return Archive(str(path))
 
 
@@ -51,8 +51,8 @@ def test_ranks_that_are_alike_hold(path: Path) -> None:
 
 
 def test_damage_of_a_rank_is_named_with_its_folder(path: Path) -> None:
-    (path / RANK / archive.EXAM).unlink()
-    with raises("file-damaged", match=f"^{RANK}/: {archive.EXAM}: missing"):
+    (path / RANK / file_names.EXAM).unlink()
+    with raises("file-damaged", match=f"^{RANK}/: {file_names.EXAM}: missing"):
         check_ranks(Archive(str(path)))
 
 
@@ -72,7 +72,7 @@ def test_a_rank_that_is_called_otherwise_is_refused(path: Path, change: Callable
 
 def test_a_rank_of_other_entries_is_refused(path: Path) -> None:
     (path / RANK / "programs").mkdir()
-    (path / RANK / archive.PROGRAM).rename(path / RANK / "programs/other.pt2")
+    (path / RANK / file_names.PROGRAM).rename(path / RANK / "programs/other.pt2")
     with raises("manifest-invalid", match=f"^{RANK}/: entries: are not rank 0's"):
         check_rank(changed(path, renamed), 1)
 

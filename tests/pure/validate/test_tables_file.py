@@ -10,8 +10,9 @@ import pytest
 
 from cgbundle.cuda.weight_pieces import listed
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, manifest_json, safetensors
-from cgbundle.format.archive import TABLES, WEIGHTS, Archive
+from cgbundle.format import archive, file_names, manifest_json, safetensors
+from cgbundle.format.archive import Archive
+from cgbundle.format.file_names import TABLES, WEIGHTS
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle, check_manifest, examine
 from cgcompile import Store
@@ -39,7 +40,7 @@ def write(folder: Path, tables: dict[str, bytes]) -> None:
     with open(folder / TABLES, "wb") as file:
         safetensors.write(file, {name: ("uint8", (len(data),), lambda data=data: data) for name, data in tables.items()})
     made = replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder)))
-    (folder / archive.MANIFEST).write_bytes(manifest_json.encode(made))
+    (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(made))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

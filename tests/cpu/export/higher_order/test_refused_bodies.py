@@ -16,6 +16,9 @@ from tests.helpers.raising import raises
 
 TURNS = 3
 
+LATER = tuple(map(int, torch.__version__.split(".")[:2])) >= (2, 13)
+"""torch 2.11 refuses a body that writes to an operand in eager PyTorch, too; 2.12 was not looked at."""
+
 
 class Loop(nn.Module):
     def __init__(self, body: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]) -> None:
@@ -39,7 +42,10 @@ class Branch(nn.Module):
 BODIES: dict[str, tuple[Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]], str, str]] = {
     "an operand": (lambda i, y, z: (i + 1, y * 2, z), "a body gives an operand itself, or one tensor twice", "x.clone()"),
     "one twice": (lambda i, y, z: (i + 1, *[y * 2] * 2), "a body gives an operand itself, or one tensor twice", "x.clone()"),
-    "an operand written to": (lambda i, y, z: (i + 1, y.add_(1), z + 1), "a body gives an operand itself", "x.clone()"),
+    "an operand written to": (
+        lambda i, y, z: (i + 1, y.add_(1), z + 1),
+        *(("a body gives an operand itself", "x.clone()") if LATER else ("a body writes to an operand", "x + 1")),
+    ),
     "dtype": (lambda i, y, z: (i + 1, y.double(), z + 1), "a tensor of dtype float64 for one of float32", "dtype"),
     "shape": (lambda i, y, z: (i + 1, y[:1] + 1, z + 1), r"a tensor of shape \[1, 4\] for one of \[2, 4\]", "shape"),
 }
@@ -77,7 +83,7 @@ class Writing(nn.Module):
 @pytest.mark.parametrize(("loop", "told"), [(True, "the loop writes"), (False, "the branch writes")])
 def test_a_body_that_writes_to_an_operand(loop: bool, told: str) -> None:
     line = next(at for at, text in enumerate(Path(__file__).read_text().splitlines(), 1) if text.endswith(f"# {told}"))
-    program = export(load_source(Writing(loop), lambda: torch.ones(2, 4)), {}).programs.first
-    with raises("export-failed", match=rf"test_refused_bodies\.py:{line}: a body of torch\.\w+ writes to an operand") as raised:
-        functional(program)
+    code, said = ("export-failed", r"a body of torch\.\w+ writes") if LATER else ("eager-failed", r".*torch\.\w+: a body writes")
+    with raises(code, match=rf"test_refused_bodies\.py:{line}: {said} to an operand") as raised:
+        functional(export(load_source(Writing(loop), lambda: torch.ones(2, 4)), {}).programs.first)
     assert "x + 1" in raised.value.hint

@@ -1,0 +1,73 @@
+"""What the files of a bundle are called, and the tensors of its exam.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from .entries import FORWARD, each_entry
+from .schema import Manifest, Weight
+
+MANIFEST = "manifest.json"
+SIGNATURE, SIGNATURE_BYTES = "manifest.json.sig", 96
+PROGRAM, PROGRAMS = "program.pt2", "programs/"
+WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
+EXAM = "exam.safetensors"
+GRAPHS, KERNELS, HOST, RANKS = "graphs/", "kernels/", "host/", "ranks/"
+
+
+def weight_files(manifest: Manifest) -> dict[str, list[Weight]]:
+    """The weights by the file that holds their tensors, as far as one does: WEIGHTS, and TABLES where there are any."""
+    stored = [weight for weight in manifest.weights if not weight.zeros]
+    if not manifest.tables:
+        return {WEIGHTS: stored}
+    tables = {manifest.weights[index].tensor for index in manifest.tables}
+    found: dict[str, list[Weight]] = {WEIGHTS: [], TABLES: []}
+    for weight in stored:
+        found[TABLES if weight.tensor in tables else WEIGHTS].append(weight)
+    return found
+
+
+def rank_folder(number: int) -> str:
+    """Where the bundle of a rank other than 0 lies: `ranks/1/`."""
+    return f"{RANKS}{number}/"
+
+
+def kernel_images(manifest: Manifest) -> set[str]:
+    """The SHA-256 of every kernel image."""
+    return {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}
+
+
+def exam_entry(key: Sequence[int], kind: str, index: int, entry: str = FORWARD) -> str:
+    """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`.  `kind`: input, output, or
+    written, which is what the input of that number holds after the call.  Of another entry than `forward`:
+    `decode/8x128/input/0`."""
+    return f"{_folder(entry)}{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
+
+
+def program_file(key: Sequence[int], entry: str = FORWARD) -> str:
+    """The exported program of an int_key, where each has its own: `programs/8x128.pt2`, `programs/decode/8x128.pt2`."""
+    return f"{PROGRAMS}{_folder(entry)}{'x'.join(map(str, key))}.pt2"
+
+
+def whole_program_file(entry: str = FORWARD) -> str:
+    """The exported program that is for all int_keys: `program.pt2`, `programs/decode.pt2`."""
+    return PROGRAM if entry == FORWARD else f"{PROGRAMS}{entry}.pt2"
+
+
+def program_files(manifest: Manifest) -> tuple[str, ...]:
+    """The files of the exported programs: of each entry one for all int_keys, or one for each."""
+    found: list[str] = []
+    for each in each_entry(manifest):
+        keys = [program.key for program in each.programs]
+        found += [program_file(key, each.entry) for key in keys] if per_size(each) else [whole_program_file(each.entry)]
+    return tuple(found)
+
+
+def per_size(manifest: Manifest) -> bool:
+    """Whether every int_key of the manifest's own entry has an exported program of its own."""
+    own = {program_file(program.key, manifest.entry) for program in manifest.programs}
+    return any(file.path in own for file in manifest.files)
+
+
+def _folder(entry: str) -> str:
+    return "" if entry == FORWARD else f"{entry}/"

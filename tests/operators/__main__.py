@@ -1,0 +1,127 @@
+"""Builds PyTorch's own samples of its operators for the CPU, and compares them with eager PyTorch (needs the package expecttest).
+
+    python -m tests.operators --jobs 2 --results operators.jsonl
+    python -m tests.operators --only 'fft|linalg' --dtype bfloat16
+
+Some operators share a module; those of one that is not right are tried again apart.  A row per module goes to the results as it
+ends, and what is there already is left out.  Exit status 1 when one was wrong, or ended in what is no error of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.corpus.results import CRASHED, FAILED, REFUSED, RIGHT, TIMEOUT, WRONG
+
+from .samples import Sample, group, parsed, samples
+
+EAGER = "eager PyTorch fails"
+SECONDS = 60.0
+"""Of a module, and as much again for each of its operators."""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.operators", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default="", metavar="REGEX", help="of the names of the operators")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--jobs", type=int, default=2, help="processes at a time")
+    parser.add_argument("--together", type=int, default=8, help="operators of a module")
+    parser.add_argument("--results", type=Path, default=Path("operators.jsonl"), metavar="FILE", help="a row a line, added to")
+    parser.add_argument("--judge", nargs="+", metavar="SAMPLE", help="one module, in this process: its row as JSON, last line")
+    given = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    dtype: torch.dtype = getattr(torch, given.dtype)
+    if given.judge:
+        print("\n" + json.dumps(judged([parsed(text) for text in given.judge], dtype)), flush=True)
+        return 0
+    lines = given.results.read_text().splitlines() if given.results.exists() else []
+    done = {text for line in lines for text in json.loads(line)["samples"]}
+    left = [each for each in samples(dtype) if str(each) not in done and re.search(given.only, each.name)]
+    count = -(-len(left) // given.together)
+    with ThreadPoolExecutor(given.jobs) as pool, open(given.results, "a") as file:
+
+        def run(chosen: Sequence[Sample]) -> None:
+            row = _process(chosen, given.dtype)
+            if row["verdict"] != RIGHT and len(chosen) > 1:
+                run(chosen[: len(chosen) // 2])
+                run(chosen[len(chosen) // 2 :])
+                return
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            print(f"{row['verdict']:20}  {' '.join(row['names'])}  {row['message'][:200]}", flush=True)
+
+        for each in [pool.submit(run, left[number::count]) for number in range(count)]:
+            each.result()
+    rows = [json.loads(line) for line in given.results.read_text().splitlines()]
+    counts = Counter({verdict: sum(len(row["names"]) for row in rows if row["verdict"] == verdict) for verdict in _verdicts(rows)})
+    print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
+    return 1 if counts.keys() & {WRONG, CRASHED, TIMEOUT, FAILED} else 0
+
+
+def _verdicts(rows: Sequence[dict[str, Any]]) -> set[str]:
+    return {row["verdict"] for row in rows}
+
+
+def _process(chosen: Sequence[Sample], dtype: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "tests.operators", "--dtype", dtype, "--judge", *map(str, chosen)]
+    known = {"samples": [str(each) for each in chosen], "names": [each.name for each in chosen]}
+    begun = time.perf_counter()
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=SECONDS * (1 + len(chosen)), check=False)
+    except subprocess.TimeoutExpired:
+        return {**known, "verdict": TIMEOUT, "message": ""}
+    last = done.stdout.strip().rpartition("\n")[2]
+    row = json.loads(last) if last.startswith("{") else {"verdict": CRASHED, "message": done.stderr[-300:]}
+    return {**known, **row, "seconds": round(time.perf_counter() - begun, 1)}
+
+
+def judged(chosen: Sequence[Sample], dtype: torch.dtype) -> dict[str, str]:
+    """What became of a module of some samples.  What is no error of ours is raised."""
+    import cgbundle
+    import cgcompile
+    from cgbundle.errors import CgbundleError
+    from cgcompile.util.tolerance import compare, tolerance
+
+    module, tensors = group(chosen, dtype)
+
+    def inputs() -> tuple[torch.Tensor, ...]:
+        return tuple([tensor.clone() for tensor in tensors])
+
+    try:
+        with torch.no_grad():
+            wanted = module(*inputs())
+    except (RuntimeError, AssertionError, NotImplementedError) as error:
+        return {"verdict": EAGER, "message": str(error)}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            path = cgcompile.build(module, inputs, out=Path(folder) / "group.cgb", target="cpu").path
+            with cgbundle.load(path) as program:
+                found = program(*inputs())
+        except CgbundleError as error:
+            return {"verdict": REFUSED if error.exit_code == 1 else FAILED, "message": f"{error.code}: {error}"}
+    results = found if isinstance(found, tuple) else (found,)
+    for number, (want, have) in enumerate(zip(wanted, results, strict=True)):
+        difference = compare(want, have)
+        if difference.error > tolerance(want.dtype):
+            return {"verdict": WRONG, "message": f"result {number}: {difference.text}"}
+    return {"verdict": RIGHT, "message": ""}
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,101 @@
+"""The samples that PyTorch tests its operators with, in groups that are modules.
+
+Private interface (torch 2.11, 2.13): `torch.testing._internal.common_methods_invocations.op_db`, which needs the package
+expecttest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+
+SEED = 7
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sample:
+    """Sample number `place` of operator number `operator` of PyTorch's list."""
+
+    operator: int
+    place: int
+
+    def __str__(self) -> str:
+        return f"{self.operator}:{self.place}"
+
+    @property
+    def name(self) -> str:
+        found = op_db[self.operator]
+        return ".".join(filter(None, [found.name, found.variant_test_name]))
+
+
+def parsed(text: str) -> Sample:
+    """The sample of its text."""
+    operator, _, place = text.partition(":")
+    return Sample(operator=int(operator), place=int(place))
+
+
+def samples(dtype: torch.dtype) -> list[Sample]:
+    """The first and the middle one of every operator, of those with a tensor that is not empty."""
+    made = []
+    for number, operator in enumerate(op_db):
+        if dtype not in operator.dtypes:
+            continue
+        full = [place for place, given in enumerate(drawn(number, dtype)) if any(each.numel() for each in _tensors(given))]
+        made += [Sample(operator=number, place=place) for place in dict.fromkeys([*full[:1], *full[len(full) // 2 :][:1]])]
+    return made
+
+
+def drawn(operator: int, dtype: torch.dtype) -> list[Any]:
+    """All samples of an operator; none where they cannot be drawn on a CPU."""
+    torch.manual_seed(SEED)
+    try:
+        return list(op_db[operator].sample_inputs("cpu", dtype, requires_grad=False))
+    except (RuntimeError, NotImplementedError, AssertionError):
+        return []
+
+
+def _tensors(given: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(given.input) if isinstance(leaf, Tensor)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """An operator and its arguments; the tensors among the leaves, at `tensors`, are the module's inputs."""
+
+    function: Any
+    leaves: Sequence[Any]
+    structure: TreeSpec
+    tensors: Sequence[int]
+
+
+class Group(nn.Module):
+    """The operators' results, of all their tensors in order."""
+
+    def __init__(self, calls: Sequence[Call]) -> None:
+        super().__init__()
+        self.calls = calls
+
+    def forward(self, *given: Tensor) -> tuple[Tensor, ...]:
+        remaining, made = iter(given), list[Tensor]()
+        for call in self.calls:
+            leaves = [next(remaining) if place in call.tensors else leaf for place, leaf in enumerate(call.leaves)]
+            args, kwargs = tree_unflatten(leaves, call.structure)
+            made += [leaf for leaf in tree_leaves(call.function(*args, **kwargs)) if isinstance(leaf, Tensor)]
+        return tuple(made)
+
+
+def group(chosen: Sequence[Sample], dtype: torch.dtype) -> tuple[Group, tuple[Tensor, ...]]:
+    """A module for some samples, and its inputs."""
+    calls = []
+    for sample in chosen:
+        given = drawn(sample.operator, dtype)[sample.place]
+        leaves, structure = tree_flatten(((given.input, *given.args), given.kwargs))
+        tensors = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        calls.append(Call(function=op_db[sample.operator].op, leaves=leaves, structure=structure, tensors=tensors))
+    return Group(calls).eval(), tuple([call.leaves[place] for call in calls for place in call.tensors])
