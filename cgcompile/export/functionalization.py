@@ -2,6 +2,7 @@
 
 Private interfaces of torch.export.exported_program (2.11, 2.13): `_split_decomp_table_to_cia_and_python_decomp`, which is replaced
 meanwhile, `_special_op_to_preserve_cia`, `_is_preservable_cia_op`.  Without one of them the form is made all the same, only later.
+`torch._C._dispatch_has_kernel_for_dispatch_key`, as tools/operators.py has it.
 """
 
 from __future__ import annotations
@@ -137,7 +138,7 @@ def _makes_new(node: Node) -> bool:
     operator = node.target
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace != "aten" or not _only_reads(node):
         return False
-    whole = operator in NEW or not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
+    whole = operator in NEW or not _is_composite(operator)
     return whole and all(each.alias_info is None for each in operator._schema.returns)
 
 
@@ -170,8 +171,12 @@ def _reads_by_schema(node: Node) -> bool:
     operator = node.target
     if not isinstance(operator, torch._ops.OpOverload) or operator.namespace in ("aten", "prims"):
         return False
-    whole = not torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
-    return whole and not operator._schema.is_mutable and not _sized_by_data(node)
+    return not _is_composite(operator) and not operator._schema.is_mutable and not _sized_by_data(node)
+
+
+def _is_composite(operator: torch._ops.OpOverload) -> bool:
+    """Whether torch has it as other operators, which are what a trace sees."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(operator.name(), "CompositeImplicitAutograd")
 
 
 def _writes_in_place(node: Node) -> bool:

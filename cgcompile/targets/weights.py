@@ -37,11 +37,11 @@ TABLE = "cgcompile.table."
 """How the names of tables begin: of rows of the manifest that are no weights of the model."""
 
 
-def stored_dtype(tensor: torch.Tensor) -> str:
+def stored_dtype(tensor: torch.Tensor, what: str = "a tensor") -> str:
     """The name of a tensor's dtype in schema.DTYPES.  Raises dtype-unsupported."""
     name = str(tensor.dtype).removeprefix("torch.")
     if name not in DTYPES or tensor.layout != torch.strided:
-        raise ModelError("dtype-unsupported", f"a tensor is {name} ({tensor.layout}), which a bundle cannot hold")
+        raise ModelError("dtype-unsupported", f"{what} is {name} ({tensor.layout}), which a bundle cannot hold")
     return name
 
 
@@ -53,7 +53,8 @@ def shapes_of(tensors: Mapping[str, torch.Tensor]) -> dict[str, Shape]:
         identity = (tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride()) if tensor.numel() else name
         owner = first.setdefault(identity, name)
         shape, strides = tuple(tensor.shape), dense_strides(tuple(tensor.shape), tensor.stride())
-        shapes[name] = Shape(dtype=stored_dtype(tensor), shape=shape, strides=strides, same_as="" if owner == name else owner)
+        dtype = stored_dtype(tensor, f"weight {name.removeprefix(PREFIX)!r}")
+        shapes[name] = Shape(dtype=dtype, shape=shape, strides=strides, same_as="" if owner == name else owner)
     return shapes
 
 

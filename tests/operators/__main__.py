@@ -69,13 +69,9 @@ def main() -> int:
         for each in [pool.submit(run, left[number::count]) for number in range(count)]:
             each.result()
     rows = [json.loads(line) for line in given.results.read_text().splitlines()]
-    counts = Counter({verdict: sum(len(row["names"]) for row in rows if row["verdict"] == verdict) for verdict in _verdicts(rows)})
+    counts = Counter([row["verdict"] for row in rows for _ in row["names"]])
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     return 1 if counts.keys() & {WRONG, CRASHED, TIMEOUT, FAILED} else 0
-
-
-def _verdicts(rows: Sequence[dict[str, Any]]) -> set[str]:
-    return {row["verdict"] for row in rows}
 
 
 def _process(chosen: Sequence[Sample], dtype: str) -> dict[str, Any]:

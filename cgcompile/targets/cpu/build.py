@@ -13,7 +13,7 @@ import torch
 from cgbundle.errors import CallError
 from cgbundle.format import file_names
 from cgbundle.format.entries import FORWARD
-from cgbundle.format.schema import DTYPES, Exam, IntKey, Region, Target, Value, Weight
+from cgbundle.format.schema import Exam, IntKey, Region, Target, Value, Weight
 
 from ...bundle.emit import describe_size
 from ...bundle.exam import KeyExam, eager_exam, write_exam
@@ -181,8 +181,6 @@ def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> 
     dtype-unsupported for dtypes that a bundle cannot hold and for constants with gaps or overlaps."""
     for full, value in tensors.items():
         name = full.removeprefix(PREFIX)
-        if dtype_name(value.dtype) not in DTYPES:
-            raise ModelError("dtype-unsupported", f"weight {name!r}: dtype {value.dtype} cannot be held in a bundle")
         if not value.detach().permute(memory_order(value)).is_contiguous():
             raise ModelError(
                 "dtype-unsupported",

@@ -96,6 +96,8 @@ def _refuse_unboxed(kernel: Any, given: Sequence[Any]) -> None:
     name = kernel.op_overload.name()
     if schema is None:
         reason = "it is no operator of torch's dispatcher"
+    elif kernel.op_overload.namespace == "prims":
+        reason = "torch makes it known in Python alone"
     elif missing := [each for each, value in zip(schema.arguments, given, strict=True) if value is not None and not _takes(each)]:
         reason = f"torch's C interface passes no {missing[0].type} (its argument {missing[0].name!r})"
     else:

@@ -125,6 +125,21 @@ def test_an_operator_that_the_c_interface_cannot_call_is_named_with_the_line(tmp
         compile_cpu(program, tmp_path, lambda text: None)
 
 
+class Converted(nn.Module):
+    """Calls an operator that torch has in Python alone."""
+
+    def forward(self, z: Tensor) -> Tensor:
+        made: Tensor = torch.ops.prims.convert_element_type(z, torch.complex128)
+        return made
+
+
+def test_an_operator_that_is_known_in_python_alone_is_named_with_the_line(tmp_path: Path) -> None:
+    program = torch.export.export(Converted(), (torch.ones(3, dtype=torch.complex64),))
+    said = r"test_dispatch\.py:\d+: prims::convert_element_type has no code that runs without Python"
+    with raises("operator-without-code", match=said):
+        compile_cpu(program, tmp_path, lambda text: None)
+
+
 def test_another_torch_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatch, "METHODS", ((nn.Module, "no_such_method"),))
     with raises("torch-unsupported", match=r"Inductor has no Module\.no_such_method"), dispatched():
