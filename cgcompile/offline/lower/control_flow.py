@@ -252,8 +252,8 @@ class _Growing:
         values.update(zip(part.outputs, carried, strict=True))
 
     def _is_last_use(self, block: Block, part: Loop, name: str, values: Values) -> bool:
-        """Whether a straight part of this block made the value, in memory that nothing else lies in, and only the loop takes it, once:
-        then nobody sees that the loop writes to it."""
+        """Whether a straight part of this block made the value, in memory that nothing else lies in, and the loop alone takes it,
+        once: then nobody sees that the loop writes to it."""
         made = [node for each in block.parts if isinstance(each, Straight) for node in each.nodes if node.name == name]
         if not made or len(made[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
             return False
