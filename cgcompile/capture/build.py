@@ -24,7 +24,7 @@ from ..targets.cuda.chains import chained_outputs
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import HostRegions, SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.recorded import RecordedProgram
-from ..targets.kernels.conditions import conditional_driver
+from ..targets.kernels.graph_driver import graph_driver
 from ..targets.kernels.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
 from ..targets.weights import fixed_weights, shapes_of, table_rows, write_tables
@@ -144,7 +144,7 @@ def emit(
         for number, entry in enumerate(spec.entries)
     ]
     write_exam(stage / file_names.EXAM, {entry.name: exam for entry, (_, exam) in zip(spec.entries, parts, strict=True)})
-    driver = max(_lowest_driver(recorded), conditional_driver(written.recordings.values()))
+    driver = max(_lowest_driver(recorded), graph_driver(written.recordings.values()))
     if written.fills or recorded.graphs.keys() - recorded.replays.keys():  # our own ptxas made images
         driver = max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
     tables = table_rows(written.weights)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -9,6 +10,7 @@ from pathlib import Path
 
 import torch
 
+from cgbundle.cpu.processor import processor_flags
 from cgbundle.exam import key_text
 from cgbundle.format import file_names
 from cgbundle.format.schema import Exam, IntKey, Weight
@@ -22,7 +24,8 @@ from ..targets.architectures import arch
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts, build_key
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
-from ..targets.kernels.conditions import conditional_driver
+from ..targets.instruction_sets import common_level
+from ..targets.kernels.graph_driver import graph_driver
 from ..targets.kernels.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
 from ..targets.weights import fixed_weights, shapes_of, table_rows, write_tables, write_weights
@@ -67,7 +70,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             tell.result(f"{len(compiled.images)} kernel images, equal ones once")
         shapes = shapes_of(tensors)
         unplaced = lay_out(shapes, state, split.host_only if split else ()).rows
-        hosts = host_stage(split, unplaced, scratch, stage, stages)
+        hosts = host_stage(split, unplaced, scratch, stage, stages, common_level(os.uname().machine, processor_flags()))
         layout = lay_out(shapes, state, off_gpu(split, hosts, unplaced))
         with stages("plan") as tell:
             planned = place_programs(spec, lowered, compiled, layout, calls, split)
@@ -93,7 +96,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 parts = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
                 tell.result(_proved(spec, parts))
     peer = [("peer", world.size * world.stride) for world in planned.world]
-    driver = max(lowest_driver(target.capability), conditional_driver(written.recordings.values()))
+    driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,

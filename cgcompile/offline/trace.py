@@ -34,6 +34,7 @@ from .assemble.merge import LoweredRegion, merge, whole
 from .assemble.plan_check import check_plan
 from .assemble.rows import assemble
 from .compile.kernels import CompiledKernel, compile_variants
+from .compile.programmatic_launch import LOWEST, begin_early
 from .lower.jobs import LoweringJob, lower_all
 from .lowered import Exchange, KernelVariant, LoweredProgram, SetCondition
 from .lowered import Lowered as LoweredGraph
@@ -110,12 +111,15 @@ def lower_programs(
     code: str = "",
     seconds: float | None = None,
 ) -> LoweredPrograms:
-    """All jobs lowered, the regions of a key as one program.  `code`: see `lower_all`.  Raises the refusals of lowering, and
-    TimeoutError when it takes more than so many `seconds`."""
+    """All jobs lowered, the regions of a key as one program, whose kernels overlap where the target lets them.  `code`: see
+    `lower_all`.  Raises the refusals of lowering, and TimeoutError when it takes more than so many `seconds`."""
     table = table_file(target.name)
     lowered = lower_all(jobs, target.name, scratch, code=code, cache=cache_folder(), table=table, tell=tell, seconds=seconds)
     sources = {name for each in lowered.values() for constant in each.constants for name in constant.sources}
-    return LoweredPrograms(by_key=_programs(lowered, split), sources=frozenset(sources))
+    programs = _programs(lowered, split)
+    if target.capability >= LOWEST:
+        programs = {key: begin_early(program) for key, program in programs.items()}
+    return LoweredPrograms(by_key=programs, sources=frozenset(sources))
 
 
 def compile_programs(lowered: LoweredPrograms, target: Arch, tell: Tell) -> CompiledPrograms:

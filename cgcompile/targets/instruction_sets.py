@@ -47,6 +47,9 @@ LEVELS = (
     Level(name="armv8.2-a", machine=AARCH64, features=_ARM_V8_2, vector_bits=128),
 )
 
+COMMON = ("x86-64-v3", "armv8.2-a", "x86-64-v2", "armv8-a")
+"""What every host of a GPU from sm_80 on has (AVX2; Arm's atomics), the best first, and what is left where the builder lacks it."""
+
 SWITCHED_OFF = ("-mno-sse4a", "-mno-xop", "-mno-fma4", "-mno-tbm")
 """With -march=native: instruction sets that processors of one maker have and that gain nothing, but which compilers may use."""
 
@@ -82,6 +85,12 @@ SVE_BITS = "__ARM_FEATURE_SVE_BITS"
 def level_of(name: str) -> Level | None:
     """The level of that name, if it is one."""
     return next((row for row in LEVELS if row.name == name), None)
+
+
+def common_level(machine: str, flags: Collection[str]) -> Level | None:
+    """What code is compiled for that runs beside a GPU on other machines: the best level of COMMON that this one has, too."""
+    rows = [row for name in COMMON for row in LEVELS if row.name == name]
+    return next((row for row in rows if not foreign(row, machine, flags)), None)
 
 
 def foreign(level: Level, machine: str, flags: Collection[str]) -> str:

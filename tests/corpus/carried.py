@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,16 @@ from cgbundle.format import archive, file_names, safetensors
 
 KEPT = "weights.kept"
 """In place of the weights: a line of JSON with the names and ranges that are left out, and all other bytes in their order."""
+
+
+def draw_alike_everywhere() -> None:
+    """Makes truncated normal weights the same on every machine, for this process: torch draws them with a function of MKL, which
+    has other code for other makers of processors.  The other way to them is torch's own, in double."""
+
+    def erfinv_(self: torch.Tensor) -> torch.Tensor:
+        return self.copy_(torch.special.ndtri((self.double() + 1) / 2) / math.sqrt(2))
+
+    torch.Tensor.erfinv_ = erfinv_  # type: ignore[method-assign]
 
 
 def leave_out_weights(bundle: Path, module: torch.nn.Module) -> None:

@@ -27,10 +27,11 @@ def main(arguments: Sequence[str]) -> None:
     import torch
 
     torch.set_num_threads(1)
-    from .carried import leave_out_weights, with_weights
+    from .carried import draw_alike_everywhere, leave_out_weights, with_weights
     from .judge import judge, replayed
     from .models import find
 
+    draw_alike_everywhere()
     case = find(name)
     if "transformers" in case.needs:
         import transformers

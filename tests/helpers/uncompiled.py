@@ -9,7 +9,9 @@ from cgbundle.format.schema import Region, Weight
 from cgcompile.targets.cuda.host_regions import HostRegions, SplitProgram
 
 
-def uncompiled(split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: object) -> HostRegions:
+def uncompiled(
+    split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: object, level: object = None
+) -> HostRegions:
     """In the place of `compile_host_regions`: rows and files of its kind."""
     rows = {}
     for key, planned in split.partitions.items():

@@ -4,10 +4,21 @@ Inductor's wrapper launches them; so do those of a branch's or loop's body."""
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cgbundle.format.schema import MEMORIES, Value
-from cgbundle.tables.recording import Address, Function, KernelNode, MemcpyNode, MemsetNode, Recording, Relocation
+from cgbundle.tables.recording import (
+    Address,
+    Edge,
+    Function,
+    KernelNode,
+    MemcpyNode,
+    MemsetNode,
+    Node,
+    Recording,
+    Relocation,
+)
+from cgbundle.validate.recordings import EDGE_PROGRAMMATIC, KERNEL_PORT_PROGRAMMATIC
 
 from ...errors import BuildError
 from ...targets.collectives.exchange_nodes import ExchangeKernels, exchange_node, transfer
@@ -101,12 +112,15 @@ def _assemble(
 ) -> RecordedGraph:  # fmt: skip
     lowered = where.lowered
     functions: dict[Function, int] = {}
+    begin_next: set[int] = set()
     growing = Bodies()
     for moment, event in enumerate(lowered.events[region.start : region.stop], region.start):
         spot = f"int_key {lowered.key}, event {moment}"
         match event:
             case Launch() if all(event.grid):
                 function = functions.setdefault(_function(compiled[event.variant]), len(functions))
+                if lowered.variants[event.variant].begins_next:
+                    begin_next.add(function)
                 growing.add([_kernel(event, function, compiled[event.variant], where, spot)])
             case Copy() if event.nbytes:
                 growing.add(list(_copies(event, where, spot)))
@@ -127,10 +141,24 @@ def _assemble(
                 growing.end()
     nodes, edges, bodies = growing.rows()
     return RecordedGraph(
-        recording=Recording(key=lowered.key, functions=tuple(functions), nodes=nodes, edges=edges, bodies=bodies),
+        recording=Recording(
+            key=lowered.key, functions=tuple(functions), nodes=nodes, edges=_early(edges, nodes, begin_next), bodies=bodies
+        ),
         inputs=tuple(_value(tensor, where, f"int_key {lowered.key}, input {i}") for i, tensor in enumerate(region.inputs)),
         outputs=tuple(_value(tensor, where, f"int_key {lowered.key}, output {i}") for i, tensor in enumerate(region.outputs)),
         arena=arena,
+    )
+
+
+def _early(edges: Sequence[Edge], nodes: Sequence[Node], begin_next: Collection[int]) -> tuple[Edge, ...]:
+    """The edges, programmatic ones behind launches of the functions `begin_next`."""
+
+    def early(edge: Edge) -> bool:
+        source = nodes[edge.source]
+        return isinstance(source, KernelNode) and source.function in begin_next
+
+    return tuple(
+        [replace(edge, from_port=KERNEL_PORT_PROGRAMMATIC, type=EDGE_PROGRAMMATIC) if early(edge) else edge for edge in edges]
     )
 
 

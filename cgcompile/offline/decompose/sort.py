@@ -37,10 +37,10 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
     """The k largest or smallest, best first, the first of equal ones: by looking k times, or by sorting."""
     if x.dim() == 0:
         return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
-    if k > SEARCHED:
-        values, where = torch.sort(x, dim=dim, descending=largest, stable=True)
-        return values.narrow(dim, 0, k), where.narrow(dim, 0, k)
     rows = x.movedim(dim, -1)
+    if k > SEARCHED:
+        values, where = _best_of_pieces(rows, k, largest)
+        return values.movedim(-1, dim), where.movedim(-1, dim)
     position = torch.arange(rows.shape[-1], device=x.device)
     left = torch.ones_like(rows, dtype=torch.bool)
     floating = x.is_floating_point()
@@ -61,6 +61,27 @@ def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = 
         where.append(first)
         left = left & (position != first)
     return torch.cat(values, -1).movedim(-1, dim), torch.cat(where, -1).movedim(-1, dim)
+
+
+def _best_of_pieces(rows: Tensor, k: int, largest: bool) -> tuple[Tensor, Tensor]:
+    """The k best of the last axis.  While it is long, the k best of each of its pieces take its place; equal ones keep their
+    order."""
+    floating = rows.is_floating_point()
+    limits = torch.finfo(rows.dtype) if floating else torch.iinfo(rows.dtype)
+    worst = (-math.inf if floating else limits.min) if largest else (math.nan if floating else limits.max)
+    piece = max(SORTED, 1 << (4 * k - 1).bit_length())
+    place: Tensor | None = None
+    while rows.shape[-1] > piece and piece <= RANKED:
+        count = -(-rows.shape[-1] // piece)
+        rest = (*rows.shape[:-1], count * piece - rows.shape[-1])
+        pieces = torch.cat([rows, rows.new_full(rest, worst)], -1).unflatten(-1, (count, piece))
+        values, where = torch.sort(pieces, dim=-1, descending=largest, stable=True)
+        start = torch.arange(count, device=rows.device).unsqueeze(-1) * piece
+        rows, found = values[..., :k].flatten(-2), (where[..., :k] + start).flatten(-2)
+        place = found if place is None else torch.cat([place, place.new_zeros(rest)], -1).gather(-1, found)
+    values, where = torch.sort(rows, dim=-1, descending=largest, stable=True)
+    values, where = values[..., :k], where[..., :k]
+    return values, where if place is None else place.gather(-1, where)
 
 
 def _less(a: Tensor, b: Tensor) -> Tensor:

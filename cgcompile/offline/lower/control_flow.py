@@ -1,7 +1,8 @@
 """Programs with branches and loops: every straight part is lowered by itself, and what they launch is put together in order.
 
-A branch's results lie in buffers that all of its bodies write to.  What a loop carries lies in buffers of its own, filled before
-it begins and written in place at the end of its body, where the condition for the next turn is computed too.
+A branch's results lie in buffers that all of its bodies write to.  What a loop carries lies in buffers of its own, which hold
+the first values when it begins and are written in place at the end of its body, where the condition for the next turn is computed
+too.
 All values that cross from one part to another are dense.
 """
 
@@ -126,7 +127,7 @@ class _Growing:
                 case Branch() | Switch():
                     self.branch(part, values)
                 case Loop():
-                    self.loop(part, values)
+                    self.loop(block, part, values)
 
     def last_part(
         self,
@@ -229,9 +230,12 @@ class _Growing:
         self.straight_parts(block, own)
         return self.last_part(block, own, block.outputs, layouts, (), targets)
 
-    def loop(self, part: Loop, values: Values) -> None:
-        """What is carried is copied to buffers of its own first."""
-        carried = [self._carried(part, each) for each in self._operands(part.carried, values)]
+    def loop(self, block: Block, part: Loop, values: Values) -> None:
+        """What is carried is copied to buffers of its own first, unless it was made for the loop alone."""
+        carried = [
+            values[each] if isinstance(each, str) and self._is_last_use(block, part, each, values) else self._carried(part, first)
+            for each, first in zip(part.carried, self._operands(part.carried, values), strict=True)
+        ]
         given = [*carried, *self._operands(part.operands, values)]
         own = dict(zip(part.condition.inputs, given, strict=True))
         self.straight_parts(part.condition, own)
@@ -246,6 +250,17 @@ class _Growing:
         self._set_condition(condition, number)
         self.merged.events.append(End(conditional=number))
         values.update(zip(part.outputs, carried, strict=True))
+
+    def _is_last_use(self, block: Block, part: Loop, name: str, values: Values) -> bool:
+        """Whether a straight part of this block made the value, in memory that nothing else lies in, and the loop alone takes it,
+        once: then nobody sees that the loop writes to it."""
+        made = [node for each in block.parts if isinstance(each, Straight) for node in each.nodes if node.name == name]
+        if not made or len(made[0].users) != 1 or (*part.carried, *part.operands).count(name) != 1:
+            return False
+        buffer = self.merged.made[values[name].name].pointer.buffer
+        others = [self.merged.made.get(value.name) for other, value in values.items() if other != name]
+        alone = not any(other is not None and other.pointer.buffer == buffer for other in others)
+        return alone and self.merged.buffers[buffer].kind == TEMPORARY
 
     def _carried(self, part: Loop, first: _Value) -> _Value:
         if first.fake is None:

@@ -26,6 +26,7 @@ from ...util.progress import Stages, Tell
 from ..build_spec import Placements, entry_of, key_label, own_key
 from ..cpu import layouts
 from ..cpu.object_cache import recalled_or_compiled
+from ..instruction_sets import Level
 from ..memory_layout import UploadedValue, dense_strides
 from ..program_contents import program_contents
 from ..weights import shapes_of, stored_dtype
@@ -74,12 +75,14 @@ def split_stage(
     return split
 
 
-def host_stage(split: SplitProgram | None, weights: Sequence[Weight], scratch: Path, stage: Path, stages: Stages) -> HostRegions:
+def host_stage(
+    split: SplitProgram | None, weights: Sequence[Weight], scratch: Path, stage: Path, stages: Stages, level: Level | None = None
+) -> HostRegions:
     """`compile_host_regions` as a stage of the build."""
     if split is None:
         return NO_HOST_REGIONS
     with stages("host") as tell:
-        hosts = compile_host_regions(split, weights, scratch, stage, tell)
+        hosts = compile_host_regions(split, weights, scratch, stage, tell, level)
         tell.result(", ".join(region.file for region in dict.fromkeys(hosts.rows.values())) or "copies only")
     return hosts
 
@@ -139,10 +142,12 @@ def _host_only(programs: Programs, regions: Sequence[RegionModule]) -> frozenset
     return frozenset(name for names in tied.values() if names & read["host"] and not names & read["graph"] for name in names)
 
 
-def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: Tell) -> HostRegions:
+def compile_host_regions(
+    split: SplitProgram, weights: Sequence[Weight], scratch: Path, stage: Path, tell: Tell, level: Level | None = None
+) -> HostRegions:
     """Compiles every host region that computes something, for every key, and writes host/<name>.so into `stage`.  Keys whose region
-    has the same code and inputs share one.  `weights`: of `lay_out`.  Raises compiler-failed, constant-unknown,
-    operator-without-code, torch-unsupported."""
+    has the same code and inputs share one.  `weights`: of `lay_out`; `level`: the processors that they are for, None for those like
+    this one.  Raises compiler-failed, constant-unknown, operator-without-code, torch-unsupported."""
     made: dict[Any, Region] = {}
     rows: dict[tuple[str, IntKey], Region] = {}
     features: set[str] = set()
@@ -157,7 +162,7 @@ def compile_host_regions(split: SplitProgram, weights: Sequence[Weight], scratch
                 tell(f"compiling {name} for int_key {key}")
                 own = name if len(split.regions) == 1 else f"{name}-{key_label(key)}"
                 expected = [split.values[key][each].cpu() for each in region.planned.made]
-                made[like], used, left = _compile(region, own, given, expected, weights, scratch, stage)
+                made[like], used, left = _compile(region, own, given, expected, weights, scratch, stage, level)
                 features |= set(used)
                 unbound |= left
             rows[name, key] = made[like]
@@ -172,6 +177,7 @@ def _compile(
     weights: Sequence[Weight],
     scratch: Path,
     stage: Path,
+    level: Level | None,
 ) -> tuple[Region, tuple[str, ...], frozenset[str]]:
     where = f"{region.planned.name} ({region.planned.reason})"
     try:
@@ -182,7 +188,7 @@ def _compile(
     program = inlined(program)
     work = scratch / own
     work.mkdir()
-    compiled = recalled_or_compiled(program, program_contents([program])[id(program)], work, lambda text: None)
+    compiled = recalled_or_compiled(program, program_contents([program])[id(program)], work, lambda text: None, level=level)
     file = f"host/{own}.so"
     bound = layouts.bind_constants(compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights])
     try:

@@ -2,28 +2,36 @@
 
 A CUDA graph's branches and loops ask a value that only a kernel can set, by calling `cudaGraphSetConditional`.  That is an external
 function of the PTX, which the driver resolves when the image is loaded (driver 580, H200; ptxas of triton 3.6 and 3.7).
+From sm_90 on the kernel waits by itself for the one before it, which may have let it begin early.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 
-from cgbundle.tables.recording import Address, ConditionalNode, Function, Handle, KernelNode, Recording, Relocation
+from cgbundle.tables.recording import Address, Function, Handle, KernelNode, Relocation
 from cgbundle.tables.table import SET_CONDITION
 from cgbundle.validate.conditionals import PARAMS
 
 from .ptxas import assemble
 
-SOURCE = f"""
+WAITING = 90
+"""The first capability whose kernels may begin before the one in front of them has ended."""
+
+
+def condition_source(capability: int) -> str:
+    """Its PTX for a capability (90 for sm_90).  PTX 8.3 is CUDA 12.3's, the first with conditional nodes."""
+    lowest, wait = (WAITING, "griddepcontrol.wait;") if capability >= WAITING else (80, "")
+    return f"""
 .version 8.3
-.target sm_80
+.target sm_{lowest}
 .address_size 64
 .extern .func cudaGraphSetConditional (.param .b64 handle, .param .b32 value);
 .visible .entry {SET_CONDITION}(.param .u64 byte, .param .u64 handle)
 {{
   .reg .b32 %value;
   .reg .b64 %at, %handle;
+  {wait}
   ld.param.u64 %at, [byte];
   ld.param.u64 %handle, [handle];
   cvta.to.global.u64 %at, %at;
@@ -38,22 +46,12 @@ SOURCE = f"""
   ret;
 }}
 """
-"""PTX 8.3 is CUDA 12.3's, the first with conditional nodes."""
-
-LOOPS, BRANCHES = 12040, 12080
-"""The lowest drivers that take a loop, or an "if" with one body in a body, and an "if" with two bodies or a "switch" (12040 =
-12.4)."""
 
 
 def condition_image(name: str) -> bytes:
     """The kernel's image for an architecture ("sm_90").  Raises extra-missing, kernel-failed."""
-    return assemble(SOURCE, int(name.removeprefix("sm_")))
-
-
-def conditional_driver(recordings: Iterable[Recording]) -> int:
-    """The lowest driver that takes the conditional nodes of the recordings, 0 without any."""
-    found = [node for recording in recordings for node in recording.nodes if isinstance(node, ConditionalNode)]
-    return max([BRANCHES if node.type == "switch" or len(node.bodies) > 1 else LOOPS for node in found], default=0)
+    capability = int(name.removeprefix("sm_"))
+    return assemble(condition_source(capability), capability)
 
 
 def condition_function(image: bytes) -> Function:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cgbundle.tables.recording import ConditionalNode, Recording
+from cgbundle.tables.recording import ConditionalNode, MemcpyNode, Recording
 from cgcompile.export.higher_order.conditionals import obstacle
 from cgcompile.offline.interpret.interpret import Stage, interpret
 from tests.cpu.offline.test_interpret_lowered import task_of
@@ -17,7 +17,7 @@ from tests.cpu.offline.written_rows import tensor_of
 from tests.helpers.models.conditional_models import MODELS
 
 
-@pytest.mark.parametrize("name", ["nested", "carried", "shifted", "overlapping", "chosen"])
+@pytest.mark.parametrize("name", ["nested", "carried", "read afterwards", "shifted", "overlapping", "chosen"])
 def test_every_way_is_eagers(name: str, tmp_path: Path) -> None:
     torch.manual_seed(1)
     make, made, kinds = MODELS[name]
@@ -33,6 +33,15 @@ def test_every_way_is_eagers(name: str, tmp_path: Path) -> None:
     read = iter(outcome.read)
     for stage, wanted in zip(task.stages, expected, strict=True):
         check(stage, wanted, [next(read) for _ in wanted])
+
+
+def test_only_what_the_loop_alone_takes_is_not_copied(tmp_path: Path) -> None:
+    make, made, _ = MODELS["read afterwards"]
+    program = torch.export.export(make(), (made()[0],), strict=False)
+    (recording,) = set(task_of(program, made()[0], made(), tmp_path).recordings)
+    begin = next(node for node in recording.nodes if isinstance(node, ConditionalNode))
+    before = recording.nodes[: recording.nodes.index(begin)]
+    assert sum(isinstance(node, MemcpyNode) for node in before) == 3
 
 
 def types(recording: Recording) -> list[str]:

@@ -612,6 +612,27 @@ def test_topk_looks(k: int, largest: bool) -> None:
         assert all(len(set(row)) == k for row in where.tolist())
 
 
+EXTREMES = torch.iinfo(torch.int64)
+
+
+@pytest.mark.parametrize("largest", [False, True])
+@pytest.mark.parametrize("k", [17, 40])
+def test_topk_of_a_vocabulary_is_that_of_its_pieces(k: int, largest: bool) -> None:
+    """As a stable sort has it: of equal ones the first comes first, NaN is the largest; what fills the last piece is no element."""
+    words = torch.randn(2, 30001)
+    numbers = torch.randint(-9, 9, (2, 30001))
+    numbers[:, ::7], numbers[:, ::11] = EXTREMES.max, EXTREMES.min
+    holes = words.clone()
+    holes[0, 5:], holes[1, ::2] = math.nan, -math.inf
+    for x in (words, words.round(), numbers, holes, torch.full_like(words, math.nan), torch.full_like(words, math.inf)):
+        values, where = sort.topk(x, k, 1, largest)
+        expected, places = torch.sort(x, dim=1, descending=largest, stable=True)
+        torch.testing.assert_close(values, expected[:, :k], equal_nan=True)
+        assert torch.equal(where, places[:, :k])
+    values, where = sort.topk(words.T, k, 0, largest)
+    assert torch.equal(values, torch.topk(words.T, k, 0, largest).values)
+
+
 def test_distances_and_trilinear() -> None:
     a, b = torch.randn(2, 5, 3), torch.randn(2, 4, 3)
     for p in (1.0, 2.0, math.inf):

@@ -3,6 +3,7 @@ and proved with eager PyTorch in the host's place."""
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from tests.helpers.uncompiled import uncompiled
 pytest.importorskip("triton")
 
 import cgcompile
+from cgbundle.cpu.processor import processor_flags
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Dimension, IntKey, Manifest, Program, Proof
 from cgbundle.format.spans import HOST_ONLY
@@ -43,6 +45,7 @@ from cgcompile.offline.proof import Trial, proved
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.cuda import host_regions
 from cgcompile.targets.cuda.host_regions import split_program
+from cgcompile.targets.instruction_sets import common_level
 from cgcompile.targets.memory_layout import PAD
 from cgcompile.transforms.error_bounds import ErrorBound
 
@@ -257,6 +260,8 @@ def test_a_table_that_the_host_reads_stays_off_the_gpu(make: Make) -> None:
     assert table in ("table", "tied") and scale == "scale"
     assert (build.path / row.file).read_bytes().startswith(b"\x7fELF")
     assert build.manifest.target.torch == torch.__version__.partition("+")[0] and build.manifest.target.features
+    level = common_level(os.uname().machine, processor_flags())  # the GPU is in another machine
+    assert level is not None and set(build.manifest.target.features) <= set(level.features)
 
 
 def test_what_has_no_triton_kernel_builds_with_the_options_of_the_hint(make: Make) -> None:

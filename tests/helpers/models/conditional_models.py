@@ -51,6 +51,20 @@ class Carried(nn.Module):
         return i, a, b, square, kept, c, d[1:]
 
 
+class ReadAfterwards(nn.Module):
+    """Of what a loop begins with it alone takes `made`; `read` is an output, too, `seen` and `whole` are read behind the loop."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        made, read, seen, whole = x * 2, x + 1, x.sin(), x.cos()
+
+        def turn(i: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+            return i + 1, *[each * 0.5 + i for each in carried]
+
+        first = (torch.zeros((), dtype=torch.int64, device=x.device), made, read, seen, whole.T)
+        found = torch.while_loop(lambda i, made, *_: (i < 4) & (made.sum() > -8), turn, first)
+        return *found, read, seen + found[1], whole[0]
+
+
 class Shifted(nn.Module):
     """A turn leaves in one thing what another one was, which it changes, too: forwards, backwards, and through a cast."""
 
@@ -204,6 +218,7 @@ def middle_inputs() -> list[Tensor]:
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], list[Tensor]], tuple[str, ...]]] = {
     "nested": (Nested, nested_inputs, ("if", "if", "if", "while")),
     "carried": (Carried, carried_inputs, ("if", "while")),
+    "read afterwards": (ReadAfterwards, carried_inputs, ("while",)),
     "shifted": (Shifted, carried_inputs, ("while",)),
     "overlapping": (Overlapping, overlapping_inputs, ("if", "while")),
     "middle": (Middle, middle_inputs, ("if",)),

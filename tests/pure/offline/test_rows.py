@@ -251,6 +251,18 @@ def test_what_does_nothing_is_left_out() -> None:
     verify(graph, [])
 
 
+def test_only_a_kernel_that_lets_the_next_one_begin_has_a_programmatic_edge() -> None:
+    begins = replace(variant(), begins_next=True)
+    events = [launch(place(WEIGHT_BUFFER), place(FIRST)), replace(launch(place(WEIGHT_BUFFER), place(FIRST)), variant=1)]
+    program = traced(Allocate(buffer=FIRST), *events, *events, variants=(variant(), begins))
+    kernels = (compiled(), compiled(image=b"other", sha256=sha256(b"other").hexdigest()))
+    graph = rows(program, *kernels)
+    verify(graph, kernels)
+    assert [(edge.source, edge.target, edge.from_port, edge.type) for edge in graph.recording.edges] == [
+        (0, 1, 0, 0), (1, 2, 1, 1), (2, 3, 0, 0),
+    ]  # fmt: skip
+
+
 def test_functions_that_are_equal_stand_once() -> None:
     kernels = [compiled(), compiled(), compiled(symbol="other")]
     events = [replace(launch(place(INPUT_BUFFER), place(FIRST)), variant=i) for i in (0, 1, 2, 0)]

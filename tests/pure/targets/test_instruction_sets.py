@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cgcompile.targets.instruction_sets import ARM_NAMES, LEVELS, check_level, level_of, macros, needed
+from cgcompile.targets.instruction_sets import ARM_NAMES, LEVELS, check_level, common_level, level_of, macros, needed
 from tests.helpers.raising import raises
 
 ZEN4 = """
@@ -103,3 +103,13 @@ def test_a_version_of_arm_is_a_level_of_its_machines_alone() -> None:
         check_level(upper, "aarch64", set(upper.features) - {"atomics"})
     with raises("target-unavailable", match=r"target armv8-a: its code is for aarch64, and this machine is x86_64"):
         check_level(lower, "x86_64", lower.features)
+
+
+def test_code_beside_a_gpu_elsewhere_is_for_the_best_level_that_such_machines_have() -> None:
+    levels = {row.name: row for row in LEVELS}
+    best = levels["x86-64-v4"].features
+    for flags, wanted in ((best, "x86-64-v3"), (levels["x86-64-v3"].features, "x86-64-v3"), (best[:8], "x86-64-v2")):
+        found = common_level("x86_64", flags)
+        assert found is not None and found.name == wanted
+    assert common_level("x86_64", ["fpu"]) is None
+    assert common_level("aarch64", [*levels["armv8.2-a"].features, "sve"]) == levels["armv8.2-a"]

@@ -1,0 +1,186 @@
+"""Kernels that begin before the one in front of them has ended: CUDA's programmatic dependent launch (sm_90 and later).
+
+A kernel lets the next one begin as soon as all its own blocks have begun (`griddepcontrol.launch_dependents`).  That one reads
+weights, which no kernel of the graph writes, and waits until the earlier kernel has ended and its writes are seen
+(`griddepcontrol.wait`); all else stands behind the wait.  A kernel ends after its wait, so that what comes third may rely on the
+first.
+
+Only a kernel whose next node waits may let it begin.  Behind one that did, a kernel that does not wait read stale bytes, although
+their edge was a full one (the condition of a loop; H200, driver 580.159).
+
+Sources: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchronization"; PTX ISA, `griddepcontrol`.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection
+from dataclasses import replace
+
+from ..lowered import (
+    WEIGHT,
+    Allocate,
+    Copy,
+    Event,
+    Exchange,
+    Fill,
+    KernelVariant,
+    Launch,
+    Lowered,
+    LoweredProgram,
+    Pointer,
+    Release,
+    SetCondition,
+)
+
+LOWEST = 90
+"""The first compute capability that has it."""
+
+WAIT, BEGIN_NEXT = "tl.extra.cuda.gdc_wait()", "tl.extra.cuda.gdc_launch_dependents()"
+
+OWN = "gdc_", "griddepcontrol"
+"""What stands in the text of a kernel that does so by itself."""
+
+ALONE = "launch_cooperative_grid", "num_ctas"
+"""Options of kernels whose blocks have to run at once, and that are left as they are."""
+
+EARLY = {"tl.program_id", "tl.arange", "tl.full", "tl.broadcast_to", "tl.load"}
+"""Calls that may stand before the wait, and `.to`: those of indices, and of what is read at them."""
+
+
+def begin_early(program: LoweredProgram) -> LoweredProgram:
+    """The same program.  Launches of which one follows the other overlap, where both kernels can be made to."""
+    lowered = program.lowered
+    able = [_can_wait(variant) for variant in lowered.variants]
+    begin_next: set[int] = set()
+    wait: set[int] = set()
+    for region in program.regions:
+        before = -1  # the launch in front, if its kernel is able
+        for number in range(region.start, region.stop):
+            event = lowered.events[number]
+            if not _is_node(event):
+                continue
+            ready = isinstance(event, SetCondition) or (isinstance(event, Launch) and able[event.variant])
+            if ready and before >= 0:
+                begin_next.add(before)
+                wait.add(number)
+            before = number if ready and isinstance(event, Launch) else -1
+    return replace(program, lowered=_overlapping(lowered, begin_next, wait))
+
+
+def _is_node(event: Event) -> bool:
+    """Whether something stands in a graph for it, or it ends a graph."""
+    match event:
+        case Allocate() | Release():
+            return False
+        case Launch():
+            return all(event.grid)
+        case Copy() | Exchange():
+            return event.nbytes > 0
+        case Fill():
+            return event.count > 0
+    return True
+
+
+def _can_wait(variant: KernelVariant) -> bool:
+    options, function = dict(variant.options), _function(variant)
+    alone = options.get(ALONE[0], False) or options.get(ALONE[1], 1) != 1
+    return not alone and function is not None and not any(each in variant.source for each in OWN)
+
+
+def _overlapping(lowered: Lowered, begin_next: Collection[int], wait: Collection[int]) -> Lowered:
+    """A kernel stands in the program once for each of its parts in a chain: it begins one, is one's next, or both."""
+    parts = [(event.variant, number in wait, number in begin_next) for number, event in _launches(lowered)]
+    weights: dict[tuple[int, bool, bool], set[str]] = {}
+    for part, (_, event) in zip(parts, _launches(lowered), strict=True):
+        own = _weights(lowered, event)
+        weights[part] = weights.get(part, own) & own
+    places = {part: place for place, part in enumerate(weights)}
+    events = list(lowered.events)
+    for part, (number, event) in zip(parts, _launches(lowered), strict=True):
+        events[number] = replace(event, variant=places[part])
+    variants = [_in_chain(lowered.variants[variant], names, waits, begins) for (variant, waits, begins), names in weights.items()]
+    return replace(lowered, variants=tuple(variants), events=tuple(events))
+
+
+def _launches(lowered: Lowered) -> list[tuple[int, Launch]]:
+    return [(number, event) for number, event in enumerate(lowered.events) if isinstance(event, Launch)]
+
+
+def _weights(lowered: Lowered, launch: Launch) -> set[str]:
+    """The arguments that are weights which the program does not change."""
+    names = [name for name, type_ in lowered.variants[launch.variant].signature if type_ != "constexpr"]
+    given = zip(names, launch.arguments, strict=True)
+    places = [(name, value.buffer) for name, value in given if isinstance(value, Pointer)]
+    return {name for name, buffer in places if lowered.buffers[buffer].kind == WEIGHT and buffer not in lowered.written}
+
+
+def _in_chain(variant: KernelVariant, weights: Collection[str], waits: bool, begins_next: bool) -> KernelVariant:
+    function = _function(variant)
+    if function is None or not (waits or begins_next):
+        return variant
+    body, lines = function.body, variant.source.splitlines()
+    starts = [body[0].lineno, *[_end(each) + 1 for each in body[:-1]]]
+    texts = [lines[start - 1 : _end(each)] for start, each in zip(starts, body, strict=True)]
+    pointers = {name for name, type_ in variant.signature if type_.startswith("*")}
+    early = _early(function, pointers - set(weights)) if waits else set()
+    made = [line for number in sorted(early) for line in texts[number]]
+    made += [" " * body[0].col_offset + line for line, here in ((BEGIN_NEXT, begins_next), (WAIT, waits)) if here]
+    made += [line for number, text in enumerate(texts) if number not in early for line in text]
+    source = "\n".join([*lines[: starts[0] - 1], *made, *lines[_end(body[-1]) :], ""])
+    return replace(variant, source=source, waits=waits, begins_next=begins_next)
+
+
+def _function(variant: KernelVariant) -> ast.FunctionDef | None:
+    """The kernel, if each of its statements has lines of its own."""
+    found = [each for each in ast.parse(variant.source).body if isinstance(each, ast.FunctionDef) and each.name == variant.name]
+    if not found:
+        return None
+    ends = [found[0].lineno, *[_end(each) for each in found[0].body]]
+    apart = all(end < each.lineno for end, each in zip(ends, found[0].body, strict=False))
+    return found[0] if apart else None
+
+
+def _end(statement: ast.stmt) -> int:
+    return statement.end_lineno or statement.lineno
+
+
+def _early(function: ast.FunctionDef, written: Collection[str]) -> set[int]:
+    """The positions of statements that compute an index or read at one, among those before the first that is no assignment to a
+    name; `written`: arguments that nothing may be read from yet."""
+    stores = _names(function, ast.Store)
+    unknown = {*written, *stores}
+    found: set[int] = set()
+    read_late: set[str] = set()
+    for number, statement in enumerate(function.body):
+        target = _target(statement)
+        if target is None:
+            break
+        read = set(_names(statement, ast.Load))
+        calls = [node.func for node in ast.walk(statement) if isinstance(node, ast.Call)]
+        known = not read & unknown and all(_may_be_early(call) for call in calls)
+        if known and stores.count(target) == 1 and target not in read_late:
+            found.add(number)
+            unknown.discard(target)
+        else:
+            read_late |= read
+    return found
+
+
+def _target(statement: ast.stmt) -> str | None:
+    """The name that a statement assigns to, if it does nothing else."""
+    if isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+        target: ast.expr = statement.targets[0]
+    elif isinstance(statement, ast.AnnAssign) and statement.value is not None:
+        target = statement.target
+    else:
+        return None
+    return target.id if isinstance(target, ast.Name) else None
+
+
+def _names(tree: ast.AST, context: type[ast.expr_context]) -> list[str]:
+    return [node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, context)]
+
+
+def _may_be_early(called: ast.expr) -> bool:
+    return ast.unparse(called) in EARLY or (isinstance(called, ast.Attribute) and called.attr == "to")

@@ -1,0 +1,290 @@
+"""Kernels that begin before the one in front of them has ended: what they read then, and which they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from cgcompile.offline.compile.programmatic_launch import BEGIN_NEXT, WAIT, begin_early
+from cgcompile.offline.lowered import (
+    INPUT,
+    TEMPORARY,
+    WEIGHT,
+    Allocate,
+    Begin,
+    Buffer,
+    Copy,
+    End,
+    Event,
+    Fill,
+    HostRead,
+    KernelVariant,
+    Launch,
+    Lowered,
+    LoweredProgram,
+    NextBody,
+    Pointer,
+    RegionEvents,
+    Release,
+    SetCondition,
+)
+
+PRODUCT = """
+def product(x, w, bias, out, n, BLOCK: tl.constexpr):
+    n = 768
+    row = tl.program_id(0)
+    at: tl.constexpr = tl.arange(0, BLOCK)
+    inside = at < n
+    a = tl.load(x + at, inside, other=0.0).to(tl.float32)
+    b = tl.load(w + (at + n * row), inside, other=0.0).to(tl.float32)
+    c = tl.load(bias + row)
+    which = tl.load(x + n)
+    d = tl.load(w + which)
+    total = tl.sum(a * b, 0)
+    tl.store(out + row, total + c + d)
+"""
+
+SIGNATURE = (("x", "*fp32"), ("w", "*fp32"), ("bias", "*fp32"), ("out", "*fp32"), ("n", "i32"), ("BLOCK", "constexpr"))
+
+X, W, BIAS, OUT, STATE = range(5)
+BUFFERS = (
+    Buffer(kind=INPUT, name="0", nbytes=64),
+    Buffer(kind=WEIGHT, name="w", nbytes=64),
+    Buffer(kind=WEIGHT, name="bias", nbytes=64),
+    Buffer(kind=TEMPORARY, name="out", nbytes=64),
+    Buffer(kind=WEIGHT, name="state", nbytes=64),
+)
+
+
+def kernel(
+    source: str = PRODUCT, name: str = "product", signature: Sequence[tuple[str, str]] = SIGNATURE, **options: Any
+) -> KernelVariant:
+    return KernelVariant(
+        name=name, source=source.lstrip(), signature=tuple(signature), constants=(("BLOCK", 8),), divisible=(), warps=4, stages=1,
+        options=tuple(options.items()), selected_by="only",
+    )  # fmt: skip
+
+
+def at(buffer: int) -> Pointer:
+    return Pointer(buffer=buffer, offset=0)
+
+
+def launch(*buffers: int, variant: int = 0, grid: tuple[int, int, int] = (2, 1, 1)) -> Launch:
+    return Launch(variant=variant, grid=grid, arguments=(*[at(buffer) for buffer in buffers], 768))
+
+
+USUAL = launch(X, W, BIAS, OUT)
+
+
+def program(
+    events: Iterable[Event], *variants: KernelVariant, cuts: Sequence[int] = (), written: Sequence[int] = ()
+) -> LoweredProgram:
+    events = tuple(events)
+    lowered = Lowered(
+        key=(1,), buffers=BUFFERS, variants=variants or (kernel(),), events=events, inputs=(), outputs=(), written=tuple(written)
+    )
+    bounds = [0, *cuts, len(events)]
+    regions = [
+        RegionEvents(name=f"g{number}", start=start, stop=stop, inputs=(), outputs=())
+        for number, (start, stop) in enumerate(pairwise(bounds))
+    ]
+    return LoweredProgram(lowered=lowered, regions=tuple(regions))
+
+
+def parts(made: LoweredProgram) -> str:
+    """Of every launch: "w" it waits, "b" it lets the next one begin, both as "x", neither as "."."""
+    found = ""
+    for event in made.lowered.events:
+        if isinstance(event, Launch):
+            variant = made.lowered.variants[event.variant]
+            assert (WAIT in variant.source, BEGIN_NEXT in variant.source) == (variant.waits, variant.begins_next)
+            found += ".wbx"[variant.waits + 2 * variant.begins_next]
+    return found
+
+
+def lines(made: LoweredProgram, number: int) -> tuple[list[str], list[str]]:
+    """Of the kernel of a launch: what stands before the wait, and behind it."""
+    launches = [event for event in made.lowered.events if isinstance(event, Launch)]
+    body = [line.strip() for line in made.lowered.variants[launches[number].variant].source.splitlines()[1:]]
+    return body[: body.index(WAIT)], body[body.index(WAIT) + 1 :]
+
+
+def test_weights_are_read_before_the_wait_and_all_else_behind_it() -> None:
+    before, behind = lines(begin_early(program([USUAL] * 3)), 1)
+    assert before == [
+        "n = 768",
+        "row = tl.program_id(0)",
+        "at: tl.constexpr = tl.arange(0, BLOCK)",
+        "inside = at < n",
+        "b = tl.load(w + (at + n * row), inside, other=0.0).to(tl.float32)",
+        "c = tl.load(bias + row)",
+        BEGIN_NEXT,
+    ]
+    assert behind == [
+        "a = tl.load(x + at, inside, other=0.0).to(tl.float32)",
+        "which = tl.load(x + n)",
+        "d = tl.load(w + which)",
+        "total = tl.sum(a * b, 0)",
+        "tl.store(out + row, total + c + d)",
+    ]
+
+
+def test_what_is_a_weight_in_one_launch_and_not_in_another_is_read_behind_the_wait() -> None:
+    before, behind = lines(begin_early(program([USUAL, USUAL, launch(X, W, OUT, OUT), USUAL])), 1)
+    assert [line for line in before if "tl.load" in line] == ["b = tl.load(w + (at + n * row), inside, other=0.0).to(tl.float32)"]
+    assert "c = tl.load(bias + row)" in behind
+
+
+def test_state_that_the_program_changes_is_read_behind_the_wait() -> None:
+    events = [USUAL, launch(X, STATE, BIAS, OUT)]
+    assert "tl.load(w" in "".join(lines(begin_early(program(events)), 1)[0])
+    assert "tl.load(w" not in "".join(lines(begin_early(program(events, written=[STATE])), 1)[0])
+
+
+NOTHING = [
+    Allocate(buffer=OUT),
+    Release(buffer=OUT),
+    Copy(source=at(X), target=at(OUT), nbytes=0),
+    Fill(target=at(OUT), value=0, element=4, count=0),
+]
+NODES = [
+    Copy(source=at(X), target=at(OUT), nbytes=4),
+    Fill(target=at(OUT), value=0, element=4, count=1),
+    HostRead(buffer=OUT),
+    Begin(conditional=0, type="while"),
+]
+
+
+def test_a_chain_has_a_first_kernel_and_a_last_one() -> None:
+    assert parts(begin_early(program([USUAL]))) == "."
+    assert parts(begin_early(program([USUAL] * 4))) == "bxxw"
+    assert parts(begin_early(program([USUAL] * 4, cuts=[2]))) == "bwbw"
+
+
+@pytest.mark.parametrize("event", NOTHING, ids=lambda event: type(event).__name__)
+def test_what_is_no_node_does_not_end_a_chain(event: Event) -> None:
+    assert parts(begin_early(program([USUAL, event, USUAL]))) == "bw"
+    assert parts(begin_early(program([USUAL, launch(X, W, BIAS, OUT, grid=(0, 1, 1)), USUAL]))) == "b.w"
+
+
+@pytest.mark.parametrize("event", NODES, ids=lambda event: type(event).__name__)
+def test_a_node_that_cannot_wait_ends_a_chain(event: Event) -> None:
+    end = [End(conditional=0)] if isinstance(event, Begin) else []
+    assert parts(begin_early(program([USUAL, USUAL, event, *end, USUAL, USUAL]))) == "bwbw"
+
+
+def test_the_kernel_that_sets_a_condition_waits() -> None:
+    body = [
+        Begin(conditional=0, type="while"),
+        USUAL,
+        USUAL,
+        SetCondition(byte=at(OUT), conditional=0),
+        NextBody(conditional=0),
+        USUAL,
+        End(conditional=0),
+        USUAL,
+    ]
+    assert parts(begin_early(program([USUAL, SetCondition(byte=at(OUT), conditional=0), *body]))) == "bbx.."
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        kernel(launch_cooperative_grid=True),
+        kernel(num_ctas=2),
+        kernel(PRODUCT.replace("    n = 768\n", "    tl.extra.cuda.gdc_wait()\n")),
+        kernel("def product(x, w, bias, out, n, BLOCK): tl.store(out, 1.0)\n"),
+        kernel(PRODUCT.replace("    n = 768\n", "    n = 768; n = 769\n")),
+    ],
+    ids=["cooperative", "cluster", "waits by itself", "one line", "two statements in a line"],
+)
+def test_a_kernel_that_has_to_stay_as_it_is_ends_a_chain(other: KernelVariant) -> None:
+    given = program([USUAL, USUAL, replace(USUAL, variant=1), USUAL, USUAL], kernel(), other)
+    made = begin_early(given)
+    assert parts(replace(made, lowered=replace(made.lowered, events=made.lowered.events[:2] + made.lowered.events[3:]))) == "bwbw"
+    assert made.lowered.variants[made.lowered.events[2].variant] == other  # type: ignore[union-attr]
+
+
+def test_everything_but_the_texts_and_their_numbers_stays() -> None:
+    given = program([Allocate(buffer=OUT), USUAL, USUAL, Release(buffer=OUT)], cuts=[1])
+    made = begin_early(given)
+    assert made.regions == given.regions
+    assert [replace(event, variant=0) if isinstance(event, Launch) else event for event in made.lowered.events] == list(
+        given.lowered.events
+    )
+    for variant in made.lowered.variants:
+        plain = [line for line in variant.source.splitlines() if line.strip() not in (WAIT, BEGIN_NEXT)]
+        assert sorted(plain) == sorted(kernel().source.splitlines())
+
+
+NAMES = ["a", "b", "c", "n"]
+
+
+@st.composite
+def statements(draw: st.DrawFn) -> str:
+    """A kernel's body of loads, sums and stores, with names that are given twice and read before."""
+    known, made = ["n", "p"], []
+    for _ in range(draw(st.integers(1, 9))):
+        index, target = draw(st.sampled_from(known)), draw(st.sampled_from(NAMES))
+        text = draw(
+            st.sampled_from([
+                f"{target} = tl.load(w + {index} % 7)",
+                f"{target} = tl.load(x + {index} % 7)",
+                f"{target} = {index} + {draw(st.sampled_from(known))}",
+                f"{target} = tl.program_id(0)",
+                f"{target} = tl.where({index} > 3, 1, {index})",
+                f"tl.store(out + {index} % 7, {draw(st.sampled_from(known))})",
+                f"if {index} > 3:\n        {target if target in known else 'n'} = 5",
+            ])
+        )  # fmt: skip
+        made.append(text)
+        if text.startswith(f"{target} ="):
+            known.append(target)
+    return "\n".join(["def drawn(x, w, out, n, p):", *["    " + line for line in [*made, f"tl.store(out, {known[-1]})"]], ""])
+
+
+def ran(source: str, late: bool) -> list[int]:
+    """What a kernel writes.  The kernel before it writes `x` and `out`: `late`, when this one waits, or before it begins."""
+    memory = {"x": [0] * 8, "w": [3, 1, 4, 1, 5, 9, 2, 6], "out": [0] * 8}
+
+    def earlier() -> None:
+        memory["x"], memory["out"] = [2, 7, 1, 8, 2, 8, 1, 8], [5] * 8
+
+    class Place(SimpleNamespace):
+        def __add__(self, number: int) -> Place:
+            return Place(name=self.name, at=self.at + number)
+
+    def store(place: Place, value: int) -> None:
+        memory[place.name][place.at] = value
+
+    cuda = SimpleNamespace(gdc_wait=lambda: earlier() if late else None, gdc_launch_dependents=lambda: None)
+    scope: dict[str, Any] = {
+        "tl": SimpleNamespace(
+            load=lambda place: memory[place.name][place.at], store=store, program_id=lambda _: 4,
+            where=lambda condition, a, b: a if condition else b, extra=SimpleNamespace(cuda=cuda),
+        )
+    }  # fmt: skip
+    exec(source, scope)
+    if not late:
+        earlier()
+    scope["drawn"](*[Place(name=name, at=0) for name in ("x", "w", "out")], 6, 2)
+    return memory["out"]
+
+
+@settings(max_examples=300)
+@given(statements())
+@example("def drawn(x, w, out, n, p):\n    c = tl.load(x + n % 7) + n\n    n = tl.program_id(0)\n    tl.store(out, c + n)\n")
+def test_a_kernel_that_begins_early_writes_the_same(source: str) -> None:
+    signature = (("x", "*i32"), ("w", "*i32"), ("out", "*i32"), ("n", "i32"), ("p", "i32"))
+    events = [Launch(variant=0, grid=(1, 1, 1), arguments=(at(X), at(W), at(OUT), 6, 2))] * 2
+    made = begin_early(program(events, kernel(source, "drawn", signature)))
+    assert parts(made) == "bw"
+    last = made.lowered.variants[made.lowered.events[1].variant]  # type: ignore[union-attr]
+    assert ran(last.source, late=True) == ran(source, late=False)
