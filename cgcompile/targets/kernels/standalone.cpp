@@ -236,10 +236,15 @@ void pack(const Matrix& b, int64_t begin, int64_t end, int64_t j, float* panel) 
     for (int64_t c = 0; c < columns; c++) panel[(p - begin) * COLUMNS + c] = *b.at(p, j + c);
 }
 
-// Adds count rows of a, from (i, begin) on, times the panel to c; the sums are in registers.
+// Adds count rows of a, from (i, begin) on, times the panel to c; the sums are in registers.  Rows of c lie pages apart: they are asked
+// for before they are needed, which is behind the sums.
 template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_t end, const float* panel, const Matrix& c, int64_t j, float alpha) {
   Vector sums[count][2] = {};
   const float* factors = a.at(i, begin);
+  for (int r = 0; r < count; r++) {
+    __builtin_prefetch(c.at(i + r, j), 1);
+    __builtin_prefetch(c.at(i + r, j) + LANES, 1);
+  }
   for (int64_t p = begin; p < end; p++, panel += COLUMNS, factors += a.column) {
     Vector left = *reinterpret_cast<const Vector*>(panel), right = *reinterpret_cast<const Vector*>(panel + LANES);
     for (int r = 0; r < count; r++) {
@@ -265,10 +270,30 @@ typedef void (*Tile)(const Matrix&, int64_t, int64_t, int64_t, const float*, con
 template <int... counts> constexpr std::array<Tile, sizeof...(counts)> tiles(std::integer_sequence<int, counts...>) { return {tile<counts + 1>...}; }
 constexpr auto TILES = tiles(std::make_integer_sequence<int, ROWS>());
 
-// c[first:last, j:j+COLUMNS] += alpha * a @ b; the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
-void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, int64_t first, int64_t last, int64_t j, float alpha, const float* kept) {
+// What a product is added to: factor * data[i * row + j * column], or zeros where there is no data.
+struct Added {
+  const float* data = nullptr;
+  int64_t row = 0, column = 0;
+  float factor = 1;
+};
+
+// c[first:last, j:j+COLUMNS] = added
+void start(const Added& added, const Matrix& c, int64_t first, int64_t last, int64_t j) {
+  int64_t columns = std::min<int64_t>(COLUMNS, c.columns - j);
+  for (int64_t i = first; i < last; i++) {
+    const float* from = added.data + i * added.row + j * added.column;
+    if (added.data && added.column == 1 && added.factor == 1 && c.column == 1)
+      std::memmove(c.at(i, j), from, columns * sizeof(float));
+    else
+      for (int64_t column = 0; column < columns; column++) *c.at(i, j + column) = added.data ? added.factor * from[column * added.column] : 0;
+  }
+}
+
+// c[first:last, j:j+COLUMNS] = added + alpha * a @ b; the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
+void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& added, int64_t first, int64_t last, int64_t j, float alpha, const float* kept) {
   alignas(ALIGNMENT) thread_local float own[DEPTH * COLUMNS];
   int64_t rows = last - first, parts = (rows + ROWS - 1) / ROWS;
+  start(added, c, first, last, j);
   for (int64_t begin = 0; begin < b.rows; begin += DEPTH) {
     int64_t end = std::min<int64_t>(b.rows, begin + DEPTH);
     const float* panel = kept ? kept + j * b.rows + begin * COLUMNS : own;
@@ -323,23 +348,33 @@ std::shared_ptr<float> kept_panels(const Matrix& b) {
 }
 
 constexpr int64_t WORTH_THREADS = 1 << 18;  // multiplications; fewer are done before another thread has begun
+constexpr int64_t NEAR = 512 << 10;         // bytes of a that stay in a processor's second cache while panels pass by
+constexpr int64_t FAR = 16 << 20;           // bytes of panels, above which they come from memory for every band
 
-// c += alpha * a @ b.  Tall products are cut into bands, but only as far as there are threads for: each packs its panels anew.
-void product(const Matrix& a, const Matrix& b, const Matrix& c, float alpha, bool parallel) {
-  int64_t panels = (c.columns + COLUMNS - 1) / COLUMNS;
+// c = added + alpha * a @ b, band by band of rows: of as many as stay near where panels are kept; else as few bands as there are
+// threads for, since each packs its panels anew.
+void product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& added, float alpha, bool parallel) {
+  int64_t panels = (c.columns + COLUMNS - 1) / COLUMNS, height = std::max<int64_t>(1, c.rows);
   std::shared_ptr<float> kept = parallel ? kept_panels(b) : nullptr;
-  if (!parallel || c.rows * c.columns * b.rows < WORTH_THREADS || omp_get_max_threads() == 1) {
-    for (int64_t panel = 0; panel < panels; panel++) panel_product(a, b, c, 0, c.rows, panel * COLUMNS, alpha, kept.get());
+  int64_t threads = !parallel || c.rows * c.columns * b.rows < WORTH_THREADS ? 1 : omp_get_max_threads();
+  if (threads > 1) {
+    int64_t wanted = std::max<int64_t>(1, 4 * threads / panels);
+    height = std::max<int64_t>(BAND, (c.rows + wanted - 1) / wanted + ROWS - 1) / ROWS * ROWS;
+  }
+  if (kept && b.rows * b.columns < FAR / static_cast<int64_t>(sizeof(float))) height = std::min(height, std::max<int64_t>(4 * ROWS, NEAR / sizeof(float) / b.rows / ROWS * ROWS));
+  int64_t bands = std::max<int64_t>(1, (c.rows + height - 1) / height);
+  height = (c.rows + bands * ROWS - 1) / (bands * ROWS) * ROWS;  // as even as tiles allow: a low band has the panels pass by for little
+  int64_t tasks = bands * panels;
+  auto part = [&](int64_t task) {
+    int64_t first = task / panels * height;
+    panel_product(a, b, c, added, first, std::min<int64_t>(c.rows, first + height), task % panels * COLUMNS, alpha, kept.get());
+  };
+  if (threads == 1) {
+    for (int64_t task = 0; task < tasks; task++) part(task);
     return;
   }
-  int64_t wanted = std::max<int64_t>(1, 4 * omp_get_max_threads() / panels);
-  int64_t height = std::max<int64_t>(BAND, (c.rows + wanted - 1) / wanted + ROWS - 1) / ROWS * ROWS;
-  int64_t bands = (c.rows + height - 1) / height;
 #pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t task = 0; task < panels * bands; task++) {
-    int64_t first = task % bands * height;
-    panel_product(a, b, c, first, std::min<int64_t>(c.rows, first + height), task / bands * COLUMNS, alpha, kept.get());
-  }
+  for (int64_t task = 0; task < tasks; task++) part(task);
 }
 
 // The matrix in the last two axes, at `index` of the axes before.
@@ -351,11 +386,6 @@ Matrix matrix(const Tensor& tensor, std::initializer_list<int64_t> index = {}) {
 
 bool all_floats(std::initializer_list<const Tensor*> tensors, int64_t rank) {
   return std::all_of(tensors.begin(), tensors.end(), [rank](const Tensor* each) { return each->dtype == FLOAT && each->rank() == rank; });
-}
-
-void clear(const Matrix& c) {
-  for (int64_t i = 0; i < c.rows; i++)
-    for (int64_t j = 0; j < c.columns; j++) *c.at(i, j) = 0;
 }
 
 }  // namespace
@@ -458,22 +488,14 @@ GETTER(device_index, int32_t, (static_cast<void>(self), 0))
 AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1, AtenTensorHandle mat2, double beta, double alpha) {
   const Tensor& added = of(self);
   if (!all_floats({&of(out), &of(mat1), &of(mat2)}, 2) || added.dtype != FLOAT || added.rank() < 1 || added.rank() > 2) return AOTI_TORCH_FAILURE;
-  Matrix c = matrix(of(out));
-  int64_t row = added.rank() == 2 ? added.step(0) : 0, column = added.step(added.rank() - 1);
-  for (int64_t i = 0; i < c.rows; i++)
-    if (beta == 1 && column == 1 && c.column == 1)
-      std::memcpy(c.at(i, 0), added.floats() + i * row, c.columns * sizeof(float));
-    else
-      for (int64_t j = 0; j < c.columns; j++) *c.at(i, j) = beta == 0 ? 0.f : static_cast<float>(beta) * added.floats()[i * row + j * column];
-  product(matrix(of(mat1)), matrix(of(mat2)), c, static_cast<float>(alpha), true);
+  Added from{beta == 0 ? nullptr : added.floats(), added.rank() == 2 ? added.step(0) : 0, added.step(added.rank() - 1), static_cast<float>(beta)};
+  product(matrix(of(mat1)), matrix(of(mat2)), matrix(of(out)), from, static_cast<float>(alpha), true);
   return AOTI_TORCH_SUCCESS;
 }
 
 AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2) {
   if (!all_floats({&of(out), &of(self), &of(mat2)}, 2)) return AOTI_TORCH_FAILURE;
-  Matrix c = matrix(of(out));
-  clear(c);
-  product(matrix(of(self)), matrix(of(mat2)), c, 1.f, true);
+  product(matrix(of(self)), matrix(of(mat2)), matrix(of(out)), {}, 1.f, true);
   return AOTI_TORCH_SUCCESS;
 }
 
@@ -481,11 +503,8 @@ AOTITorchError aoti_torch_cpu_bmm_out(AtenTensorHandle out, AtenTensorHandle sel
   if (!all_floats({&of(out), &of(self), &of(mat2)}, 3)) return AOTI_TORCH_FAILURE;
   int64_t batches = of(out).sizes[0];
 #pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t batch = 0; batch < batches; batch++) {
-    Matrix c = matrix(of(out), {batch});
-    clear(c);
-    product(matrix(of(self), {batch}), matrix(of(mat2), {batch}), c, 1.f, false);
-  }
+  for (int64_t batch = 0; batch < batches; batch++)
+    product(matrix(of(self), {batch}), matrix(of(mat2), {batch}), matrix(of(out), {batch}), {}, 1.f, false);
   return AOTI_TORCH_SUCCESS;
 }
 
@@ -510,7 +529,7 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
     std::vector<float> memory(count * line, 0.f);
     Matrix scores{memory.data(), count, keys, line, 1}, left = matrix(q, {batch, head}), right = matrix(k, {batch, head});
     left.data = left.at(first, 0);
-    product(left, {right.data, right.columns, right.rows, right.column, right.row}, scores, factor, false);
+    product(left, {right.data, right.columns, right.rows, right.column, right.row}, scores, {}, factor, false);
     for (int64_t i = 0; i < count; i++) {
       float* row = scores.at(i, 0);
       if (mask) {
@@ -526,8 +545,7 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
     Matrix target = matrix(out, {batch, head});
     target.data = target.at(first, 0);
     target.rows = count;
-    clear(target);
-    product(scores, matrix(v, {batch, head}), target, 1.f, false);
+    product(scores, matrix(v, {batch, head}), target, {}, 1.f, false);
   }
   return AOTI_TORCH_SUCCESS;
 }
