@@ -236,9 +236,19 @@ void pack(const Matrix& b, int64_t begin, int64_t end, int64_t j, float* panel) 
     for (int64_t c = 0; c < columns; c++) panel[(p - begin) * COLUMNS + c] = *b.at(p, j + c);
 }
 
-// Adds count rows of a, from (i, begin) on, times the panel to c; the sums are in registers.  Rows of c lie pages apart: they are asked
-// for before they are needed, which is behind the sums.
-template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_t end, const float* panel, const Matrix& c, int64_t j, float alpha) {
+// What a product is added to: factor * data[i * row + j * column], or zeros where there is no data.
+struct Added {
+  const float* data = nullptr;
+  int64_t row = 0, column = 0;
+  float factor = 1;
+  bool plain() const { return data == nullptr || (column == 1 && factor == 1); }
+  float at(int64_t i, int64_t j) const { return data ? factor * data[i * row + j * column] : 0; }
+  Vector vector(int64_t i, int64_t j) const { return data ? *reinterpret_cast<const Unaligned*>(data + i * row + j) : Vector{}; }
+};
+
+// c = added + alpha * count rows of a, from row i on, times the panel, which has rows [begin, end) of b; c += behind the first panel.  The
+// sums are in registers.  Rows of c lie pages apart: they are asked for before they are needed, which is behind the sums.
+template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_t end, const float* panel, const Matrix& c, const Added& added, int64_t j, float alpha) {
   Vector sums[count][2] = {};
   const float* factors = a.at(i, begin);
   for (int r = 0; r < count; r++) {
@@ -254,55 +264,40 @@ template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_
     }
   }
   int64_t columns = std::min<int64_t>(COLUMNS, c.columns - j);
+  bool fast = columns == COLUMNS && c.column == 1 && (begin || added.plain());
   for (int r = 0; r < count; r++) {
     float* target = c.at(i + r, j);
-    if (columns == COLUMNS && c.column == 1) {
-      *reinterpret_cast<Unaligned*>(target) += alpha * sums[r][0];
-      *reinterpret_cast<Unaligned*>(target + LANES) += alpha * sums[r][1];
-      continue;
-    }
-    const float* made = reinterpret_cast<const float*>(sums[r]);
-    for (int64_t column = 0; column < columns; column++) target[column * c.column] += alpha * made[column];
+    if (fast)
+      for (int side = 0; side < 2; side++) {
+        Unaligned* place = reinterpret_cast<Unaligned*>(target + side * LANES);
+        *place = (begin ? *place : added.vector(i + r, j + side * LANES)) + alpha * sums[r][side];
+      }
+    else
+      for (int64_t column = 0; column < columns; column++) {
+        float* place = target + column * c.column;
+        *place = (begin ? *place : added.at(i + r, j + column)) + alpha * reinterpret_cast<const float*>(sums[r])[column];
+      }
   }
 }
 
-typedef void (*Tile)(const Matrix&, int64_t, int64_t, int64_t, const float*, const Matrix&, int64_t, float);
+typedef void (*Tile)(const Matrix&, int64_t, int64_t, int64_t, const float*, const Matrix&, const Added&, int64_t, float);
 template <int... counts> constexpr std::array<Tile, sizeof...(counts)> tiles(std::integer_sequence<int, counts...>) { return {tile<counts + 1>...}; }
 constexpr auto TILES = tiles(std::make_integer_sequence<int, ROWS>());
-
-// What a product is added to: factor * data[i * row + j * column], or zeros where there is no data.
-struct Added {
-  const float* data = nullptr;
-  int64_t row = 0, column = 0;
-  float factor = 1;
-};
-
-// c[first:last, j:j+COLUMNS] = added
-void start(const Added& added, const Matrix& c, int64_t first, int64_t last, int64_t j) {
-  int64_t columns = std::min<int64_t>(COLUMNS, c.columns - j);
-  for (int64_t i = first; i < last; i++) {
-    const float* from = added.data + i * added.row + j * added.column;
-    if (added.data && added.column == 1 && added.factor == 1 && c.column == 1)
-      std::memmove(c.at(i, j), from, columns * sizeof(float));
-    else
-      for (int64_t column = 0; column < columns; column++) *c.at(i, j + column) = added.data ? added.factor * from[column * added.column] : 0;
-  }
-}
 
 // c[first:last, j:j+COLUMNS] = added + alpha * a @ b; the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
 void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& added, int64_t first, int64_t last, int64_t j, float alpha, const float* kept) {
   alignas(ALIGNMENT) thread_local float own[DEPTH * COLUMNS];
-  int64_t rows = last - first, parts = (rows + ROWS - 1) / ROWS;
-  start(added, c, first, last, j);
-  for (int64_t begin = 0; begin < b.rows; begin += DEPTH) {
+  int64_t rows = last - first, parts = (rows + ROWS - 1) / ROWS, begin = 0;
+  do {  // once also where b has no rows
     int64_t end = std::min<int64_t>(b.rows, begin + DEPTH);
     const float* panel = kept ? kept + j * b.rows + begin * COLUMNS : own;
     if (!kept) pack(b, begin, end, j, own);
     for (int64_t part = 0; part < parts; part++) {
       int64_t from = first + rows * part / parts, to = first + rows * (part + 1) / parts;
-      TILES[to - from - 1](a, from, begin, end, panel, c, j, alpha);
+      TILES[to - from - 1](a, from, begin, end, panel, c, added, j, alpha);
     }
-  }
+    begin = end;
+  } while (begin < b.rows);
 }
 
 // --- panels that are kept: of weights, which nobody writes to --------------------------------------------------------------
@@ -348,7 +343,7 @@ std::shared_ptr<float> kept_panels(const Matrix& b) {
 }
 
 constexpr int64_t WORTH_THREADS = 1 << 18;  // multiplications; fewer are done before another thread has begun
-constexpr int64_t NEAR = 512 << 10;         // bytes of a that stay in a processor's second cache while panels pass by
+constexpr int64_t NEAR = 2 << 20;           // bytes of a, at most, that panels pass by: about what a processor has in its own caches
 constexpr int64_t FAR = 16 << 20;           // bytes of panels, above which they come from memory for every band
 
 // c = added + alpha * a @ b, band by band of rows: of as many as stay near where panels are kept; else as few bands as there are
