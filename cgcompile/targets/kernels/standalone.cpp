@@ -236,10 +236,25 @@ void pack(const Matrix& b, int64_t begin, int64_t end, int64_t j, float* panel) 
     for (int64_t c = 0; c < columns; c++) panel[(p - begin) * COLUMNS + c] = *b.at(p, j + c);
 }
 
-// Adds count rows of a, from (i, begin) on, times the panel to c; the sums are in registers.
-template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_t end, const float* panel, const Matrix& c, int64_t j, float alpha) {
+// What a product is added to: factor * data[i * row + j * column], or zeros where there is no data.
+struct Added {
+  const float* data = nullptr;
+  int64_t row = 0, column = 0;
+  float factor = 1;
+  bool plain() const { return data == nullptr || (column == 1 && factor == 1); }
+  float at(int64_t i, int64_t j) const { return data ? factor * data[i * row + j * column] : 0; }
+  Vector vector(int64_t i, int64_t j) const { return data ? *reinterpret_cast<const Unaligned*>(data + i * row + j) : Vector{}; }
+};
+
+// c = added + alpha * count rows of a, from row i on, times the panel, which has rows [begin, end) of b; c += behind the first panel.  The
+// sums are in registers.  Rows of c lie pages apart: they are asked for before they are needed, which is behind the sums.
+template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_t end, const float* panel, const Matrix& c, const Added& added, int64_t j, float alpha) {
   Vector sums[count][2] = {};
   const float* factors = a.at(i, begin);
+  for (int r = 0; r < count; r++) {
+    __builtin_prefetch(c.at(i + r, j), 1);
+    __builtin_prefetch(c.at(i + r, j) + LANES, 1);
+  }
   for (int64_t p = begin; p < end; p++, panel += COLUMNS, factors += a.column) {
     Vector left = *reinterpret_cast<const Vector*>(panel), right = *reinterpret_cast<const Vector*>(panel + LANES);
     for (int r = 0; r < count; r++) {
@@ -249,35 +264,40 @@ template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_
     }
   }
   int64_t columns = std::min<int64_t>(COLUMNS, c.columns - j);
+  bool fast = columns == COLUMNS && c.column == 1 && (begin || added.plain());
   for (int r = 0; r < count; r++) {
     float* target = c.at(i + r, j);
-    if (columns == COLUMNS && c.column == 1) {
-      *reinterpret_cast<Unaligned*>(target) += alpha * sums[r][0];
-      *reinterpret_cast<Unaligned*>(target + LANES) += alpha * sums[r][1];
-      continue;
-    }
-    const float* made = reinterpret_cast<const float*>(sums[r]);
-    for (int64_t column = 0; column < columns; column++) target[column * c.column] += alpha * made[column];
+    if (fast)
+      for (int side = 0; side < 2; side++) {
+        Unaligned* place = reinterpret_cast<Unaligned*>(target + side * LANES);
+        *place = (begin ? *place : added.vector(i + r, j + side * LANES)) + alpha * sums[r][side];
+      }
+    else
+      for (int64_t column = 0; column < columns; column++) {
+        float* place = target + column * c.column;
+        *place = (begin ? *place : added.at(i + r, j + column)) + alpha * reinterpret_cast<const float*>(sums[r])[column];
+      }
   }
 }
 
-typedef void (*Tile)(const Matrix&, int64_t, int64_t, int64_t, const float*, const Matrix&, int64_t, float);
+typedef void (*Tile)(const Matrix&, int64_t, int64_t, int64_t, const float*, const Matrix&, const Added&, int64_t, float);
 template <int... counts> constexpr std::array<Tile, sizeof...(counts)> tiles(std::integer_sequence<int, counts...>) { return {tile<counts + 1>...}; }
 constexpr auto TILES = tiles(std::make_integer_sequence<int, ROWS>());
 
-// c[first:last, j:j+COLUMNS] += alpha * a @ b; the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
-void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, int64_t first, int64_t last, int64_t j, float alpha, const float* kept) {
+// c[first:last, j:j+COLUMNS] = added + alpha * a @ b; the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
+void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& added, int64_t first, int64_t last, int64_t j, float alpha, const float* kept) {
   alignas(ALIGNMENT) thread_local float own[DEPTH * COLUMNS];
-  int64_t rows = last - first, parts = (rows + ROWS - 1) / ROWS;
-  for (int64_t begin = 0; begin < b.rows; begin += DEPTH) {
+  int64_t rows = last - first, parts = (rows + ROWS - 1) / ROWS, begin = 0;
+  do {  // once also where b has no rows
     int64_t end = std::min<int64_t>(b.rows, begin + DEPTH);
     const float* panel = kept ? kept + j * b.rows + begin * COLUMNS : own;
     if (!kept) pack(b, begin, end, j, own);
     for (int64_t part = 0; part < parts; part++) {
       int64_t from = first + rows * part / parts, to = first + rows * (part + 1) / parts;
-      TILES[to - from - 1](a, from, begin, end, panel, c, j, alpha);
+      TILES[to - from - 1](a, from, begin, end, panel, c, added, j, alpha);
     }
-  }
+    begin = end;
+  } while (begin < b.rows);
 }
 
 // --- panels that are kept: of weights, which nobody writes to --------------------------------------------------------------
@@ -323,23 +343,33 @@ std::shared_ptr<float> kept_panels(const Matrix& b) {
 }
 
 constexpr int64_t WORTH_THREADS = 1 << 18;  // multiplications; fewer are done before another thread has begun
+constexpr int64_t NEAR = 2 << 20;           // bytes of a, at most, that panels pass by: about what a processor has in its own caches
+constexpr int64_t FAR = 16 << 20;           // bytes of panels, above which they come from memory for every band
 
-// c += alpha * a @ b.  Tall products are cut into bands, but only as far as there are threads for: each packs its panels anew.
-void product(const Matrix& a, const Matrix& b, const Matrix& c, float alpha, bool parallel) {
-  int64_t panels = (c.columns + COLUMNS - 1) / COLUMNS;
+// c = added + alpha * a @ b, band by band of rows: of as many as stay near where panels are kept; else as few bands as there are
+// threads for, since each packs its panels anew.
+void product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& added, float alpha, bool parallel) {
+  int64_t panels = (c.columns + COLUMNS - 1) / COLUMNS, height = std::max<int64_t>(1, c.rows);
   std::shared_ptr<float> kept = parallel ? kept_panels(b) : nullptr;
-  if (!parallel || c.rows * c.columns * b.rows < WORTH_THREADS || omp_get_max_threads() == 1) {
-    for (int64_t panel = 0; panel < panels; panel++) panel_product(a, b, c, 0, c.rows, panel * COLUMNS, alpha, kept.get());
+  int64_t threads = !parallel || c.rows * c.columns * b.rows < WORTH_THREADS ? 1 : omp_get_max_threads();
+  if (threads > 1) {
+    int64_t wanted = std::max<int64_t>(1, 4 * threads / panels);
+    height = std::max<int64_t>(BAND, (c.rows + wanted - 1) / wanted + ROWS - 1) / ROWS * ROWS;
+  }
+  if (kept && b.rows * b.columns < FAR / static_cast<int64_t>(sizeof(float))) height = std::min(height, std::max<int64_t>(4 * ROWS, NEAR / sizeof(float) / b.rows / ROWS * ROWS));
+  int64_t bands = std::max<int64_t>(1, (c.rows + height - 1) / height);
+  height = (c.rows + bands * ROWS - 1) / (bands * ROWS) * ROWS;  // as even as tiles allow: a low band has the panels pass by for little
+  int64_t tasks = bands * panels;
+  auto part = [&](int64_t task) {
+    int64_t first = task / panels * height;
+    panel_product(a, b, c, added, first, std::min<int64_t>(c.rows, first + height), task % panels * COLUMNS, alpha, kept.get());
+  };
+  if (threads == 1) {
+    for (int64_t task = 0; task < tasks; task++) part(task);
     return;
   }
-  int64_t wanted = std::max<int64_t>(1, 4 * omp_get_max_threads() / panels);
-  int64_t height = std::max<int64_t>(BAND, (c.rows + wanted - 1) / wanted + ROWS - 1) / ROWS * ROWS;
-  int64_t bands = (c.rows + height - 1) / height;
 #pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t task = 0; task < panels * bands; task++) {
-    int64_t first = task % bands * height;
-    panel_product(a, b, c, first, std::min<int64_t>(c.rows, first + height), task / bands * COLUMNS, alpha, kept.get());
-  }
+  for (int64_t task = 0; task < tasks; task++) part(task);
 }
 
 // The matrix in the last two axes, at `index` of the axes before.
@@ -351,11 +381,6 @@ Matrix matrix(const Tensor& tensor, std::initializer_list<int64_t> index = {}) {
 
 bool all_floats(std::initializer_list<const Tensor*> tensors, int64_t rank) {
   return std::all_of(tensors.begin(), tensors.end(), [rank](const Tensor* each) { return each->dtype == FLOAT && each->rank() == rank; });
-}
-
-void clear(const Matrix& c) {
-  for (int64_t i = 0; i < c.rows; i++)
-    for (int64_t j = 0; j < c.columns; j++) *c.at(i, j) = 0;
 }
 
 }  // namespace
@@ -458,22 +483,14 @@ GETTER(device_index, int32_t, (static_cast<void>(self), 0))
 AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1, AtenTensorHandle mat2, double beta, double alpha) {
   const Tensor& added = of(self);
   if (!all_floats({&of(out), &of(mat1), &of(mat2)}, 2) || added.dtype != FLOAT || added.rank() < 1 || added.rank() > 2) return AOTI_TORCH_FAILURE;
-  Matrix c = matrix(of(out));
-  int64_t row = added.rank() == 2 ? added.step(0) : 0, column = added.step(added.rank() - 1);
-  for (int64_t i = 0; i < c.rows; i++)
-    if (beta == 1 && column == 1 && c.column == 1)
-      std::memcpy(c.at(i, 0), added.floats() + i * row, c.columns * sizeof(float));
-    else
-      for (int64_t j = 0; j < c.columns; j++) *c.at(i, j) = beta == 0 ? 0.f : static_cast<float>(beta) * added.floats()[i * row + j * column];
-  product(matrix(of(mat1)), matrix(of(mat2)), c, static_cast<float>(alpha), true);
+  Added from{beta == 0 ? nullptr : added.floats(), added.rank() == 2 ? added.step(0) : 0, added.step(added.rank() - 1), static_cast<float>(beta)};
+  product(matrix(of(mat1)), matrix(of(mat2)), matrix(of(out)), from, static_cast<float>(alpha), true);
   return AOTI_TORCH_SUCCESS;
 }
 
 AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2) {
   if (!all_floats({&of(out), &of(self), &of(mat2)}, 2)) return AOTI_TORCH_FAILURE;
-  Matrix c = matrix(of(out));
-  clear(c);
-  product(matrix(of(self)), matrix(of(mat2)), c, 1.f, true);
+  product(matrix(of(self)), matrix(of(mat2)), matrix(of(out)), {}, 1.f, true);
   return AOTI_TORCH_SUCCESS;
 }
 
@@ -481,11 +498,8 @@ AOTITorchError aoti_torch_cpu_bmm_out(AtenTensorHandle out, AtenTensorHandle sel
   if (!all_floats({&of(out), &of(self), &of(mat2)}, 3)) return AOTI_TORCH_FAILURE;
   int64_t batches = of(out).sizes[0];
 #pragma omp parallel for schedule(dynamic, 1)
-  for (int64_t batch = 0; batch < batches; batch++) {
-    Matrix c = matrix(of(out), {batch});
-    clear(c);
-    product(matrix(of(self), {batch}), matrix(of(mat2), {batch}), c, 1.f, false);
-  }
+  for (int64_t batch = 0; batch < batches; batch++)
+    product(matrix(of(self), {batch}), matrix(of(mat2), {batch}), matrix(of(out), {batch}), {}, 1.f, false);
   return AOTI_TORCH_SUCCESS;
 }
 
@@ -510,7 +524,7 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
     std::vector<float> memory(count * line, 0.f);
     Matrix scores{memory.data(), count, keys, line, 1}, left = matrix(q, {batch, head}), right = matrix(k, {batch, head});
     left.data = left.at(first, 0);
-    product(left, {right.data, right.columns, right.rows, right.column, right.row}, scores, factor, false);
+    product(left, {right.data, right.columns, right.rows, right.column, right.row}, scores, {}, factor, false);
     for (int64_t i = 0; i < count; i++) {
       float* row = scores.at(i, 0);
       if (mask) {
@@ -526,8 +540,7 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
     Matrix target = matrix(out, {batch, head});
     target.data = target.at(first, 0);
     target.rows = count;
-    clear(target);
-    product(scores, matrix(v, {batch, head}), target, 1.f, false);
+    product(scores, matrix(v, {batch, head}), target, {}, 1.f, false);
   }
   return AOTI_TORCH_SUCCESS;
 }

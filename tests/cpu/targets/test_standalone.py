@@ -110,6 +110,14 @@ def test_products_are_torchs(code: Code, data: st.DataObject, m: int, k: int, n:
     torch.testing.assert_close(out, torch.addmm(added, a, b, beta=beta, alpha=alpha), atol=TOLERANCE * k, rtol=0)
 
 
+def test_a_product_of_nothing_is_what_it_is_added_to(code: Code) -> None:
+    a, b, added = torch.empty(30, 0), torch.empty(0, 40), torch.randn(40)
+    out, more = torch.full((30, 40), float("nan")), torch.full((30, 40), float("nan"))
+    assert code("mm_out", out, a, b) == 0
+    assert code("addmm_out", more, added, a, b, c_double(1), c_double(1)) == 0
+    assert torch.count_nonzero(out) == 0 and torch.equal(more, added.expand(30, 40))
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.data(), st.integers(1, 5), st.integers(1, 33), st.integers(1, 40), st.integers(1, 33))
 def test_batched_products_are_torchs(code: Code, data: st.DataObject, batch: int, m: int, k: int, n: int) -> None:
@@ -150,6 +158,20 @@ def test_a_copy_is_laid_out_as_torchs(code: Code, data: st.DataObject, shape: li
     assert code.library.aoti_torch_clone(code.handle(tensor), byref(made)) == 0
     found, want = code.taken(made, tensor), tensor.clone()
     assert torch.equal(found, want) and found.stride() == want.stride()
+
+
+@pytest.mark.parametrize("rows", [83, 200, 711])
+def test_bands_of_rows_have_the_bits_of_all_rows_at_once(code: Code, rows: int) -> None:
+    """Where panels are kept a product goes by bands of as many rows as stay in a cache: 84 of these, or fewer."""
+    a, weight, added, out = torch.randn(rows, 1550), torch.randn(70, 1550), torch.randn(70), torch.empty(rows, 70)
+    code.library.cgbundle_fix(c_void_p(weight.data_ptr()), c_int64(weight.nbytes))
+    made = []
+    for _ in range(3):
+        assert code("addmm_out", out.fill_(float("nan")), added, a, weight.T, c_double(1), c_double(1)) == 0
+        made.append(out.clone())
+    code.library.cgbundle_release(c_void_p(weight.data_ptr()))
+    assert torch.equal(made[0], made[1]) and torch.equal(made[0], made[2])
+    torch.testing.assert_close(made[0], torch.addmm(added, a, weight.T), atol=TOLERANCE * 1550, rtol=0)
 
 
 def test_panels_are_kept_of_memory_that_is_fixed_alone(code: Code) -> None:
