@@ -19,7 +19,7 @@ from cgbundle.validate.exam import check_exam
 
 from ..errors import BuildError
 from ..export.programs import Programs
-from ..export.torch_program import without_weights
+from ..export.torch_program import save_program, without_weights
 from ..util.disk_space import size
 
 TRACES = ("stack_trace", "custom", "from_node")
@@ -41,7 +41,7 @@ def write_program(path: Path, program: ExportedProgram) -> None:
     """A program: for the CPU, whatever it was exported on, and without weights (see `without_weights`)."""
     bare = without_weights(program)
     with _without_traces(bare):
-        torch.export.save(bare, made := BytesIO())  # torch does not say why it cannot write to a file
+        save_program(bare, made := BytesIO())  # torch does not say why it cannot write to a file
     path.write_bytes(made.getbuffer())
 
 

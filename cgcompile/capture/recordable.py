@@ -16,7 +16,7 @@ from cgbundle.format.schema import IntKey, Weight
 
 from ..errors import BuildError, ModelError
 from ..export.programs import Programs
-from ..export.torch_program import without_weights
+from ..export.torch_program import save_program, without_weights
 from ..targets.cuda.chains import ChainedOutput
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.memory_layout import UploadedValue, WeightLayout, lay_out
@@ -147,7 +147,7 @@ def _saved(programs: Programs, folder: Path) -> dict[IntKey, Path]:
     files = {}
     for number, (_, program) in enumerate(programs.each):
         files[id(program)] = folder / f"program{number}.pt2"
-        torch.export.save(without_weights(program), files[id(program)])
+        save_program(without_weights(program), files[id(program)])
     return {key: files[id(program)] for key, program in programs.by_key.items()}
 
 

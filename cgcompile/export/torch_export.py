@@ -35,7 +35,7 @@ from ..model.user_code import first_line, user_line, user_place
 from .assertions import settle_assertions
 from .composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
-from .higher_order.returned_operands import copy_shared_results
+from .higher_order.shared_memory import copy_shared
 
 
 def export_dynamic(
@@ -156,7 +156,7 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     sys.stderr.write(said.getvalue())
     settle_assertions(program)
     give_sizes_at_once(program)
-    copy_shared_results(program.graph_module)
+    copy_shared(program.graph_module)
     return without_composites(expanded(program))
 
 

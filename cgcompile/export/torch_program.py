@@ -1,15 +1,17 @@
 """An exported program with another graph, which torch has no public way to make; the arguments of its operators.
 
 Private interfaces (torch 2.11, 2.13): the constructor of `ExportedProgram`, its attributes `_guards_code` where it exists and
-`_example_inputs`, and `FakeTensor`.
+`_example_inputs`, `FakeTensor`, and the name of the logger of `torch._export.serde.serialize`.
 """
 
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from pathlib import Path
+from typing import Any, BinaryIO
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -19,6 +21,8 @@ from torch.export.graph_signature import ExportGraphSignature, InputSpec, Output
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map_only
+
+SERIALIZER = logging.getLogger("torch._export.serde.serialize")
 
 
 def copied_graph(program: ExportedProgram) -> GraphModule:
@@ -105,6 +109,16 @@ def without_weights(program: ExportedProgram) -> ExportedProgram:
     made = on_device(program, torch.device("cpu"), hollow)
     made._example_inputs = None
     return made
+
+
+def save_program(program: ExportedProgram, target: Path | BinaryIO) -> None:
+    """`torch.export.save` without its warnings: of an operator's empty list (`torch.while_loop` without further operands) torch
+    says that it does not know the type, which it does not need."""
+    before, SERIALIZER.disabled = SERIALIZER.disabled, True
+    try:
+        torch.export.save(program, target)
+    finally:
+        SERIALIZER.disabled = before
 
 
 def with_weights(program: ExportedProgram, tensors: Mapping[str, torch.Tensor]) -> ExportedProgram:

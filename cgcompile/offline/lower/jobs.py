@@ -12,7 +12,7 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
-from ...export.torch_program import with_weights, without_weights
+from ...export.torch_program import save_program, with_weights, without_weights
 from ...export.weights import weight_tensors
 from ...targets.build_spec import own_key
 from ...targets.cuda.recorded import RegionKey
@@ -123,7 +123,7 @@ def _saved(programs: Iterable[ExportedProgram], folder: Path, weights: Path) -> 
     for program in programs:
         if id(program) not in files:
             files[id(program)] = len(files), folder / f"program{len(files)}.pt2"
-            torch.export.save(without_weights(program), files[id(program)][1])
+            save_program(without_weights(program), files[id(program)][1])
             tensors.append(weight_tensors(program))
     torch.save(tensors, weights)
     return files

@@ -1,4 +1,5 @@
-"""Branches that give an operand itself: `lambda y: y` is what one writes for "else leave it"."""
+"""Branches that give an operand itself: `lambda y: y` is what one writes for "else leave it".  Branches and loops that are given
+one tensor twice, or a part of it beside it: `zeros` is what one begins two sums with."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ from cgcompile.offline.interpret.interpret import interpret
 from tests.cpu.offline.test_control_flow import check
 from tests.cpu.offline.test_interpret_lowered import task_of
 
-pytestmark = pytest.mark.skipif(
+newer = pytest.mark.skipif(
     tuple(map(int, torch.__version__.split(".")[:2])) < (2, 13), reason="torch.cond of 2.11 refuses them, in eager PyTorch, too"
 )
 
@@ -48,6 +49,7 @@ def calls() -> list[Tensor]:
     return [x, -x]
 
 
+@newer
 @pytest.mark.parametrize("name", BRANCHES)
 def test_lowered_for_sm_90(name: str, tmp_path: Path) -> None:
     model = Gate(name).eval()
@@ -61,6 +63,7 @@ def test_lowered_for_sm_90(name: str, tmp_path: Path) -> None:
         check(stage, wanted, [next(read) for _ in wanted])
 
 
+@newer
 @pytest.mark.parametrize("name", ["itself", "one twice"])
 def test_built_for_the_cpu(name: str, tmp_path: Path) -> None:
     model = Gate(name).eval()
@@ -89,6 +92,7 @@ class Handed(nn.Module):
         return y, y[:, :4], z, u, v, x[:, 2:], u.reshape(-1), v.reshape(-1)
 
 
+@newer
 @pytest.mark.parametrize("sign", [1, -1])
 def test_what_a_branch_gives_is_no_part_of_an_input(sign: int, tmp_path: Path) -> None:
     """Whichever branch the inputs of the build took: the other one would be answered with the input itself."""
@@ -100,3 +104,43 @@ def test_what_a_branch_gives_is_no_part_of_an_input(sign: int, tmp_path: Path) -
             expected = model(x)
         for got, want in zip(program(x), expected, strict=True):
             torch.testing.assert_close(torch.as_tensor(got), want)
+
+
+class Given(nn.Module):
+    """A loop that begins with one tensor three times and a part of it; branches that take a tensor twice, and a view of it."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        first = x.cos()
+
+        def turn(i: Tensor, a: Tensor, b: Tensor, c: Tensor, d: Tensor) -> tuple[Tensor, ...]:
+            return i + 1, a * 0.5, b + i, c - a, d * 3
+
+        start = torch.zeros((), dtype=torch.int64, device=x.device)
+        made = torch.while_loop(lambda i, *rest: i < 3, turn, (start, first, first, first, first[:2]))
+        one = torch.cond(x.sum() > 0, lambda a, b: a + b, lambda a, b: a * b.sum(), (first, first))
+        two = torch.cond(x.sum() > 0, lambda a, b: a - b.sum(), lambda a, b: a * b.mean(), (first, first.t()))
+        return *made, one, two, first + 1
+
+
+def test_operands_that_share_memory_lowered_for_sm_90(tmp_path: Path) -> None:
+    model = Given().eval()
+    program = export(load_source(model, lambda: calls()[0]), {}).programs.first
+    with torch.no_grad():
+        expected = [model(x) for x in calls()]
+    task = task_of(program, calls()[0], calls(), tmp_path)
+    (outcome,) = interpret([task], tmp_path, budget=1)
+    read = iter(outcome.read)
+    for stage, wanted in zip(task.stages, expected, strict=True):
+        check(stage, wanted, [next(read) for _ in wanted])
+
+
+def test_operands_that_share_memory_built_for_the_cpu(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    model = Given().eval()
+    built = cgcompile.build(model, lambda: calls()[0], target="cpu", out=tmp_path / "given.cgb")
+    program = cgbundle.load(built.path)
+    for x in calls():
+        with torch.no_grad():
+            expected = model(x)
+        for got, want in zip(program(x), expected, strict=True):
+            torch.testing.assert_close(torch.as_tensor(got), want)
+    assert "Unsure how to serialize" not in capfd.readouterr().err  # torch's words, of an empty list

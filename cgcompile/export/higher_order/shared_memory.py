@@ -1,0 +1,72 @@
+"""Branches and loops whose bodies give an operand itself, or one tensor twice, and such that are given one tensor twice, or a view
+beside its base.  Eager PyTorch takes them (`lambda y: y`, `(i, zeros, zeros)`); the functional form of a program wants that every
+operand and every result has memory of its own.
+
+Private interface (torch 2.11, 2.13): `_cdata`, which fake tensors that share memory have in common.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_flatten, tree_unflatten
+
+from .conditionals import WHILE, bodies, higher_order, is_conditional
+
+
+def copy_shared(module: GraphModule) -> None:
+    """Changes `torch.cond` and `torch.while_loop` in a graph, at any depth.
+
+    An operand that shares memory with one before it becomes a copy, and so does a result of a body that shares memory with an
+    operand, or with another result.
+    """
+    for part in [each for each in module.modules() if isinstance(each, GraphModule)]:
+        for node in [each for each in part.graph.nodes if is_conditional(each)]:
+            _copy_operands(part, node)
+            for body in bodies(node, part):
+                _copy_results(body, node)
+
+
+def _copy_operands(part: GraphModule, node: Node) -> None:
+    operands, structure = tree_flatten(node.args)
+    taken: set[int] = set()
+    made = []
+    for number, operand in enumerate(operands):
+        # the predicate of `torch.cond`, its first argument, is read before anything runs
+        memory = _memory(operand) if number or higher_order(node) == WHILE else None
+        made.append(_copied(part, node, operand, node) if memory in taken else operand)
+        taken |= {memory} - {None}
+    if made != operands:
+        node.args = tree_unflatten(made, structure)
+        part.recompile()
+
+
+def _copy_results(body: GraphModule, caller: Node) -> None:
+    taken = {_memory(node) for node in body.graph.find_nodes(op="placeholder")} - {None}
+    output = body.graph.output_node()
+    results, structure = tree_flatten(output.args[0])
+    made = []
+    for result in results:
+        memory = _memory(result)
+        made.append(_copied(body, output, result, caller) if memory in taken else result)
+        taken |= {memory} - {None}
+    if made != results:
+        output.args = (tree_unflatten(made, structure),)
+        body.recompile()
+
+
+def _memory(value: Any) -> int | None:
+    tensor = value.meta.get("val") if isinstance(value, Node) else None
+    return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
+
+
+def _copied(part: GraphModule, before: Node, value: Node, caller: Node) -> Node:
+    with part.graph.inserting_before(before):
+        made = part.graph.call_function(torch.ops.aten.clone.default, (value,))
+    made.meta["val"] = value.meta["val"].clone()
+    for key in ("stack_trace", "nn_module_stack"):
+        if found := value.meta.get(key) or caller.meta.get(key):
+            made.meta[key] = found
+    return made
