@@ -31,7 +31,7 @@ def copy_shared(module: GraphModule) -> None:
 
 def _copy_operands(part: GraphModule, node: Node) -> None:
     operands, structure = tree_flatten(node.args)
-    taken: set[int] = set()
+    taken: set[int | None] = set()
     made = []
     for number, operand in enumerate(operands):
         # the predicate of `torch.cond`, its first argument, is read before anything runs
