@@ -19,8 +19,8 @@ class KernelVariant:
     `triton_helpers`, `libdevice`, `tl_math`, `tl_extra`.  `signature`: (argument, type) in the function's order, types as Triton
     writes them ("*bf16", "i32", "fp32", "constexpr").  `constants`: (argument, value) of every constexpr.  `divisible`: arguments
     that are multiples of 16.  `options`: further options of `triton.compile`, e.g. ("num_ctas", 1).  `selected_by`: how the
-    configuration was found, as `tuning.cost_model.choose` says it.  `waits`: for the kernel before it, by itself; `begins_next`:
-    lets the next one begin (compile/programmatic_launch.py).
+    configuration was found, as `tuning.cost_model.choose` says it.  `begins_next`: it lets the next
+    one begin (compile/programmatic_launch.py).
     """
 
     name: str
@@ -32,7 +32,6 @@ class KernelVariant:
     stages: int
     options: tuple[tuple[str, int | float | bool | str], ...]
     selected_by: str
-    waits: bool = False
     begins_next: bool = False
 
 

@@ -18,7 +18,7 @@ pytest.importorskip("torch")
 import torch
 
 from cgbundle.format import file_names
-from tests.corpus.carried import KEPT, leave_out_weights, with_weights
+from tests.corpus.carried import KEPT, draw_alike_everywhere, leave_out_weights, with_weights
 from tests.corpus.case import Case, Made
 from tests.corpus.jobs import Job, Plan, _gpu, run
 from tests.corpus.judge import CHECK, judge, refusal, replayed
@@ -51,6 +51,22 @@ def weights() -> dict[str, float]:
         case.name: sum([tensor.double().sum().item() for tensor in case.build()[0].state_dict().values()])
         for case in layers.CASES
     }  # fmt: skip
+
+
+def test_truncated_normals_are_torchs_but_for_rounding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of MKL are other ones on another maker's processor, which no machine shows alone."""
+    monkeypatch.setattr(torch.Tensor, "erfinv_", torch.Tensor.erfinv_)  # to be put back
+
+    def drawn() -> torch.Tensor:
+        torch.manual_seed(0)
+        return torch.nn.init.trunc_normal_(torch.empty(1000), std=0.02)
+
+    theirs = drawn()
+    draw_alike_everywhere()
+    made = drawn()
+    exact = torch.special.erfinv(torch.linspace(-0.95, 0.95, 1000, dtype=torch.float64)).float()
+    assert torch.equal(torch.linspace(-0.95, 0.95, 1000, dtype=torch.float64).erfinv_().float(), exact)
+    torch.testing.assert_close(made, theirs, atol=1e-8, rtol=1e-6)
 
 
 def test_layers_have_the_same_weights_in_every_process() -> None:

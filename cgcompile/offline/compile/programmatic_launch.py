@@ -128,7 +128,7 @@ def _in_chain(variant: KernelVariant, weights: Collection[str], waits: bool, beg
     made += [" " * body[0].col_offset + line for line, here in ((BEGIN_NEXT, begins_next), (WAIT, waits)) if here]
     made += [line for number, text in enumerate(texts) if number not in early for line in text]
     source = "\n".join([*lines[: starts[0] - 1], *made, *lines[_end(body[-1]) :], ""])
-    return replace(variant, source=source, waits=waits, begins_next=begins_next)
+    return replace(variant, source=source, begins_next=begins_next)
 
 
 def _function(variant: KernelVariant) -> ast.FunctionDef | None:

@@ -104,8 +104,8 @@ def parts(made: LoweredProgram) -> str:
     for event in made.lowered.events:
         if isinstance(event, Launch):
             variant = made.lowered.variants[event.variant]
-            assert (WAIT in variant.source, BEGIN_NEXT in variant.source) == (variant.waits, variant.begins_next)
-            found += ".wbx"[variant.waits + 2 * variant.begins_next]
+            assert (BEGIN_NEXT in variant.source) == variant.begins_next
+            found += ".wbx"[(WAIT in variant.source) + 2 * variant.begins_next]
     return found
 
 
