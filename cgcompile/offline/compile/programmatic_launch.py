@@ -1,9 +1,9 @@
 """Kernels that begin before the one in front of them has ended: CUDA's programmatic dependent launch (sm_90 and later).
 
 A kernel lets the next one begin as soon as all its own blocks have begun (`griddepcontrol.launch_dependents`).  That one reads
-weights, which no kernel of the graph writes, and waits until the earlier kernel has ended and its writes are seen
-(`griddepcontrol.wait`); all else stands behind the wait.  A kernel ends after its wait, so that what comes third may rely on the
-first.
+what no kernel of its chain has written so far: weights, and what earlier calls or turns of a loop left in a cache.  Then it waits
+until the earlier kernel has ended and its writes are seen (`griddepcontrol.wait`); all else stands behind the wait.  A kernel ends
+after its wait, so that what comes third may rely on the first.  The first kernel of a chain begins when all before it has ended.
 
 Only a kernel whose next node waits may let it begin.  Behind one that did, a kernel that does not wait read stale bytes, although
 their edge was a full one (the condition of a loop; H200, driver 580.159).
@@ -14,11 +14,11 @@ Sources: CUDA C++ Programming Guide, "Programmatic Dependent Launch and Synchron
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from ..lowered import (
-    WEIGHT,
+    TEMPORARY,
     Allocate,
     Copy,
     Event,
@@ -44,7 +44,9 @@ OWN = "gdc_", "griddepcontrol"
 ALONE = "launch_cooperative_grid", "num_ctas"
 """Options of kernels whose blocks have to run at once, and that are left as they are."""
 
-EARLY = {"tl.program_id", "tl.arange", "tl.full", "tl.broadcast_to", "tl.load"}
+LOAD = "tl.load"
+
+EARLY = {"tl.program_id", "tl.arange", "tl.full", "tl.broadcast_to", LOAD}
 """Calls that may stand before the wait, and `.to`: those of indices, and of what is read at them."""
 
 
@@ -52,10 +54,13 @@ def begin_early(program: LoweredProgram) -> LoweredProgram:
     """The same program.  Launches of which one follows the other overlap, where both kernels can be made to."""
     lowered = program.lowered
     able = [_can_wait(variant) for variant in lowered.variants]
+    kept = {number for number, each in enumerate(lowered.buffers) if each.kind != TEMPORARY} - set(lowered.written)
+    read = [_only_read(variant) for variant in lowered.variants]
     begin_next: set[int] = set()
-    wait: set[int] = set()
+    settled: dict[int, set[str]] = {}  # of what waits: the arguments that its chain has not written to
     for region in program.regions:
         before = -1  # the launch in front, if its kernel is able
+        changed: set[int] = set()  # buffers that the chain may have written to
         for number in range(region.start, region.stop):
             event = lowered.events[number]
             if not _is_node(event):
@@ -63,9 +68,15 @@ def begin_early(program: LoweredProgram) -> LoweredProgram:
             ready = isinstance(event, SetCondition) or (isinstance(event, Launch) and able[event.variant])
             if ready and before >= 0:
                 begin_next.add(before)
-                wait.add(number)
-            before = number if ready and isinstance(event, Launch) else -1
-    return replace(program, lowered=_overlapping(lowered, begin_next, wait))
+                settled[number] = {name for name, buffer in _pointers(lowered, event) if buffer not in changed}
+            else:
+                changed = set()
+            if ready and isinstance(event, Launch):
+                before = number
+                changed |= {buffer for name, buffer in _pointers(lowered, event) if name not in read[event.variant]} - kept
+            else:
+                before = -1
+    return replace(program, lowered=_overlapping(lowered, begin_next, settled))
 
 
 def _is_node(event: Event) -> bool:
@@ -88,18 +99,19 @@ def _can_wait(variant: KernelVariant) -> bool:
     return not alone and function is not None and not any(each in variant.source for each in OWN)
 
 
-def _overlapping(lowered: Lowered, begin_next: Collection[int], wait: Collection[int]) -> Lowered:
-    """A kernel stands in the program once for each of its parts in a chain: it begins one, is one's next, or both."""
-    parts = [(event.variant, number in wait, number in begin_next) for number, event in _launches(lowered)]
-    weights: dict[tuple[int, bool, bool], set[str]] = {}
-    for part, (_, event) in zip(parts, _launches(lowered), strict=True):
-        own = _weights(lowered, event)
-        weights[part] = weights.get(part, own) & own
-    places = {part: place for place, part in enumerate(weights)}
+def _overlapping(lowered: Lowered, begin_next: Collection[int], settled: Mapping[int, set[str]]) -> Lowered:
+    """A kernel stands in the program once for each of its parts in a chain: it begins one, is one's next, or both.  It reads early
+    what is `settled` in all launches of a part, by the numbers of those that wait."""
+    parts = [(event.variant, number in settled, number in begin_next) for number, event in _launches(lowered)]
+    early: dict[tuple[int, bool, bool], set[str]] = {}
+    for part, (number, _) in zip(parts, _launches(lowered), strict=True):
+        own = settled.get(number, set())
+        early[part] = early.get(part, own) & own
+    places = {part: place for place, part in enumerate(early)}
     events = list(lowered.events)
     for part, (number, event) in zip(parts, _launches(lowered), strict=True):
         events[number] = replace(event, variant=places[part])
-    variants = [_in_chain(lowered.variants[variant], names, waits, begins) for (variant, waits, begins), names in weights.items()]
+    variants = [_in_chain(lowered.variants[variant], names, waits, begins) for (variant, waits, begins), names in early.items()]
     return replace(lowered, variants=tuple(variants), events=tuple(events))
 
 
@@ -107,15 +119,16 @@ def _launches(lowered: Lowered) -> list[tuple[int, Launch]]:
     return [(number, event) for number, event in enumerate(lowered.events) if isinstance(event, Launch)]
 
 
-def _weights(lowered: Lowered, launch: Launch) -> set[str]:
-    """The arguments that are weights which the program does not change."""
-    names = [name for name, type_ in lowered.variants[launch.variant].signature if type_ != "constexpr"]
-    given = zip(names, launch.arguments, strict=True)
-    places = [(name, value.buffer) for name, value in given if isinstance(value, Pointer)]
-    return {name for name, buffer in places if lowered.buffers[buffer].kind == WEIGHT and buffer not in lowered.written}
+def _pointers(lowered: Lowered, event: Event) -> list[tuple[str, int]]:
+    """The arguments of a launch that point to buffers, and these."""
+    if not isinstance(event, Launch):
+        return []
+    names = [name for name, type_ in lowered.variants[event.variant].signature if type_ != "constexpr"]
+    given = zip(names, event.arguments, strict=True)
+    return [(name, value.buffer) for name, value in given if isinstance(value, Pointer)]
 
 
-def _in_chain(variant: KernelVariant, weights: Collection[str], waits: bool, begins_next: bool) -> KernelVariant:
+def _in_chain(variant: KernelVariant, settled: Collection[str], waits: bool, begins_next: bool) -> KernelVariant:
     function = _function(variant)
     if function is None or not (waits or begins_next):
         return variant
@@ -123,7 +136,7 @@ def _in_chain(variant: KernelVariant, weights: Collection[str], waits: bool, beg
     starts = [body[0].lineno, *[_end(each) + 1 for each in body[:-1]]]
     texts = [lines[start - 1 : _end(each)] for start, each in zip(starts, body, strict=True)]
     pointers = {name for name, type_ in variant.signature if type_.startswith("*")}
-    early = _early(function, pointers - set(weights)) if waits else set()
+    early = _early(function, pointers - set(settled)) if waits else set()
     made = [line for number in sorted(early) for line in texts[number]]
     made += [" " * body[0].col_offset + line for line, here in ((BEGIN_NEXT, begins_next), (WAIT, waits)) if here]
     made += [line for number, text in enumerate(texts) if number not in early for line in text]
@@ -165,6 +178,19 @@ def _early(function: ast.FunctionDef, written: Collection[str]) -> set[int]:
         else:
             read_late |= read
     return found
+
+
+def _only_read(variant: KernelVariant) -> set[str]:
+    """The arguments that stand nowhere but in addresses of loads."""
+    function = _function(variant)
+    if function is None:
+        return set()
+    loads = [node for node in ast.walk(function) if isinstance(node, ast.Call) and ast.unparse(node.func) == LOAD and node.args]
+    addresses = [load.args[0] for load in loads]
+    plain = [each for each in addresses if all(_may_be_early(node.func) for node in ast.walk(each) if isinstance(node, ast.Call))]
+    found = {id(node) for each in plain for node in ast.walk(each) if isinstance(node, ast.Name)}
+    others = {node.id for node in ast.walk(function) if isinstance(node, ast.Name) and id(node) not in found}
+    return {argument.arg for argument in function.args.args} - others
 
 
 def _target(statement: ast.stmt) -> str | None:

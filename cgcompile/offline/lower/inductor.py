@@ -150,7 +150,7 @@ def lower_graph(
     """A retraced graph lowered inside `fake_device`, and what it calls that is no Triton kernel."""
     handler = TemplateConfigs(arch, choose, more)
     known = torch._inductor.config.get_config_copy()
-    options = {name: value for name, value in OPTIONS.items() if name in known} | passes() | fewer_kernels()
+    options = {name: value for name, value in OPTIONS.items() if name in known} | passes() | fewer_kernels(ahead=False)
     # What a product reads through a fused prologue is loaded under a mask without a value for the rest.  Inductor takes that for
     # zero and selects nothing where the prologue keeps zeros; Triton leaves it undefined, and nan times zero is nan.
     masked = mock.patch.object(simd, "prologue_preserves_zero_mask", lambda prologue: False)

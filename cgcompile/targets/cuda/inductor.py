@@ -62,7 +62,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
     table = None if dynamic else _decompositions()
     try:
         with tracing(TracingContext(mode)), mended(), V.set_choices_handler(RowBlocks()), torch.no_grad():
-            patches = {**options, **passes(), **fewer_kernels()}
+            patches = {**options, **passes(), **fewer_kernels(ahead=True)}
             compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
     except Exception as error:
         failure = explain(error, module)

@@ -23,11 +23,11 @@ LARGE = 1 << 12
 aten, prims = torch.ops.aten, torch.ops.prims
 
 
-def attend_at_once(graph: Graph) -> None:
-    """Changes the graph in place."""
+def attend_at_once(graph: Graph, *, ahead: bool) -> None:
+    """Changes the graph in place.  `ahead`: further programs bring what comes next into the GPU's cache."""
     for node in graph.find_nodes(op="call_function", target=SUM):
         product = one_product(node, MOST) if node.users else None
-        text = None if product is None else attention_text(product)
+        text = None if product is None else attention_text(product, ahead=ahead)
         if product is not None and text is not None:
             _replace(graph, product, text)
 

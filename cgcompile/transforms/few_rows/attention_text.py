@@ -19,7 +19,7 @@ from .cache_writes import Write, axis_of, values_of, write_into
 from .operation_texts import DTYPES, RESHAPES, ROUNDED, TEXTS, power, rounded
 from .places import HALF, Place, on, place_of
 from .products import SUM, Product, one_product, shape_of
-from .weights_ahead import PROGRAMS, lines_of, weights_ahead
+from .weights_ahead import PROGRAMS, Ahead, lines_of, weights_ahead
 
 MOST = 1 << 14
 """Elements of a head's keys, at most, as many as are in the registers of one program."""
@@ -45,19 +45,20 @@ class AttentionText:
     outcome: Node
 
 
-def attention_text(mixed: Product) -> AttentionText | None:
+def attention_text(mixed: Product, *, ahead: bool) -> AttentionText | None:
     """A kernel for the product with the values, `mixed`, the softmax before it and the product with the keys before that.  None for
-    a product of something else, and for more than fits into one program."""
+    a product of something else, and for more than fits into one program.  `ahead`: with programs for what comes next."""
     writer = _Writer(mixed)
     try:
-        return writer.written()
+        return writer.written(weights_ahead(mixed.total) if ahead else ())
     except UnknownOperation:
         return None
 
 
 @dataclass(slots=True)
 class _Writer:
-    """Lines, growing: all that is `read` is asked for before anything is computed.  `names`: of the values that are there.
+    """Lines, growing: all that is `read` is asked for before anything is computed.  No name is given twice: what is read can then
+    be read early (offline/compile/programmatic_launch.py).  `names`: of the values that are there.
     `reduces`: whether something is computed of all places."""
 
     mixed: Product
@@ -69,7 +70,7 @@ class _Writer:
     scores: Product | None = None
     reduces: bool = False
 
-    def written(self) -> AttentionText:
+    def written(self, ahead: Sequence[Ahead]) -> AttentionText:
         mixed, length = self.mixed, self.mixed.length
         if length == mixed.rows:  # a vector of heads would look like one of places
             raise UnknownOperation
@@ -82,7 +83,6 @@ class _Writer:
         narrow = len(users) == 1 and users[0].target is prims.convert_element_type.default and users[0].args[1] in HALF
         outcome = users[0] if narrow else mixed.total
         dtype = DTYPES[outcome.meta["val"].dtype]
-        ahead = weights_ahead(mixed.total)
         named = [self.pointer(each.weight) for each in ahead]
         body = [
             f"p = tl.arange(0, {power(length)})",
@@ -242,9 +242,9 @@ class _Writer:
             return self.at(memory, found)
 
         mask = f"(p[:, None] < {length}) & ({column}[None, :] < {width})"
-        self.reads.append(f"{name} = tl.load({at(memory, 'p[:, None]', f'{column}[None, :]')}, {mask}, other=0)")
+        self.reads.append(f"{name}_read = tl.load({at(memory, 'p[:, None]', f'{column}[None, :]')}, {mask}, other=0)")
         if write is None:
-            self.lines.append(f"{name} = {name}.to(tl.float32)")
+            self.lines.append(f"{name} = {name}_read.to(tl.float32)")
             return
         index, values, stored = _placed(write.index), values_of(write, place), DTYPES[write.cache.meta["val"].dtype]
         if values is None or values.strides[axes[0]] or memory.strides[axes[0]] != write.cache.meta["val"].stride(axis_of(write)):
@@ -254,12 +254,12 @@ class _Writer:
             f"{name}_new = tl.load({at(values, '0', column)}, {column} < {width}, other=0)",
         ]
         self.lines += [
-            f"{name}_index = tl.where({name}_index < 0, {name}_index + {length}, {name}_index)",
-            f"{name}_new = {name}_new.to({stored})",
-            f"{name} = tl.where(p[:, None] == {name}_index, {name}_new[None, :], {name}).to(tl.float32)",
-            f'tl.device_assert((0 <= {name}_index) & ({name}_index < {length}), "index out of bounds: a place of {length}")',
-            f"{name}_inside = ({column} < {width}) & (0 <= {name}_index) & ({name}_index < {length})",
-            f"tl.store({at(memory, f'{name}_index', column)}, {name}_new, {name}_inside)",
+            f"{name}_place = tl.where({name}_index < 0, {name}_index + {length}, {name}_index)",
+            f"{name}_stored = {name}_new.to({stored})",
+            f"{name} = tl.where(p[:, None] == {name}_place, {name}_stored[None, :], {name}_read).to(tl.float32)",
+            f'tl.device_assert((0 <= {name}_place) & ({name}_place < {length}), "index out of bounds: a place of {length}")',
+            f"{name}_inside = ({column} < {width}) & (0 <= {name}_place) & ({name}_place < {length})",
+            f"tl.store({at(memory, f'{name}_place', column)}, {name}_stored, {name}_inside)",
         ]
         self.writes[self.pointer(write.cache)] = write
 

@@ -21,18 +21,21 @@ JOINING = 8
 """Two kernels become one where they read the same bytes, so many at least: an index.  Inductor asks for 10."""
 
 
-def fewer_kernels() -> dict[str, Any]:
-    """The options."""
-    return {"post_grad_custom_post_pass": FewerKernels(), "score_fusion_memory_threshold": JOINING}
+def fewer_kernels(*, ahead: bool) -> dict[str, Any]:
+    """The options.  `ahead`: attention brings the weights that come next into the GPU's cache, where kernels do not begin early."""
+    return {"post_grad_custom_post_pass": FewerKernels(ahead), "score_fusion_memory_threshold": JOINING}
 
 
 class FewerKernels(CustomGraphPass):
     """Changes a graph in place."""
 
+    def __init__(self, ahead: bool) -> None:
+        self._ahead = ahead
+
     def __call__(self, graph: Graph) -> None:
-        attention.attend_at_once(graph)
+        attention.attend_at_once(graph, ahead=self._ahead)
         row_blocks.mark(graph)
         repeated_reductions.repeat_reductions(graph)
 
     def uuid(self) -> Any:
-        return get_hash_for_files(tuple([str(path) for path in sorted(Path(__file__).parent.glob("*.py"))]))
+        return get_hash_for_files(tuple([str(path) for path in sorted(Path(__file__).parent.glob("*.py"))]), str(self._ahead))

@@ -74,7 +74,7 @@ def test_graphs_that_get_the_kernel(call: Callable[[Any, Any], Any], kernels: in
     graph = make_fx(call, _decompositions())(torch.randn(1, HEADS * WIDTH), torch.tensor(3)).graph
     for node in graph.nodes:
         node.meta.setdefault("val", None)
-    attend_at_once(graph)
+    attend_at_once(graph, ahead=True)
     assert sum("triton_kernel" in str(node.target) for node in graph.nodes) == kernels
 
 

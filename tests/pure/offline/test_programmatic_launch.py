@@ -117,7 +117,7 @@ def lines(made: LoweredProgram, number: int) -> tuple[list[str], list[str]]:
 
 
 def test_weights_are_read_before_the_wait_and_all_else_behind_it() -> None:
-    before, behind = lines(begin_early(program([USUAL] * 3)), 1)
+    before, behind = lines(begin_early(program([USUAL, launch(OUT, W, BIAS, OUT), USUAL])), 1)
     assert before == [
         "n = 768",
         "row = tl.program_id(0)",
@@ -136,16 +136,40 @@ def test_weights_are_read_before_the_wait_and_all_else_behind_it() -> None:
     ]
 
 
-def test_what_is_a_weight_in_one_launch_and_not_in_another_is_read_behind_the_wait() -> None:
+def early(made: LoweredProgram, number: int) -> str:
+    """The names of what the kernel of a launch reads before its wait."""
+    return " ".join(line.split(" ")[0] for line in lines(made, number)[0] if "tl.load" in line)
+
+
+READING = launch(X, W, BIAS, OUT)
+CHANGING = launch(X, W, OUT, STATE)  # reads `out`, writes to state
+
+
+def test_what_the_chain_writes_to_is_read_behind_the_wait() -> None:
+    assert early(begin_early(program([READING, launch(OUT, STATE, BIAS, X)], written=[X, STATE])), 1) == "b c"
+    assert early(begin_early(program([READING, launch(OUT, OUT, BIAS, X)], written=[X, STATE])), 1) == "c"
+    assert early(begin_early(program([CHANGING, launch(OUT, STATE, BIAS, OUT)], written=[STATE])), 1) == "a c which"
+
+
+def test_what_was_written_before_the_chain_is_read_early() -> None:
+    copy = Copy(source=at(X), target=at(W), nbytes=4)
+    events = [CHANGING, copy, READING, launch(OUT, STATE, BIAS, X)]
+    assert early(begin_early(program(events, written=[X, STATE])), 2) == "b c"
+    assert early(begin_early(program([CHANGING, *events[2:]], written=[X, STATE])), 2) == "c"
+
+
+def test_a_kernel_may_write_to_what_it_hands_on() -> None:
+    for text in ("tl.atomic_add(bias + row, 1.0)", "c += helper(bias)", "where = bias + row", "c += tl.load(helper(bias))"):
+        other = replace(kernel(PRODUCT.replace("    total =", f"    {text}\n    total =")), name="product")
+        events = [replace(READING, variant=1), launch(X, BIAS, W, OUT)]
+        assert early(begin_early(program(events, kernel(), other, written=[BIAS])), 1) == "a c which", text
+        assert early(begin_early(program(events, kernel(), other)), 1) == "a b c which d", text
+
+
+def test_what_a_chain_writes_to_before_one_launch_is_late_in_all() -> None:
     before, behind = lines(begin_early(program([USUAL, USUAL, launch(X, W, OUT, OUT), USUAL])), 1)
-    assert [line for line in before if "tl.load" in line] == ["b = tl.load(w + (at + n * row), inside, other=0.0).to(tl.float32)"]
+    assert "b = tl.load(w + (at + n * row), inside, other=0.0).to(tl.float32)" in before
     assert "c = tl.load(bias + row)" in behind
-
-
-def test_state_that_the_program_changes_is_read_behind_the_wait() -> None:
-    events = [USUAL, launch(X, STATE, BIAS, OUT)]
-    assert "tl.load(w" in "".join(lines(begin_early(program(events)), 1)[0])
-    assert "tl.load(w" not in "".join(lines(begin_early(program(events, written=[STATE])), 1)[0])
 
 
 NOTHING = [
@@ -283,8 +307,8 @@ def ran(source: str, late: bool) -> list[int]:
 @example("def drawn(x, w, out, n, p):\n    c = tl.load(x + n % 7) + n\n    n = tl.program_id(0)\n    tl.store(out, c + n)\n")
 def test_a_kernel_that_begins_early_writes_the_same(source: str) -> None:
     signature = (("x", "*i32"), ("w", "*i32"), ("out", "*i32"), ("n", "i32"), ("p", "i32"))
-    events = [Launch(variant=0, grid=(1, 1, 1), arguments=(at(X), at(W), at(OUT), 6, 2))] * 2
-    made = begin_early(program(events, kernel(source, "drawn", signature)))
+    events = [Launch(variant=0, grid=(1, 1, 1), arguments=(at(a), at(W), at(b), 6, 2)) for a, b in ((OUT, X), (X, OUT))]
+    made = begin_early(program(events, kernel(source, "drawn", signature), written=[X]))
     assert parts(made) == "bw"
     last = made.lowered.variants[made.lowered.events[1].variant]  # type: ignore[union-attr]
     assert ran(last.source, late=True) == ran(source, late=False)
