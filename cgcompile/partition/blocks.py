@@ -7,7 +7,7 @@ Private interfaces (torch 2.11, 2.13): the order of these operators' arguments.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -155,6 +155,24 @@ def straight_module(block: Block, part: Straight, outputs: Sequence[Operand], ta
 def taken(module: GraphModule) -> tuple[str, ...]:
     """The names of the values that a module of `straight_module` takes."""
     return tuple([node.meta["value"] for node in module.graph.find_nodes(op="placeholder")])
+
+
+def needed_after(block: Block, more: Iterable[Operand] = ()) -> list[set[str]]:
+    """After each part the names that the rest of the block needs, its outputs and `more` among them."""
+    rest = {each for each in (*block.outputs, *more) if isinstance(each, str)}
+    found: list[set[str]] = []
+    for part in reversed(block.parts):
+        found.append(set(rest))
+        match part:
+            case Straight(nodes=nodes):
+                rest |= set(taken(straight_module(block, part, ()))) if nodes else set()
+            case Branch(predicate=predicate, operands=operands):
+                rest |= {predicate, *[each for each in operands if isinstance(each, str)]}
+            case Switch(choice=choice, operands=several):
+                rest |= {choice, *[each for operands in several for each in operands if isinstance(each, str)]}
+            case Loop(carried=carried, operands=operands):
+                rest |= {each for each in (*carried, *operands) if isinstance(each, str)}
+    return found[::-1]
 
 
 def _names(graph: Graph) -> dict[Node, str]:

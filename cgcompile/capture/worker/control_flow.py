@@ -22,7 +22,7 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
 from ...errors import ModelError
-from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, straight_module, taken
+from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, needed_after, straight_module, taken
 from ...partition.node_kinds import writes_to
 from ...partition.straight_parts import end_with_copies, held_tensors, keep_outputs, written_tensors
 from ...targets.cuda.lowering import repair
@@ -82,7 +82,7 @@ class _Growing:
         """Captures a block behind `steps`; `runs`: whether the example gets there.  Returns its results.  `values` lose what no
         later part needs, in the end all: a freed tensor's memory is the next part's."""
         values.update(held_tensors(block.module))
-        needed = _needed(block, last)
+        needed = needed_after(block, [leaf for pair in last.copies for leaf in pair])
         for part, later in zip(block.parts, needed, strict=True):
             match part:
                 case Branch() | Switch():
@@ -234,24 +234,6 @@ def _turns(part: Loop, carried: Sequence[Tensor], given: Sequence[Any]) -> list[
     while bool(tree_leaves(part.condition.source(*now, *given))[0]):
         now = tree_leaves(part.body.source(*now, *given))
     return list(now)
-
-
-def _needed(block: Block, last: _Last) -> list[set[str]]:
-    """After each part the names that the rest of the block needs."""
-    rest = {each for each in [*block.outputs, *[leaf for pair in last.copies for leaf in pair]] if isinstance(each, str)}
-    found: list[set[str]] = []
-    for part in reversed(block.parts):
-        found.append(set(rest))
-        match part:
-            case Straight(nodes=nodes):
-                rest |= set(taken(straight_module(block, part, ()))) if nodes else set()
-            case Branch(predicate=predicate, operands=operands):
-                rest |= {predicate, *[each for each in operands if isinstance(each, str)]}
-            case Switch(choice=choice, operands=several):
-                rest |= {choice, *[each for operands in several for each in operands if isinstance(each, str)]}
-            case Loop(carried=carried, operands=operands):
-                rest |= {each for each in (*carried, *operands) if isinstance(each, str)}
-    return found[::-1]
 
 
 def _operands(names: Sequence[Operand], values: Mapping[str, Any]) -> list[Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from torch.export.graph_signature import OutputKind
 from cgbundle.format.schema import IntKey
 
 from ...errors import BuildError
-from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, straight_module, taken
+from ...partition.blocks import Block, Branch, Loop, Operand, Straight, Switch, blocks, needed_after, straight_module, taken
 from ..assemble.merge import LoweredRegion, MergedProgram, dense_bytes
 from ..decompose.arguments import DEVICE, changed_outputs, check_apart, fake_tensor, given_rows
 from ..decompose.device_program import on_device
@@ -57,6 +58,9 @@ class _Value:
 
 Values = dict[str, _Value]
 
+Pair = tuple[str, Operand]
+"""What is written to, and the new value."""
+
 
 def lower_blocks(
     program: ExportedProgram,
@@ -86,16 +90,31 @@ def lower_blocks(
         changing=frozenset([rows[argument][1] for _, argument in changed if rows[argument][0] == WEIGHT]),
         merged=MergedProgram(key=key, given={name: int(name) for name in _inputs(values)}),
     )
-    growing.straight_parts(block, values)
+    new = [(block.inputs[argument], block.outputs[position]) for position, argument in changed]
     wanted = [
         each
         for each, spec in zip(block.outputs, program.graph_signature.output_specs, strict=True)
         if spec.kind == OutputKind.USER_OUTPUT
     ]
     fixed: list[Layout] = list(layouts or [None] * len(wanted))
-    new = [(block.inputs[argument], block.outputs[position]) for position, argument in changed]
-    outputs = growing.last_part(block, values, wanted, fixed, new)
+    written = _written_early(replace(block, outputs=tuple(wanted)), new)
+    growing.straight_parts(block, values, written)
+    left = [pair for pair in new if all(pair not in pairs for pairs in written.values())]
+    outputs = growing.last_part(block, values, wanted, fixed, left)
     return growing.lowered(_inputs(values), outputs)
+
+
+def _written_early(block: Block, new: Sequence[Pair]) -> dict[int, list[Pair]]:
+    """By the position of a straight part, what it can write: new values that it makes, and of which no later part needs anything, nor
+    of the ones before.  Caches are written in place so, where a copy of all of one would cross to the last part."""
+    made = {node.name: number for number, part in enumerate(block.parts) if isinstance(part, Straight) for node in part.nodes}
+    found: dict[int, list[Pair]] = {}
+    for place, value in new:
+        number = made.get(str(value), len(block.parts) - 1)
+        needed = needed_after(block, [leaf for pair in new if pair[0] != place for leaf in pair[1:]])[number]
+        if number < len(block.parts) - 1 and not needed & {place, value}:
+            found.setdefault(number, []).append((place, value))
+    return found
 
 
 def _inputs(values: Values) -> dict[str, torch.Tensor]:
@@ -116,13 +135,15 @@ class _Growing:
     conditionals: int = 0
     named: int = 0
 
-    def straight_parts(self, block: Block, values: Values) -> None:
-        """All parts of a block but the last."""
-        for part in block.parts[:-1]:
+    def straight_parts(self, block: Block, values: Values, written: Mapping[int, Sequence[Pair]] = MappingProxyType({})) -> None:
+        """All parts of a block but the last; `written`: new values that some write, by their position."""
+        for number, part in enumerate(block.parts[:-1]):
+            new = written.get(number, ())
             match part:
-                case Straight(outputs=outputs):
-                    if outputs:
-                        made = self.straight(block, part, values, outputs, [DENSE] * len(outputs))
+                case Straight(outputs=given):
+                    outputs = [each for each in given if each not in [value for _, value in new]]
+                    if outputs or new:
+                        made = self.straight(block, part, values, outputs, [DENSE] * len(outputs), new)
                         values.update(zip(outputs, made, strict=True))
                 case Branch() | Switch():
                     self.branch(part, values)
@@ -135,7 +156,7 @@ class _Growing:
         values: Values,
         outputs: Sequence[Operand],
         layouts: Sequence[Layout],
-        new: Sequence[tuple[str, Operand]] = (),
+        new: Sequence[Pair] = (),
         targets: Callable[[Lowered], Sequence[Pointer]] = lambda lowered: (),
     ) -> list[_Value]:
         part = block.parts[-1]
@@ -149,7 +170,7 @@ class _Growing:
         values: Values,
         outputs: Sequence[Operand],
         layouts: Sequence[Layout],
-        new: Sequence[tuple[str, Operand]] = (),
+        new: Sequence[Pair] = (),
         targets: Callable[[Lowered], Sequence[Pointer]] = lambda lowered: (),
     ) -> list[_Value]:
         """Lowers a part, which gives `outputs` and writes `new` values to what is named; returns what the outputs are.  `targets`:

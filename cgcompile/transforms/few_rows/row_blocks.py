@@ -20,7 +20,7 @@ from .products import SUM, one_product
 MARK = "cgcompile_product_of_one_row"
 """The metadata of such a product: its length and its columns."""
 
-SHORTEST, LONGEST = 256, 4096
+SHORTEST, LONGEST = 256, 16384
 """Elements of a row that is in the registers of one program, and for which that matters."""
 
 MOST, ELEMENTS = 4, 4096
@@ -76,8 +76,8 @@ def blocks(length: int, columns: int, normed: bool) -> tuple[int, int] | None:
     if not SHORTEST <= length <= LONGEST:
         return None
     whole = 1 << (length - 1).bit_length()
-    most, warps = NORMED if normed and whole <= 1024 else (MOST, 4 if whole <= 1024 else 8)
-    count = min(most, ELEMENTS // whole)
+    most, warps = NORMED if normed and whole <= 1024 else (MOST, 4 if whole <= 1024 else 8 if whole <= 4096 else 16)
+    count = max(1, min(most, ELEMENTS // whole))
     while count > 1 and columns < count * PROGRAMS:
         count //= 2
     return count, warps
