@@ -10,9 +10,12 @@ import pytest
 pytest.importorskip("triton")
 
 import cgcompile
+from cgcompile.offline import trace
+from cgcompile.offline.compile.programmatic_launch import begin_early
+from cgcompile.offline.lowered import TEMPORARY, Begin, Launch, LoweredProgram, Pointer
 from cgcompile.targets.cuda import host_regions
 from tests.helpers.lowered_here import lower_here
-from tests.helpers.models.state_models import Between, between
+from tests.helpers.models.state_models import ROWS, WIDTH, BeforeBranch, Between, before_branch, between
 from tests.helpers.uncompiled import uncompiled
 
 
@@ -37,3 +40,27 @@ def test_calls_carry_state_through_graphs_and_host_regions(tmp_path: Path, monke
     assert there.count(("state", state["count"].offset)) == back.count(("state", state["count"].offset)) == 1
     assert there.count(("inputs", seen.offset)) == back.count(("inputs", seen.offset)) == 1
     assert not {("state", state[name].offset) for name in ("mean", "cache")} & {*there, *back}
+
+
+def test_state_is_written_where_its_new_value_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lower_here(monkeypatch)
+    programs: list[LoweredProgram] = []
+    monkeypatch.setattr(trace, "begin_early", lambda program: programs.append(program) or begin_early(program))
+    built = cgcompile.build(BeforeBranch().eval(), before_branch, out=tmp_path / "branch.cgb", target="sm_90")
+    (proof,) = built.manifest.exam.proofs
+    assert (proof.method, built.manifest.exam.calls) == ("interpret", 2) and proof.error <= proof.tolerance
+    assert len(proof.errors) == len(built.manifest.outputs) + 5
+    lowered = programs[0].lowered
+    branch = next(number for number, event in enumerate(lowered.events) if isinstance(event, Begin))
+    before, behind = [
+        {lowered.buffers[place.buffer].name.rpartition(".")[2] for event in events if isinstance(event, Launch) for place in _pointers(event)}
+        for events in (lowered.events[:branch], lowered.events[branch:])
+    ]
+    assert {"cache", "old"} <= before and not {"cache", "old"} & behind
+    assert {"calls", "turned"} <= behind
+    crossing = {buffer.nbytes for buffer in lowered.buffers if buffer.kind == TEMPORARY}
+    assert max(crossing) < ROWS * WIDTH * 4, "no copy of the cache"
+
+
+def _pointers(launch: Launch) -> list[Pointer]:
+    return [each for each in launch.arguments if isinstance(each, Pointer)]

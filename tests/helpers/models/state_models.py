@@ -160,6 +160,32 @@ class Between(nn.Module):
         return y.exp(), self.count
 
 
+class BeforeBranch(nn.Module):
+    """State that changes before a branch and behind it: a cache, an old value that lives on, sums that the branch takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for name, shape in (("cache", (ROWS, WIDTH)), ("old", (WIDTH,)), ("sums", (WIDTH,)), ("turned", (WIDTH,)), ("calls", ())):
+            self.register_buffer(name, torch.zeros(shape))
+
+    def forward(self, x: Tensor, place: Tensor) -> tuple[Tensor, ...]:
+        """(WIDTH,), () int64 -> (ROWS,), what was old before, and what it is, (WIDTH,)."""
+        self.cache.index_copy_(0, place.view(1), x[None])
+        kept, seen = self.old.clone(), self.old[2:]
+        self.old.copy_(x * 2)
+        self.sums.add_(x)
+        turned, seen = self.turned + x, seen * 3
+        scores = self.cache @ x
+
+        def more(scores: Tensor, sums: Tensor) -> Tensor:
+            return scores + sums.sum()
+
+        y = torch.cond(scores.sum() > 0, more, lambda scores, sums: scores * 2, (scores, self.sums))
+        self.calls.add_(1)
+        self.turned.copy_(turned + self.turned)
+        return y + self.calls, kept, seen
+
+
 class HostDraws(nn.Module):
     """Numbers of four distributions around an operation of the host, which keeps the counter."""
 
@@ -182,3 +208,8 @@ class HostDraws(nn.Module):
 def between(batch: int) -> tuple[Tensor, ...]:
     """For `Between`."""
     return torch.randn(batch, WIDTH), torch.full((1,), 5), torch.randn(batch, WIDTH)
+
+
+def before_branch() -> tuple[Tensor, ...]:
+    """For `BeforeBranch`."""
+    return torch.randn(WIDTH), torch.tensor(1)
