@@ -105,14 +105,15 @@ def lower_blocks(
 
 
 def _written_early(block: Block, new: Sequence[Pair]) -> dict[int, list[Pair]]:
-    """By the position of a straight part, what it can write: new values that it makes, and of which no later part needs anything, nor
-    of the ones before.  Caches are written in place so, where a copy of all of one would cross to the last part."""
+    """By the position of a straight part, the pairs that it can write: it makes the new value, and nothing behind it needs that or
+    the old one.  So a cache is written in place.  In the last part, a copy of all of it would cross to there."""
     made = {node.name: number for number, part in enumerate(block.parts) if isinstance(part, Straight) for node in part.nodes}
+    needed = needed_after(block)
     found: dict[int, list[Pair]] = {}
     for place, value in new:
-        number = made.get(str(value), len(block.parts) - 1)
-        needed = needed_after(block, [leaf for pair in new if pair[0] != place for leaf in pair[1:]])[number]
-        if number < len(block.parts) - 1 and not needed & {place, value}:
+        number = made.get(str(value), len(needed) - 1)
+        written_later = {other for target, other in new if target != place}
+        if number < len(needed) - 1 and not {place, value} & (needed[number] | written_later):
             found.setdefault(number, []).append((place, value))
     return found
 

@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 import cgcompile
 from cgcompile.offline import trace
 from cgcompile.offline.compile.programmatic_launch import begin_early
-from cgcompile.offline.lowered import TEMPORARY, Begin, Launch, LoweredProgram, Pointer
+from cgcompile.offline.lowered import TEMPORARY, Begin, Launch, Lowered, LoweredProgram, Pointer
 from cgcompile.targets.cuda import host_regions
 from tests.helpers.lowered_here import lower_here
 from tests.helpers.models.state_models import ROWS, WIDTH, BeforeBranch, Between, before_branch, between
@@ -52,15 +52,17 @@ def test_state_is_written_where_its_new_value_is_made(tmp_path: Path, monkeypatc
     assert len(proof.errors) == len(built.manifest.outputs) + 5
     lowered = programs[0].lowered
     branch = next(number for number, event in enumerate(lowered.events) if isinstance(event, Begin))
-    before, behind = [
-        {lowered.buffers[place.buffer].name.rpartition(".")[2] for event in events if isinstance(event, Launch) for place in _pointers(event)}
-        for events in (lowered.events[:branch], lowered.events[branch:])
-    ]
+    launches = [[event for event in part if isinstance(event, Launch)] for part in (lowered.events[:branch], lowered.events[branch:])]
+    before, behind = [{name(lowered, place) for launch in part for place in pointers(launch)} for part in launches]
     assert {"cache", "old"} <= before and not {"cache", "old"} & behind
     assert {"calls", "turned"} <= behind
     crossing = {buffer.nbytes for buffer in lowered.buffers if buffer.kind == TEMPORARY}
     assert max(crossing) < ROWS * WIDTH * 4, "no copy of the cache"
 
 
-def _pointers(launch: Launch) -> list[Pointer]:
+def pointers(launch: Launch) -> list[Pointer]:
     return [each for each in launch.arguments if isinstance(each, Pointer)]
+
+
+def name(lowered: Lowered, place: Pointer) -> str:
+    return lowered.buffers[place.buffer].name.rpartition(".")[2]
