@@ -2,46 +2,46 @@
 
 A copy from a mapped file is pageable: the driver's one thread moves it at 10.8 GB/s.  Pinned memory moves at 55 GB/s, but pinning
 costs 0.5 ms a megabyte, more than it gains for all of a file.  So a few threads read the file into pieces of a small pinned region,
-in huge pages, and one thread sends them on and gives them back: 47 GB/s, where threads that each read and send get 37, since they
-wait for the interpreter's lock (tests/gpu/REPORT.md).  What is small goes as it is.
+in huge pages, and one thread sends them on and gives them back: 33 to 47 GB/s by host, where threads that each read and send get
+less, since they wait for the interpreter's lock.  Of much that is in the page cache the C library's threads read more
+(weight_lanes.py; tests/gpu/REPORT.md).  What is small goes as it is.
 """
 
 from __future__ import annotations
 
-import ctypes
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from itertools import count
-from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 from ..errors import BundleError, CgbundleError
 from ..format.file_names import WEIGHTS
-from ..session.weight_reads import WeightReader
+from ..session.async_reads import AsyncReads, available
+from ..session.weight_reads import WeightReader, is_cached
 from .driver import Context, Relaxed, check, cu
-from .libcuda import STREAM_NON_BLOCKING
+from .weight_lanes import send_by_lanes
 from .weight_pieces import Piece, chunks, place
+from .weight_slots import Slot, new_slot, pin, staging
 
 CHUNK = 2 << 20
 """Bytes that are read at a time, into a slot."""
-
-HUGE = 2 << 20
-"""Bytes of a huge page."""
 
 AHEAD = 64 << 20
 """Bytes of what is not in the page cache that the disk begins to read before they are read."""
 
 
 class Way(NamedTuple):
-    """How weights travel: so many threads read them into slots of `chunk` bytes, of pinned memory or, one after the other, not."""
+    """How weights travel: so many threads read them into slots of `chunk` bytes, of pinned memory or, one after the other, not.
+    `lanes`: by as many of the C library's instead, in slots of CHUNK bytes, where it has them and the page cache has the file."""
 
     readers: int
     slots: int
     pinned: bool
     chunk: int = CHUNK
+    lanes: int = 0
 
 
 SMALL, LARGE = 16 << 20, 1 << 30
@@ -53,16 +53,7 @@ def way(size: int) -> Way:
         return Way(readers=1, slots=1, pinned=False)
     if size < LARGE:
         return Way(readers=4, slots=8, pinned=True)
-    return Way(readers=8, slots=16, pinned=True, chunk=2 * CHUNK)
-
-
-class Slot(NamedTuple):
-    """A part of the staging memory, its address, and the stream that alone reads it: to wait for the stream is to wait for the
-    slot."""
-
-    view: memoryview
-    address: int
-    stream: Any
+    return Way(readers=8, slots=16, pinned=True, chunk=2 * CHUNK, lanes=12)
 
 
 Full = tuple[Slot, list[Piece], int]
@@ -82,7 +73,9 @@ class Upload:
     ) -> None:
         self._context, self._base, self._name = context, base, name
         self._way = how or way(sum(piece.size for piece in listed))
-        self._groups = chunks(listed, self._way.chunk)
+        if self._way.lanes and not (available() and is_cached(file)):
+            self._way = self._way._replace(lanes=0)
+        self._groups = chunks(listed, CHUNK if self._way.lanes else self._way.chunk)
         self._total, self._sent, self._next, self._announced = len(self._groups), 0, count(), 0
         self._ahead = -(-AHEAD // self._way.chunk)
         self._free: SimpleQueue[Slot | None] = SimpleQueue()  # None ends who takes it
@@ -90,7 +83,7 @@ class Upload:
         self._failure: CgbundleError | OSError | None = None
         self._thread: threading.Thread | None = None
         if listed:
-            self._reader = WeightReader(file, aligned=self._way.pinned, name=name)
+            self._file, self._reader = file, WeightReader(file, aligned=self._way.pinned, name=name)
             self._thread = threading.Thread(target=self._run, name="cgbundle-upload", daemon=True)
             self._thread.start()
 
@@ -118,33 +111,32 @@ class Upload:
     def _run(self) -> None:
         try:
             with self._context, Relaxed(), ExitStack() as cleanup:
-                slots = self._staged(cleanup)
-                if self._way.pinned:
-                    self._start_readers(slots, cleanup)
+                if self._way.lanes:
+                    self._send_by_lanes(cleanup)
+                elif self._way.pinned:
+                    self._start_readers(self._staged(cleanup), cleanup)
                     self._send_all()
                 else:
-                    self._copy(slots[0])
+                    self._copy(self._staged(cleanup)[0])
         except (CgbundleError, OSError) as failure:  # for whoever waits
             self._failure = self._failure or failure
+
+    def _send_by_lanes(self, cleanup: ExitStack) -> None:
+        send = cu.held("cuMemcpyHtoDAsync")
+        reads = AsyncReads(self._file, min(self._way.lanes, self._total), self._name)
+        groups = self._groups
+        for _ in send_by_lanes(reads, groups, CHUNK, lambda slot, group: self._send(send, slot, group, 0), cleanup):
+            self._sent += 1
+            if self._groups is not groups:  # stopped
+                return
 
     def _staged(self, cleanup: ExitStack) -> list[Slot]:
         """The slots, of which there is a stream each; `cleanup` gives them back when nothing is on its way."""
         size, number = self._way.chunk, min(self._way.slots, self._total)
-        memory = mmap(-1, size * number + HUGE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
-        whole = memoryview(memory)
-        start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        begin = -start % HUGE
+        memory = staging(size * number, cleanup, pages=self._way.pinned)
         if self._way.pinned:
-            memory.madvise(MADV_HUGEPAGE)
-            if not cu.cuMemHostRegister(start + begin, size * number, 0):  # else it works as it is, only slower
-                cleanup.callback(cu.cuMemHostUnregister, start + begin)
-        made = []
-        for at in range(begin, begin + size * number, size):
-            stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
-            cleanup.callback(cu.cuStreamDestroy, stream)
-            cleanup.callback(cu.cuStreamSynchronize, stream)  # before the memory goes, also when a read failed
-            made.append(Slot(whole[at : at + size], start + at, stream))
-        return made
+            pin(memory, cleanup)
+        return [new_slot(memory[at : at + size], cleanup) for at in range(0, size * number, size)]
 
     def _start_readers(self, slots: Sequence[Slot], cleanup: ExitStack) -> None:
         """The threads that read, which `cleanup` ends and waits for."""

@@ -51,12 +51,11 @@ MOST = 16
 
 WIDE = [
     Candidate(block_m=m, block_n=n, block_k=k, stages=stages, warps=warps, group=8)
-    for (m, n), k, stages, warps in itertools.product(
-        ((64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64), (128, 256), (256, 128)),
-        (32, 64, 128),
-        (2, 3, 4, 5),
-        (4, 8),
+    for blocks, depths, pipelines in (
+        (((64, 64), (64, 128), (128, 64), (128, 128), (64, 256), (256, 64), (128, 256), (256, 128)), (32, 64, 128), (2, 3, 4, 5)),
+        (((16, 32), (16, 64), (16, 128), (32, 32), (32, 64), (32, 128)), (64, 128, 256), (3, 4, 5, 6)),
     )
+    for (m, n), k, stages, warps in itertools.product(blocks, depths, pipelines, (4, 8))
 ]
 """What is tried beside Inductor's configurations."""
 

@@ -16,7 +16,7 @@ from tests.bench.common import children
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tuned:
-    """A model file of examples/, its sizes, and its environment."""
+    """A model file, its sizes, and its environment."""
 
     file: str
     sizes: dict[str, tuple[int, ...]]
@@ -25,13 +25,17 @@ class Tuned:
 
 BATCHES = {"batch": (1, 8, 32)}
 MODELS = {
-    "gpt-bf16": Tuned(file="gpt", sizes=BATCHES, environment={"GPT_DTYPE": "bfloat16"}),
-    "gpt-fp32": Tuned(file="gpt", sizes=BATCHES, environment={"GPT_DTYPE": "float32"}),
-    "minilm": Tuned(file="minilm", sizes={"batch": (1, 8), "seq": (32, 128)}),
+    "gpt-bf16": Tuned(file="examples/gpt.py", sizes=BATCHES, environment={"GPT_DTYPE": "bfloat16"}),
+    "gpt-fp32": Tuned(file="examples/gpt.py", sizes=BATCHES, environment={"GPT_DTYPE": "float32"}),
+    "minilm": Tuned(file="examples/minilm.py", sizes={"batch": (1, 8), "seq": (32, 128)}),
     "resnet-fp16": Tuned(
-        file="resnet", sizes={"batch": (1, 8)}, environment={"RESNET_DTYPE": "float16", "RESNET_LAYOUT": "channels_last"}
+        file="examples/resnet.py",
+        sizes={"batch": (1, 8)},
+        environment={"RESNET_DTYPE": "float16", "RESNET_LAYOUT": "channels_last"},
     ),
-    "mlp": Tuned(file="mlp", sizes={"batch": (1, 8)}),
+    "llama-8b": Tuned(file="tests/bench/tuning/llama_layer.py", sizes={"batch": (8, 32, 128)}, environment={"LLAMA_SHAPE": "8b"}),
+    "llama-1b": Tuned(file="tests/bench/tuning/llama_layer.py", sizes={"batch": (8, 32, 128)}, environment={"LLAMA_SHAPE": "1b"}),
+    "mlp": Tuned(file="examples/mlp.py", sizes={"batch": (1, 8)}),
 }
 
 
@@ -42,7 +46,7 @@ def calls(name: str) -> Iterator[tuple[torch.export.ExportedProgram, tuple[torch
     before = dict(os.environ)
     os.environ.update(tuned.environment)
     try:
-        source = load_source(str(children.ROOT / "examples" / f"{tuned.file}.py"))
+        source = load_source(str(children.ROOT / tuned.file))
         exported = export(source, tuned.sizes)
         wanted = [key for key in all_keys(tuned.sizes) if not picked or str(key[0]) in picked.split(",")]
         keys = [dict(zip(tuned.sizes, key, strict=True)) for key in wanted]

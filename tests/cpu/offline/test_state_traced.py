@@ -52,7 +52,9 @@ def test_state_is_written_where_its_new_value_is_made(tmp_path: Path, monkeypatc
     assert len(proof.errors) == len(built.manifest.outputs) + 5
     lowered = programs[0].lowered
     branch = next(number for number, event in enumerate(lowered.events) if isinstance(event, Begin))
-    launches = [[event for event in part if isinstance(event, Launch)] for part in (lowered.events[:branch], lowered.events[branch:])]
+    launches = [
+        [event for event in part if isinstance(event, Launch)] for part in (lowered.events[:branch], lowered.events[branch:])
+    ]
     before, behind = [{name(lowered, place) for launch in part for place in pointers(launch)} for part in launches]
     assert {"cache", "old"} <= before and not {"cache", "old"} & behind
     assert {"calls", "turned"} <= behind

@@ -16,7 +16,7 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import driver, graph_executor, memory, modules, stream_executor
+from cgbundle.cuda import driver, graph_executor, memory, modules, stream_executor, weight_lanes, weight_slots
 from cgbundle.cuda import stream_order as order
 from cgbundle.cuda import weight_update as update
 from cgbundle.cuda import weight_upload as upload
@@ -50,6 +50,8 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
         binding,
         calls,
         upload,
+        weight_lanes,
+        weight_slots,
         update,
         ranks,
         one_rank,

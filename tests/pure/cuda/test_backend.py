@@ -369,22 +369,34 @@ def test_chunks_cover_the_pieces_once() -> None:
     assert [pieces.place(group) for group in groups] == [(10, 40), (50, 50), (100, 8), (400, 5)]
 
 
-def test_many_small_chunks_by_several_threads(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+def ways(monkeypatch: pytest.MonkeyPatch, readers: int, slots: int, chunk: int, lanes: int) -> upload.Way:
+    """A way with small chunks, and by lanes whatever the page cache has."""
+    monkeypatch.setattr(upload, "CHUNK", chunk)
+    monkeypatch.setattr(upload, "is_cached", lambda file: True)
+    return upload.Way(readers, slots, True, chunk, lanes)
+
+
+@pytest.mark.parametrize("lanes", [0, 1, 3, 40])
+def test_many_small_chunks_by_several_threads(
+    lanes: int, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    how = ways(monkeypatch, 3, 2, 64, lanes)
     _, folder = bundle
     size = (folder / "weights.safetensors").stat().st_size
     context = driver.Context(0)
     with context:
         base = memory.allocate(size, "test")
         with open(folder / "weights.safetensors", "rb") as file:
-            upload.Upload(context, file.fileno(), [pieces.Piece(0, size, 0)], base, upload.Way(3, 2, True, 64)).wait()
+            upload.Upload(context, file.fileno(), [pieces.Piece(0, size, 0)], base, how).wait()
         assert ctypes.string_at(base, size) == (folder / "weights.safetensors").read_bytes()
         memory.free(base)
     context.release()
 
 
+@pytest.mark.parametrize("lanes", [0, 2])
 @pytest.mark.parametrize("pinned", [True, False])
 def test_where_memory_cannot_be_pinned_all_arrives(
-    pinned: bool, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+    pinned: bool, lanes: int, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Eight readers and one sender, slots fewer than groups, and groups of several pieces."""
     if not pinned:
@@ -396,21 +408,23 @@ def test_where_memory_cannot_be_pinned_all_arrives(
     with context:
         base = memory.allocate(2 * len(data), "test")
         with open(folder / "weights.safetensors", "rb") as file:
-            upload.Upload(context, file.fileno(), listed, base, upload.Way(8, 16, True, 64)).wait()
+            upload.Upload(context, file.fileno(), listed, base, ways(monkeypatch, 8, 16, 64, lanes)).wait()
         for piece in listed:
             assert ctypes.string_at(base + piece.target, piece.size) == data[piece.begin : piece.begin + piece.size]
         memory.free(base)
     context.release()
 
 
-@pytest.mark.parametrize("readers", [1, 4])
-def test_a_file_that_ends_too_early_ends_the_upload(readers: int, fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+@pytest.mark.parametrize(("readers", "lanes"), [(1, 0), (4, 0), (1, 3)])
+def test_a_file_that_ends_too_early_ends_the_upload(
+    readers: int, lanes: int, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, folder = bundle
     size = (folder / "weights.safetensors").stat().st_size
     context = driver.Context(0)
     with context, open(folder / "weights.safetensors", "rb") as file:
         base = memory.allocate(4 * size, "test")
-        way = upload.Way(readers, 2, True, 64)
+        way = ways(monkeypatch, readers, 2, 64, lanes)
         started = upload.Upload(context, file.fileno(), [pieces.Piece(0, 3 * size, 0)], base, way, "tables.safetensors")
         for _ in range(2):
             with raises("weights-invalid", match="tables.safetensors: the file ends too early"):
@@ -419,16 +433,40 @@ def test_a_file_that_ends_too_early_ends_the_upload(readers: int, fake: FakeDriv
     context.release()
 
 
-def test_an_upload_that_is_stopped_lets_go(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
+@pytest.mark.parametrize("lanes", [0, 4])
+def test_an_upload_that_is_stopped_lets_go(
+    lanes: int, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     _, folder = bundle
     size = (folder / "weights.safetensors").stat().st_size
     context = driver.Context(0)
     with context, open(folder / "weights.safetensors", "rb") as file:
         base = memory.allocate(size, "test")
+        how, opened = ways(monkeypatch, 3, 4, 16, lanes), len(os.listdir("/proc/self/fd"))
         for _ in range(20):
-            started = upload.Upload(context, file.fileno(), [pieces.Piece(0, size, 0)], base, upload.Way(3, 4, True, 16))
+            started = upload.Upload(context, file.fileno(), [pieces.Piece(0, size, 0)], base, how)
             started.stop()
             assert not any(thread.name == "cgbundle-upload" for thread in threading.enumerate())
+            assert len(os.listdir("/proc/self/fd")) == opened
+        memory.free(base)
+    context.release()
+
+
+@pytest.mark.parametrize(("cached", "there"), [(False, True), (True, False)])
+def test_lanes_are_for_the_page_cache_and_glibc(
+    cached: bool, there: bool, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(upload, "AsyncReads", None)  # would fail if it were called
+    how = ways(monkeypatch, 3, 2, 64, 2)
+    monkeypatch.setattr(upload, "is_cached", lambda file: cached)
+    monkeypatch.setattr(upload, "available", lambda: there)
+    _, folder = bundle
+    data = (folder / "weights.safetensors").read_bytes()
+    context = driver.Context(0)
+    with context, open(folder / "weights.safetensors", "rb") as file:
+        base = memory.allocate(len(data), "test")
+        upload.Upload(context, file.fileno(), [pieces.Piece(0, len(data), 0)], base, how).wait()
+        assert ctypes.string_at(base, len(data)) == data
         memory.free(base)
     context.release()
 
@@ -438,6 +476,7 @@ def test_what_is_small_pays_for_no_threads_and_no_pinned_memory(size: int) -> No
     how = upload.way(size)
     assert how.pinned == (how.readers > 1) == (size > 16 << 20)
     assert (how.slots * how.chunk <= 64 << 20 and how.slots > how.readers) or not how.pinned
+    assert (how.lanes > 0) == (size >= 1 << 30)
 
 
 @pytest.mark.parametrize("cached", [True, False])
