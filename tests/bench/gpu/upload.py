@@ -89,6 +89,12 @@ def main() -> None:
                         context, file.fileno(), p, base, Way(t, 2 * t, True, c << 20)
                     ).wait(),  # type: ignore[misc]
                 )
+        for lanes in (4, 8, 12, 16):
+            listed = [Piece(0, size, 0)]
+            measure(
+                f"{lanes} lanes of the C library",
+                lambda n=lanes, p=listed: Upload(context, file.fileno(), p, base, Way(8, 16, True, lanes=n)).wait(),  # type: ignore[misc]
+            )
 
 
 if __name__ == "__main__":
