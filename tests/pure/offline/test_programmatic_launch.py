@@ -236,6 +236,19 @@ def test_a_kernel_that_has_to_stay_as_it_is_ends_a_chain(other: KernelVariant) -
     assert made.lowered.variants[made.lowered.events[2].variant] == other  # type: ignore[union-attr]
 
 
+def test_a_product_on_tensor_cores_lets_the_next_begin_and_does_not_begin_early() -> None:
+    other = kernel(PRODUCT.replace("    total = ", "    c += tl.dot(a, b)\n    total = "))
+    product = replace(USUAL, variant=1)
+    made = begin_early(program([USUAL, USUAL, product, USUAL, product, product, USUAL], kernel(), other))
+    assert parts(made) == "bwbw.bw"
+
+
+def test_what_a_product_on_tensor_cores_writes_to_is_read_late() -> None:
+    other = kernel(PRODUCT.replace("    total = ", "    c += tl.dot(a, b)\n    total = "))
+    events = [launch(X, W, BIAS, STATE), replace(launch(X, W, BIAS, OUT), variant=1), launch(OUT, STATE, BIAS, X)]
+    assert early(begin_early(program(events, kernel(), other, written=[X, STATE])), 2) == "b c"
+
+
 def test_everything_but_the_texts_and_their_numbers_stays() -> None:
     given = program([Allocate(buffer=OUT), USUAL, USUAL, Release(buffer=OUT)], cuts=[1])
     made = begin_early(given)
