@@ -61,6 +61,7 @@ def begin_early(program: LoweredProgram) -> LoweredProgram:
     """The same program.  Launches of which one follows the other overlap, where both kernels can be made to."""
     lowered = program.lowered
     able = [_can_take_part(variant) for variant in lowered.variants]
+    # weights and inputs that the program does not write to, whatever its kernels hand on
     kept = {number for number, each in enumerate(lowered.buffers) if each.kind != TEMPORARY} - set(lowered.written)
     read = [_only_read(variant) for variant in lowered.variants]
     begin_next: set[int] = set()
