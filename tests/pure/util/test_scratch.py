@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-import threading
-import time
+from pathlib import Path
 
 import pytest
 
@@ -19,26 +17,27 @@ def test_the_folder_is_new_and_goes() -> None:
     assert not folder.exists()
 
 
-@pytest.mark.parametrize("ends", [True, False], ids=["a worker that ends", "one that does not"])
-def test_a_worker_that_still_writes_is_waited_for_and_no_error(monkeypatch: pytest.MonkeyPatch, ends: bool) -> None:
+@pytest.mark.parametrize("writes", [3, 1000], ids=["a worker that ends", "one that does not"])
+def test_a_worker_that_still_writes_is_waited_for_and_no_error(monkeypatch: pytest.MonkeyPatch, writes: int) -> None:
+    """The worker writes again behind each removal."""
+    ends = writes == 3
     monkeypatch.setattr(scratch, "PATIENCE", 60.0 if ends else 0.3)
-    stop = threading.Event()
+    remove, removals = shutil.rmtree, 0
 
-    def work() -> None:
-        until = time.monotonic() + (0.3 if ends else 60)
-        while not stop.is_set() and time.monotonic() < until:
-            with contextlib.suppress(FileNotFoundError, FileExistsError):  # removed between the two
-                (folder / "record").mkdir(parents=True, exist_ok=True)
-                (folder / "record" / "cache").touch()
+    def rmtree(path: Path, ignore_errors: bool) -> None:
+        nonlocal removals
+        remove(path, ignore_errors)
+        removals += 1
+        if removals <= writes:
+            (path / "record").mkdir(parents=True)
 
-    with scratch.scratch_folder() as folder:
-        worker = threading.Thread(target=work)
-        worker.start()
-    gone = not folder.exists()
-    stop.set()
-    worker.join()
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.shutil, "rmtree", rmtree)
+        with scratch.scratch_folder() as folder:
+            pass
+    assert removals == 4 if ends else removals > 1
+    assert folder.exists() != ends
     shutil.rmtree(folder, ignore_errors=True)
-    assert gone or not ends
 
 
 def test_the_folder_goes_when_the_build_fails() -> None:
