@@ -14,7 +14,7 @@ from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Tree
 
 from ..errors import ModelError
-from ..util.raw_bytes import raw
+from ..util.raw_bytes import copied, put_back
 from .devices.tracking import track_devices
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import NOTHING, SideEffects
@@ -172,13 +172,13 @@ class BufferSnapshot:
     share the buffers of one name.  `held`: further tensors that are put back."""
 
     def __init__(self, *modules: torch.nn.Module, prefix: str = "", held: Sequence[torch.Tensor] = ()) -> None:
-        self._held = [(tensor, tensor.detach().clone()) for tensor in held]
+        self._held = [(tensor, copied(tensor)) for tensor in held]
         self._rows: list[tuple[str, Any, str, torch.Tensor, torch.Tensor]] = []
         for path, owner in [named for module in modules for named in module.named_modules()]:
             for leaf, tensor in owner._buffers.items():
                 if tensor is not None:
                     name = (f"{path}.{leaf}" if path else leaf).removeprefix(prefix)
-                    self._rows.append((name, owner, leaf, tensor, tensor.detach().clone()))
+                    self._rows.append((name, owner, leaf, tensor, copied(tensor)))
 
     def owners(self) -> list[tuple[Any, str]]:
         """(module, name in it) of every buffer."""
@@ -190,21 +190,15 @@ class BufferSnapshot:
 
     def current(self) -> dict[str, torch.Tensor]:
         """Copies of what all buffers hold now, by their names in the module."""
-        return {name: owner._buffers[leaf].detach().clone() for name, owner, leaf, _, _ in self._rows}
+        return {name: copied(owner._buffers[leaf]) for name, owner, leaf, _, _ in self._rows}
 
     def restore(self) -> None:
         with torch.no_grad():
             for _, owner, leaf, tensor, first in self._rows:
                 owner._buffers[leaf] = tensor
-                _copy(tensor, first)
+                put_back(tensor, first)
             for tensor, first in self._held:
-                _copy(tensor, first)
-
-
-def _copy(tensor: torch.Tensor, first: torch.Tensor) -> None:
-    """Writes only what is not there."""
-    if not torch.equal(raw(tensor), raw(first)):
-        tensor.copy_(first)
+                put_back(tensor, first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,6 +16,7 @@ from torch.fx import GraphModule, Node
 from ..export.torch_program import device_of
 from ..export.weights import weight_placeholders, weight_tensors
 from ..model.source import CPU
+from ..util.raw_bytes import copied, put_back
 from .node_kinds import is_view
 from .region_modules import region_modules
 from .split import Partition, PlannedRegion, new_value
@@ -48,7 +49,7 @@ def eager_values(
     Inputs and state have the values that they had before the call.  The program's buffers hold afterwards what they held before.
     """
     state = state_tensors(program, partition)
-    first = {name: value.clone() for name, value in state.items()}
+    first = {name: copied(value) for name, value in state.items()}
     found = []
     try:
         with torch.no_grad():
@@ -57,7 +58,7 @@ def eager_values(
     finally:
         with torch.no_grad():
             for name, value in state.items():
-                value.copy_(first[name])
+                put_back(value, first[name])
     return found
 
 
@@ -75,7 +76,7 @@ def _eager_call(
     state: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> dict[str, torch.Tensor]:
-    values = dict(zip(partition.inputs, tensors, strict=True)) | {name: value.clone() for name, value in state.items()}
+    values = dict(zip(partition.inputs, tensors, strict=True)) | {name: copied(value) for name, value in state.items()}
     for region in regions:
         planned = region.planned
         written = {name: values[name].clone() for name in planned.written if name not in state}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -10,7 +9,7 @@ from torch.export import ExportedProgram
 
 from ..export.weights import weight_tensors
 from ..util.content_cache import digest
-from .weights import contents
+from .weights import contents_sha256
 
 
 def program_contents(programs: Iterable[ExportedProgram]) -> dict[int, str]:
@@ -37,5 +36,5 @@ def _described(program: ExportedProgram, hashes: dict[object, bytes]) -> Iterato
     for name, value in weight_tensors(program).items():
         same = value.data_ptr(), *tensor_layout(value)
         if same not in hashes:
-            hashes[same] = hashlib.sha256(contents(value, value.stride())).digest()
+            hashes[same] = contents_sha256(value)
         yield name, tensor_layout(value), hashes[same]

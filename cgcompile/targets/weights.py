@@ -63,6 +63,13 @@ def contents(tensor: torch.Tensor, strides: Iterable[int]) -> bytes:
     return bytes(_bytes(tensor, strides))
 
 
+def contents_sha256(tensor: torch.Tensor) -> bytes:
+    """The SHA-256 of a tensor's bytes, in the order that they have in memory.  Zeros are not read one by one."""
+    if is_zero(tensor):
+        return bytes.fromhex(_zeros_digest(tensor.nbytes))
+    return sha256(_bytes(tensor, tensor.stride())).digest()
+
+
 def _bytes(tensor: torch.Tensor, strides: Iterable[int]) -> memoryview:
     """What `contents` gives, not copied where the tensor is on the host and lies so."""
     return memoryview(_in_order(tensor, strides).cpu().numpy())

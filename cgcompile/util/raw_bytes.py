@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 
 
@@ -23,6 +25,43 @@ AT_ONCE = 1 << 28
 def is_zero(tensor: torch.Tensor) -> bool:
     """Whether all bytes of a tensor are 0, those of -0.0 are not."""
     return not any(bool(part.any()) for part in raw(tensor).split(AT_ONCE))
+
+
+LARGE = 1 << 24
+"""Bytes from which a copy on the CPU leaves zeros out."""
+
+BLOCK = 1 << 18
+"""Bytes that are copied or left out at once."""
+
+
+def copied(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy.  In the host's memory the zeros of a large one take none: a cache of zeros may take most of what there is."""
+    tensor = tensor.detach()
+    if tensor.device.type != "cpu" or tensor.nbytes < LARGE or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        return tensor.clone()
+    made = torch.frombuffer(mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    for old, new in zip(raw(tensor).split(BLOCK), made.split(BLOCK), strict=True):
+        if old.any():
+            new.copy_(old)
+    return made.view(tensor.dtype).view(tensor.shape)
+
+
+def put_back(tensor: torch.Tensor, first: torch.Tensor) -> None:
+    """Writes what `first`, of the same shape and dtype, holds, where anything else is there: zeros that take no memory stay so."""
+    if not (tensor.is_contiguous() and first.is_contiguous()):
+        tensor.copy_(first)
+        return
+    for now, old in zip(raw(tensor).split(BLOCK), raw(first).split(BLOCK), strict=True):
+        if not same_bits(now, old):
+            now.copy_(old)
+
+
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors of one dtype, shape and device are alike in every bit.  Contiguous ones take no memory for it."""
+    one, other = raw(one), raw(other)
+    if (one.storage_offset() | other.storage_offset() | one.numel()) % 8 == 0:  # eight bytes at once: 32 GB/s instead of 4
+        one, other = one.view(torch.int64), other.view(torch.int64)
+    return torch.equal(one, other)
 
 
 def positions(mask: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from math import inf
 
 import torch
 
-from .raw_bytes import positions
+from .raw_bytes import positions, same_bits
 
 _BOUNDS = {
     torch.float64: 1e-10,
@@ -48,7 +48,7 @@ def compare(expected: torch.Tensor, got: torch.Tensor) -> Difference:
     """What `cgbundle.tensors.comparison` says, of tensors on one device; infinite where shapes or dtypes differ."""
     if expected.shape != got.shape or expected.dtype != got.dtype:
         return Difference(error=inf, text=f"{got.dtype} {list(got.shape)}, expected {expected.dtype} {list(expected.shape)}")
-    if not expected.numel():
+    if not expected.numel() or (expected.device == got.device and same_bits(expected, got)):
         return Difference(error=0.0, text="")
     shape = expected.shape
     want, have = _parts(expected), _parts(got)

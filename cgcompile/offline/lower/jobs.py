@@ -90,7 +90,7 @@ def lower_all(
         tell(f"all {len(known)} were lowered before")
     left = {name: job for name, job in jobs.items() if name not in known}
     weights = folder / "weights.pt"
-    files = _saved([job.program for job in left.values()], folder, weights)
+    files = _saved(left.values(), folder, weights)
     requests = {}
     for name, job in left.items():
         number, path = files[id(job.program)]
@@ -111,19 +111,34 @@ def lower_all(
 
 
 def read_program(job: WorkerJob) -> ExportedProgram:
-    """The job's program; its weights are pages of the file that all workers share, read where something is computed from them."""
-    tensors = torch.load(job.weights, mmap=True, weights_only=True)[job.number]
-    return with_weights(torch.export.load(job.program), tensors)
+    """The job's program; its weights are pages of the file that all workers share, read where something is computed from them.
+    What those hold that may change between calls is not known."""
+    program, tensors = torch.export.load(job.program), torch.load(job.weights, mmap=True, weights_only=True)[job.number]
+    named = {**program.state_dict, **program.constants}
+    storages: dict[int, torch.Tensor] = {}
+    for name, place in tensors.items():
+        if not isinstance(place, torch.Tensor):
+            number, size, offset, strides = place
+            storage = storages.setdefault(number, torch.empty(size, dtype=torch.uint8)).untyped_storage()
+            tensors[name] = torch.empty(0, dtype=named[name].dtype).set_(storage, offset, named[name].shape, strides)
+    return with_weights(program, tensors)
 
 
-def _saved(programs: Iterable[ExportedProgram], folder: Path, weights: Path) -> dict[int, tuple[int, Path]]:
-    """Numbers and files of the programs by identity.  Their weights, of which several programs have the same, are one more file."""
+def _saved(jobs: Iterable[LoweringJob], folder: Path, weights: Path) -> dict[int, tuple[int, Path]]:
+    """Numbers and files of the jobs' programs by identity.  Their weights, of which several programs have the same, are one more
+    file: tensors; of those that may change between calls, such as caches, (number of the storage, its bytes, offset, strides)."""
     files: dict[int, tuple[int, Path]] = {}
-    tensors: list[dict[str, torch.Tensor]] = []
-    for program in programs:
-        if id(program) not in files:
-            files[id(program)] = len(files), folder / f"program{len(files)}.pt2"
-            save_program(without_weights(program), files[id(program)][1])
-            tensors.append(weight_tensors(program))
-    torch.save(tensors, weights)
+    saved: list[dict[str, Any]] = []
+    storages: dict[int, int] = {}
+    for job in jobs:
+        if id(job.program) not in files:
+            files[id(job.program)] = len(files), folder / f"program{len(files)}.pt2"
+            save_program(without_weights(job.program), files[id(job.program)][1])
+            tensors: dict[str, Any] = dict(weight_tensors(job.program))
+            for name in tensors.keys() & job.live:
+                storage = tensors[name].untyped_storage()
+                number = storages.setdefault(storage.data_ptr(), len(storages))
+                tensors[name] = number, storage.nbytes(), tensors[name].storage_offset(), tensors[name].stride()
+            saved.append(tensors)
+    torch.save(saved, weights)
     return files

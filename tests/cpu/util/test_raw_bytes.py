@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -65,3 +68,50 @@ def test_conjugates_and_negatives_that_torch_has_not_computed_are_what_it_reads(
         assert bytes(raw_bytes.raw(lazy).numpy()) == computed.numpy().tobytes()
         assert compare(lazy, computed).error == compare(computed, lazy).error == 0
         assert compare(lazy, -lazy).error > 1
+
+
+@given(
+    st.lists(st.sampled_from([0.0, -0.0, 1.0, float("nan")]), min_size=1, max_size=300), st.sampled_from(DTYPES), st.integers(1, 64)
+)
+def test_a_copy_and_what_is_put_back_are_alike_in_every_bit(values: list[float], dtype: torch.dtype, block: int) -> None:
+    first = torch.tensor(values).to(dtype)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(raw_bytes, "LARGE", 1)
+        patch.setattr(raw_bytes, "BLOCK", block)
+        copy = raw_bytes.copied(first)
+        assert copy.dtype == dtype and copy.shape == first.shape and raw_bytes.same_bits(copy, first)
+        copy[::3] = 1
+        raw_bytes.put_back(copy, first)
+    assert raw_bytes.raw(copy).tolist() == raw_bytes.raw(first).tolist()
+
+
+@given(st.binary(min_size=1, max_size=40), st.integers(0, 40), st.integers(1, 255), st.integers(0, 9))
+def test_one_other_bit_is_seen_wherever_it_is(data: bytes, place: int, bits: int, offset: int) -> None:
+    one, other = [torch.frombuffer(bytearray(bytes(offset) + data), dtype=torch.uint8)[offset:] for _ in range(2)]
+    assert raw_bytes.same_bits(one, other)
+    other[place % len(data)] ^= bits
+    assert not raw_bytes.same_bits(one, other)
+
+
+def test_axes_in_another_order_are_put_back_too() -> None:
+    first = torch.arange(12.0).reshape(3, 4).t()
+    copy = raw_bytes.copied(first)
+    copy[1] = 0
+    raw_bytes.put_back(copy, first)
+    assert torch.equal(copy, first) and copy.stride() == first.stride()
+
+
+def test_zeros_of_a_large_copy_take_no_memory() -> None:
+    size = 512 << 20
+    cache = torch.frombuffer(mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
+    cache[5] = 1
+    before = resident()
+    copy = raw_bytes.copied(cache)
+    cache[300 << 20 :][:9] = 7
+    raw_bytes.put_back(cache, copy)
+    assert raw_bytes.same_bits(cache, copy) and int(cache.sum()) == 1 and resident() - before < size // 8
+
+
+def resident() -> int:
+    """Bytes of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * mmap.PAGESIZE
