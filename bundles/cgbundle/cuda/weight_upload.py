@@ -75,10 +75,9 @@ class Upload:
         self._way = how or way(sum(piece.size for piece in listed))
         if self._way.lanes and not (available() and is_cached(file)):
             self._way = self._way._replace(lanes=0)
-        self._step = CHUNK if self._way.lanes else self._way.chunk
-        self._groups = chunks(listed, self._step)
+        self._groups = chunks(listed, CHUNK if self._way.lanes else self._way.chunk)
         self._total, self._sent, self._next, self._announced = len(self._groups), 0, count(), 0
-        self._ahead = -(-AHEAD // self._step)
+        self._ahead = -(-AHEAD // self._way.chunk)
         self._free: SimpleQueue[Slot | None] = SimpleQueue()  # None ends who takes it
         self._full: SimpleQueue[Full | None] = SimpleQueue()
         self._failure: CgbundleError | OSError | None = None
@@ -87,11 +86,6 @@ class Upload:
             self._file, self._reader = file, WeightReader(file, aligned=self._way.pinned, name=name)
             self._thread = threading.Thread(target=self._run, name="cgbundle-upload", daemon=True)
             self._thread.start()
-
-    @property
-    def left(self) -> int:
-        """Bytes, at most, that have not been sent yet."""
-        return (self._total - self._sent) * self._step
 
     def wait(self) -> None:
         """Returns when every byte is in its place; may be called again."""

@@ -44,10 +44,6 @@ EAGER = 1
 three keys, one instead of all takes 11 to 18 ms off 340 to 400 (tests/gpu/REPORT.md); all of 64 would take as long as all the
 rest."""
 
-BESIDE = 1 << 30
-"""Bytes of weights that still travel while one more graph is built before a load returns: building one of 8B takes 25 ms, and
-takes nothing from the weights, of which the bus carries 1 GB in that time."""
-
 HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
 
 
@@ -57,9 +53,8 @@ class CudaBackend:
     `mode`: "graph" replays each recording as one CUDA graph, "stream" launches its rows one by one.  `context`: one that the caller
     has made, which belongs to the backend from then on.  `poison`: a byte that fills the arena, memory `host`, and all bytes of
     parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its first call; None:
-    the first EAGER programs now, others while weights travel, the rest in the background, or at a call that comes before.
-    `threads`: how many the operations on the host use, None for OpenMP's own number.  `peer`: where memory peer lies, for a bundle
-    that has one; the caller's to free.
+    the first EAGER programs now, the others in the background, or at a call that comes before.  `threads`: how many the operations
+    on the host use, None for OpenMP's own number.  `peer`: where memory peer lies, for a bundle that has one; the caller's to free.
 
     Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid and
     file-damaged; nothing is left on the GPU then.
@@ -116,21 +111,12 @@ class CudaBackend:
                 self._programs.bind(range(now))
                 if now == count:
                     self._programs.bind_chained()
-                elif lazy is None:
-                    self._bind_beside_weights()
                 shared.settle()  # and zeroed memories and state
                 driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
             undo.pop_all()
         self.closed = False
         if lazy is None and now < count:
             self._background = Background(self._rest())
-
-    def _bind_beside_weights(self) -> None:
-        """Binds programs as long as many weights are on their way, which has to be waited for anyway."""
-        for number, elsewhere in self._programs.wanted():
-            if self._shared.travelling() < BESIDE:
-                return
-            self._programs.bind_one(number, elsewhere)
 
     def _open(self, cleanup: ExitStack, *, alone: bool) -> None:
         shared, context = self._shared, self._context

@@ -122,10 +122,6 @@ class Shared:
             return None
         return self.hosted.updated(list(chosen), list(chosen.values()))
 
-    def travelling(self) -> int:
-        """Bytes of the weights that are not on their way yet."""
-        return sum([upload.left for upload in self._uploads])
-
     def settle(self) -> None:
         for upload in self._uploads:
             upload.wait()

@@ -60,12 +60,16 @@ class ContextFuture:
             self._running.release()
 
 
+FIRST = 0.03
+"""Seconds before the first step.  The first call comes at once where a process was started for it, and would wait for a graph that
+is being built: 17 ms of 8B (tests/gpu/REPORT.md)."""
+
 PAUSE = 1e-3
 """Seconds between two steps: whoever calls meanwhile finds the interpreter's lock free."""
 
 
 class Background:
-    """The steps of an iterator, taken in another thread from now on.  An error ends them: who needs what is missing meets it too.
+    """The steps of an iterator, taken in another thread, soon.  An error ends them: who needs what is missing meets it too.
 
     The end of the process waits for that thread, and so does `stop`.
     """
@@ -85,6 +89,8 @@ class Background:
 
     def _run(self) -> None:
         try:
+            if self._stopped.wait(FIRST):
+                return
             for _ in self._steps:
                 if self._stopped.wait(PAUSE):
                     return

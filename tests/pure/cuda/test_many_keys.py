@@ -7,19 +7,15 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda.driver import Context
-from cgbundle.cuda.memory import allocate, free
-from cgbundle.cuda.weight_pieces import Piece
-from cgbundle.cuda.weight_upload import Upload, Way
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu import backend as cuda_backend
 from cgbundle.gpu.backend import CudaBackend
+from cgbundle.session import background
 from cgbundle.session.background import Background
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
@@ -63,31 +59,6 @@ def test_how_many_are_built_at_load(fake: FakeDriver, bundle: tuple[Manifest, Pa
     assert fake.calls.count(BUILT) == built
     assert (backend._background is not None) == (lazy is None)
     backend.close()
-
-
-@pytest.mark.parametrize(("travel", "built"), [(0, 1), (1, 2), (9, 2)])
-@pytest.mark.usefixtures("by_hand")
-def test_graphs_are_built_while_weights_travel(
-    fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch, travel: int, built: int
-) -> None:
-    """`travel`: how many graphs can be built, until no more is on its way than goes while one is."""
-    left = iter([cuda_backend.BESIDE] * (1 + travel) + [cuda_backend.BESIDE - 1] * 2)
-    monkeypatch.setattr(Upload, "left", property(lambda upload: next(left)))  # asked before each, also the one that is there
-    backend = opened(*bundle, lazy=None)
-    assert fake.calls.count(BUILT) == built and answers(backend, 0) and answers(backend, 1)
-    assert fake.calls.count(BUILT) == 2
-    backend.close()
-
-
-def test_what_is_left_of_an_upload(fake: FakeDriver, tmp_path: Path) -> None:
-    (tmp_path / "weights").write_bytes(bytes(range(256)) * 64)
-    with open(tmp_path / "weights", "rb") as file, ExitStack() as cleanup:
-        cleanup.callback((context := Context(0)).release)
-        cleanup.enter_context(context)
-        cleanup.callback(free, base := allocate(16384, "weights"))
-        upload = Upload(context, file.fileno(), [Piece(0, 16384, 0)], base, Way(readers=2, slots=2, pinned=True, chunk=4096))
-        upload.wait()
-        assert upload.left == 0 and Upload(context, file.fileno(), [], base).left == 0
 
 
 @pytest.mark.usefixtures("by_hand")
@@ -137,6 +108,16 @@ def test_a_call_inside_a_capture_builds_its_key(fake: FakeDriver, bundle: tuple[
         run()
     assert array("f", ctypes.string_at(output, 4 * len(given))) == expected(given)
     backend.close()
+
+
+def test_the_first_call_does_not_wait_for_the_thread(
+    fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(background, "FIRST", 3600)
+    backend = opened(*bundle, lazy=None)
+    assert answers(backend, 0) and fake.calls.count(BUILT) == 1
+    backend.close()  # which does not wait either
+    assert fake.calls.count(BUILT) == 1
 
 
 def test_the_thread_builds_the_rest(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
