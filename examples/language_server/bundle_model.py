@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import cgbundle
@@ -51,12 +51,12 @@ class BundleModel:
         off = [NOBODY] * (size["batch"] - len(lanes))
         padded = [*lanes, *off]
         seq, blocks = size.get("seq", 1), size["blocks"]
-        ids = integers([[*lane.ids, *[0] * (seq - len(lane.ids))] for lane in padded], seq)
+        ids = integers([lane.ids for lane in padded], seq)
         start, slot = [vector("int64", [getattr(lane, name) for lane in padded]) for name in ("start", "slot")]
-        pages = integers([[*lane.pages[:blocks], *[0] * (blocks - len(lane.pages))] for lane in padded], blocks)
+        pages = integers([lane.pages[:blocks] for lane in padded], blocks)
         sampling = sampling_of([lane.sampling for lane in padded])
         if step.entry == "generate":
-            stop = integers([[*lane.stop, *[-1] * (STOPS - len(lane.stop))] for lane in padded], STOPS)
+            stop = integers([lane.stop for lane in padded], STOPS, rest=-1)
             most = vector("int64", [lane.most for lane in padded])
             made = self._entries["generate"](ids, start, pages, slot, sampling, stop, most)
             tokens, logprobs, counts = [made[name].tolist()[: len(lanes)] for name in ("tokens", "logprobs", "count")]
@@ -97,11 +97,11 @@ def vector(dtype: str, values: Sequence[float]) -> Any:
     return from_bytes(array("f" if dtype == "float32" else "q", values), dtype, (len(values),))
 
 
-def integers(rows: Sequence[Iterable[int]], width: int) -> Any:
-    """A tensor int64 (len(rows), width)."""
-    flat = array("q")
-    for row in rows:
-        flat.extend(row)
+def integers(rows: Sequence[Sequence[int]], width: int, rest: int = 0) -> Any:
+    """A tensor int64 (len(rows), width); behind what a row has, at most `width` numbers, is `rest`."""
+    flat = array("q", [rest]) * (len(rows) * width)
+    for number, row in enumerate(rows):
+        flat[number * width : number * width + len(row)] = array("q", row)
     return from_bytes(flat, "int64", (len(rows), width))
 
 
