@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import mmap
+from collections.abc import Callable, Iterator
 
 import torch
+
+Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def raw(value: torch.Tensor) -> torch.Tensor:
@@ -30,8 +33,8 @@ def is_zero(tensor: torch.Tensor) -> bool:
 LARGE = 1 << 24
 """Bytes from which a copy on the CPU leaves zeros out."""
 
-BLOCK = 1 << 18
-"""Bytes that are copied or left out at once."""
+BLOCK, WIDE = 1 << 18, 1 << 26
+"""Bytes that are copied or left out at once; bytes of which all blocks are left out at once."""
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
@@ -40,9 +43,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     if tensor.device.type != "cpu" or tensor.nbytes < LARGE or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
         return tensor.clone()
     made = torch.frombuffer(mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
-    for old, new in zip(raw(tensor).split(BLOCK), made.split(BLOCK), strict=True):
-        if old.any():
-            new.copy_(old)
+    for old, new in _blocks(raw(tensor), made, lambda old, new: bool(old.any())):
+        new.copy_(old)
     return made.view(tensor.dtype).view(tensor.shape)
 
 
@@ -51,9 +53,15 @@ def put_back(tensor: torch.Tensor, first: torch.Tensor) -> None:
     if not (tensor.is_contiguous() and first.is_contiguous()):
         tensor.copy_(first)
         return
-    for now, old in zip(raw(tensor).split(BLOCK), raw(first).split(BLOCK), strict=True):
-        if not same_bits(now, old):
-            now.copy_(old)
+    for now, old in _blocks(raw(tensor), raw(first), lambda now, old: not same_bits(now, old)):
+        now.copy_(old)
+
+
+def _blocks(one: torch.Tensor, other: torch.Tensor, differ: Callable[[torch.Tensor, torch.Tensor], bool]) -> Iterator[Pair]:
+    """Pairs of blocks that differ; where wide ones do not, none within is looked at."""
+    for wide in zip(one.split(WIDE), other.split(WIDE), strict=True):
+        if differ(*wide):
+            yield from [pair for pair in zip(wide[0].split(BLOCK), wide[1].split(BLOCK), strict=True) if differ(*pair)]
 
 
 def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:

@@ -78,6 +78,7 @@ def test_a_copy_and_what_is_put_back_are_alike_in_every_bit(values: list[float],
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(raw_bytes, "LARGE", 1)
         patch.setattr(raw_bytes, "BLOCK", block)
+        patch.setattr(raw_bytes, "WIDE", 3 * block)
         copy = raw_bytes.copied(first)
         assert copy.dtype == dtype and copy.shape == first.shape and raw_bytes.same_bits(copy, first)
         copy[::3] = 1
