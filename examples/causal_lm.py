@@ -29,7 +29,7 @@ import os
 from collections.abc import Callable
 
 import torch
-from language_model.attention import PAGE, Lanes, Loop, Pages, write
+from language_model.attention import PAGE, Lanes, Loop, Pages, empty_pages, write
 from language_model.configurations import configuration, network
 from language_model.control_flow import while_loop
 from language_model.int8 import int8_weights
@@ -64,8 +64,8 @@ class CausalLM(nn.Module):
         self.layers = len(shapes)
         for layer, (heads, key, value) in enumerate(shapes):
             for name, dim in (("keys", key), ("values", value)):
-                zeros = torch.zeros(PAGES, heads, PAGE, dim, dtype=weight.dtype, device=weight.device)
-                self.register_buffer(f"{name}_{layer}", zeros, persistent=False)
+                pages = empty_pages((PAGES, heads, PAGE, dim), weight.dtype, weight.device)
+                self.register_buffer(f"{name}_{layer}", pages, persistent=False)
         seen = torch.zeros(SLOTS, self.vocabulary, dtype=torch.bool, device=weight.device)
         self.register_buffer("seen", seen, persistent=False)
 

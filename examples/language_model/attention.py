@@ -10,7 +10,9 @@ norms stay transformers' own, and attention and the cache are this file's.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import NamedTuple
 
 import torch
@@ -22,6 +24,14 @@ from .prefill_kernel import paged_prefill
 
 PAGE = 16
 """Tokens in a page."""
+
+
+def empty_pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros.  Those of the host take no memory until somebody writes: a machine that builds for a GPU needs none for its cache."""
+    if device.type != "cpu":
+        return torch.zeros(*shape, dtype=dtype, device=device)
+    memory = mmap(-1, math.prod(shape) * dtype.itemsize, MAP_PRIVATE | MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(*shape)
 
 
 class Lanes(NamedTuple):
