@@ -40,7 +40,7 @@ BLOCK, WIDE = 1 << 18, 1 << 26
 def copied(tensor: torch.Tensor) -> torch.Tensor:
     """A copy.  In the host's memory the zeros of a large one take none: a cache of zeros may take most of what there is."""
     tensor = tensor.detach()
-    if tensor.device.type != "cpu" or tensor.nbytes < LARGE or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+    if tensor.device.type != "cpu" or not _is_dense(tensor) or tensor.nbytes < LARGE:
         return tensor.clone()
     made = torch.frombuffer(mmap.mmap(-1, tensor.nbytes, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8)
     for old, new in _blocks(raw(tensor), made, lambda old, new: bool(old.any())):
@@ -49,12 +49,20 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def put_back(tensor: torch.Tensor, first: torch.Tensor) -> None:
-    """Writes what `first`, of the same shape and dtype, holds, where anything else is there: zeros that take no memory stay so."""
-    if not (tensor.is_contiguous() and first.is_contiguous()):
-        tensor.copy_(first)
+    """Writes what `first`, of the same shape and dtype, holds, and only where anything else is there: zeros that take no memory
+    stay so, and who asks for `_version` sees whether there was anything to write."""
+    if not (_is_dense(tensor) and _is_dense(first)):
+        if not same_bits(tensor, first):
+            tensor.copy_(first)
         return
     for now, old in _blocks(raw(tensor), raw(first), lambda now, old: not same_bits(now, old)):
         now.copy_(old)
+
+
+def _is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is torch's own kind and lies in memory as `raw` gives it."""
+    plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.layout is torch.strided
+    return plain and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def _blocks(one: torch.Tensor, other: torch.Tensor, differ: Callable[[torch.Tensor, torch.Tensor], bool]) -> Iterator[Pair]:

@@ -94,12 +94,31 @@ def test_one_other_bit_is_seen_wherever_it_is(data: bytes, place: int, bits: int
     assert not raw_bytes.same_bits(one, other)
 
 
-def test_axes_in_another_order_are_put_back_too() -> None:
-    first = torch.arange(12.0).reshape(3, 4).t()
+@pytest.mark.parametrize(
+    "first", [torch.arange(12.0).reshape(3, 4).t(), torch.ones(3).expand(2, 3), torch.randn(3, dtype=torch.cfloat).conj()]
+)
+def test_what_lies_otherwise_is_put_back_too_and_left_alone_where_it_is_alike(first: torch.Tensor) -> None:
     copy = raw_bytes.copied(first)
+    version = copy._version
+    raw_bytes.put_back(copy, first)
+    assert copy._version == version
     copy[1] = 0
     raw_bytes.put_back(copy, first)
-    assert torch.equal(copy, first) and copy.stride() == first.stride()
+    assert torch.equal(copy, first) and copy._version > version
+
+
+@pytest.mark.parametrize("size", [12, 1 << 12])
+def test_what_is_alike_is_not_written_to(size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(raw_bytes, "LARGE", 1 << 12)
+    first = torch.arange(size)
+    copy = raw_bytes.copied(first)
+    raw_bytes.put_back(copy, first)
+    assert copy._version == raw_bytes.copied(first)._version and torch.equal(copy, first)
+
+
+def test_a_sparse_tensor_is_copied_as_torch_does() -> None:
+    sparse = torch.eye(3).to_sparse()
+    assert torch.equal(raw_bytes.copied(sparse).to_dense(), torch.eye(3))
 
 
 def test_zeros_of_a_large_copy_take_no_memory() -> None:
