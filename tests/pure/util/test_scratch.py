@@ -1,8 +1,14 @@
-"""The folder of a build goes, whoever still writes to it."""
+"""The folder of a build goes, whoever still writes to it, and that of a build that was killed goes with the next."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
 from pathlib import Path
 
 import pytest
@@ -43,4 +49,76 @@ def test_a_worker_that_still_writes_is_waited_for_and_no_error(monkeypatch: pyte
 def test_the_folder_goes_when_the_build_fails() -> None:
     with pytest.raises(ValueError, match="why"), scratch.scratch_folder() as folder:
         raise ValueError("why")
+    assert not folder.exists()
+
+
+@pytest.fixture
+def parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where scratch folders are made, here and in processes that are started."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return tmp_path
+
+
+def old(folder: Path) -> Path:
+    folder.mkdir(exist_ok=True)
+    (folder / "weights").write_bytes(b"large")
+    before = time.time() - 2 * scratch.YOUNG
+    os.utime(folder, (before, before))
+    return folder
+
+
+HOLD = """
+import sys, time
+from cgcompile.util.scratch import scratch_folder
+with scratch_folder() as folder:
+    print(folder, flush=True)
+    time.sleep(600)
+"""
+
+
+def test_what_a_killed_process_left_goes_with_the_next_build(parent: Path) -> None:
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        left = old(Path(process.stdout.readline().strip()))
+        with scratch.scratch_folder():
+            assert left.exists()  # it runs
+        process.send_signal(signal.SIGKILL)
+    with scratch.scratch_folder() as own:
+        assert list(parent.iterdir()) == [own]
+
+
+def test_a_young_folder_may_not_have_its_lock_yet(parent: Path) -> None:
+    (parent / f"{scratch.PREFIX}a").mkdir()
+    with scratch.scratch_folder():
+        pass
+    assert len(list(parent.iterdir())) == 1
+
+
+def test_what_is_no_folder_of_ours_stays(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    theirs = old(parent / "theirs")
+    (parent / f"{scratch.PREFIX}link").symlink_to(theirs, target_is_directory=True)
+    (parent / f"{scratch.PREFIX}file").write_text("a")
+    os.utime(parent / f"{scratch.PREFIX}file", (0, 0))
+    os.utime(parent / f"{scratch.PREFIX}link", (0, 0), follow_symlinks=False)
+    other = old(parent / f"{scratch.PREFIX}other")
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "geteuid", lambda: other.stat().st_uid + 1)
+        with scratch.scratch_folder():
+            pass
+    assert len(list(parent.iterdir())) == 4 and (theirs / "weights").exists()
+    with scratch.scratch_folder():
+        pass
+    assert len(list(parent.iterdir())) == 3 and (theirs / "weights").exists()
+
+
+def test_where_there_are_no_locks_nothing_is_removed(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = old(parent / f"{scratch.PREFIX}a")
+
+    def flock(handle: int, operation: int) -> None:
+        raise OSError(38, "Function not implemented")
+
+    monkeypatch.setattr(scratch.fcntl, "flock", flock)
+    with scratch.scratch_folder() as folder:
+        assert folder.exists() and left.exists()
     assert not folder.exists()
