@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import struct
+import tracemalloc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from cgbundle.exam import Compared, Result
 from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.program import Program
+from cgbundle.tensors import comparison
 from cgbundle.tensors.comparison import describe, difference, nearest
 from cgbundle.tensors.exam_tensors import bounds, exam_tensors
 from tests.helpers.bundles.fabricate import FakeBackend, Numbers, kept_exam
@@ -142,6 +144,38 @@ def test_what_differs_is_said_for_people(
     code = "q" if dtype == "int64" else "d"
     packed = [struct.pack(f"<{len(each)}{code}", *each) for each in (expected, got)]
     assert describe(dtype, shape, *packed) == text
+
+
+@given(st.sampled_from(sorted(DTYPES)), st.binary(max_size=96), st.data())
+def test_blocks_say_what_the_whole_says(dtype: str, data: bytes, more: st.DataObject) -> None:
+    """Wherever blocks end, and whether they are alike, zeros, or differ."""
+    expected = bytes(more.draw(st.integers(0, 3)) * 16) + data[: len(data) // 16 * 16]
+    got = bytearray(expected)
+    for place in more.draw(st.lists(st.integers(0, max(0, len(got) - 1)), max_size=4 if got else 0)):
+        got[place] = more.draw(st.integers(0, 255))
+    told = []
+    for block in (16, 48, 1 << 16):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(comparison, "BLOCK", block)
+            told.append((repr(difference(dtype, expected, bytes(got))), describe(dtype, (len(got),), expected, bytes(got))))
+    assert told[0] == told[1] == told[2]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64"])
+def test_a_large_cache_is_compared_in_little_memory(dtype: str) -> None:
+    expected = bytearray(32 << 20)
+    expected[5_000_000:5_000_004] = b"\x00\x00\x80\x3f"
+    got = bytearray(expected)
+    got[20_000_000:20_000_004] = b"\x00\x00\x80\x3e"
+    one, other = bytes(expected), bytes(got)
+    tracemalloc.start()
+    try:
+        found, said = difference(dtype, one, other), describe(dtype, (1 << 23,), one, other)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert most < 8 << 20
+    assert (found == 0.25) == (dtype != "int64") and "differ" in said
 
 
 def test_the_nearest_to_its_bound_speaks_for_all() -> None:
