@@ -73,8 +73,8 @@ def _locked(folder: Path) -> Iterator[bool]:
 
 def _remove_leftovers(parent: Path) -> None:
     """Removes this user's folders below `parent` whose processes have ended."""
-    with suppress(OSError):  # whoever removes one meanwhile is as good
-        for folder in parent.glob(f"{PREFIX}*"):
+    for folder in parent.glob(f"{PREFIX}*"):
+        with suppress(OSError):  # whoever removes it meanwhile is as good
             found = folder.lstat()
             ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
             if ours and time.time() - found.st_mtime > YOUNG:

@@ -27,6 +27,7 @@ from ...errors import BuildError
 from ...export.assertions import spell_conditions
 from ...partition.straight_parts import written_tensors
 from ...util.garbage_collection import quick_imports
+from ...util.raw_bytes import copied, put_back
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from ..requirements import check_compiler
@@ -174,7 +175,7 @@ def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[
     spell_conditions(module)
     given = [None for _ in module.graph.find_nodes(op="placeholder")]
     state = [each for each in written_tensors(module, given) if isinstance(each, torch.Tensor)]
-    before = [each.detach().clone() for each in state]
+    before = [copied(each) for each in state]
     try:
         with decided_alike(program), named_assertions(program):
             return torch._inductor.aot_compile(module, program.example_inputs[0], options=dict(options))
@@ -182,7 +183,7 @@ def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[
         for each, value in zip(
             state, before, strict=True
         ):  # where one buffer is copied to another, Inductor does so (2.11 and 2.13)
-            each.detach().copy_(value)
+            put_back(each.detach(), value)
 
 
 def _has_complex(program: ExportedProgram) -> bool:

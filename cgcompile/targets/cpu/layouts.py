@@ -17,6 +17,7 @@ from ...errors import BuildError, ModelError
 from ...export.weights import weight_tensors
 from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
+from ...util.raw_bytes import copied, put_back
 from ..weights import unbound
 
 
@@ -35,7 +36,7 @@ class Bound:
     def restore(self) -> None:
         """Puts the state back."""
         for now, first in self.state:
-            now.copy_(first)
+            put_back(now, first)
 
 
 def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weight]) -> Bound:
@@ -57,7 +58,7 @@ def bind_constants(path: Path, program: ExportedProgram, weights: Sequence[Weigh
         pairs.append((own, positions[name]))
         value = tensors[model].detach()
         if weights[positions[name]].memory == "state":
-            state.append((value.clone(), value))
+            state.append((copied(value), value))
             value = state[-1][0]
         bound[own] = (value.data_ptr(), Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()))
     region.bind(bound)

@@ -122,3 +122,18 @@ def test_where_there_are_no_locks_nothing_is_removed(parent: Path, monkeypatch: 
     with scratch.scratch_folder() as folder:
         assert folder.exists() and left.exists()
     assert not folder.exists()
+
+
+def test_one_that_cannot_be_opened_keeps_no_other(parent: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [old(parent / f"{scratch.PREFIX}{name}") for name in "abc"]
+    usual = os.open
+
+    def refuse(path: Path, flags: int) -> int:
+        if path == left[1]:
+            raise PermissionError(13, "Permission denied")
+        return usual(path, flags)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(scratch.os, "open", refuse)
+        scratch._remove_leftovers(parent)
+    assert list(parent.iterdir()) == [left[1]]
