@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -128,10 +129,10 @@ def test_one_that_cannot_be_opened_keeps_no_other(parent: Path, monkeypatch: pyt
     left = [old(parent / f"{scratch.PREFIX}{name}") for name in "abc"]
     usual = os.open
 
-    def refuse(path: Path, flags: int) -> int:
+    def refuse(path: Any, *rest: Any, **named: Any) -> int:
         if path == left[1]:
             raise PermissionError(13, "Permission denied")
-        return usual(path, flags)
+        return usual(path, *rest, **named)
 
     with monkeypatch.context() as patch:
         patch.setattr(scratch.os, "open", refuse)
