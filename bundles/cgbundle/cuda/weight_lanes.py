@@ -3,7 +3,6 @@ the thread that runs this sends them on.  It alone needs the interpreter."""
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 
@@ -12,9 +11,9 @@ from .driver import check, cu
 from .weight_pieces import Piece, place
 from .weight_slots import HUGE, Slot, new_slot, pin, staging
 
-ROWS, QUEUED = 3, 2
-"""Slots of a lane; so many are read one after the other, while what the others hold travels.  On an H100's host twelve lanes
-of 2 MB sent 45 GB/s, with four slots of which three are read 38, and fifteen lanes, which leave no processor to others, 40."""
+Reading = tuple[Slot, Sequence[Piece]]
+"""What a lane reads, and into which of its two slots: the other one travels.  On an H200's host twelve lanes of 4 MB sent 47 to 49
+GB/s; with three slots of 2 MB, of which two are asked for, 42 to 45, since this thread has twice as much to do (a C program: 50)."""
 
 
 def send_by_lanes(
@@ -24,39 +23,37 @@ def send_by_lanes(
     send: Callable[[Slot, Sequence[Piece]], None],
     cleanup: ExitStack,
 ) -> Iterator[None]:
-    """Reads every group, of at most `chunk` bytes, and hands it to `send`; comes back behind each.  The first row of slots is read
-    while the next one is pinned.  At the end all has been sent, and `cleanup` waits until it is there.  Raises as `reads` does,
+    """Reads every group, of at most `chunk` bytes, and hands it to `send`; comes back behind each.  The first slots are read into
+    while the others are pinned.  At the end all has been sent, and `cleanup` waits until it is there.  Raises as `reads` does,
     driver-failed."""
     lanes, left, query = range(reads.lanes), iter(groups), cu.held("cuStreamQuery")
     width = -(-chunk * reads.lanes // HUGE) * HUGE  # what is pinned at a time shares no page with the next
-    memory = staging(width * ROWS, cleanup, pages=True)
+    memory = staging(width * 2, cleanup, pages=True)
     cleanup.callback(reads.close)  # before the memory goes
-    slots: list[list[Slot]] = [[] for _ in lanes]
-    reading: list[deque[tuple[Slot, Sequence[Piece]]]] = [deque() for _ in lanes]
 
-    def ask(lane: int, into: Slot) -> None:
-        if (group := next(left, None)) is not None:
-            reads.begin(lane, into.address, *place(group))
-            reading[lane].append((into, group))
+    def pinned(row: int) -> list[Slot]:
+        half = memory[row * width :][:width]
+        pin(half, cleanup)
+        return [new_slot(half[lane * chunk :][:chunk], cleanup) for lane in lanes]
 
-    for number in range(ROWS):
-        row = memory[number * width :][:width]
-        pin(row, cleanup)
-        for lane in lanes:
-            slots[lane].append(new_slot(row[lane * chunk :][:chunk], cleanup))
-            if number < QUEUED:
-                ask(lane, slots[lane][number])
-    turns = [QUEUED] * reads.lanes
+    def ask(lane: int, into: Slot) -> Reading | None:
+        if (group := next(left, None)) is None:
+            return None
+        reads.begin(lane, into.address, *place(group))
+        return into, group
+
+    reading = [ask(lane, slot) for lane, slot in enumerate(pinned(0))]
+    others = pinned(1)
     while any(reading):
         sent = False
         for lane in lanes:
-            while reading[lane] and reads.take(lane):
-                send(*reading[lane].popleft())
-                sent, free = True, slots[lane][turns[lane] % ROWS]
-                turns[lane] += 1
-                if query(free.stream):
-                    check("cuStreamSynchronize", cu.cuStreamSynchronize(free.stream), "weights")
-                ask(lane, free)
-                yield
+            if (found := reading[lane]) is None or not reads.take(lane):
+                continue
+            send(*found)
+            free, others[lane] = others[lane], found[0]
+            if query(free.stream):
+                check("cuStreamSynchronize", cu.cuStreamSynchronize(free.stream), "weights")
+            reading[lane], sent = ask(lane, free), True
+            yield
         if not sent:
             reads.wait()

@@ -35,7 +35,7 @@ AHEAD = 64 << 20
 
 class Way(NamedTuple):
     """How weights travel: so many threads read them into slots of `chunk` bytes, of pinned memory or, one after the other, not.
-    `lanes`: by as many of the C library's instead, in slots of CHUNK bytes, where it has them and the page cache has the file."""
+    `lanes`: by as many of the C library's instead, where it has them and the page cache has the file."""
 
     readers: int
     slots: int
@@ -75,7 +75,7 @@ class Upload:
         self._way = how or way(sum(piece.size for piece in listed))
         if self._way.lanes and not (available() and is_cached(file)):
             self._way = self._way._replace(lanes=0)
-        self._groups = chunks(listed, CHUNK if self._way.lanes else self._way.chunk)
+        self._groups = chunks(listed, self._way.chunk)
         self._total, self._sent, self._next, self._announced = len(self._groups), 0, count(), 0
         self._ahead = -(-AHEAD // self._way.chunk)
         self._free: SimpleQueue[Slot | None] = SimpleQueue()  # None ends who takes it
@@ -125,7 +125,7 @@ class Upload:
         send = cu.held("cuMemcpyHtoDAsync")
         reads = AsyncReads(self._file, min(self._way.lanes, self._total), self._name)
         groups = self._groups
-        for _ in send_by_lanes(reads, groups, CHUNK, lambda slot, group: self._send(send, slot, group, 0), cleanup):
+        for _ in send_by_lanes(reads, groups, self._way.chunk, lambda slot, group: self._send(send, slot, group, 0), cleanup):
             self._sent += 1
             if self._groups is not groups:  # stopped
                 return

@@ -371,7 +371,6 @@ def test_chunks_cover_the_pieces_once() -> None:
 
 def ways(monkeypatch: pytest.MonkeyPatch, readers: int, slots: int, chunk: int, lanes: int) -> upload.Way:
     """A way with small chunks, and by lanes whatever the page cache has."""
-    monkeypatch.setattr(upload, "CHUNK", chunk)
     monkeypatch.setattr(upload, "is_cached", lambda file: True)
     return upload.Way(readers, slots, True, chunk, lanes)
 
