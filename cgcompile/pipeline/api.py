@@ -58,7 +58,7 @@ def build(
     budget: float | None = None,
     train: bool = False,
     host_ops: Sequence[str] = (),
-    standalone: bool = False,
+    standalone: bool | None = None,
     force: bool = False,
     max_keys: int = MAX_KEYS,
     chains: Sequence[tuple[str, str]] = (),
@@ -84,8 +84,9 @@ def build(
     `prove_budget`: seconds after which interpreting ends; what is not done then is listed as not proved, but the smallest int_key
     always is.  `train`: a model in training mode is built as it is, not in eval(); in memory it gets its modes back.
     `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".
-    `standalone`: a bundle for the CPU that needs no torch where it is served, and starts sooner; it has float32 products and
-    attention, and what else the code calls of torch's libraries is refused by name.  `force`: replace an existing bundle.
+    `standalone`: whether a bundle for the CPU brings the functions of torch's libraries that its code calls, so that no torch is
+    needed where it is served.  By default it does where it can (float32 products, attention, what is compiled); with True the rest
+    is refused by name, with False torch's own run.  `force`: replace an existing bundle.
     `max_keys`: the most int_keys that are built.  `chains`: pairs of an output of one entry and an input that takes it where it
     lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `chains` for it.
     `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,

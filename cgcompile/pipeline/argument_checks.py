@@ -55,7 +55,7 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
         raise BuildError("world-refused", f"split={options.split!r} without world: over how many GPUs?", "add --world 2, or more")
     record = options.record if options.world is None else _check_world(model, options)
     chosen = (options.target, options.lower, options.specialize, record, options.prove)
-    recorder = choose(*chosen, standalone=options.standalone).recorder if known else ""
+    recorder = choose(*chosen, standalone=bool(options.standalone)).recorder if known else ""
     if name:
         check_free(destination_path(options.out, name), options.force)
     if not options.prove_budget > 0:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 
 from cgbundle.format.entries import each_entry, with_entries
-from cgbundle.format.schema import Dimension
+from cgbundle.format.schema import Dimension, Finding, Manifest, Provenance
 from cgbundle.validate import host_code
 
 from ..bundle.emit import seal, write_programs
@@ -22,6 +23,7 @@ from ..bundle.provenance import provenance
 from ..bundle.ranks import Ranks
 from ..checks import Checked, check, refuse
 from ..checks.repeatability import widened_bound
+from ..errors import BuildError
 from ..export.export import export, refuse_branches
 from ..export.exported import Exported
 from ..export.programs import Programs, with_shared_constants
@@ -71,7 +73,7 @@ def build_rank(model: str, options: Options, ranks: Ranks, folder: Path) -> Buil
 def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | None, given: Path | None) -> Built:
     stages = Stages(options.progress)
     asked = (options.target, options.lower, options.specialize, options.record, options.prove)
-    chosen = choose(*asked, standalone=options.standalone)
+    chosen = choose(*asked, standalone=bool(options.standalone))
     with ExitStack() as stack:
         with stages("source") as tell:
             loaded = load_sources(model, inputs, (ranks.rank, ranks.size) if ranks and not options.split else None)
@@ -157,29 +159,64 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             prove_budget=options.prove_budget, budget=options.budget, waive=options.waive,
             standalone=options.standalone, torch_version=torch.__version__.partition("+")[0], ranks=ranks,
         )  # fmt: skip
-        parts = build_parts(spec, folder, stages)
-        for entry in spec.entries:
-            write_programs(folder, entry.prepared.programs, entry.name)
         origin = provenance(first.origin or first.label, _recorded_options(options, chosen.recorder))
-        findings = [rules.findings for rules in checked]
-        manifest = made_manifest(spec, parts, findings, origin)
-        check_layouts(each_entry(manifest))
-        with stages("verify") as tell:
-            host_code.attach(folder, manifest)
-            sealed = seal(folder, with_mismatches(manifest))  # hashes every file: of large weights that takes longest
-            if chosen.runs_here:
-                bounds = [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries]
-                exams = replay(folder, sealed, bounds, options.waive)
-                examined = [
-                    replace(each, exam=exam, findings=found)
-                    for each, exam, found in zip(each_entry(sealed), exams, findings, strict=True)
-                ]
-                sealed = seal(folder, with_mismatches(with_entries(tuple(examined))))
-                error = max(proof.error for exam in exams for proof in exam.proofs)
-                tell.result(f"{_counted(keys, 'int_key')} in a fresh process, largest error {error:.1e}")
-            else:
-                tell.result(f"every hash and invariant; `cgcompile verify --run` replays it where a GPU of {chosen.target} is")
+        finish = partial(_finished, build_parts=build_parts, findings=[rules.findings for rules in checked], origin=origin)
+        sealed = finish(spec, folder, stages, run=chosen.runs_here)
+        if sealed is None:
+            _empty(folder)
+            sealed = finish(replace(spec, standalone=False), folder, stages, run=chosen.runs_here)
+            assert sealed is not None
     return Built(path=destination, manifest=sealed, seconds=tuple(stages.seconds))
+
+
+def _finished(
+    spec: BuildSpec,
+    folder: Path,
+    stages: Stages,
+    *,
+    run: bool,
+    build_parts: Callable[..., ManifestParts],
+    findings: Sequence[tuple[Finding, ...]],
+    origin: Provenance,
+) -> Manifest | None:
+    """The bundle, written to `folder`, sealed, and proved where it can `run`.  None where the proof of a bundle failed that brings
+    functions of torch's libraries though nobody asked for them: torch's own round as eager PyTorch does."""
+    parts = build_parts(spec, folder, stages)
+    for entry in spec.entries:
+        write_programs(folder, entry.prepared.programs, entry.name)
+    manifest = made_manifest(spec, parts, findings, origin)
+    check_layouts(each_entry(manifest))
+    with stages("verify") as tell:
+        host_code.attach(folder, manifest)
+        sealed = seal(folder, with_mismatches(manifest))  # hashes every file: of large weights that takes longest
+        if not run:
+            tell.result(f"every hash and invariant; `cgcompile verify --run` replays it where a GPU of {spec.target} is")
+            return sealed
+        bounds = [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries]
+        try:
+            exams = replay(folder, sealed, bounds, spec.waive)
+        except BuildError as refusal:
+            if refusal.code != "proof-failed" or spec.standalone is not None or spec.recorder != "host" or sealed.target.torch:
+                raise
+            tell.result("refused with functions of its own: again with those of torch's libraries")
+            return None
+        examined = [
+            replace(each, exam=exam, findings=found) for each, exam, found in zip(each_entry(sealed), exams, findings, strict=True)
+        ]
+        sealed = seal(folder, with_mismatches(with_entries(tuple(examined))))
+        proofs = [proof for exam in exams for proof in exam.proofs]
+        error = max(proof.error for proof in proofs)
+        tell.result(f"{_counted(len(proofs), 'int_key')} in a fresh process, largest error {error:.1e}")
+    return sealed
+
+
+def _empty(folder: Path) -> None:
+    """Takes away what a build has written there."""
+    for path in folder.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _padded(sources: Sequence[Source], prepared: Sequence[Prepared], dimensions: Sequence[Sequence[Dimension]]) -> str:
@@ -261,8 +298,8 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
         named["split"] = options.split
     if options.budget is not None:
         named["budget"] = f"{options.budget:g}"
-    if options.standalone:
-        named["standalone"] = "true"
+    if options.standalone is not None:
+        named["standalone"] = str(options.standalone).lower()
     if options.train:
         named["train"] = "true"
     if options.host_ops:

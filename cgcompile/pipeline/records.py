@@ -36,7 +36,7 @@ class Options:
     budget: float | None
     train: bool
     host_ops: tuple[str, ...]
-    standalone: bool
+    standalone: bool | None
     force: bool
     max_keys: int
     chains: Sequence[tuple[str, str]]

@@ -55,7 +55,7 @@ class BuildSpec:
     prove_budget: float
     budget: float | None
     waive: tuple[str, ...]
-    standalone: bool
+    standalone: bool | None
     torch_version: str
     ranks: Ranks | None = None
 

@@ -58,7 +58,7 @@ class Gpu:
 class TargetHere:
     """A target and this machine.  `about`: which machines it is for.  `not_built` and `not_run` say why not here, "" where it can
     be; `fix` what to do about the first of them.  `recorder`: how it would be recorded, "" where it cannot be built.
-    `standalone`: bundles that were built with --standalone run here, whatever `not_run` says of others."""
+    `standalone`: bundles that need none of torch's libraries run here, whatever `not_run` says of others."""
 
     name: str
     about: str

@@ -24,6 +24,7 @@ from . import libtorch
 from .host_region import INSTANCES, HostRegion, layout_of, open_region
 from .output_layouts import OutputLayouts
 from .processor import HINT, check_features
+from .quota import memory_of_quota
 from .weights import Weights, anonymous
 
 if TYPE_CHECKING:
@@ -71,6 +72,11 @@ class BoundPrograms:
         self.runs, self.regions, self.weights = runs, regions, weights
 
 
+KEPT = 0.25
+"""Of the memory that the process may have, the share up to which code that brings its own products keeps weights a second time,
+laid out for them.  The mapped file beside them is the system's to drop."""
+
+
 class Shared:
     """What all sessions of a bundle use: torch's libraries, the weights, what state holds at first.  As in eager, a caller may
     write to weights that the model hands out: this process's pages become its own.
@@ -84,7 +90,8 @@ class Shared:
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
         handed = any(alias.memory == "weights" for each in each_entry(manifest) for alias in each.aliases)
-        self.weights, self.fixed = Weights(bundle.mapped(WEIGHTS, writable=handed)), not handed
+        self.weights = Weights(bundle.mapped(WEIGHTS, writable=handed))
+        self.fixed = not handed and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
         self.updating, self.updated = RLock(), False
         self.state = dict(manifest.memories).get(STATE, 0)
         self.initial = InitialState(bundle)

@@ -26,10 +26,7 @@ def find(needed: str) -> tuple[str, str]:
     """(folder of the libraries, version or "" when unknown).  Raises library-missing; `needed` is the version for the message, ""
     where no bundle names one."""
     package = f"'torch>={needed}'" if needed else "torch"
-    hint = (
-        f"pip install {package} (it is not imported), set {VARIABLE} to the folder that holds {LIBRARIES[1]}, "
-        "or build with --standalone"
-    )
+    hint = f"pip install {package} (it is not imported), or set {VARIABLE} to the folder that holds {LIBRARIES[1]}"
     named = os.environ.get(VARIABLE)
     if named:
         if not _complete(named):
@@ -98,7 +95,7 @@ SETTINGS = frozenset({SPIN_COUNT, "OMP_WAIT_POLICY"})
 SPINS = 1000
 """How often a thread of OpenMP's asks again, before it sleeps until it is woken: some tens of microseconds.  By default it asks for
 milliseconds, and on two cores that others keep busy waits for one that is not scheduled: MiniLM at 1x32 took 700 ms a call, and
-takes 14 so (standalone, load 3 to 5; cgcompile/targets/cpu/README.md)."""
+takes 14 so (with functions of its own, load 3 to 5; cgcompile/targets/cpu/README.md)."""
 
 BUILT_WITH = "cgbundle_built_with"
 """The function of code that brings its own C interface: the version of torch whose headers it was compiled with."""

@@ -12,8 +12,8 @@ from .weight_pieces import Piece, place
 from .weight_slots import HUGE, Slot, new_slot, pin, staging
 
 Reading = tuple[Slot, Sequence[Piece]]
-"""What a lane reads, and into which of its two slots: the other one travels.  On an H200's host twelve lanes of 4 MB sent 47 to 49
-GB/s; with three slots of 2 MB, of which two are asked for, 42 to 45, since this thread has twice as much to do (a C program: 50)."""
+"""What a lane reads, and into which of its two slots: the other one travels.  On an H200's host twelve lanes of 4 MB sent 45 to 47
+GB/s; with three slots of 2 MB, two of them asked for, 42 to 45, since this thread has twice as much to do (a C program: 51)."""
 
 
 def send_by_lanes(

@@ -30,10 +30,12 @@ from ...util.garbage_collection import quick_imports
 from ...util.raw_bytes import copied, put_back
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
-from ..requirements import check_compiler
+from ..kernels import standalone as standalone_code
+from ..requirements import check_compiler, compiler, described
 from ..weights import used_weights
 from .compiler import ask_compilers, wrap
 from .interface import Interface, begun_interface
+from .products import suits
 
 TESTED = "2.13"
 
@@ -73,10 +75,12 @@ UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
-    """A shared object, and the processor features that its code uses.  `recalled`: an earlier build compiled it."""
+    """A shared object, and the processor features that its code uses.  `standalone`: it needs none of torch's libraries.
+    `recalled`: an earlier build compiled it."""
 
     path: Path
     features: tuple[str, ...]
+    standalone: bool
     recalled: bool = False
 
 
@@ -88,14 +92,14 @@ def compile_cpu(
     changing: bool = False,
     level: Level | None = None,
     interface: Interface | None = None,
-    standalone: bool = False,
+    standalone: bool | None = False,
 ) -> Compiled:
     """Compiles `program` to a shared object in the folder `work`.
 
     `changing`: its weights may change.  `shared`: outputs of which it gives copies.  Else it would hand out one tensor under two
     names, or a constant, which the caller would free twice (seen with torch 2.13).  `level`: the processors that it is for, None
     for those that are like this one.  `interface`: begun before, by default here.  `standalone`: with what it calls of torch's
-    libraries in it.  Raises compiler-failed, not-standalone, torch-unsupported, cache-unsafe.
+    libraries in it; None where that can be.  Raises compiler-failed, not-standalone, torch-unsupported, cache-unsafe.
     """
     with nullcontext(interface) if interface is not None else begun_interface() as known:
         return _compiled(program, work, tell, shared, changing, level, known, standalone)
@@ -109,12 +113,12 @@ def _compiled(
     changing: bool,
     level: Level | None,
     interface: Interface | None,
-    standalone: bool,
+    standalone: bool | None,
 ) -> Compiled:
     tell("loading Inductor")
     with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
         from ...transforms.inductor_passes import mended, passes
-        from .compilations import side_by_side, unnamed_machine, unprobed
+        from .compilations import OwnFunctions, side_by_side, unnamed_machine, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
         from .loops import any_number_of_threads, failures_leave_loops, stored_before_reshapes
@@ -141,7 +145,11 @@ def _compiled(
     options |= passes()
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
-    beside, compilers = side_by_side(interface, wrapped.path if standalone else None), ask_compilers(str(wrapped.path), level)
+    functions = None
+    if standalone or (standalone is None and suits(program, level)):
+        about = described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
+        functions = OwnFunctions(compiler=wrapped.path, about=about, required=standalone is not None)
+    beside, compilers = side_by_side(interface, functions), ask_compilers(str(wrapped.path), level)
     compiled = (_private_cache(work / "cache"), unnamed_machine(), _watched(work, tell), unprobed(compilers), beside)
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
@@ -165,7 +173,8 @@ def _compiled(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
         )
     _make_reproducible(target, work)
-    return Compiled(path=target, features=needed(compilers.plain, wrapped.options(), os.uname().machine, processor_flags()))
+    features = needed(compilers.plain, wrapped.options(), os.uname().machine, processor_flags())
+    return Compiled(path=target, features=features, standalone=standalone_code.is_in(target.read_bytes()))
 
 
 def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:

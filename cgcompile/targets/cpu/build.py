@@ -70,9 +70,15 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
             changing = any(entry.prepared.state or any(each.name for each in entry.prepared.aliases) for entry in spec.entries)
             tells = each_named(tell, [entry.name for entry in spec.entries])
             entries = [
-                _compile(entry, scratch, own, changing, level, interface, spec.standalone)
-                for entry, own in zip(spec.entries, tells, strict=True)
+                _CompiledEntry(entry=entry, programs=entry.prepared.programs.changed(inlined), compiled={})
+                for entry in spec.entries
             ]
+            standalone = spec.standalone
+            for each, told in zip(entries, tells, strict=True):
+                standalone = _compile(each, scratch, told, changing, level, interface, standalone)
+            if standalone is False:  # all of a bundle's code runs on torch's libraries, or none
+                for each, told in zip(entries, tells, strict=True):
+                    _compile(each, scratch / "again", told, changing, level, interface, standalone)
             tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
@@ -92,7 +98,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
     return ManifestParts(
         target=Target(
             kind="cpu", arch=platform.machine(), level=level.name if level else "", features=tuple(sorted(features)),
-            torch="" if spec.standalone else spec.torch_version, driver=0,
+            torch=spec.torch_version if standalone is False else "", driver=0,
         ),
         weights=weights,
         fixed=fixed_weights(stage, weights, spec.programs, folded),
@@ -104,26 +110,29 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
 
 
 def _compile(
-    entry: EntrySpec,
+    made: _CompiledEntry,
     scratch: Path,
     tell: Tell,
     changing: bool,
     level: Level | None,
     interface: Interface | None,
-    standalone: bool,
-) -> _CompiledEntry:
-    """`changing`: weights may change, whichever entry does it."""
-    inner = entry.prepared.programs.changed(inlined)
-    made = _CompiledEntry(entry=entry, programs=inner, compiled={})
-    contents = program_contents([program for _, program in inner.each])
-    shared = [each.output for each in entry.prepared.aliases]
-    for key, program in inner.each:
+    standalone: bool | None,
+) -> bool | None:
+    """Compiles what of an entry is not compiled yet, or not as `standalone` says.  `changing`: weights may change, whichever entry
+    does it.  Returns `standalone`, or False where it was None and some code calls what only torch's libraries have."""
+    contents = program_contents([program for _, program in made.programs.each])
+    shared = [each.output for each in made.entry.prepared.aliases]
+    for key, program in made.programs.each:
+        if key in made.compiled and made.compiled[key].standalone == standalone:
+            continue
         work = scratch / made.name(key)
-        work.mkdir()
+        work.mkdir(parents=True)
         made.compiled[key] = recalled_or_compiled(
             program, contents[id(program)], work, tell, shared, changing, level, interface, standalone
         )
-    return made
+        if standalone is None and not made.compiled[key].standalone:
+            standalone = False
+    return standalone
 
 
 def _entry_parts(

@@ -21,10 +21,11 @@ import torch
 from torch._inductor import codecache, cpp_builder, cpu_vec_isa, exc
 
 from ...errors import BuildError
+from ...util.content_cache import cache_folder, cache_optional, cache_path, recall, remember
 from ...util.workers import end_group
 from ..kernels import standalone as standalone_code
 from .compiler import Compilers
-from .interface import Interface
+from .interface import Interface, ObjectFile
 
 ASIDE = (".wrapper.cpp", ".kernel.cpp")
 """Endings of the sources of a program: what is made of them is first needed by the linker."""
@@ -66,19 +67,16 @@ class Source:
 
 
 @contextmanager
-def side_by_side(interface: Interface | None, standalone: Path | None = None) -> Iterator[None]:
+def side_by_side(interface: Interface | None, functions: OwnFunctions | None = None) -> Iterator[None]:
     """While it lasts, Inductor goes on when it has begun to compile a source of a program, and the interface in it is taken from
-    `interface`.  Before it links anything it waits for all of them.  `standalone`: the compiler, for what is linked in libtorch's
-    place.  Raises torch-unsupported, not-standalone."""
+    `interface`.  Before it links anything it waits for all of them.  `functions`: what is linked in libtorch's place, where that is
+    all that the code calls.  Raises torch-unsupported, and not-standalone where it has to be."""
     plain = getattr(cpp_builder.CppBuilder, "build", None)
     if plain is None or not hasattr(cpp_builder.CppBuilder, "get_command_line"):
         raise _unsupported("torch._inductor.cpp_builder.CppBuilder.build")
     begun: list[Source] = []
     with ExitStack() as stack:
-        library, made = None, Path()
-        if standalone is not None:
-            made = standalone.parent / "standalone.o"
-            library = _start(standalone_code.command(str(standalone), made), standalone.parent, stack)
+        own = _begin_functions(functions, stack) if functions is not None else None
 
         def build(self: Any) -> None:
             command = shlex.split(self.get_command_line())
@@ -89,12 +87,10 @@ def side_by_side(interface: Interface | None, standalone: Path | None = None) ->
                 sources = [*begun]
                 begun.clear()  # what is tried after a failure has sources of its own
                 linked = _finished(sources, stack)
-                target = Path(command[command.index("-o") + 1])
-                if library is not None:
-                    library.wait()
-                    _link_whole([command[0], *linked, *command[1:], str(made), *standalone_code.LINKED], target.parent, stack)
-                else:
-                    _start([command[0], *linked, *command[1:]], target.parent, stack).wait()
+                folder = Path(command[command.index("-o") + 1]).parent
+                whole = [command[0], *linked, *command[1:]]
+                if own is None or not _linked_alone(whole, own, folder, stack):
+                    _start(whole, folder, stack).wait()
             else:
                 plain(self)
 
@@ -135,13 +131,64 @@ def _finish(source: Source, stack: ExitStack) -> list[str]:
     return []
 
 
-def _link_whole(command: list[str], folder: Path, stack: ExitStack) -> None:
-    linking = _start(command, folder, stack)
+# --- in libtorch's place ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class OwnFunctions:
+    """What is linked in libtorch's place: `compiler` makes it, for processors that `about` describes.  `required`: where the code
+    calls more, the build fails; else it gets libtorch's."""
+
+    compiler: Path
+    about: str
+    required: bool
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Made:
+    """`path`: the object file, which `running` makes, None where an earlier build did; `kept`: where it is kept for the next."""
+
+    functions: OwnFunctions
+    path: Path
+    running: Running | None
+    kept: Path | None
+
+    def wait(self) -> None:
+        """Raises CppCompileError where the compiler fails."""
+        if self.running is None:
+            return
+        self.running.wait()
+        if self.kept is not None:
+            with cache_optional():
+                remember(self.kept, ObjectFile(code=self.path.read_bytes()))
+
+
+def _begin_functions(functions: OwnFunctions, stack: ExitStack) -> _Made:
+    path, kept = functions.compiler.parent / "standalone.o", None
+    command = standalone_code.command(str(functions.compiler), path)
+    with cache_optional():
+        kept = cache_path(cache_folder(), "standalone", functions.about, *standalone_code.dependencies())
+    if kept is not None and (found := recall(kept, ObjectFile)) is not None:
+        path.write_bytes(found.code)
+        return _Made(functions=functions, path=path, running=None, kept=None)
+    return _Made(functions=functions, path=path, running=_start(command, path.parent, stack), kept=kept)
+
+
+def _linked_alone(command: list[str], own: _Made, folder: Path, stack: ExitStack) -> bool:
+    """Links with the functions of ours; False where the code calls others, or the compiler does not take them."""
+    linking = None
     try:
+        own.wait()
+        linking = _start([*command, str(own.path), *standalone_code.LINKED], folder, stack)
         linking.wait()
     except exc.CppCompileError as error:
+        if not own.functions.required:
+            return False
+        if linking is None:
+            raise
         linking.said.seek(0)
         raise standalone_code.missing(linking.said.read().decode(errors="replace")) or error from error
+    return True
 
 
 def _start(command: list[str], folder: Path, stack: ExitStack) -> Running:

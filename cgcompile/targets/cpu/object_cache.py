@@ -53,7 +53,7 @@ def recalled_or_compiled(
     changing: bool = False,
     level: Level | None = None,
     interface: Interface | None = None,
-    standalone: bool = False,
+    standalone: bool | None = False,
 ) -> Compiled:
     """What `compile_cpu` makes of the same arguments, in the folder `work`.  `contents`: the program's, of `program_contents`.
     Raises what `compile_cpu` raises, and cache-unsafe.  A cache that cannot be written to is none."""
@@ -63,7 +63,7 @@ def recalled_or_compiled(
     if path is not None and (found := recall(path, SharedObject)) is not None:
         target = work / "model.so"
         target.write_bytes(found.code)
-        return Compiled(path=target, features=found.features, recalled=True)
+        return Compiled(path=target, features=found.features, standalone=standalone_code.is_in(found.code), recalled=True)
     compiled = compile_cpu(program, work, tell, shared, changing, level, interface, standalone)
     if path is not None:
         with cache_optional():
@@ -72,9 +72,9 @@ def recalled_or_compiled(
 
 
 def _dependencies(
-    program: ExportedProgram, shared: tuple[int, ...], changing: bool, level: Level | None, standalone: bool = False
+    program: ExportedProgram, shared: tuple[int, ...], changing: bool, level: Level | None, standalone: bool | None = False
 ) -> Iterator[object]:
-    yield list(_values(program)), shared, changing, standalone_code.SOURCE.read_bytes() if standalone else b""
+    yield list(_values(program)), shared, changing, standalone, [] if standalone is False else list(standalone_code.dependencies())
     yield [tensor_layout(each) if isinstance(each, torch.Tensor) else each for each in tree_leaves(program.example_inputs)]
     yield str(sorted((str(symbol), str(limits)) for symbol, limits in program.range_constraints.items()))
     yield level, processor_name(), sorted(processor_flags()), os.uname().machine, platform.libc_ver(), os.environ.get(ATEN)

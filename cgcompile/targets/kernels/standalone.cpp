@@ -508,9 +508,10 @@ AOTITorchError aoti_torch_cpu_bmm_out(AtenTensorHandle out, AtenTensorHandle sel
 AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTensorHandle query, AtenTensorHandle key, AtenTensorHandle value, double dropout, int32_t causal, AtenTensorHandle* attn_mask, double* scale, AtenTensorHandle* ret0, AtenTensorHandle* ret1) {
   const Tensor &q = of(query), &k = of(key), &v = of(value);
   const Tensor* mask = attn_mask && *attn_mask ? &of(*attn_mask) : nullptr;
-  if (dropout != 0 || !all_floats({&q, &k, &v}, 4) || (mask && !all_floats({mask}, 4))) return AOTI_TORCH_FAILURE;
+  if (dropout != 0 || !all_floats({&q, &k, &v}, 4) || (mask && !all_floats({mask}, mask->rank() == 2 ? 2 : 4))) return AOTI_TORCH_FAILURE;
   int64_t batches = q.sizes[0], heads = q.sizes[1], rows = q.sizes[2], width = q.sizes[3], keys = k.sizes[2];
-  if (v.sizes[3] != width) return AOTI_TORCH_FAILURE;
+  auto lacks = [&](const Tensor& each) { return (each.sizes[0] != batches && each.sizes[0] != 1) || (each.sizes[1] != heads && each.sizes[1] != 1) || each.sizes[2] != keys || each.sizes[3] != width; };
+  if (lacks(k) || lacks(v)) return AOTI_TORCH_FAILURE;
   auto strides = strides_like(q);
   int64_t sums[] = {batches, rows, heads}, sum_strides[] = {rows * heads, heads, 1};
   if (allocated(4, q.sizes.data(), strides.data(), FLOAT, ret0) || allocated(3, sums, sum_strides, FLOAT, ret1)) return AOTI_TORCH_FAILURE;
@@ -528,11 +529,12 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
     for (int64_t i = 0; i < count; i++) {
       float* row = scores.at(i, 0);
       if (mask) {
-        const float* added = mask->floats() + batch * mask->step(0) + head * mask->step(1) + (first + i) * mask->step(2);
+        int64_t last = mask->rank() - 1;
+        const float* added = mask->floats() + (first + i) * mask->step(last - 1) + (last == 3 ? batch * mask->step(0) + head * mask->step(1) : 0);
         int64_t j = 0;
-        if (mask->step(3) == 1)
+        if (mask->step(last) == 1)
           for (; j + LANES <= keys; j += LANES) *reinterpret_cast<Unaligned*>(row + j) += *reinterpret_cast<const Unaligned*>(added + j);
-        for (; j < keys; j++) row[j] += added[j * mask->step(3)];
+        for (; j < keys; j++) row[j] += added[j * mask->step(last)];
       }
       std::fill(row + (causal ? std::min<int64_t>(keys, first + i + 1) : keys), row + line, NONE);
       softmax(row, line);

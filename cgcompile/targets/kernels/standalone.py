@@ -5,10 +5,14 @@ torch's own headers declare the functions, so that another signature in another 
 
 from __future__ import annotations
 
+import platform
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+
+from cgbundle.cpu.libtorch import BUILT_WITH
 
 from ...errors import BuildError
 
@@ -28,6 +32,16 @@ def command(compiler: str, target: Path) -> list[str]:
     options = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-w", "-DNDEBUG", "-DSTANDALONE_TORCH_HEADER"]
     headers = [f"-I{HEADERS}", f"-I{HEADERS / 'torch/csrc/api/include'}"]
     return [compiler, str(SOURCE), *options, f'-DBUILT_WITH="{version}"', *headers, "-c", "-o", str(target)]
+
+
+def dependencies() -> Iterator[object]:
+    """All that the object file depends on, but for the compiler and its options about the processor."""
+    yield SOURCE.read_bytes(), torch.__version__, torch.version.git_version, platform.libc_ver()
+
+
+def is_in(code: bytes) -> bool:
+    """Whether a shared object brings it, and so needs none of torch's libraries."""
+    return BUILT_WITH.encode() in code
 
 
 def missing(said: str) -> BuildError | None:

@@ -94,8 +94,13 @@ def build(
     ] = None,
     host_ops: HostOps = None,
     standalone: Annotated[
-        bool, typer.Option("--standalone", help="For the CPU: put into the bundle what its code calls of torch's libraries.")
-    ] = False,
+        bool | None,
+        typer.Option(
+            "--standalone/--no-standalone",
+            help="For the CPU: put into the bundle what its code calls of torch's libraries. By default where that can be.",
+            show_default=False,
+        ),
+    ] = None,
     max_keys: Annotated[
         int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")
     ] = 64,

@@ -88,7 +88,7 @@ def _table(found: Sequence[TargetHere]) -> Table:
 
 
 def _run(each: TargetHere) -> str:
-    return "yes" if not each.not_run else "--standalone only" if each.standalone else "no"
+    return "yes" if not each.not_run else "what needs no torch" if each.standalone else "no"
 
 
 def _reasons(found: Sequence[TargetHere]) -> list[str]:

@@ -215,13 +215,13 @@ def test_serving_works_with_every_other_package_absent(bundle: Path) -> None:
     assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
-def test_missing_shared_libraries_are_a_clear_error(bundle: Path, tmp_path: Path) -> None:
+def test_missing_shared_libraries_are_a_clear_error(image: Path, tmp_path: Path) -> None:
     runtime = str(Path(cgbundle.__file__).parent.parent)
     code = (
         "import sys, cgbundle\ntry: cgbundle.load(sys.argv[1])\nexcept cgbundle.CgbundleError as e: print(e.code, e, '|', e.hint)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code, str(bundle)], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", code, str(image)], capture_output=True, text=True, check=False,
         env={"PYTHONPATH": runtime, "CGBUNDLE_TORCH_LIB": str(tmp_path)},
     )  # fmt: skip
     assert done.stdout.startswith("library-missing CGBUNDLE_TORCH_LIB=") and "pip install 'torch>=" in done.stdout

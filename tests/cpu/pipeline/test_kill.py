@@ -20,11 +20,12 @@ BUILDS = """
 import json, os, shutil, signal, sys
 import cgcompile, cgcompile.pipeline.build, torch.export
 from cgcompile.targets.cpu import aoti, object_cache
+from cgcompile.targets.kernels import standalone
 
 def build(model, out, stage, state, code):
     def compiled(program, work, *rest):
         shutil.copyfile(code, work / "model.so")
-        return aoti.Compiled(path=work / "model.so", features=())
+        return aoti.Compiled(path=work / "model.so", features=(), standalone=standalone.is_in((work / "model.so").read_bytes()))
 
     def watch(event):
         if (event.stage, event.state) == (stage, state):

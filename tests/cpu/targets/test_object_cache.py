@@ -48,7 +48,7 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
         standalone: bool,
     ) -> Compiled:
         (work / "model.so").write_bytes(f"{shared} {changing} {level} {standalone}".encode())
-        return Compiled(path=work / "model.so", features=("avx2",))
+        return Compiled(path=work / "model.so", features=("avx2",), standalone=False)
 
     monkeypatch.setattr(object_cache, "compile_cpu", compiled)
 

@@ -134,7 +134,8 @@ def test_attention_is_torchs(code: Code, data: st.DataObject, batch: int, heads:
     q, k, v = [data.draw(laid_out((batch, heads, each, width))) for each in (rows, keys, keys)]
     mask = None
     if not causal and data.draw(st.booleans()):
-        mask = torch.where(torch.rand(batch, 1, rows, keys) < 0.7, 0.0, float("-inf"))
+        shape = data.draw(st.sampled_from([(batch, 1, rows, keys), (1, heads, rows, 1), (1, 1, 1, keys), (rows, keys), (1, keys)]))
+        mask = torch.where(torch.rand(shape) < 0.7, 0.0, float("-inf"))
         mask[..., 0] = 0.0
     scale = data.draw(st.sampled_from([None, 0.3]))
     made, rest = c_void_p(), c_void_p()
@@ -204,6 +205,10 @@ def test_what_it_cannot_do_is_an_error(code: Code) -> None:
     assert code("mm_out", torch.zeros(2, 2), torch.zeros(2), torch.zeros(2, 2))
     dropout = (c_double(0.5), c_int32(0), None, None, byref(c_void_p()), byref(c_void_p()))
     assert code("_scaled_dot_product_flash_attention_for_cpu", *[torch.zeros(1, 1, 2, 2)] * 3, *dropout)
+    plain = (c_double(0), c_int32(0), None, None, byref(c_void_p()), byref(c_void_p()))
+    for other in ((1, 3, 2, 2), (3, 6, 2, 2), (1, 6, 2, 4)):  # heads of groups; rows, and numbers of another count
+        given = torch.zeros(1, 6, 2, 2), torch.zeros(other), torch.zeros(other)
+        assert code("_scaled_dot_product_flash_attention_for_cpu", *given, *plain)
 
 
 def test_what_nobody_has_is_named_by_the_linker(tmp_path: Path) -> None:

@@ -84,7 +84,7 @@ def test_without_torchs_libraries_standalone_bundles_run_where_the_processor_doe
     assert not foreign.standalone and "its code is for" in foreign.not_run and "proved" not in foreign.not_run
     assert foreign.not_built.startswith(f"target {foreign.name}: {foreign.not_run}; ")  # one reason, told alike
     shown = " ".join(call("targets").output.split())
-    assert "cpu processors like this one yes --standalone only" in shown
+    assert "cpu processors like this one yes what needs no torch" in shown
 
 
 def test_an_architecture_that_nobody_described_can_be_captured_alone(here: Any) -> None:

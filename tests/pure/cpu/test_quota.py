@@ -1,4 +1,4 @@
-"""The threads that a container's quota has room for, over files as the kernel lays them out."""
+"""The threads that a container's quota has room for, and its memory, over files as the kernel lays them out."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cpu.quota import NUMBER, threads_of_quota
+from cgbundle.cpu.quota import NUMBER, memory_of_quota, threads_of_quota
 
 
 @pytest.fixture(autouse=True)
@@ -62,3 +62,18 @@ def test_no_quota(tmp_path: Path) -> None:
 def test_what_the_environment_says_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(NUMBER, "6")
     assert threads_of_quota(machine(tmp_path, "0::/", {"cpu.max": "200000 100000"})) is None
+
+
+@pytest.mark.parametrize(
+    ("groups", "files", "memory"),
+    [
+        ("0::/", {"memory.max": "1000000"}, 1000000),
+        ("0::/a/b", {"a/memory.max": "2000000", "a/b/memory.max": "max"}, 2000000),
+        ("3:memory:/c\n0::/", {"memory/memory.limit_in_bytes": str(1 << 62), "memory/c/memory.limit_in_bytes": "3000000"}, 3000000),
+        ("4:cpu:/c\n", {"cpu/c/memory.max": "1"}, None),
+        ("", {}, None),
+    ],
+)
+def test_a_containers_memory(tmp_path: Path, groups: str, files: dict[str, str], memory: int | None) -> None:
+    machines = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert memory_of_quota(machine(tmp_path, groups, files)) == (memory or machines)
