@@ -1,4 +1,4 @@
-// What a shared object of AOTInductor calls of libtorch, in the small: tensors, products of float32, attention, the exponential.
+// What a shared object of AOTInductor calls of libtorch, in the small: tensors, products of float32, attention, functions of vectors.
 //
 // Linked into the object with -Bsymbolic, so that a process that has torch loaded as well keeps the two apart.  torch's own headers
 // declare the functions: where a version of torch changes a signature, this does not compile.  Whatever is missing here stays
@@ -21,6 +21,7 @@
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <type_traits>
 #include <utility>
 #include <vector>
 
@@ -30,7 +31,7 @@ namespace {
 
 // c10::ScalarType, by number: the bytes of an element; 0 for what no bundle holds.
 constexpr int64_t WIDTHS[] = {1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 2, 4, 8};
-constexpr int32_t FLOAT = 6;
+constexpr int32_t INT32 = 3, INT64 = 4, FLOAT = 6, BOOL = 11;
 constexpr int64_t ALIGNMENT = 64, HUGE_PAGE = 1 << 21;
 
 struct Tensor {
@@ -167,6 +168,91 @@ template <int size> typename Lanes<size>::Floats exponential(typename Lanes<size
   Ints half = n >> 1;  // twice half of the exponent: small results are denormal, large ones infinite
   sum *= reinterpret_cast<typename Lanes<size>::Floats>((half + 127) << 23);
   return sum * reinterpret_cast<typename Lanes<size>::Floats>((n - half + 127) << 23);
+}
+
+// Each lane by itself, in double precision: for what the polynomials are not for.
+template <int size> typename Lanes<size>::Floats each(typename Lanes<size>::Floats x, double (*function)(double)) {
+  for (int lane = 0; lane < size / 4; lane++) x[lane] = static_cast<float>(function(x[lane]));
+  return x;
+}
+
+template <int size> bool any(typename Lanes<size>::Ints lanes) {
+  int32_t found = 0;
+  for (int lane = 0; lane < size / 4; lane++) found |= lanes[lane];
+  return found != 0;
+}
+
+// Polynomials and reductions of what follows: S. L. Moshier, Cephes, tanhf.c, logf.c, sinf.c.
+template <int size> typename Lanes<size>::Floats hyperbolic_tangent(typename Lanes<size>::Floats x) {
+  auto magnitude = x < 0 ? -x : x;
+  auto square = x * x;
+  auto sum = square * -5.70498872745e-3f + 2.06390887954e-2f;
+  sum = sum * square - 5.37397155531e-2f;
+  sum = sum * square + 1.33314422036e-1f;
+  sum = sum * square - 3.33332819422e-1f;
+  auto small = sum * square * x + x;
+  auto large = 1.f - 2.f / (exponential<size>(magnitude + magnitude) + 1.f);
+  return x == 0 ? x : magnitude < 0.625f ? small : x < 0 ? -large : large;
+}
+
+template <int size> typename Lanes<size>::Floats logarithm(typename Lanes<size>::Floats x) {
+  typedef typename Lanes<size>::Floats Floats;
+  typedef typename Lanes<size>::Ints Ints;
+  constexpr float INFINITE = std::numeric_limits<float>::infinity(), NORMAL = std::numeric_limits<float>::min();
+  Floats none{};
+  Ints denormal = x < NORMAL;
+  Floats scaled = denormal ? x * 33554432.f : x;  // 2^25
+  Ints bits = reinterpret_cast<Ints>(scaled);
+  Ints power = (bits >> 23) - 126 - (denormal & 25);
+  Floats part = reinterpret_cast<Floats>((bits & 0x007fffff) | 0x3f000000);  // from 0.5 to 1
+  Ints low = part < 0.707106781186547524f;
+  power += low;  // -1 where it is so
+  part = low ? part + part - 1.f : part - 1.f;
+  Floats square = part * part, exponent = __builtin_convertvector(power, Floats);
+  Floats sum = part * 7.0376836292e-2f - 1.1514610310e-1f;
+  sum = sum * part + 1.1676998740e-1f;
+  sum = sum * part - 1.2420140846e-1f;
+  sum = sum * part + 1.4249322787e-1f;
+  sum = sum * part - 1.6668057665e-1f;
+  sum = sum * part + 2.0000714765e-1f;
+  sum = sum * part - 2.4999993993e-1f;
+  sum = sum * part + 3.3333331174e-1f;
+  sum = sum * part * square - exponent * 2.12194440e-4f - 0.5f * square;
+  Floats made = part + sum + exponent * 0.693359375f;
+  made = x == INFINITE ? x : made;
+  made = x == 0 ? none - INFINITE : made;
+  return x >= 0 ? made : none + std::numeric_limits<float>::quiet_NaN();
+}
+
+// What is lost in 1 + x, to the first order.
+template <int size> typename Lanes<size>::Floats logarithm_of_more(typename Lanes<size>::Floats x) {
+  auto whole = 1.f + x;
+  auto made = logarithm<size>(whole);
+  auto mended = made - ((whole - 1.f) - x) / whole;
+  return x == 0 ? x : (made == made) & (whole != 0) & (whole <= std::numeric_limits<float>::max()) ? mended : made;
+}
+
+constexpr float REDUCED = 8192;  // below it three parts of pi / 4 are enough
+
+// sin(x + quarters * pi / 2)
+template <int size> typename Lanes<size>::Floats sine(typename Lanes<size>::Floats x, int32_t quarters) {
+  typedef typename Lanes<size>::Floats Floats;
+  typedef typename Lanes<size>::Ints Ints;
+  Floats magnitude = x < 0 ? -x : x;
+  if (any<size>(~(magnitude < REDUCED))) return quarters ? each<size>(x, std::cos) : each<size>(x, std::sin);
+  Ints eighths = __builtin_convertvector(magnitude * 1.27323954473516f, Ints);
+  eighths += eighths & 1;
+  Floats turned = __builtin_convertvector(eighths, Floats);
+  Floats rest = magnitude - turned * 0.78515625f - turned * 2.4187564849853515625e-4f - turned * 3.77489497744594108e-8f;
+  Ints quarter = (eighths >> 1) + quarters;
+  Floats square = rest * rest;
+  Floats odd = square * -1.9515295891e-4f + 8.3321608736e-3f;
+  odd = (odd * square - 1.6666654611e-1f) * square * rest + rest;
+  Floats even = square * 2.443315711809948e-5f - 1.388731625493765e-3f;
+  even = (even * square + 4.166664568298827e-2f) * square * square - 0.5f * square + 1.f;
+  Floats made = (quarter & 1) != 0 ? even : odd;
+  made = (quarter & 2) != 0 ? -made : made;
+  return !quarters & (x < 0) ? -made : made;
 }
 
 // --- products -----------------------------------------------------------------------------------------------------------
@@ -547,12 +633,61 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
   return AOTI_TORCH_SUCCESS;
 }
 
+// The running sums along an axis, as torch makes them: integers as int64, of floats in double precision.
+AOTITorchError aoti_torch_cpu_cumsum(AtenTensorHandle self, int64_t dim, int32_t* dtype, AtenTensorHandle* ret0) {
+  const Tensor& from = of(self);
+  int32_t wanted = from.dtype == FLOAT ? FLOAT : INT64;
+  if (dtype && *dtype != wanted) return AOTI_TORCH_FAILURE;
+  int64_t rank = from.rank(), axis = dim < 0 ? dim + rank : dim;
+  std::vector<int64_t> strides(rank);
+  int64_t inner = 1, step = 1, length = rank ? from.sizes[axis] : 1;
+  for (int64_t at = rank - 1; at >= 0; at--) {
+    strides[at] = step;
+    step *= std::max<int64_t>(1, from.sizes[at]);
+    if (at > axis) inner *= from.sizes[at];
+  }
+  if (allocated(rank, from.sizes.data(), strides.data(), wanted, ret0)) return AOTI_TORCH_FAILURE;
+  const Tensor& into = of(*ret0);
+  auto sums = [&](auto* given, auto* made, auto sum) {
+    int64_t lines = length ? from.count() / length : 0;
+    for (int64_t line = 0; line < lines; line++) {
+      int64_t source = 0, target = line / inner * inner * length + line % inner, left = line;
+      for (int64_t at = rank - 1; at >= 0; at--)
+        if (at != axis) {
+          source += left % from.sizes[at] * from.strides[at];
+          left /= from.sizes[at];
+        }
+      auto running = sum;
+      for (int64_t index = 0; index < length; index++) {
+        running += given[source + index * (rank ? from.strides[axis] : 0)];
+        made[target + index * inner] = static_cast<std::remove_reference_t<decltype(*made)>>(running);
+      }
+    }
+    return AOTI_TORCH_SUCCESS;
+  };
+  auto* integers = reinterpret_cast<int64_t*>(into.data());
+  if (from.dtype == FLOAT) return sums(from.floats(), into.floats(), 0.0);
+  if (from.dtype == INT64) return sums(reinterpret_cast<int64_t*>(from.data()), integers, int64_t{0});
+  if (from.dtype == INT32) return sums(reinterpret_cast<int32_t*>(from.data()), integers, int64_t{0});
+  if (from.dtype == BOOL) return sums(reinterpret_cast<uint8_t*>(from.data()), integers, int64_t{0});
+  aoti_torch_delete_tensor_object(*ret0);
+  return AOTI_TORCH_FAILURE;
+}
+
 // The names by which torch's vectors call Sleef, for what Inductor compiles.
+#define SLEEF(size, lanes) \
+  Lanes<size>::Floats Sleef_expf##lanes##_u10(Lanes<size>::Floats x) { return exponential<size>(x); } \
+  Lanes<size>::Floats Sleef_logf##lanes##_u10(Lanes<size>::Floats x) { return logarithm<size>(x); } \
+  Lanes<size>::Floats Sleef_log1pf##lanes##_u10(Lanes<size>::Floats x) { return logarithm_of_more<size>(x); } \
+  Lanes<size>::Floats Sleef_tanhf##lanes##_u10(Lanes<size>::Floats x) { return hyperbolic_tangent<size>(x); } \
+  Lanes<size>::Floats Sleef_sinf##lanes##_u35(Lanes<size>::Floats x) { return sine<size>(x, 0); } \
+  Lanes<size>::Floats Sleef_cosf##lanes##_u35(Lanes<size>::Floats x) { return sine<size>(x, 1); }
 #if defined(__AVX512F__)
-Lanes<64>::Floats Sleef_expf16_u10(Lanes<64>::Floats x) { return exponential<64>(x); }
+SLEEF(64, 16)
 #endif
 #if defined(__AVX2__)
-Lanes<32>::Floats Sleef_expf8_u10(Lanes<32>::Floats x) { return exponential<32>(x); }
+SLEEF(32, 8)
 #endif
+#undef SLEEF
 
 }  // extern "C"

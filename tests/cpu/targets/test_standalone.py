@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from ctypes import byref, c_double, c_int32, c_int64, c_void_p
+from ctypes import byref, c_double, c_int32, c_int64, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.nn import functional as F
 import cgbundle
 import cgcompile
 from cgbundle.cpu import libtorch
+from cgbundle.cpu.processor import processor_flags
 from cgcompile.targets.kernels import standalone
 from cgcompile.targets.requirements import compiler
 from tests.helpers.places import ROOT
@@ -28,6 +29,33 @@ from tests.helpers.raising import raises
 
 FLOAT = 6
 TOLERANCE = 2e-5
+
+VECTORS = """
+#include <cstring>
+#ifdef __AVX512F__
+#define LANES 16
+#define NAME(name, accuracy) Sleef_##name##f16_##accuracy
+#else
+#define LANES 8
+#define NAME(name, accuracy) Sleef_##name##f8_##accuracy
+#endif
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+#define APPLIED(name, accuracy) \\
+  extern "C" Vector NAME(name, accuracy)(Vector); \\
+  extern "C" void name##_of(const float* from, float* into, long count) { \\
+    for (long at = 0; at < count; at += LANES) { \\
+      Vector value; \\
+      std::memcpy(&value, from + at, sizeof value); \\
+      value = NAME(name, accuracy)(value); \\
+      std::memcpy(into + at, &value, sizeof value); \\
+    } \\
+  }
+APPLIED(exp, u10) APPLIED(log, u10) APPLIED(log1p, u10) APPLIED(tanh, u10) APPLIED(sin, u35) APPLIED(cos, u35)
+"""
+"""Functions of vectors, which are no arguments of ctypes', over arrays of a multiple of 16 numbers."""
+
+
+needs_vectors = pytest.mark.skipif("avx2" not in processor_flags(), reason="without AVX2 there are no vectors of such names")
 
 
 class Code:
@@ -69,9 +97,11 @@ class Code:
 @pytest.fixture(scope="module", params=["native", "x86-64-v3"] if os.uname().machine == "x86_64" else ["native"])
 def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Code:
     target = tmp_path_factory.mktemp("standalone") / f"{request.param}.so"
+    vectors = target.with_suffix(".cpp")
+    vectors.write_text(VECTORS)
     command = [word for word in standalone.command(compiler(), target) if word != "-c"]
     command = [word.replace("=native", f"={request.param}") for word in command]
-    subprocess.run([*command, "-shared", *standalone.LINKED], check=True)
+    subprocess.run([*command, "-shared", *standalone.LINKED, str(vectors)], check=True)
     return Code(target)
 
 
@@ -161,6 +191,53 @@ def test_a_copy_is_laid_out_as_torchs(code: Code, data: st.DataObject, shape: li
     assert torch.equal(found, want) and found.stride() == want.stride()
 
 
+NUMBERS = st.one_of(
+    st.floats(width=32),
+    st.floats(-10, 10, width=32),
+    st.floats(-20000, 20000, width=32),
+    st.sampled_from([0.0, -0.0, 1e-45, -1.0, 0.625, 8191.5, 8192.0, 88.7, 1e38, float("inf"), float("-inf"), float("nan")]),
+)
+
+
+@needs_vectors
+@pytest.mark.parametrize("name", ["exp", "log", "log1p", "tanh", "sin", "cos"])
+@settings(max_examples=100, deadline=None)
+@given(values=st.lists(NUMBERS, min_size=16, max_size=16))
+def test_functions_of_vectors_are_right_to_two_units_in_the_last_place(code: Code, name: str, values: list[float]) -> None:
+    given = torch.tensor(values, dtype=torch.float32)
+    found = torch.empty(16)
+    code.library[f"{name}_of"](c_void_p(given.data_ptr()), c_void_p(found.data_ptr()), c_long(16))
+    want = getattr(torch, name)(given.double())
+    rounded = want.float()
+    unit = torch.maximum(
+        torch.nextafter(rounded.abs(), torch.tensor(torch.inf)).double() - rounded.abs().double(), torch.tensor(1e-45)
+    )
+    if name in ("sin", "cos"):
+        unit = torch.full_like(unit, 2.0**-24)  # near zero of a large angle the error is absolute, as it is of a sum of parts
+    special = ~torch.isfinite(rounded) | (rounded == 0)
+    assert torch.equal(torch.nan_to_num(found[special], nan=7.0), torch.nan_to_num(rounded[special], nan=7.0))
+    error = ((found.double() - want).abs() / unit)[~special]
+    assert error.numel() == 0 or float(error.max()) <= 2, (given[~special][error.argmax()], error.max())
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 4), max_size=4), st.sampled_from(["float32", "int64", "int32", "bool"]))
+def test_running_sums_are_torchs(code: Code, data: st.DataObject, shape: list[int], dtype: str) -> None:
+    tensor = (
+        (data.draw(laid_out((*shape, 3))) * 3).to(getattr(torch, dtype)) if shape else torch.ones((), dtype=getattr(torch, dtype))
+    )
+    dim, made = data.draw(st.integers(-max(1, tensor.dim()), max(1, tensor.dim()) - 1)), c_void_p()
+    assert code("cumsum", tensor, c_int64(dim), None, byref(made)) == 0
+    want = torch.cumsum(tensor, dim)
+    _, sizes, strides = libtorch.LibTorch(code.library).layout(made.value or 0)
+    assert (tuple(sizes), tuple(strides)) == (tuple(want.shape), want.stride())
+    place = c_void_p()
+    assert libtorch.LibTorch(code.library).data_pointer(made, byref(place)) == 0
+    found = torch.frombuffer(bytearray(ctypes.string_at(place.value or 0, want.nbytes)), dtype=want.dtype).view(want.shape)
+    assert torch.equal(found, want)
+    code.library.aoti_torch_delete_tensor_object(made)
+
+
 @pytest.mark.parametrize("rows", [83, 200, 711])
 def test_bands_of_rows_have_the_bits_of_all_rows_at_once(code: Code, rows: int) -> None:
     """Where panels are kept a product goes by bands of as many rows as stay in a cache: 84 of these, or fewer."""
@@ -202,6 +279,8 @@ def test_panels_are_kept_of_memory_that_is_fixed_alone(code: Code) -> None:
 def test_what_it_cannot_do_is_an_error(code: Code) -> None:
     half = torch.zeros(2, 2, dtype=torch.float16)
     assert code("mm_out", half, half, half)
+    assert code("cumsum", half, c_int64(0), None, byref(c_void_p()))
+    assert code("cumsum", torch.zeros(2), c_int64(0), byref(c_int32(7)), byref(c_void_p()))  # as float64
     assert code("mm_out", torch.zeros(2, 2), torch.zeros(2), torch.zeros(2, 2))
     dropout = (c_double(0.5), c_int32(0), None, None, byref(c_void_p()), byref(c_void_p()))
     assert code("_scaled_dot_product_flash_attention_for_cpu", *[torch.zeros(1, 1, 2, 2)] * 3, *dropout)
