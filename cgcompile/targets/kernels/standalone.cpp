@@ -122,6 +122,36 @@ std::vector<int64_t> strides_like(const Tensor& tensor) {
   return strides;
 }
 
+int64_t axis_of(const Tensor& tensor, int64_t given) { return given < 0 ? given + tensor.rank() : given; }
+
+AOTITorchError row_major(const std::vector<int64_t>& sizes, int32_t dtype, AtenTensorHandle* result) {
+  std::vector<int64_t> strides(sizes.size());
+  int64_t step = 1;
+  for (size_t axis = sizes.size(); axis-- > 0; step *= std::max<int64_t>(1, sizes[axis])) strides[axis] = step;
+  return allocated(static_cast<int64_t>(sizes.size()), sizes.data(), strides.data(), dtype, result);
+}
+
+// Calls `each` for every line along an axis: with where it begins, in elements, and with where and in which steps it lies in a
+// row-major tensor of as many lines, of `length` elements.
+template <typename Each> void lines(const Tensor& from, int64_t axis, int64_t length, Each each) {
+  int64_t inner = 1, count = 1;
+  for (int64_t at = 0; at < from.rank(); at++) {
+    if (at == axis) continue;
+    count *= from.sizes[at];
+    if (at > axis) inner *= from.sizes[at];
+  }
+#pragma omp parallel for schedule(static) if (count * length > (1 << 15))
+  for (int64_t line = 0; line < count; line++) {
+    int64_t source = 0, left = line;
+    for (int64_t at = from.rank() - 1; at >= 0; at--) {
+      if (at == axis) continue;
+      source += left % from.sizes[at] * from.strides[at];
+      left /= from.sizes[at];
+    }
+    each(source, line / inner * inner * length + line % inner, inner);
+  }
+}
+
 void copy_axes(const Tensor& from, const Tensor& into, int64_t axis, int64_t source, int64_t target) {
   if (axis == from.rank()) {
     std::memcpy(into.data() + target * from.width(), from.data() + source * from.width(), from.width());
@@ -540,6 +570,20 @@ AOTITorchError aoti_torch__reinterpret_tensor(AtenTensorHandle self, int64_t ran
   return AOTI_TORCH_SUCCESS;
 }
 
+AOTITorchError aoti_torch_assign_tensors_out(AtenTensorHandle source, AtenTensorHandle* result) { return aoti_torch_new_tensor_handle(source, result); }
+
+#define ITEM(name, type, number) \
+  AOTITorchError aoti_torch_item_##name(AtenTensorHandle tensor, type* result) { \
+    if (of(tensor).dtype != number || of(tensor).count() != 1) return AOTI_TORCH_FAILURE; \
+    *result = *reinterpret_cast<type*>(of(tensor).data()); \
+    return AOTI_TORCH_SUCCESS; \
+  }
+ITEM(bool, bool, BOOL)
+ITEM(int32, int32_t, INT32)
+ITEM(int64, int64_t, INT64)
+ITEM(float32, float, FLOAT)
+#undef ITEM
+
 // As torch: laid out as `self` where that has no gaps, else row-major.
 AOTITorchError aoti_torch_clone(AtenTensorHandle self, AtenTensorHandle* result) {
   const Tensor& from = of(self);
@@ -638,40 +682,61 @@ AOTITorchError aoti_torch_cpu_cumsum(AtenTensorHandle self, int64_t dim, int32_t
   const Tensor& from = of(self);
   int32_t wanted = from.dtype == FLOAT ? FLOAT : INT64;
   if (dtype && *dtype != wanted) return AOTI_TORCH_FAILURE;
-  int64_t rank = from.rank(), axis = dim < 0 ? dim + rank : dim;
-  std::vector<int64_t> strides(rank);
-  int64_t inner = 1, step = 1, length = rank ? from.sizes[axis] : 1;
-  for (int64_t at = rank - 1; at >= 0; at--) {
-    strides[at] = step;
-    step *= std::max<int64_t>(1, from.sizes[at]);
-    if (at > axis) inner *= from.sizes[at];
-  }
-  if (allocated(rank, from.sizes.data(), strides.data(), wanted, ret0)) return AOTI_TORCH_FAILURE;
-  const Tensor& into = of(*ret0);
-  auto sums = [&](auto* given, auto* made, auto sum) {
-    int64_t lines = length ? from.count() / length : 0;
-    for (int64_t line = 0; line < lines; line++) {
-      int64_t source = 0, target = line / inner * inner * length + line % inner, left = line;
-      for (int64_t at = rank - 1; at >= 0; at--)
-        if (at != axis) {
-          source += left % from.sizes[at] * from.strides[at];
-          left /= from.sizes[at];
-        }
-      auto running = sum;
+  int64_t axis = axis_of(from, dim), length = from.rank() ? from.sizes[axis] : 1, stride = from.rank() ? from.strides[axis] : 0;
+  if (row_major(from.sizes, wanted, ret0)) return AOTI_TORCH_FAILURE;
+  auto sums = [&](auto* given, auto* made, auto zero) {
+    lines(from, axis, length, [&](int64_t source, int64_t target, int64_t step) {
+      auto running = zero;
       for (int64_t index = 0; index < length; index++) {
-        running += given[source + index * (rank ? from.strides[axis] : 0)];
-        made[target + index * inner] = static_cast<std::remove_reference_t<decltype(*made)>>(running);
+        running += given[source + index * stride];
+        made[target + index * step] = static_cast<std::remove_reference_t<decltype(*made)>>(running);
       }
-    }
+    });
     return AOTI_TORCH_SUCCESS;
   };
-  auto* integers = reinterpret_cast<int64_t*>(into.data());
-  if (from.dtype == FLOAT) return sums(from.floats(), into.floats(), 0.0);
+  auto* integers = reinterpret_cast<int64_t*>(of(*ret0).data());
+  if (from.dtype == FLOAT) return sums(from.floats(), of(*ret0).floats(), 0.0);
   if (from.dtype == INT64) return sums(reinterpret_cast<int64_t*>(from.data()), integers, int64_t{0});
   if (from.dtype == INT32) return sums(reinterpret_cast<int32_t*>(from.data()), integers, int64_t{0});
   if (from.dtype == BOOL) return sums(reinterpret_cast<uint8_t*>(from.data()), integers, int64_t{0});
   aoti_torch_delete_tensor_object(*ret0);
   return AOTI_TORCH_FAILURE;
+}
+
+// The k largest or smallest along an axis, NaN above all else.  By the functions of the C++ library that torch uses, so that of equal
+// values the same ones are taken.
+AOTITorchError aoti_torch_cpu_topk(AtenTensorHandle self, int64_t k, int64_t dim, int32_t largest, int32_t sorted, AtenTensorHandle* ret0, AtenTensorHandle* ret1) {
+  const Tensor& from = of(self);
+  int64_t axis = axis_of(from, dim), length = from.rank() ? from.sizes[axis] : 1, stride = from.rank() ? from.strides[axis] : 0;
+  if (from.dtype != FLOAT || k < 0 || k > length) return AOTI_TORCH_FAILURE;
+  auto sizes = from.sizes;
+  if (from.rank()) sizes[axis] = k;
+  if (row_major(sizes, FLOAT, ret0) || row_major(sizes, INT64, ret1)) return AOTI_TORCH_FAILURE;
+  if (k == 0) return AOTI_TORCH_SUCCESS;
+  const float* given = from.floats();
+  float* values = of(*ret0).floats();
+  int64_t* places = reinterpret_cast<int64_t*>(of(*ret1).data());
+  typedef std::pair<float, int64_t> Found;
+  auto larger = [](const Found& one, const Found& other) { return (std::isnan(one.first) && !std::isnan(other.first)) || one.first > other.first; };
+  auto smaller = [](const Found& one, const Found& other) { return (!std::isnan(one.first) && std::isnan(other.first)) || one.first < other.first; };
+  lines(from, axis, k, [&](int64_t source, int64_t target, int64_t step) {
+    std::vector<Found> found(length);
+    for (int64_t index = 0; index < length; index++) found[index] = {given[source + index * stride], index};
+    auto take = [&](auto before) {
+      if (k * 64 <= length) {
+        std::partial_sort(found.begin(), found.begin() + k, found.end(), before);
+      } else {
+        std::nth_element(found.begin(), found.begin() + k - 1, found.end(), before);
+        if (sorted) std::sort(found.begin(), found.begin() + k - 1, before);
+      }
+    };
+    largest ? take(larger) : take(smaller);
+    for (int64_t index = 0; index < k; index++) {
+      values[target + index * step] = found[index].first;
+      places[target + index * step] = found[index].second;
+    }
+  });
+  return AOTI_TORCH_SUCCESS;
 }
 
 // The names by which torch's vectors call Sleef, for what Inductor compiles.

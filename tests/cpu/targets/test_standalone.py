@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
-from ctypes import byref, c_double, c_int32, c_int64, c_long, c_void_p
+from ctypes import byref, c_bool, c_double, c_float, c_int32, c_int64, c_long, c_void_p
 from pathlib import Path
 from typing import Any
 
@@ -92,6 +92,16 @@ class Code:
         self.library.aoti_torch_delete_tensor_object(handle)
         assert shape == tuple(like.shape)
         return data.as_strided(shape, strides)
+
+    def dense(self, handle: c_void_p, like: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor that it has made, which is deleted; laid out as `like`, without gaps."""
+        torch_library, place = libtorch.LibTorch(self.library), c_void_p()
+        _, sizes, strides = torch_library.layout(handle.value or 0)
+        assert (tuple(sizes), tuple(strides)) == (tuple(like.shape), like.stride())
+        assert torch_library.data_pointer(handle, byref(place)) == 0
+        data = bytearray(ctypes.string_at(place.value or 0, like.nbytes))
+        self.library.aoti_torch_delete_tensor_object(handle)
+        return torch.frombuffer(data, dtype=like.dtype).view(like.shape) if data else torch.empty_like(like)
 
 
 @pytest.fixture(scope="module", params=["native", "x86-64-v3"] if os.uname().machine == "x86_64" else ["native"])
@@ -229,13 +239,37 @@ def test_running_sums_are_torchs(code: Code, data: st.DataObject, shape: list[in
     dim, made = data.draw(st.integers(-max(1, tensor.dim()), max(1, tensor.dim()) - 1)), c_void_p()
     assert code("cumsum", tensor, c_int64(dim), None, byref(made)) == 0
     want = torch.cumsum(tensor, dim)
-    _, sizes, strides = libtorch.LibTorch(code.library).layout(made.value or 0)
-    assert (tuple(sizes), tuple(strides)) == (tuple(want.shape), want.stride())
-    place = c_void_p()
-    assert libtorch.LibTorch(code.library).data_pointer(made, byref(place)) == 0
-    found = torch.frombuffer(bytearray(ctypes.string_at(place.value or 0, want.nbytes)), dtype=want.dtype).view(want.shape)
-    assert torch.equal(found, want)
-    code.library.aoti_torch_delete_tensor_object(made)
+    assert torch.equal(code.dense(made, want), want)
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.lists(st.integers(1, 4), min_size=1, max_size=3), st.integers(1, 200), st.booleans())
+def test_the_largest_and_smallest_are_torchs_of_equal_ones_too(
+    code: Code, data: st.DataObject, shape: list[int], length: int, largest: bool
+) -> None:
+    tensor = data.draw(laid_out((*shape, length))).permute(data.draw(st.permutations(range(len(shape) + 1))))
+    if data.draw(st.booleans()):
+        tensor = (tensor * 2).round()  # many are equal
+    if data.draw(st.booleans()):
+        tensor = torch.where(torch.rand(tensor.shape) < 0.1, torch.nan, tensor)
+    dim = data.draw(st.integers(-tensor.dim(), tensor.dim() - 1))
+    k = data.draw(st.integers(0, tensor.shape[dim]))
+    values, places, ordered = c_void_p(), c_void_p(), data.draw(st.booleans())
+    assert code("topk", tensor, c_int64(k), c_int64(dim), c_int32(largest), c_int32(ordered), byref(values), byref(places)) == 0
+    want = torch.topk(tensor, k, dim, largest, ordered)
+    torch.testing.assert_close(code.dense(values, want[0]), want[0], rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(code.dense(places, want[1]), want[1])
+
+
+@pytest.mark.parametrize(("value", "kind"), [(True, c_bool), (-7, c_int64), (5, c_int32), (0.5, c_float)])
+def test_an_item(code: Code, value: float, kind: type[Any]) -> None:
+    dtype = {c_bool: torch.bool, c_int64: torch.int64, c_int32: torch.int32, c_float: torch.float32}[kind]
+    tensor, found = torch.tensor([value], dtype=dtype), kind()
+    item = code.library[f"aoti_torch_item_{str(dtype).removeprefix('torch.')}"]
+    again = c_void_p()
+    assert code.library.aoti_torch_assign_tensors_out(code.handle(tensor), byref(again)) == 0
+    assert item(again, byref(found)) == 0 and found.value == value
+    assert item(code.handle(tensor.expand(2)), byref(found)) and item(code.handle(torch.zeros(1, dtype=torch.int8)), byref(found))
 
 
 @pytest.mark.parametrize("rows", [83, 200, 711])
