@@ -76,8 +76,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
             standalone = spec.standalone
             for each, told in zip(entries, tells, strict=True):
                 standalone = _compile(each, scratch, told, changing, level, interface, standalone)
-            if standalone is False:  # all of a bundle's code runs on torch's libraries, or none
-                for each, told in zip(entries, tells, strict=True):
+            for each, told in zip(entries, tells, strict=True):  # all of a bundle's code runs on torch's libraries, or none
+                if standalone is False and any(compiled.standalone for compiled in each.compiled.values()):
                     _compile(each, scratch / "again", told, changing, level, interface, standalone)
             tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
