@@ -35,7 +35,7 @@ from ..requirements import check_compiler, compiler, described
 from ..weights import used_weights
 from .compiler import ask_compilers, wrap
 from .interface import Interface, begun_interface
-from .products import suits
+from .products import lacking, suits
 
 TESTED = "2.13"
 
@@ -146,6 +146,8 @@ def _compiled(
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
     functions = None
+    if standalone and (operator := lacking(program)):
+        raise BuildError("not-standalone", f"the program has {operator}, which only torch's libraries compute")
     if standalone or (standalone is None and suits(program, level)):
         about = described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
         functions = OwnFunctions(compiler=wrapped.path, about=about, required=standalone is not None)

@@ -91,6 +91,17 @@ bool dense(const Tensor& tensor) {
   return true;
 }
 
+// Whether pictures lie with their channels innermost, as torch's suggest_memory_format tells it.
+bool channels_last(const Tensor& pictures) {
+  if (pictures.strides[1] == 0) return false;
+  int64_t least = 0;
+  for (int64_t axis : {1, 3, 2, 0}) {
+    if (pictures.sizes[axis] == 0 || pictures.strides[axis] < least || (axis == 0 && least == pictures.strides[1])) return false;
+    least = pictures.strides[axis] * pictures.sizes[axis];
+  }
+  return true;
+}
+
 // The strides of a new tensor like this one, as torch's empty_like gives them and compiled code takes for granted: its own where
 // nothing lies between its elements, else its axes in the order of their strides without gaps.  Of axes with equal strides the
 // longer one is the outer one; an axis of stride 0 stays among its neighbours.
@@ -673,6 +684,79 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
     target.data = target.at(first, 0);
     target.rows = count;
     product(scores, matrix(v, {batch, head}), target, {}, 1.f, false);
+  }
+  return AOTI_TORCH_SUCCESS;
+}
+
+// A convolution of pictures as a product: of a band of places at a time, what lies under each is a row.  Laid out as torch does with
+// oneDNN: channels last where the pictures or the weight are.
+AOTITorchError aoti_torch_cpu_convolution(AtenTensorHandle input, AtenTensorHandle weight, AtenTensorHandle* bias, const int64_t* stride, int64_t stride_len, const int64_t* padding, int64_t, const int64_t* dilation, int64_t, int32_t transposed, const int64_t*, int64_t, int64_t groups, AtenTensorHandle* ret0) {
+  const Tensor &x = of(input), &w = of(weight);
+  const Tensor* added = bias && *bias ? &of(*bias) : nullptr;
+  if (transposed || groups != 1 || stride_len != 2 || !all_floats({&x, &w}, 4) || (added && !all_floats({added}, 1)) || w.sizes[1] != x.sizes[1]) return AOTI_TORCH_FAILURE;
+  int64_t channels = w.sizes[1], high = w.sizes[2], wide = w.sizes[3], depth = channels * high * wide, made = w.sizes[0];
+  int64_t sizes[] = {x.sizes[0], made, 0, 0};
+  for (int64_t axis = 0; axis < 2; axis++) sizes[axis + 2] = (x.sizes[axis + 2] + 2 * padding[axis] - dilation[axis] * (w.sizes[axis + 2] - 1) - 1) / stride[axis] + 1;
+  int64_t places = sizes[2] * sizes[3];
+  bool last = channels_last(x) || channels_last(w);
+  int64_t strides[] = {places * made, last ? 1 : places, last ? sizes[3] * made : sizes[3], last ? made : 1};
+  auto follows = [&](int64_t axis, int64_t step) { return w.sizes[axis] == 1 || w.strides[axis] == step; };
+  bool inside = follows(1, 1) && follows(3, channels) && follows(2, wide * channels);  // of a row: channels innermost, or outermost
+  if (!inside && !(follows(3, 1) && follows(2, wide) && follows(1, high * wide))) return AOTI_TORCH_FAILURE;
+  if (allocated(4, sizes, strides, FLOAT, ret0)) return AOTI_TORCH_FAILURE;
+  const Tensor& out = of(*ret0);
+  Matrix b{w.floats(), depth, made, 1, w.strides[0]};
+  std::shared_ptr<float> panels = kept_panels(b);
+  if (!panels) panels = packed(b);
+  // Where the results of all pictures are rows of one matrix, a band goes over several of them.
+  int64_t parts = last ? 1 : sizes[0], line = places * sizes[0] / parts, threads = omp_get_max_threads();
+  int64_t band = std::min<int64_t>(BAND, std::max<int64_t>(ROWS, places * sizes[0] / threads / ROWS * ROWS)), bands = (line + band - 1) / band;
+  // pictures that are rows as they lie
+  bool plain = inside && high * wide == 1 && stride[0] * stride[1] == 1 && padding[0] + padding[1] == 0 && x.step(1) <= 1 && x.strides[2] == x.sizes[3] * x.strides[3] && (parts > 1 || sizes[0] == 1 || x.strides[0] == x.sizes[2] * x.strides[2]);
+  auto rows_of = [&](int64_t first, int64_t count, float* row) {
+    for (int64_t place = first; place < first + count; place++) {
+      const float* from = x.floats() + place / places * x.strides[0];
+      auto value = [&](int64_t channel, int64_t y, int64_t at) {
+        return y < 0 || at < 0 || y >= x.sizes[2] || at >= x.sizes[3] ? 0.f : from[channel * x.strides[1] + y * x.strides[2] + at * x.strides[3]];
+      };
+      int64_t within = place % places, top = within / sizes[3] * stride[0] - padding[0], left = within % sizes[3] * stride[1] - padding[1];
+      if (inside)
+        for (int64_t i = 0; i < high; i++)
+          for (int64_t j = 0; j < wide; j++, row += channels) {
+            int64_t y = top + i * dilation[0], at = left + j * dilation[1];
+            if (x.strides[1] == 1 && y >= 0 && at >= 0 && y < x.sizes[2] && at < x.sizes[3])
+              std::memcpy(row, from + y * x.strides[2] + at * x.strides[3], channels * sizeof(float));
+            else
+              for (int64_t channel = 0; channel < channels; channel++) row[channel] = value(channel, y, at);
+          }
+      else
+        for (int64_t channel = 0; channel < channels; channel++)
+          for (int64_t i = 0; i < high; i++)
+            for (int64_t j = 0; j < wide; j++) *row++ = value(channel, top + i * dilation[0], left + j * dilation[1]);
+    }
+  };
+  bool enough = true;
+#pragma omp parallel
+  {
+    std::unique_ptr<float[]> rows(plain ? nullptr : new (std::nothrow) float[band * depth]);
+    if (!plain && !rows) {
+#pragma omp atomic write
+      enough = false;
+    }
+#pragma omp for schedule(dynamic, 1)
+    for (int64_t task = 0; task < parts * bands; task++) {
+      if (!plain && !rows) continue;
+      int64_t part = task / bands, first = task % bands * band, count = std::min(band, line - first), step = last ? made : 1;
+      if (!plain) rows_of(part * line + first, count, rows.get());
+      Matrix a = plain ? Matrix{x.floats() + part * x.strides[0] + first * x.strides[3], count, depth, x.strides[3], 1} : Matrix{rows.get(), count, depth, depth, 1};
+      Matrix c{out.floats() + part * strides[0] + first * step, count, made, step, strides[1]};
+      Added from_bias{added ? added->floats() : nullptr, 0, added ? added->step(0) : 0};
+      for (int64_t j = 0; j < made; j += COLUMNS) panel_product(a, b, c, from_bias, 0, count, j, 1.f, panels.get());
+    }
+  }
+  if (!enough) {
+    aoti_torch_delete_tensor_object(*ret0);
+    return AOTI_TORCH_FAILURE;
   }
   return AOTI_TORCH_SUCCESS;
 }

@@ -76,6 +76,53 @@ def test_where_one_entry_needs_torchs_libraries_all_run_on_them(tmp_path: Path) 
         )
 
 
+class Pictures(nn.Module):
+    def __init__(self, kernel: int, stride: int, groups: int = 1) -> None:
+        super().__init__()
+        self.cut, self.out = nn.Conv2d(4, 8, kernel, stride, groups=groups), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.cut(x).flatten(2).mean(-1))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "stride", "standalone", "brought"),
+    [pytest.param(4, 4, None, True, marks=measured), (3, 1, None, False), pytest.param(3, 1, True, True, marks=measured)],
+    ids=["patches", "overlapping", "overlapping, asked for"],
+)
+def test_pictures_in_patches(kernel: int, stride: int, standalone: bool | None, brought: bool, tmp_path: Path) -> None:
+    """oneDNN's convolutions are as fast as ours: they are replaced where somebody asks for it."""
+    model, x = Pictures(kernel, stride).eval(), torch.randn(2, 4, 12, 12)
+    sizes = {"batch": [2]}
+    made = cgcompile.build(
+        model,
+        lambda batch: (torch.randn(batch, 4, 12, 12),),
+        sizes=sizes,
+        out=tmp_path / "a.cgb",
+        target="cpu",
+        standalone=standalone,
+    )
+    assert (not made.manifest.target.torch) == brought
+    with cgbundle.load(made.path) as program, torch.no_grad():
+        torch.testing.assert_close(program(x), model(x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        (Pictures(3, 1, groups=2), r"aten\.conv2d with groups"),
+        (nn.Sequential(nn.Flatten(2), nn.Conv1d(4, 3, 2)), r"aten\.conv1d"),
+        (nn.Sequential(nn.Flatten(), nn.Linear(576, 3)).bfloat16(), r"aten\.linear of bfloat16"),
+    ],
+)
+def test_what_they_cannot_do_is_named_before_anything_is_compiled(model: nn.Module, said: str, tmp_path: Path) -> None:
+    dtype = next(model.parameters()).dtype
+    with raises("not-standalone", match=f"^the program has {said}, which only torch's libraries compute"):
+        cgcompile.build(
+            model.eval(), lambda: (torch.randn(1, 4, 12, 12, dtype=dtype),), out=tmp_path / "a.cgb", target="cpu", standalone=True
+        )
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
 def test_products_of_other_numbers_are_not_tried(dtype: torch.dtype, tmp_path: Path) -> None:
     model, told = Products().eval().to(dtype), []

@@ -230,6 +230,40 @@ def test_functions_of_vectors_are_right_to_two_units_in_the_last_place(code: Cod
     assert error.numel() == 0 or float(error.max()) <= 2, (given[~special][error.argmax()], error.max())
 
 
+sides = st.tuples(st.integers(1, 5), st.integers(1, 5))
+steps = st.tuples(st.integers(1, 3), st.integers(1, 3))
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.data(), st.integers(1, 3), st.sampled_from([1, 3, 17]), st.sampled_from([1, 5, 40]), sides, steps)
+def test_convolutions_are_torchs(
+    code: Code, data: st.DataObject, batch: int, channels: int, made: int, kernel: tuple[int, int], stride: tuple[int, int]
+) -> None:
+    padding, dilation = data.draw(st.tuples(st.integers(0, 3), st.integers(0, 3))), data.draw(steps)
+    room = [step * (side - 1) + 1 + data.draw(st.integers(0, 12)) for side, step in zip(kernel, dilation, strict=True)]
+    x, weight = torch.randn(batch, channels, *room), torch.randn(made, channels, *kernel)
+    if data.draw(st.booleans()):
+        x = x.contiguous(memory_format=torch.channels_last)
+    if data.draw(st.booleans()):
+        weight = weight.contiguous(memory_format=torch.channels_last)
+    bias, found = torch.randn(made) if data.draw(st.booleans()) else None, c_void_p()
+    numbers = [byref((c_int64 * 2)(*each)) for each in (stride, padding, dilation)]
+    given_bias = byref(code.handle(bias)) if bias is not None else None
+    sized = [word for each in numbers for word in (each, c_int64(2))]
+    none = byref((c_int64 * 2)(0, 0)), c_int64(2)
+    assert code("convolution", x, weight, given_bias, *sized, c_int32(0), *none, c_int64(1), byref(found)) == 0
+    want = F.conv2d(x, weight, bias, stride, padding, dilation)
+    place, library = c_void_p(), libtorch.LibTorch(code.library)
+    _, sizes, strides = library.layout(found.value or 0)
+    assert tuple(sizes) == want.shape
+    if min(want.shape) > 1 and min(x.shape) > 1 and min(weight.shape) > 1:
+        assert tuple(strides) == want.stride(), "what compiled code takes for granted of it"
+    assert library.data_pointer(found, byref(place)) == 0
+    numbers_of = torch.frombuffer(bytearray(ctypes.string_at(place.value or 0, want.nbytes)), dtype=torch.float32)
+    torch.testing.assert_close(numbers_of.as_strided(tuple(sizes), tuple(strides)), want, atol=1e-4, rtol=1e-4)
+    code.library.aoti_torch_delete_tensor_object(found)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 4), max_size=4), st.sampled_from(["float32", "int64", "int32", "bool"]))
 def test_running_sums_are_torchs(code: Code, data: st.DataObject, shape: list[int], dtype: str) -> None:
