@@ -91,7 +91,8 @@ class Shared:
         self.programs = all_programs(manifest)
         handed = any(alias.memory == "weights" for each in each_entry(manifest) for alias in each.aliases)
         self.weights = Weights(bundle.mapped(WEIGHTS, writable=handed))
-        self.fixed = not handed and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
+        known = not handed and not manifest.target.torch  # libtorch keeps none
+        self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
         self.updating, self.updated = RLock(), False
         self.state = dict(manifest.memories).get(STATE, 0)
         self.initial = InitialState(bundle)

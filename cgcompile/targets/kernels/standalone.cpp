@@ -1,8 +1,9 @@
-// What a shared object of AOTInductor calls of libtorch, in the small: tensors, products of float32, attention, functions of vectors.
+// What a shared object of AOTInductor calls of libtorch, in the small: tensors; products, convolutions and attention of float32; running
+// sums, top-k; functions of vectors.
 //
 // Linked into the object with -Bsymbolic, so that a process that has torch loaded as well keeps the two apart.  torch's own headers
 // declare the functions: where a version of torch changes a signature, this does not compile.  Whatever is missing here stays
-// undefined, which the build refuses by name.  A function that is given something it cannot do returns an error.
+// undefined: the build then takes libtorch's, or refuses it by name.  A function that is given something it cannot do returns an error.
 
 #include <omp.h>
 #include <sys/mman.h>
@@ -709,7 +710,7 @@ AOTITorchError aoti_torch_cpu_convolution(AtenTensorHandle input, AtenTensorHand
   std::shared_ptr<float> panels = kept_panels(b);
   if (!panels) panels = packed(b);
   // Where the results of all pictures are rows of one matrix, a band goes over several of them.
-  int64_t parts = last ? 1 : sizes[0], line = places * sizes[0] / parts, threads = omp_get_max_threads();
+  int64_t parts = last ? 1 : std::max<int64_t>(1, sizes[0]), line = places * sizes[0] / parts, threads = omp_get_max_threads();
   int64_t band = std::min<int64_t>(BAND, std::max<int64_t>(ROWS, places * sizes[0] / threads / ROWS * ROWS)), bands = (line + band - 1) / band;
   // pictures that are rows as they lie
   bool plain = inside && high * wide == 1 && stride[0] * stride[1] == 1 && padding[0] + padding[1] == 0 && x.step(1) <= 1 && x.strides[2] == x.sizes[3] * x.strides[3] && (parts > 1 || sizes[0] == 1 || x.strides[0] == x.sizes[2] * x.strides[2]);

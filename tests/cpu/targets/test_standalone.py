@@ -264,6 +264,15 @@ def test_convolutions_are_torchs(
     code.library.aoti_torch_delete_tensor_object(found)
 
 
+def test_a_convolution_of_no_pictures(code: Code) -> None:
+    numbers = [word for _ in range(3) for word in (byref((c_int64 * 2)(1, 1)), c_int64(2))]
+    none, found = (byref((c_int64 * 2)(0, 0)), c_int64(2)), c_void_p()
+    given = torch.empty(0, 3, 9, 9), torch.randn(5, 3, 3, 3), None
+    assert code("convolution", *given, *numbers, c_int32(0), *none, c_int64(1), byref(found)) == 0
+    assert tuple(libtorch.LibTorch(code.library).layout(found.value or 0)[1]) == (0, 5, 9, 9)
+    code.library.aoti_torch_delete_tensor_object(found)
+
+
 @settings(max_examples=60, deadline=None)
 @given(st.data(), st.lists(st.integers(1, 4), max_size=4), st.sampled_from(["float32", "int64", "int32", "bool"]))
 def test_running_sums_are_torchs(code: Code, data: st.DataObject, shape: list[int], dtype: str) -> None:
