@@ -264,7 +264,7 @@ def compare(network: torch.nn.Module, inputs: Any, sizes: list[int], built: cgco
     """Bundles of single lowerings beside the best one."""
     paths, manifests = {"best": built.path}, {"best": built.manifest}
     for level in ("eager", "inductor", "max-autotune", "traced"):
-        options = {"record": "trace", "prove": "none"} if level == "traced" else {"lower": level}
+        options: dict[str, Any] = {"record": "trace", "prove": "none"} if level == "traced" else {"lower": level}
         try:
             made = cgcompile.build(network, inputs, sizes=sizes, out=folder / f"{level}.cgb", force=True, **options)
         except cgbundle.CgbundleError as refusal:

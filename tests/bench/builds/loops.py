@@ -144,7 +144,7 @@ def main() -> int:
     print(f"one launch: {given.tokens / one:.0f} tokens/s; a launch per token: {given.tokens / each:.0f}; ratio {each / one:.3f}")
     print("same tokens" if all_at_once == by_one else "OTHER tokens", flush=True)
     if given.compile:
-        compiled(*models, first, given.tokens, by_one)
+        compiled(models[0], models[1], first, given.tokens, by_one)
     return 0 if all_at_once == by_one else 1
 
 

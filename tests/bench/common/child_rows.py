@@ -29,9 +29,15 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return children.environment({"PYTHONPATH": path, "PYTHONWARNINGS": "ignore", **(extra or {})})
 
 
-def run(script: str, *arguments: object, extra: dict[str, str] | None = None, seconds: float = ROW_SECONDS) -> dict[str, Any]:
+def run(
+    script: str,
+    *arguments: object,
+    extra: dict[str, str] | None = None,
+    seconds: float = ROW_SECONDS,
+    python: Path | None = None,
+) -> dict[str, Any]:
     """What the child prints as JSON on its last line, or {"error": one line}; never raises for what the child does."""
-    line = children.command(script, *arguments)
+    line = children.command(script, *arguments, python=python)
     pipe = subprocess.PIPE
     with subprocess.Popen(
         line, env=environment(extra), stdin=subprocess.DEVNULL, stdout=pipe, stderr=pipe, text=True, errors="replace",

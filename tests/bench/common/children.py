@@ -27,9 +27,9 @@ def environment(extra: dict[str, str] | None = None) -> dict[str, str]:
     return os.environ | {"PYTHONPATH": path} | (extra or {}) | {serving.SPAWNED: repr(serving.now())}
 
 
-def command(script: str, *arguments: object) -> list[str]:
-    """The command line of a child, `script` being its path in tests/bench."""
-    return [sys.executable, str(BENCH / script), *map(str, arguments)]
+def command(script: str, *arguments: object, python: Path | None = None) -> list[str]:
+    """The command line of a child, `script` being its path in tests/bench.  `python`: an interpreter other than this one."""
+    return [str(python or sys.executable), str(BENCH / script), *map(str, arguments)]
 
 
 def run(script: str, *arguments: object, extra: dict[str, str] | None = None) -> Any:

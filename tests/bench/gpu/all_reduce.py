@@ -104,8 +104,8 @@ def many(count: int) -> None:
         at = 0
         while at <= ROOM - LARGEST and len(listed) < RANDOM:
             size = 16 * random.randrange(1, random.choice((1 << 10, 16 << 10, 128 << 10, 128 << 10, LARGEST)) // 16)
-            places = [[values.data_ptr() + at for values in each] for each in (inputs, outputs)]
-            listed.append(Collective(collective_launch(size), "bfloat16", *places))
+            read, written = [[values.data_ptr() + at for values in each] for each in (inputs, outputs)]
+            listed.append(Collective(collective_launch(size), "bfloat16", read, written))
             at += size
         graphs.append(ranks.graph(listed))
         spans.append((len(listed), at // 2))

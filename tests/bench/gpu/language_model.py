@@ -61,12 +61,13 @@ def folder(name: str, out: str) -> None:
 
 def compare(bundle: str, model: str, cache: str, ways: list[str]) -> None:
     """What every process of `cgcompile bench --generate` answers.  Without a bundle ("-"): those of transformers alone."""
-    told = {
+    told: dict[str, Any] = {
         "bundle": os.path.abspath(bundle),
         "model": os.path.abspath(model),
         "threads": None,
         "rounds": 2 if "bundle" in ways else 1,
     }
+    batches: tuple[int, ...]
     if bundle == "-":
         vocabulary = json.loads(Path(model, "config.json").read_text())["vocab_size"]
         told |= {"dtype": "bfloat16", "target": "cuda", "vocabulary": vocabulary}

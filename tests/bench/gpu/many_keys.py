@@ -13,6 +13,7 @@ import statistics
 import sys
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 from tests.bench.common import children, report, serving
@@ -177,9 +178,11 @@ def zeros(program: Any, key: tuple[int, ...]) -> list[Any]:
     return [tensor.from_bytes(bytes(len(tensor.empty(each.dtype, each.shape).tobytes())), each.dtype, each.shape) for each in rows]
 
 
+CHILDREN: dict[str, Callable[..., Any]] = {"serve": serve, "driver": driver, "use": use}
+
 if __name__ == "__main__":
-    if sys.argv[1] in ("serve", "driver", "use"):
-        print(json.dumps({"serve": serve, "driver": driver, "use": use}[sys.argv[1]](*sys.argv[2:])))
+    if sys.argv[1] in CHILDREN:
+        print(json.dumps(CHILDREN[sys.argv[1]](*sys.argv[2:])))
     else:
         os.environ.setdefault("PYTHONDONTWRITEBYTECODE", "0")
         main(*sys.argv[1:])

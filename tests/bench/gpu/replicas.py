@@ -87,8 +87,11 @@ def main() -> None:
                         replicas(own[thread])
                     streams[thread].synchronize()
 
+                def on_cpu(_: int, replicas: cgbundle.Replicas = replicas) -> None:
+                    replicas(ids)
+
                 rates = {
-                    "inputs of the CPU": rate(lambda _, replicas=replicas: replicas(ids), 2 * number, seconds),
+                    "inputs of the CPU": rate(on_cpu, 2 * number, seconds),
                     "inputs of a GPU": rate(on_gpu, number, seconds),
                 }
             for name, each in rates.items():

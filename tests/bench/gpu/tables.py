@@ -99,7 +99,7 @@ def wrong_cold(found: dict[str, Any]) -> list[str]:
         f"{way}: {failed(rows[-1])}" for way, rows in found.items() if isinstance(rows, list) and rows and failed(rows[-1])
     ]
     sentences += [f"{way}: {failed(found[way])}" for way in ("cold compile", "JAX build") if failed(found[way])]
-    for run in found.get("bundle", []) + found.get("watched", []):
+    for run in [row for way in ("bundle", "bundle alone", "watched") for row in found.get(way, [])]:
         if run.get("banned"):
             sentences.append(f"the loading process imported {', '.join(run['banned'])}")
         if not all(run.get("exam", [True])):
@@ -109,7 +109,7 @@ def wrong_cold(found: dict[str, Any]) -> list[str]:
             sentences.append("two loads share an address")
     if any(not row["hits"] for row in found.get("compile", []) if not failed(row)):
         sentences.append("torch.compile found nothing in its warm cache: the comparison would be unfair")
-    if any(found["differences"].get("bundle", [])):
+    if any(found["differences"].get("bundle", []) + found["differences"].get("bundle alone", [])):
         sentences.append("the bundle's output differs from the recording's")
     for way, values in found["differences"].items():
         sentences += [f"{way} differs from the recording by {value:.1e}" for value in values if not value <= TOLERANCE]

@@ -95,7 +95,8 @@ def load(
     for thread in threads:
         thread.start()
     ready.wait()
-    took, end = [], time.perf_counter() + seconds
+    took: list[float] = []
+    end = time.perf_counter() + seconds
     while time.perf_counter() < end:
         if files:
             begun = time.perf_counter()

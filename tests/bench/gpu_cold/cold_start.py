@@ -6,20 +6,24 @@ import os
 import shutil
 import statistics
 import subprocess
+import venv
 from pathlib import Path
 from typing import Any
 
-from cgbundle import exam
 from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
+from cgbundle.tensors import comparison
 from tests.bench.builds import built_models
 from tests.bench.common import child_rows, report, serving
 from tests.bench.common.child_rows import failed, say
 from tests.bench.gpu_cold import load_stages
 
-REPEAT = {"bundle": 9, "watched": 5, "C floor": 9, "Python floor": 5, "capture": 4, "compile": 3, "JAX": 4}
+REPEAT = {"bundle": 9, "bundle alone": 9, "watched": 5, "C floor": 9, "Python floor": 5, "capture": 4, "compile": 3, "JAX": 4}
 TOLERANCE = 4e-2
 """bfloat16's, as cgcompile holds recordings to."""
+
+OVER_FLOOR = 58
+"""Milliseconds that the bundle may take beyond the C program's: 0.27 s where that took 0.212, which is the goal."""
 
 LAPS = ("interpreter", "import cgbundle", "input", "first call")
 """What stands beside the stages of loading."""
@@ -34,13 +38,18 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
     model = built_models.GPT.source
     compiling = child_rows.inductor_cache(cache) | child_rows.gpt_environment()
     jax = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    torch = ("gpu_cold/serve_torch.py", "capture", model, weights, folder / "capture", *texts)
+    torch = ("capture", model, weights, folder / "capture", *texts)
+    alone = folder / "environment"
+    venv.create(alone, symlinks=True)
     ways = {
         "bundle": lambda: child_rows.run("gpu_cold/serve_bundle.py", "plain", bundle, folder / "bundle.0", texts[0]),
+        "bundle alone": lambda: child_rows.run(
+            "gpu_cold/serve_bundle.py", "plain", bundle, folder / "alone.0", texts[0], python=alone / "bin" / "python"
+        ),
         "watched": lambda: child_rows.run("gpu_cold/serve_bundle.py", "watched", bundle, folder / "watched.0", texts[0]),
         "C floor": lambda: c_floor(folder),
         "Python floor": lambda: child_rows.run("gpu_cold/floor.py"),
-        "capture": lambda: child_rows.run(*torch, extra=child_rows.gpt_environment()),
+        "capture": lambda: child_rows.run("gpu_cold/serve_torch.py", *torch, extra=child_rows.gpt_environment()),
         "compile": lambda: child_rows.run(
             "gpu_cold/serve_torch.py", "compile", model, weights, folder / "compile", *texts, extra=compiling
         ),
@@ -88,10 +97,16 @@ def differences(bundle: Path, folder: Path) -> dict[str, Any]:
     """Per way the largest difference of an output to the recording's, of the sizes that the way wrote."""
     dtype = archive.read_manifest(str(bundle)).outputs[0].dtype
     found = {}
-    for way, stem in (("bundle", "bundle"), ("capture", "capture"), ("compile", "compile"), ("JAX", "jax/output")):
+    for way, stem in (
+        ("bundle", "bundle"),
+        ("bundle alone", "alone"),
+        ("capture", "capture"),
+        ("compile", "compile"),
+        ("JAX", "jax/output"),
+    ):
         files = sorted(folder.glob(f"{stem}.[0-9]"))
         found[way] = [
-            exam.relative_error(dtype, (folder / f"expected.{file.name[-1]}").read_bytes(), file.read_bytes()) for file in files
+            comparison.difference(dtype, (folder / f"expected.{file.name[-1]}").read_bytes(), file.read_bytes()) for file in files
         ]
     return found
 
@@ -121,11 +136,12 @@ def seconds_or_error(row: dict[str, Any]) -> str:
 
 
 def show(screen: report.Console, found: dict[str, Any]) -> None:
-    """Times and ratios against what issue 3 asks for, then the breakdown."""
+    """Times and ratios against the goals, then the breakdown."""
     ours = times(found, "bundle")
     goals = {"compile": 20, "capture": 6, "JAX": 4}
     titles = {
         "bundle": "bundle, three sizes ready (no torch, no NumPy)",
+        "bundle alone": "the same in an environment that has nothing else",
         "C floor": "floor: C, cuInit and context",
         "Python floor": "floor: Python and cuda-bindings, context",
         "capture": "torch, three graphs captured by hand",
@@ -139,8 +155,9 @@ def show(screen: report.Console, found: dict[str, Any]) -> None:
             rows.append([title, failed(found[way][-1])[:60] if found.get(way) else "not run", ""])
             continue
         verdict = ""
-        if way == "bundle":
-            verdict = report.goal(statistics.median(seconds) * 1e3, 350, "ms")
+        floor = times(found, "C floor")
+        if way in ("bundle", "bundle alone") and floor:
+            verdict = report.goal((statistics.median(seconds) - statistics.median(floor)) * 1e3, OVER_FLOOR, "ms over the floor")
         elif way in goals and ours:
             verdict = report.goal(statistics.median(seconds) / statistics.median(ours), goals[way], "x", at_least=True)
         rows.append([title, report.spread(seconds), verdict])

@@ -42,7 +42,7 @@ class Stopwatch:
 
     def install(self) -> None:
         """From now on."""
-        sys.meta_path.insert(0, self)  # type: ignore[arg-type]
+        sys.meta_path.insert(0, self)
 
     def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
         """The import system asks: the usual module, its execution timed and its functions replaced."""

@@ -128,11 +128,10 @@ def packed(layout: Any, params: Any, arguments: Any, room: int, at: int) -> tupl
             nbytes = -(-argument[1] // 256) * 256
             if at + nbytes > ROOM:
                 at = 0
-            block[offset : offset + 8] = struct.pack("<Q", room + at)
+            struct.pack_into("<Q", block, offset, room + at)
             at += nbytes
         else:
-            data = struct.pack(f"<{FORMATS[kind]}", argument)
-            block[offset : offset + len(data)] = data
+            struct.pack_into(f"<{FORMATS[kind]}", block, offset, argument)
     return block, at
 
 

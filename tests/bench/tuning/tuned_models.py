@@ -23,7 +23,7 @@ class Tuned:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-BATCHES = {"batch": (1, 8, 32)}
+BATCHES: dict[str, tuple[int, ...]] = {"batch": (1, 8, 32)}
 MODELS = {
     "gpt-bf16": Tuned(file="examples/gpt.py", sizes=BATCHES, environment={"GPT_DTYPE": "bfloat16"}),
     "gpt-fp32": Tuned(file="examples/gpt.py", sizes=BATCHES, environment={"GPT_DTYPE": "float32"}),

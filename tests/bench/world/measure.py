@@ -143,7 +143,7 @@ def together(shape: str, each: list[tuple[object, ...]]) -> list[dict[str, Any]]
                 other.kill()
             out, err = process.communicate()
         lines = [line for line in out.splitlines() if line.startswith("{")]
-        row = json.loads(lines[-1]) if lines else {"error": err.strip()[-200:]}
+        row: dict[str, Any] = json.loads(lines[-1]) if lines else {"error": err.strip()[-200:]}
         rows.append(row | ({"seconds": row["clock"] - began} if "clock" in row else {}))
     return rows
 

@@ -182,7 +182,7 @@ def captured(model: Any, batch: int) -> Callable[..., Any]:
     return replay
 
 
-WAYS = {"bundle": bundle, "calls": calls, "rank": rank, "torch": by_hand}
+WAYS: dict[str, Callable[..., None]] = {"bundle": bundle, "calls": calls, "rank": rank, "torch": by_hand}
 
 if __name__ == "__main__":
     WAYS[sys.argv[1]](*sys.argv[2:])
