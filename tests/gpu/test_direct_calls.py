@@ -3,6 +3,9 @@ answer as the first call of their kind does."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -78,6 +81,52 @@ def test_every_way_to_call_answers_alike(program: Any) -> None:
                 check(seed, value)
             torch.cuda.current_stream().wait_stream(side)
     assert 1 < len(program._direct) <= 8
+
+
+def test_copies_are_part_of_the_launch(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is kept while hundreds of calls follow, of this key and of others, direct and not."""
+    aimed: list[int] = []
+    call = driver.cu.cuGraphExecMemcpyNodeSetParams
+    monkeypatch.setattr(driver.cu, "cuGraphExecMemcpyNodeSetParams", lambda *given: aimed.append(1) or call(*given))
+    keys = program.int_keys
+    values = {(key, seed): given(program, key, seed) for key in keys for seed in range(3)}
+    expected = {each: wanted(program, value) for each, value in values.items()}
+    made = []
+    for turn in range(300):
+        each = keys[turn % len(keys)], turn % 3
+        result = program(values[each].cpu() if turn % 7 == 6 else values[each])
+        made.append((each, kept(result) if program._views else result))
+    for each, result in made:
+        assert torch.equal(result.cuda(), expected[each])
+    assert len(aimed) == 0 if program._views else len(aimed) > 200
+
+
+OTHER_MEMORY = """
+import sys
+import torch
+import cgbundle
+program = cgbundle.load(sys.argv[1])
+key, spec = program.int_keys[0], program.inputs[0]
+shape = [size if isinstance(size, int) else key[0] for size in spec.shape]
+values = [torch.rand(shape, device="cuda").to(getattr(torch, spec.dtype)) for _ in range(3)]
+wanted = [program(value.cpu()) for value in values]
+made = [program(values[turn % 3]) for turn in range(60)]
+torch.cuda.synchronize()
+assert all(torch.equal(each.cpu(), wanted[turn % 3]) for turn, each in enumerate(made))
+print("right")
+"""
+
+
+@pytest.mark.parametrize("settings", ["expandable_segments:True", "backend:cudaMallocAsync"])
+def test_copies_go_to_whatever_memory_torch_takes(settings: str) -> None:
+    try:
+        driver.require()
+    except CgbundleError as error:
+        pytest.skip(str(error))
+    environment = {**os.environ, "PYTORCH_CUDA_ALLOC_CONF": settings}
+    line = [sys.executable, "-c", OTHER_MEMORY, str(BUNDLE)]
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert done.stdout.strip().endswith("right"), done.stderr
 
 
 def test_a_capture_after_direct_calls_holds_the_replay(program: Any) -> None:

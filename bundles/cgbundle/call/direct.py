@@ -15,7 +15,7 @@ from ..tensors.library import Descriptor, Library, Likeness
 from .views import Epoch, View
 
 if TYPE_CHECKING:
-    from ..session.backend import Backend
+    from ..session.backend import Backend, Fresh
 
 KEPT = 4096
 """Kinds of calls that are remembered; beyond that all are forgotten and made again as needed."""
@@ -92,7 +92,7 @@ def replay(
     device = backend.device
     assert device is not None  # where the inputs of a direct call lie
     finish = _viewing(library, outputs) if views else _copying(backend, library, outputs)
-    line = backend.direct(program, library.stream, counts, finish)
+    line = backend.direct(program, library.stream, counts, finish, None if views else _fresh(library, outputs))
     return line or _by_steps(backend, library, program, device, counts, finish)
 
 
@@ -122,8 +122,9 @@ def _viewing(library: Library, outputs: Sequence[Output]) -> Callable[[Any], lis
 
 
 def _copying(backend: Backend, library: Library, outputs: Sequence[Output]) -> Callable[[Any], list[Any]]:
-    """Copies by the driver.  Launches are not given the copies' addresses instead, as they are those of inputs: a kernel may write
-    behind an output's last byte (a padded product of which a part is the output), and no bundle says how far."""
+    """Copies by the driver, where they are not part of the run.  Kernels are not given the copies' addresses instead, as they are
+    those of inputs: one may write behind an output's last byte (a padded product of which a part is the output), and no bundle says
+    how far."""
     copied, empty_like, copy = backend.copy, library.empty_like, library.copy
     rows = [(value, *_place(library.describe(value))) for _, value, _ in outputs]
 
@@ -139,6 +140,25 @@ def _copying(backend: Backend, library: Library, outputs: Sequence[Output]) -> C
         return made
 
     return finish
+
+
+def _fresh(library: Library, outputs: Sequence[Output]) -> Fresh | None:
+    """Makes the tensors that outputs are copied to, where the library has memory for that; None where it is to copy one itself."""
+    values, empty_like = [value for _, value, _ in outputs], library.empty_like
+    if not all(_place(library.describe(value))[1] for value in values):
+        return None
+
+    def fresh() -> tuple[list[Any], list[int]] | None:
+        made, addresses = [], []
+        for value in values:
+            found = empty_like(value)
+            if found is None:
+                return None
+            made.append(found[0])
+            addresses.append(found[1])
+        return made, addresses
+
+    return fresh
 
 
 def _place(found: Descriptor) -> tuple[int, int]:

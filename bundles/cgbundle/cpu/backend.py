@@ -202,7 +202,7 @@ class CpuBackend:
         run, outputs, layouts = stream.runs[program]
         return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs), layouts, addresses)
 
-    def direct(self, program: int, stream: object, counts: object, finish: object) -> None:
+    def direct(self, program: int, stream: object, counts: object, finish: object, fresh: object = None) -> None:
         """None: a call on the CPU takes a thousand times as long."""
 
     def copy(self, target: int, source: int, size: int, stream: object = None) -> None:

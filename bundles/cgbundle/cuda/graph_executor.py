@@ -11,7 +11,7 @@ from typing import Any
 from ..tables.column_file import invalid
 from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table
 from .driver import Context, check, cu
-from .launches import INPUTS, Launches, Reader, attributes, copy_params, describe, memset_value, rows
+from .launches import INPUTS, CopyingLaunch, Launches, Reader, attributes, copy_params, describe, memset_value, rows
 from .libcuda import (
     CONDITION_IF,
     CONDITION_SWITCH,
@@ -25,6 +25,7 @@ from .libcuda import (
     MemsetNodeParams,
 )
 from .modules import Modules
+from .output_copies import COPIES, OutputCopies
 
 PRIORITY = 8
 """A launch attribute with a meaning beyond its value."""
@@ -34,17 +35,29 @@ READERS = 6
 
 
 class GraphExecutor:
-    """A recording as one executable CUDA graph of the context.  Raises table-invalid, driver-failed, OutOfMemory."""
+    """A recording as one executable CUDA graph of the context.  Raises table-invalid, driver-failed, OutOfMemory.
 
-    __slots__ = ("_build", "_exec", "_graph", "readers")
+    `outputs`, (address, bytes), are those that what `copying` gives copies.
+    """
+
+    __slots__ = ("_build", "_copies", "_exec", "_graph", "readers")
 
     def __init__(
-        self, context: Context, table: Table, modules: Modules, bases: Sequence[int], stream: Any, poison: int | None = None
+        self,
+        context: Context,
+        table: Table,
+        modules: Modules,
+        bases: Sequence[int],
+        stream: Any,
+        poison: int | None = None,
+        outputs: Sequence[tuple[int, int]] = (),
     ) -> None:
         build = _Build(context, table, Launches(table, modules, bases, poison), bases)
         graph = check("cuGraphCreate", cu.cuGraphCreate(0))
         try:
             nodes = build.into(graph)
+            copied = 0 < len(outputs) <= COPIES and not table.counts["conditionals"]
+            self._copies = OutputCopies(context, graph, table, nodes, outputs) if copied else None
             priorities = PRIORITY in table.attribute_id.tolist()
             flags = INSTANTIATE_USE_NODE_PRIORITY if priorities else 0
             self._exec = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, flags), table.where)
@@ -55,6 +68,9 @@ class GraphExecutor:
         self.readers: Sequence[Reader] = build.readers(nodes, self._exec)
         self._graph = graph  # the executable one holds copies of everything; this one is for `join`
         try:
+            if self._copies is not None:
+                self._copies.executable = self._exec
+                self._copies.off()
             check("cuGraphUpload", cu.cuGraphUpload(self._exec, stream), table.where)
         except BaseException:
             self.close()
@@ -62,9 +78,27 @@ class GraphExecutor:
 
     def launch(self, stream: Any) -> None:
         """Runs the recording in the order of the stream; returns before it is done."""
+        copies = self._copies
+        if copies is not None and copies.on is not False:
+            copies.off()
         error = cu.cuGraphLaunch(self._exec, stream)
         if error:
             check("cuGraphLaunch", error)
+
+    def copying(self) -> CopyingLaunch | None:
+        copies, executable = self._copies, self._exec
+        if copies is None:
+            return None
+
+        def launch(targets: Sequence[int], stream: Any) -> bool:
+            if not copies.aim(targets):
+                return False
+            error = cu.cuGraphLaunch(executable, stream)
+            if error:
+                check("cuGraphLaunch", error)
+            return True
+
+        return launch
 
     def join(self, stream: Any) -> None:
         """Adds the recording to the graph that is being captured on the stream, behind what is there: as a child graph, which one
@@ -73,6 +107,12 @@ class GraphExecutor:
         graph, nodes = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream))
         if self._build is not None:
             last = self._build.behind(graph, nodes)
+        elif self._copies is not None:
+            own = self._copies.without(self._graph)
+            try:
+                last = [check("cuGraphAddChildGraphNode", cu.cuGraphAddChildGraphNode(graph, nodes, own))]
+            finally:
+                cu.cuGraphDestroy(own)
         else:
             last = [check("cuGraphAddChildGraphNode", cu.cuGraphAddChildGraphNode(graph, nodes, self._graph))]
         answer = cu.cuStreamUpdateCaptureDependencies(stream, last, SET_CAPTURE_DEPENDENCIES)

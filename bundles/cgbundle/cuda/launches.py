@@ -19,6 +19,10 @@ MEMORY_SYNC_DOMAIN_MAP = 9
 
 INPUTS = MEMORIES.index("inputs")
 
+CopyingLaunch = Callable[[Sequence[int], Any], bool]
+"""Launches a recording, and copies each of its program's outputs to an address, in the order of the stream.  False where the driver
+takes no such address: nothing was launched then."""
+
 _WORD = Struct("<Q")
 
 
@@ -32,6 +36,9 @@ class Executor(Protocol):
 
     def launch(self, stream: Any) -> None:
         """Runs the recording in the order of the stream; returns before it is done."""
+
+    def copying(self) -> CopyingLaunch | None:
+        """A launch that copies outputs too; None where there is none."""
 
     def join(self, stream: Any) -> None:
         """Makes the recording a part of what is being captured on the stream."""

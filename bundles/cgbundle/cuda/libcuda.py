@@ -29,7 +29,7 @@ MEMORY_TYPE_HOST, MEMORY_TYPE_DEVICE = 1, 2
 NODE_TYPE_CONDITIONAL, CONDITION_IF, CONDITION_WHILE, CONDITION_SWITCH = 13, 0, 1, 2
 MULTIPROCESSORS, COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 16, 75, 76
 MEM_PINNED, MEM_DEVICE, MEM_FILE_DESCRIPTOR, MEM_ACCESS_READ_WRITE = 1, 1, 1, 3
-PEER_ENABLED_BEFORE = 704
+INVALID_VALUE, PEER_ENABLED_BEFORE = 1, 704
 
 _Pointer, _Size, _Int, _Unsigned, _Byte = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_uint, ctypes.c_ubyte
 _Address = ctypes.c_uint64
@@ -206,7 +206,10 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuOccupancyMaxActiveBlocks": ("cuOccupancyMaxActiveBlocksPerMultiprocessor", (_NUMBER, _Pointer, _Int, _Size)),
     "cuLaunchKernelEx": ("cuLaunchKernelEx", (POINTER(LaunchConfig), _Pointer, _Pointer, _Pointer)),
     "cuGraphCreate": ("cuGraphCreate", (_HANDLE, _Unsigned)),
+    "cuGraphClone": ("cuGraphClone", (_HANDLE, _Pointer)),
     "cuGraphDestroy": ("cuGraphDestroy", (_Pointer,)),
+    "cuGraphDestroyNode": ("cuGraphDestroyNode", (_Pointer,)),
+    "cuGraphNodeFindInClone": ("cuGraphNodeFindInClone", (_HANDLE, _Pointer, _Pointer)),
     "cuGraphAddKernelNode": ("cuGraphAddKernelNode_v2", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(KernelNodeParams))),
     "cuGraphAddMemsetNode": ("cuGraphAddMemsetNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(MemsetNodeParams), _Pointer)),
     "cuGraphAddMemcpyNode": ("cuGraphAddMemcpyNode", (_HANDLE, _Pointer, _Pointer, _Size, POINTER(Memcpy3D), _Pointer)),
@@ -215,6 +218,8 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuGraphConditionalHandleCreate": ("cuGraphConditionalHandleCreate", (_HANDLE, _Pointer, _Pointer, _Unsigned, _Unsigned)),
     "cuGraphKernelNodeSetAttribute": ("cuGraphKernelNodeSetAttribute", (_Pointer, _Int, POINTER(LaunchAttributeValue))),
     "cuGraphExecKernelNodeSetParams": ("cuGraphExecKernelNodeSetParams_v2", (_Pointer, _Pointer, POINTER(KernelNodeParams))),
+    "cuGraphExecMemcpyNodeSetParams": ("cuGraphExecMemcpyNodeSetParams", (_Pointer, _Pointer, POINTER(Memcpy3D), _Pointer)),
+    "cuGraphNodeSetEnabled": ("cuGraphNodeSetEnabled", (_Pointer, _Pointer, _Unsigned)),
     "cuGraphInstantiate": ("cuGraphInstantiateWithFlags", (_HANDLE, _Pointer, ctypes.c_ulonglong)),
     "cuGraphExecDestroy": ("cuGraphExecDestroy", (_Pointer,)),
     "cuGraphUpload": ("cuGraphUpload", (_Pointer, _Pointer)),

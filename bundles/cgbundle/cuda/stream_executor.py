@@ -60,6 +60,9 @@ class StreamExecutor:
         for step in self._steps:
             step(stream)
 
+    def copying(self) -> None:
+        """None: what serves launches graphs."""
+
     def join(self, stream: Any) -> None:
         """Launches on a stream that is being captured are captured.  Raises capture-refused where the device has to be asked."""
         if self._where:

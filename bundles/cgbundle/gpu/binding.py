@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..cuda import memory
 from ..cuda.driver import check, cu
 from ..cuda.graph_executor import GraphExecutor
-from ..cuda.launches import Executor, Reader
+from ..cuda.launches import CopyingLaunch, Executor, Reader
 from ..cuda.memory import HOST, Memories, Output
 from ..cuda.modules import Modules
 from ..format.schema import MEMORIES, Manifest, Program, Step
@@ -107,7 +107,8 @@ class BoundProgram(NamedTuple):
     `chained`: by position of an input, where outputs lie that it may be, as offset in memory arena by address.
 
     `steps` are functions of the stream in whose order they work; `joins` the same on a stream that is being captured.  `written`:
-    (position, address, bytes) of the inputs that the replay changes, which go back to the caller.
+    (position, address, bytes) of the inputs that the replay changes, which go back to the caller.  `copying`: all steps in one
+    launch, which copies the outputs too.
     """
 
     inputs: list[Input]
@@ -117,6 +118,7 @@ class BoundProgram(NamedTuple):
     outputs: list[int]
     sizes: list[int]
     chained: list[tuple[int, dict[int, int]]]
+    copying: CopyingLaunch | None
 
 
 class Executors(dict[str, Executor]):
@@ -139,6 +141,12 @@ class Executors(dict[str, Executor]):
         """Whether the recordings of a program are one, which no other program has."""
         return len(files) == 1 and files[0] not in self._shared.shared_files
 
+    def copying(self, file: str, outputs: Sequence[tuple[int, int]]) -> CopyingLaunch | None:
+        """A launch of the recording that copies its program's outputs, (address, bytes); asked for before the recording is."""
+        if file not in self:
+            self[file] = self._made(Table(self._shared.bundle.data(file), file), outputs)
+        return self[file].copying()
+
     def moved(self, file: str, moves: tuple[Move, ...]) -> Executor:
         """The recording with memory that lies elsewhere; the same one where it uses none of that."""
         found = self._moved.get((file, moves))
@@ -147,11 +155,11 @@ class Executors(dict[str, Executor]):
             found = self._moved[file, moves] = self[file] if table is None else self._made(table)
         return found
 
-    def _made(self, table: Table) -> Executor:
+    def _made(self, table: Table, outputs: Sequence[tuple[int, int]] = ()) -> Executor:
         shared, bases = self._shared, self._bases
         executor: Executor
         if shared.mode == "graph":
-            executor = GraphExecutor(shared.context, table, self._modules, bases, self._stream, shared.poison)
+            executor = GraphExecutor(shared.context, table, self._modules, bases, self._stream, shared.poison, outputs)
         else:
             from ..cuda.stream_executor import StreamExecutor  # what serves launches graphs
 
@@ -208,22 +216,27 @@ def bind(
         return host.step(program, step)
 
     buffers = static_buffers(program, memories)
-    outputs = [program.values[index] for index in program.outputs]
+    rows = [program.values[index] for index in program.outputs]
+    outputs = [(memories.address(row.memory, row.offset), span(row)) for row in rows]
+    graphs = [step.file for step in program.steps if step.kind == "graph"]
+    alone = not chained and not elsewhere and executors.is_alone(graphs)
+    direct = alone and len(program.steps) == 1 and not (entry.world or entry.written or entry.aliases)  # its calls may be
+    copying = executors.copying(graphs[0], outputs) if direct and all(size for _, size in outputs) else None
     steps, joins = ([made(step, join) for step in program.steps] for join in (False, True))
     readers: Sequence[Reader] = ()
-    graphs = [step.file for step in program.steps if step.kind == "graph"]
-    if not chained and executors.is_alone(graphs) and _inputs_are_read(program, entry):
+    if alone and _inputs_are_read(program, entry):
         readers = executors[graphs[0]].readers
     return BoundProgram(
         inputs=_inputs(program, buffers, readers, memories),
         steps=steps,
         joins=joins,
         written=[(index, *buffers[index]) for index in entry.written],
-        outputs=[memories.address(value.memory, value.offset) for value in outputs],
-        sizes=[span(value) for value in outputs],
+        outputs=[address for address, _ in outputs],
+        sizes=[size for _, size in outputs],
         chained=[
             (position, {memories.address("arena", offset): offset for offset in places}) for position, places in chained.items()
         ],
+        copying=copying,
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cuda import memory
 from ..cuda.driver import Context, check, cu
@@ -13,6 +13,9 @@ from ..session.forks import FORKS, forked
 from ..session.locks import AnyLock, closed
 from ..tensors.detection import caller_captures
 from .binding import BoundProgram, HostOutputs
+
+if TYPE_CHECKING:
+    from ..session.backend import Fresh
 
 
 class Closing(Protocol):
@@ -59,6 +62,24 @@ def refuse_host_inputs() -> None:
         )
 
 
+def launched(bound: BoundProgram, finish: Callable[[Any], Any], fresh: Fresh | None) -> Callable[[Any], Any]:
+    """Launches a program of one step and gives what `finish` does; or what `fresh` makes, where the launch copies the outputs."""
+    (launch,), copying = bound.steps, bound.copying
+
+    def plain(stream: Any) -> Any:
+        launch(stream)
+        return finish(stream)
+
+    if copying is None or fresh is None:
+        return plain
+
+    def with_copies(stream: Any) -> Any:
+        made = fresh()
+        return plain(stream) if made is None or not copying(made[1], stream) else made[0]
+
+    return with_copies
+
+
 def in_one_piece(
     owner: Closing,
     name: str,
@@ -70,12 +91,14 @@ def in_one_piece(
     stream: Callable[[int], int | None],
     counts: Sequence[Any],
     finish: Callable[[Any], Any],
+    run: Callable[[Any], Any],
 ) -> Callable[[list[int], Sequence[Any]], Any]:
     """`Backend.direct` for a program of one step, which writes to no input, of a session that `owner` closes.
 
-    `name` is the bundle's, `forks` the number of `FORKS` when it was loaded.  Every microsecond of such a call is measured.
+    `name` is the bundle's, `forks` the number of `FORKS` when it was loaded, `run` is the program `launched`.  Every microsecond of
+    such a call is measured.
     """
-    (launch,), inputs, device, current_context = bound.steps, bound.inputs, context.index, context.handle
+    inputs, device, current_context = bound.inputs, context.index, context.handle
     acquire, release, push, pop = lock.acquire, lock.release, cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
     only = inputs[0] if len(inputs) == 1 else None
 
@@ -99,8 +122,7 @@ def in_one_piece(
                     place_all(addresses, handle)
                 elif addresses[0] != only.at:
                     only.take(addresses[0], handle)
-                launch(handle)
-                return finish(handle)
+                return run(handle)
             finally:
                 error = pop(None)
                 if error:
@@ -122,10 +144,9 @@ def in_one_piece(
                 count.number += 1
             if order.captured:
                 join(bound, addresses, handle)
-            else:
-                place_all(addresses, handle)
-                launch(handle)
-            return finish(handle)
+                return finish(handle)
+            place_all(addresses, handle)
+            return run(handle)
         finally:
             order.end(handle)
 

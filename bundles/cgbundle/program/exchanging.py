@@ -20,6 +20,7 @@ from .peer_memory import within
 
 if TYPE_CHECKING:
     from ..format.schema import World
+    from ..session.backend import Fresh
     from ..session.weight_contents import Contents, OpenFile
 
 SECOND = 10**9
@@ -61,7 +62,12 @@ class ExchangingBackend(CudaBackend):
         return handle
 
     def direct(
-        self, program: int, stream: Callable[[int], int | None], counts: Sequence[Any], finish: Callable[[Any], Any]
+        self,
+        program: int,
+        stream: Callable[[int], int | None],
+        counts: Sequence[Any],
+        finish: Callable[[Any], Any],
+        fresh: Fresh | None = None,
     ) -> Callable[..., Any] | None:
         return None
 

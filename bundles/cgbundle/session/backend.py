@@ -10,6 +10,10 @@ if TYPE_CHECKING:
     from .profile import Profile
     from .weight_contents import Contents, OpenFile
 
+Fresh = Callable[[], "tuple[Any, Sequence[int]] | None"]
+"""Makes what copies of outputs go to: what a call gives, and the address of each, of as many bytes.  None where there is no such
+memory."""
+
 
 class Results(Protocol):
     """The outputs of one replay.  `addresses` are valid while this object lives; `device` is their CUDA device,
@@ -56,11 +60,16 @@ class Backend(Protocol):
         """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie there too."""
 
     def direct(
-        self, program: int, stream: Callable[[int], int | None], counts: Sequence[Any], finish: Callable[[Any], Any]
+        self,
+        program: int,
+        stream: Callable[[int], int | None],
+        counts: Sequence[Any],
+        finish: Callable[[Any], Any],
+        fresh: Fresh | None = None,
     ) -> Callable[..., Any] | None:
         """(addresses on the device, views) -> what `finish` gives: `begin` on the device's current `stream`, a look at each view's
         `tensor`, one more in the `number` of each of `counts`, `run`, `finish` of the stream and `end` in one piece.  None where
-        there is none such."""
+        there is none such.  Where copying the outputs is part of the run, what `fresh` makes is what the call gives."""
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes from one place on the device to another, in the order of the stream."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from cgbundle.gpu.backend import CudaBackend
 from tests.bench.gpu import gpu_calls
 
 ROUNDS = 15
@@ -45,7 +46,7 @@ def main(model: str, bundle: str) -> None:
 
 
 def one(
-    key: tuple[int, ...], value: torch.Tensor, network: Any, backend: Any, program: Any, default: Any, fast: Any
+    key: tuple[int, ...], value: torch.Tensor, network: Any, backend: CudaBackend, program: Any, default: Any, fast: Any
 ) -> dict[str, Any]:
     """A size's row."""
     number = program.int_keys.index(key)
@@ -54,15 +55,12 @@ def one(
         fast(value)
     stream = torch.cuda.current_stream().cuda_stream
     ways: dict[str, gpu_calls.Call] = {
-        "bundle, graph": lambda: backend.run(number, [None], stream),
+        "bundle, graph": gpu_calls.bare_launch(backend, number, value, stream),
         "torch.compile, graph": gpu_calls.launch(inductor),
         "eager kernels, graph": gpu_calls.launch(eager),
         "bundle, whole call": lambda: program(value),
         "torch.compile reduce-overhead, whole call": lambda: fast(value),
     }
-    program(value)
-    with backend.locked(stream) as handle:
-        backend.run(number, [value.data_ptr()], backend.device, handle)
     times: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(ROUNDS):
         for name, way in ways.items():

@@ -39,7 +39,7 @@ def main(model: str, bundle: str) -> None:
         ways: dict[str, gpu_calls.Call] = {
             "bundle, view": lambda: view(value),
             "bundle, copy": lambda: copy(value),
-            "bundle, launch only": gpu_calls.bare_launch(backend, number, stream),
+            "bundle, launch only": gpu_calls.bare_launch(backend, number, value, stream),
             "torch.compile reduce-overhead": lambda: fast(value),
             "torch graph by hand and copy": gpu_calls.replay(default, value),
             "torch graph by hand and copy, eager kernels": gpu_calls.replay(eager, value),

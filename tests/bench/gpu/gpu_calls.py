@@ -92,9 +92,9 @@ def bare(bundle: str) -> CudaBackend:
     return CudaBackend(archive.Archive(bundle))
 
 
-def bare_launch(backend: CudaBackend, number: int, stream: int) -> Call:
-    """A replay of what lies in the static buffers: it launches the recording and nothing else."""
-    addresses, _ = backend.buffers(number)
+def bare_launch(backend: CudaBackend, number: int, value: torch.Tensor, stream: int) -> Call:
+    """A replay of a program of one input, which is where it was at the call before: it launches the recording and nothing else."""
+    addresses = [value.data_ptr()]
 
     def call() -> Any:
         with backend.locked(stream) as handle:

@@ -16,7 +16,7 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import driver, graph_executor, memory, modules, stream_executor, weight_lanes, weight_slots
+from cgbundle.cuda import driver, graph_executor, memory, modules, output_copies, stream_executor, weight_lanes, weight_slots
 from cgbundle.cuda import stream_order as order
 from cgbundle.cuda import weight_update as update
 from cgbundle.cuda import weight_upload as upload
@@ -42,6 +42,7 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
         backend,
         driver,
         graph_executor,
+        output_copies,
         stream_executor,
         hoststeps,
         memory,
@@ -79,6 +80,8 @@ class FakeDriver:
         self.captured: list[Callable[[], object]] = []  # what was enqueued on them
         self.captures: dict[int, int] = {}  # streams whose capture is a graph here
         self.conditions: dict[int, int] = {}  # by handle
+        self.disabled: set[tuple[int, int]] = set()  # nodes of executable graphs
+        self.refused: set[int] = set()  # addresses that no copy node takes
         self.retained = 0
         self.freed = 0
         self._numbers = itertools.count(0x1000)
@@ -340,9 +343,29 @@ class FakeDriver:
         return self.live[int(graph)]
 
     def _node(self, graph: int, run: Any) -> Any:
-        node = SimpleNamespace(run=run, attributes={})
+        node = SimpleNamespace(run=run, attributes={}, graph=int(graph))
         self._drawn(graph).nodes.append(node)
         return node
+
+    def do_cuGraphClone(self, graph: int) -> Handle:
+        drawn = self._drawn(graph)
+        assert not drawn.bodies
+        clone = self._make(SimpleNamespace(nodes=[], edges=[], bodies=[]))
+        copies = {}
+        for node in drawn.nodes:
+            copies[id(node)] = made = self._node(clone, node.run)
+            made.origin = node
+        self._drawn(clone).edges += [(copies[id(source)], copies[id(target)]) for source, target in drawn.edges]
+        return clone
+
+    def do_cuGraphNodeFindInClone(self, node: Any, clone: int) -> Any:
+        (found,) = [each for each in self._drawn(clone).nodes if each.origin is node]
+        return found
+
+    def do_cuGraphDestroyNode(self, node: Any) -> None:
+        drawn = self._drawn(node.graph)
+        drawn.nodes = [each for each in drawn.nodes if each is not node]
+        drawn.edges = [ends for ends in drawn.edges if not any(each is node for each in ends)]
 
     # --- conditional nodes ------------------------------------------------------------------------------------
 
@@ -385,7 +408,7 @@ class FakeDriver:
 
     def do_cuGraphAddMemcpyNode(self, graph: int, dependencies: None, count: int, params: Any, context: int) -> Any:
         own = Memcpy3D.from_buffer_copy(params)  # as the driver does
-        return self._node(graph, lambda: self.do_cuMemcpy3DAsync(own, 0))
+        return self._node(graph, lambda: self._copy_block(own))
 
     def do_cuGraphAddEmptyNode(self, graph: int, dependencies: None, count: int) -> Any:
         return self._node(graph, lambda: None)
@@ -420,6 +443,19 @@ class FakeDriver:
         (place,) = [place for place, (each, _) in enumerate(runs) if each is node]
         runs[place] = (node, self._kernel(params.func, params.kernelParams))
 
+    def do_cuGraphExecMemcpyNodeSetParams(self, executable: int, node: Any, params: Any, context: int) -> int:
+        own = Memcpy3D.from_buffer_copy(params)
+        if own.dstDevice in self.refused:
+            return 1
+        runs = self.live[executable]
+        (place,) = [place for place, (each, _) in enumerate(runs) if each is node]
+        runs[place] = (node, lambda: self._copy_block(own))
+        return 0
+
+    def do_cuGraphNodeSetEnabled(self, executable: int, node: Any, enabled: bool) -> None:
+        change = self.disabled.discard if enabled else self.disabled.add
+        change((int(executable), id(node)))
+
     def do_cuStreamGetCaptureInfo(self, stream: int) -> tuple[Any, ...]:
         if int(stream) in self.captures:
             graph = self.captures[int(stream)]
@@ -446,8 +482,11 @@ class FakeDriver:
 
     def do_cuGraphLaunch(self, graph: int, stream: int) -> None:
         assert int(stream) not in self.capturing, "CUDA_ERROR_STREAM_CAPTURE_UNSUPPORTED"
-        for _, run in list(self.live[graph]):
+        for run in self._launched(graph):
             run()
+
+    def _launched(self, graph: int) -> list[Callable[[], object]]:
+        return [run for node, run in self.live[graph] if (int(graph), id(node)) not in self.disabled]
 
     def do_cuGraphExecDestroy(self, graph: int) -> None:
         self._drop(graph)

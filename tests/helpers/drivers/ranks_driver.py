@@ -118,7 +118,7 @@ class RanksDriver(FakeDriver):
         self._enqueue(stream, lambda: ctypes.memmove(target, source, size) and None)
 
     def do_cuGraphLaunch(self, graph: int, stream: int) -> None:
-        for _, run in list(self.live[graph]):
+        for run in self._launched(graph):
             self._queue(stream, run if isinstance(run, _Collective) else lambda run=run: run() is None or True)
 
     def _kernel(self, handle: int, address: int) -> Any:
