@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import cgbundle
-from cgbundle.cuda import driver, graph_executor
+from cgbundle.cuda import driver, graph_executor, host_copies
 from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.exam import inputs_of
 from cgbundle.format.file_names import EXAM
@@ -99,3 +99,21 @@ def test_any_tensors_in_any_order(bundle: Path, monkeypatch: pytest.MonkeyPatch)
             for one, other in zip(found, wanted[key, which], strict=True):
                 assert torch.equal(one.cpu(), other.cpu())
         assert len(asked) > CALLS // 8
+
+
+def test_large_inputs_and_outputs_of_the_host(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As threads copy them, in small chunks here: the bits of copies by the driver."""
+    with cgbundle.load(bundle) as program:
+        given = {key: [each.cpu() for each in row] for key, row in on_gpu(bundle, program).items()}
+        wanted = {key: flat(program(*row)) for key, row in given.items()}
+        asked: list[int] = []
+        call = driver.cu.cuMemHostRegister
+        monkeypatch.setattr(driver.cu, "cuMemHostRegister", lambda *given: asked.append(1) or call(*given))
+        monkeypatch.setattr(host_copies, "CHUNK", 4096)
+        monkeypatch.setattr(host_copies, "LARGE", 16)
+        for turn in range(10):
+            for key, row in given.items():
+                values = [each.pin_memory() for each in row] if turn == 5 else row
+                for one, other in zip(flat(program(*values)), wanted[key], strict=True):
+                    assert torch.equal(one, other)
+        assert asked

@@ -25,7 +25,7 @@ _RTLD_NOW = 2
 
 STREAM_NON_BLOCKING, EVENT_DEFAULT, EVENT_DISABLE_TIMING = 1, 0, 2
 CAPTURE_MODE_RELAXED, SET_CAPTURE_DEPENDENCIES, INSTANTIATE_USE_NODE_PRIORITY = 2, 1, 8
-MEMORY_TYPE_HOST, MEMORY_TYPE_DEVICE = 1, 2
+MEMORY_TYPE_HOST, MEMORY_TYPE_DEVICE, POINTER_MEMORY_TYPE = 1, 2, 2
 NODE_TYPE_CONDITIONAL, CONDITION_IF, CONDITION_WHILE, CONDITION_SWITCH = 13, 0, 1, 2
 MULTIPROCESSORS, COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR = 16, 75, 76
 MEM_PINNED, MEM_DEVICE, MEM_FILE_DESCRIPTOR, MEM_ACCESS_READ_WRITE = 1, 1, 1, 3
@@ -170,6 +170,7 @@ FUNCTIONS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "cuMemExportToShareableHandle": ("cuMemExportToShareableHandle", (_NUMBER, _Address, _Int, ctypes.c_ulonglong)),
     "cuMemImportFromShareableHandle": ("cuMemImportFromShareableHandle", (_HANDLE, _Pointer, _Int)),
     "cuMemcpyPeerAsync": ("cuMemcpyPeerAsync", (_Address, _Pointer, _Address, _Pointer, _Size, _Pointer)),
+    "cuPointerGetAttribute": ("cuPointerGetAttribute", (_NUMBER, _Int, _Address)),
     "cuCtxEnablePeerAccess": ("cuCtxEnablePeerAccess", (_Pointer, _Unsigned)),
     "cuMemHostAlloc": ("cuMemHostAlloc", (_HANDLE, _Size, _Unsigned)),
     "cuMemHostRegister": ("cuMemHostRegister_v2", (_Pointer, _Size, _Unsigned)),

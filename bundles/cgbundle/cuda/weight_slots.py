@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, NamedTuple
 
@@ -25,12 +25,22 @@ class Slot(NamedTuple):
 
 def staging(size: int, cleanup: ExitStack, *, pages: bool) -> memoryview:
     """Memory for slots, from a huge page on; with `pages` in huge pages, where the system has them.  `cleanup` keeps it."""
-    memory = mmap(-1, size + HUGE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    memory = huge_pages(size + HUGE) if pages else _pages(size + HUGE)
     begin = -_address(memoryview(memory)) % HUGE
-    if pages:
-        memory.madvise(MADV_HUGEPAGE)
     cleanup.callback(_keep, memory)
     return memoryview(memory)[begin : begin + size]
+
+
+def huge_pages(size: int) -> mmap:
+    """Memory that the system gives when it is first used, in huge pages where it has them."""
+    memory = _pages(size)
+    with suppress(OSError):  # a system that knows none
+        memory.madvise(MADV_HUGEPAGE)
+    return memory
+
+
+def _pages(size: int) -> mmap:
+    return mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
 
 
 def pin(memory: memoryview, cleanup: ExitStack) -> None:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..cuda import driver, memory
 from ..cuda.driver import Context, Relaxed, cu
+from ..cuda.host_copies import HostCopies
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
 from ..format.archive import Archive
@@ -129,6 +130,7 @@ class CudaBackend:
         own = {name: size for name, size in shared.sizes.items() if name not in SHARED}
         self._memories = Memories(own, {WEIGHTS: shared.base, PEER: shared.peer}, cleanup, stream)
         self._memories.fill_state(shared.initial, stream)
+        self._copies = HostCopies(context, cleanup)
         with shared.lock:
             modules = shared.modules(self._memories, cleanup)
         self._executors = Executors(shared, modules, self._memories.bases, stream)
@@ -194,7 +196,7 @@ class CudaBackend:
         if device is None:
             calls.refuse_host_inputs()
             bound = self._bound.get(program) or self._programs.first_used(program, stream)
-            return calls.run_from_host(bound, addresses, self._order, stream)
+            return calls.run_from_host(bound, addresses, self._order, self._copies, stream)
         bound = self._bound.get(program) or self._programs.first_used(program, stream)
         if bound.chained:
             bound = self._programs.chained(program, bound, addresses, stream)
@@ -305,8 +307,11 @@ class CudaBackend:
     def store(self, weight: int, address: int, device: int | None, stream: Any) -> None:
         """Copies to a weight as many bytes as it has; from memory of the CPU (None), which may be pinned and the caller's to change
         again, before this returns."""
-        memory.copy(self.address(weight), address, self._size(weight), stream, source_on_device=device is not None)
-        if device is None:
+        place, size = self.address(weight), self._size(weight)
+        if device is not None:
+            memory.copy(place, address, size, stream)
+        else:
+            self._copies.to_device(place, address, size, stream)
             driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
 
     def update(

@@ -9,12 +9,13 @@ from ctypes import c_uint64
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..cuda import memory
+from ..cuda import host_copies, memory
 from ..cuda.driver import check, cu
 from ..cuda.graph_executor import GraphExecutor
 from ..cuda.launches import CopyingLaunch, Executor, Reader
 from ..cuda.memory import HOST, Memories, Output
 from ..cuda.modules import Modules
+from ..cuda.weight_slots import huge_pages
 from ..format.schema import MEMORIES, Manifest, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table
@@ -44,8 +45,16 @@ class HostOutputs:
     static = False
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        self._memory = [(ctypes.c_char * max(1, size))() for size in sizes]
+        self._memory = [_room(size) for size in sizes]
         self.addresses: Sequence[int] = [ctypes.addressof(memory) for memory in self._memory]
+
+
+def _room(size: int) -> ctypes.Array[ctypes.c_char]:
+    """New memory; of much of it huge pages, each made when it is first written to, by whichever thread that is."""
+    room = ctypes.c_char * max(1, size)
+    if size < host_copies.LARGE:
+        return room()
+    return room.from_buffer(huge_pages(size))
 
 
 Elsewhere = tuple[tuple[int, int], ...]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cuda import memory
 from ..cuda.driver import Context, check, cu
+from ..cuda.host_copies import HostCopies
 from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
 from ..session.forks import FORKS, forked
@@ -34,20 +35,22 @@ def join(bound: BoundProgram, addresses: Sequence[int], stream: Any) -> None:
         step(stream)
 
 
-def run_from_host(bound: BoundProgram, addresses: Sequence[int], order: StreamOrder, stream: Any) -> HostOutputs:
+def run_from_host(
+    bound: BoundProgram, addresses: Sequence[int], order: StreamOrder, copies: HostCopies, stream: Any
+) -> HostOutputs:
     """Replays on inputs of the CPU: they are copied to the GPU, the outputs back, and all copies waited for."""
     for address, place in zip(addresses, bound.inputs, strict=True):
         place.restore()
-        memory.copy(place.target, address, place.size, stream, source_on_device=False)
+        copies.to_device(place.target, address, place.size, stream)
     for step in bound.joins if order.captured else bound.steps:
         step(stream)
     results = HostOutputs(bound.sizes)
     for target, source, size in zip(results.addresses, bound.outputs, bound.sizes, strict=True):
-        memory.copy(target, source, size, stream, target_on_device=False)
+        copies.to_host(target, source, size, stream)
     check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
     if bound.written:
         for index, source, size in bound.written:
-            memory.copy(addresses[index], source, size, stream, target_on_device=False)
+            copies.to_host(addresses[index], source, size, stream)
         check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
     return results
 

@@ -16,7 +16,17 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import driver, graph_executor, memory, modules, output_copies, stream_executor, weight_lanes, weight_slots
+from cgbundle.cuda import (
+    driver,
+    graph_executor,
+    host_copies,
+    memory,
+    modules,
+    output_copies,
+    stream_executor,
+    weight_lanes,
+    weight_slots,
+)
 from cgbundle.cuda import stream_order as order
 from cgbundle.cuda import weight_update as update
 from cgbundle.cuda import weight_upload as upload
@@ -43,6 +53,7 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
         driver,
         graph_executor,
         output_copies,
+        host_copies,
         stream_executor,
         hoststeps,
         memory,
@@ -215,6 +226,10 @@ class FakeDriver:
     def is_pinned(self, address: int) -> bool:
         """Whether an address lies in pinned memory of the host."""
         return any(start <= address < start + size for start, size in self.pinned.items())
+
+    def do_cuPointerGetAttribute(self, attribute: int, address: int) -> tuple[int, int]:
+        assert attribute == 2
+        return (0, 1) if self.is_pinned(address) else (1, 0)
 
     def do_cuMemcpyHtoD(self, target: int, source: bytes, size: int) -> None:
         ctypes.memmove(int(target), source, size)

@@ -1,0 +1,119 @@
+"""How long another LoRA adapter takes to be there: `adapter_swap.py [--layers N] [--width N] [--rank N]`.
+
+Builds examples/lora.py (float16; by default adapters of 100 MB) for this machine's GPU and swaps adapters by `program.load`, from
+NumPy arrays, pinned memory and tensors of the GPU, and by `program.update` of merged weights.  A swap ends when the next call's
+answer is there; that call alone is timed, too.  The same with the driver's own copies.  Prints medians and ranges in milliseconds;
+exit 1 where an answer is not that of the adapter.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import cgbundle
+from cgbundle.cuda import host_copies
+from tests.bench.common import children
+
+ROUNDS = 12
+TOLERANCE = 2e-2
+"""float16 over 48 layers."""
+
+
+def main() -> int:
+    """Prints a line per way."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    for name, default in (("layers", 48), ("width", 2048), ("rank", 256)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    given = parser.parse_args()
+    os.environ |= {"LORA_LAYERS": str(given.layers), "LORA_WIDTH": str(given.width), "LORA_RANK": str(given.rank)}
+    os.environ |= {"LORA_SLOTS": "4", "LORA_DTYPE": "float16"}
+    sys.path.insert(0, str(children.ROOT / "examples"))
+    import lora
+
+    import cgcompile
+
+    torch.manual_seed(0)
+    adapters = [lora.adapter() for _ in range(3)]
+    size = sum(each.nbytes for each in adapters[0])
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "lora.cgb")
+        begun = time.perf_counter()
+        cgcompile.build(children.ROOT / "examples" / "lora.py", sizes=[1, 8], out=path)
+        print(f"built in {time.perf_counter() - begun:.0f} s; an adapter has {size / 1e6:.1f} MB", flush=True)
+        right = True
+        for copies in ("threads", "driver"):
+            if copies == "driver":
+                host_copies.LARGE = 1 << 62
+            with cgbundle.load(path) as program:
+                print(f"large copies by {'the driver alone' if copies == 'driver' else copies}:", flush=True)
+                right = measure(lora, program, adapters) and right
+    return 0 if right else 1
+
+
+def measure(lora: Any, program: Any, adapters: list[tuple[torch.Tensor, torch.Tensor]]) -> bool:
+    """Every way to swap; whether the answers are right."""
+    x, slot = torch.randn(1, lora.TOKENS, lora.WIDTH, dtype=lora.DTYPE).cuda(), torch.tensor([2])
+    network = lora.model().cuda()
+    weights = {name: value.cpu() for name, value in network.state_dict().items()}
+    expected = []
+    with torch.no_grad():
+        for down, up in adapters:
+            network.load(slot, down.cuda(), up.cuda())
+            expected.append(network(x, slot.cuda()))
+    on_gpu = slot.cuda()
+    pinned = [tuple(each.pin_memory() for each in row) for row in adapters]
+    there = [tuple(each.cuda() for each in row) for row in adapters]
+    merged = [lora.merged(weights, *row) for row in adapters]
+    none = torch.zeros_like(on_gpu)
+    ways: dict[str, tuple[Callable[[int], Any], torch.Tensor]] = {
+        "load, NumPy": (lambda n: program.load(slot.numpy(), *[each.numpy() for each in adapters[n]]), on_gpu),
+        "load, pinned": (lambda n: program.load(slot, *pinned[n]), on_gpu),
+        "load, on the GPU": (lambda n: program.load(on_gpu, *there[n]), on_gpu),
+        "update, merged": (lambda n: program.update(merged[n], partial=True), none),
+    }
+    call = times(lambda n: program(x, on_gpu))
+    print(f"  a call alone: {shown(call)}", flush=True)
+    right = True
+    for name, (swap, rows) in ways.items():
+        answers: list[torch.Tensor] = []
+
+        def once(number: int, swap: Callable[[int], Any] = swap, rows: torch.Tensor = rows) -> None:
+            swap(number)
+            answers.append(program(x, rows))  # noqa: B023
+
+        taken = times(once)
+        worst = max(float((got - expected[n % 3]).abs().max() / expected[n % 3].abs().max()) for n, got in enumerate(answers))
+        right = right and worst < TOLERANCE
+        print(f"  {name}: {shown(taken)}; largest error {worst:.1e}", flush=True)
+    return right
+
+
+def times(run: Callable[[int], Any]) -> list[float]:
+    """Milliseconds of each round but the first."""
+    found = []
+    for number in range(ROUNDS):
+        torch.cuda.synchronize()
+        begun = time.perf_counter()
+        run(number % 3)
+        torch.cuda.synchronize()
+        found.append((time.perf_counter() - begun) * 1e3)
+    return found[1:]
+
+
+def shown(found: list[float]) -> str:
+    """`5.2 ms (5.0 - 6.1)`."""
+    return f"{statistics.median(found):.2f} ms ({min(found):.2f} - {max(found):.2f})"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
