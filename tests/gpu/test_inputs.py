@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 
 import cgbundle
-from cgbundle.cuda import driver, graph_executor, host_copies
+from cgbundle.cuda import driver, graph_executor
 from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.exam import inputs_of
 from cgbundle.format.file_names import EXAM
 from cgbundle.format.safetensors import Mapped
+from cgbundle.gpu import host_copies
 from tests.helpers.places import GOLDEN
 
 torch = pytest.importorskip("torch")

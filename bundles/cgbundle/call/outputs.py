@@ -3,21 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..format.schema import Manifest
+from ..format.spans import span
 from ..tensors.library import Library, Wrapper
+from ..tensors.tensor import dense, is_dense
 from .plan import Part, Slices
 from .views import Epoch, View
 
 if TYPE_CHECKING:
     from ..format.open_files import KeptFile
-    from ..session.backend import Backend
+    from ..session.backend import Backend, Results
     from .output_aliases import OutputAliases
+
+LARGE = 64 << 10
+"""Bytes from which on a caller is given an output's own memory where a replay leaves it alone: a copy of 4 KB takes as long as the
+question whether it does."""
 
 Call = tuple[Library, int | None, Any]
 """The caller's library, the device that its tensors lie on, and what the backend's `locked` gave.  A plain tuple: every call makes
 one."""
+
+
+class Spans(NamedTuple):
+    """Of a program's outputs and inputs the bytes from the first to the last; `large`: the outputs that a caller may be given."""
+
+    outputs: Sequence[int]
+    inputs: Sequence[int]
+    large: Sequence[bool]
+
+    def is_apart(self, index: int, outputs: Sequence[int], inputs: Sequence[int]) -> bool:
+        """Whether output `index` shares no byte with another one, or with an input, which lie at these addresses."""
+        begin = outputs[index]
+        end = begin + self.outputs[index]
+        others = [(at, size) for place, (at, size) in enumerate(zip(outputs, self.outputs, strict=True)) if place != index]
+        return all(at >= end or at + size <= begin for at, size in (*others, *zip(inputs, self.inputs, strict=True)))
 
 
 class Session:
@@ -38,7 +59,21 @@ class Outputs:
     number of the entry's first program among those of all entries.
     """
 
-    __slots__ = ("_aliases", "_backend", "_first", "_rows", "_specs", "_static", "_views", "_wrappers", "epoch", "epochs", "own")
+    __slots__ = (
+        "_aliases",
+        "_backend",
+        "_first",
+        "_inputs",
+        "_rows",
+        "_spans",
+        "_specs",
+        "_static",
+        "_views",
+        "_wrappers",
+        "epoch",
+        "epochs",
+        "own",
+    )
 
     def __init__(self, manifest: Manifest, session: Session, first: int, aliases: OutputAliases | None, *, views: bool) -> None:
         self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, manifest.outputs
@@ -49,10 +84,14 @@ class Outputs:
         self._rows = [tuple([program.values[index] for index in program.outputs]) for program in manifest.programs]
         self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
+        self._spans: dict[int, Spans] = {}  # by program
+        self._inputs = [[program.values[index] for index in program.inputs] for program in manifest.programs]
 
     def replay(self, call: Call, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
         """Replays on inputs at `addresses`; `parts` are the slices of the outputs that count (None: they count whole)."""
         library, views, aliases = call[0], self._views, self._aliases
+        if aliases is None and parts is None and not views:
+            return self._given(call, program, addresses)
         made = self._wrapped(call, program, addresses)
         if aliases is not None:
             made = aliases.wrap(call, program, made, addresses)
@@ -63,10 +102,7 @@ class Outputs:
             return [value if index in bare else library.copy(value) for index, value in enumerate(made)]
         if parts is not None:
             made = [value[taken] if taken else value for value, (taken, _) in zip(made, parts, strict=True)]
-        if views:
-            return self.guard(library, made)
-        copy = library.copy
-        return [copy(value) for value in made]
+        return self.guard(library, made) if views else [library.copy(value) for value in made]
 
     def replay_into(self, whole: Sequence[Any], call: Call, part: Part, addresses: list[int]) -> None:
         """Replays a part of a call that was cut, and copies its outputs to their places in the call's."""
@@ -88,10 +124,41 @@ class Outputs:
     def close(self) -> None:
         self._static.clear()
 
+    def _given(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
+        """Replays, and gives tensors that are the caller's: copies, or large outputs in memory that nothing else uses."""
+        library, device, stream = call
+        results = self._backend.run(self._first + program, addresses, device, stream)
+        made = self._over(library, program, results)
+        copy = library.copy
+        if results.static:
+            return [copy(value) for value in made]
+        spans = self._spans.get(program) or self._spans_of(program)
+        given = []
+        for index, value in enumerate(made):
+            owner = None
+            if spans.large[index] and spans.is_apart(index, results.addresses, addresses):
+                owner = results.own(index)
+            if owner is None:
+                given.append(copy(value))
+            else:
+                row = self._rows[program][index]
+                given.append(library.wrap(results.addresses[index], row.dtype, row.shape, dense(row.shape), owner))
+        return given
+
+    def _spans_of(self, program: int) -> Spans:
+        rows = self._rows[program]
+        outputs = [span(row) for row in rows]
+        large = [size >= LARGE and is_dense(row.shape, row.strides) for size, row in zip(outputs, rows, strict=True)]
+        made = self._spans[program] = Spans(outputs, [span(row) for row in self._inputs[program]], large)
+        return made
+
     def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
         """Replays, and gives the outputs as the caller's tensors over the runtime's memory."""
         library, device, stream = call
-        results = self._backend.run(self._first + program, addresses, device, stream)
+        return self._over(library, program, self._backend.run(self._first + program, addresses, device, stream))
+
+    def _over(self, library: Library, program: int, results: Results) -> list[Any]:
+        """The caller's tensors over the memory of a replay."""
         key = (library.name, program)
         if results.static:
             known = self._static.get(key)

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..cuda import driver, memory
 from ..cuda.driver import Context, Relaxed, cu
-from ..cuda.host_copies import HostCopies
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
 from ..format.archive import Archive
@@ -27,6 +26,7 @@ from ..session.forks import FORKS, forked
 from ..session.locks import AnyLock, SessionLock, closed
 from . import calls
 from .binding import DeviceOutputs, Executors, HostOutputs, static_buffers
+from .host_copies import HostCopies
 from .programs import Programs
 from .shared import Shared
 

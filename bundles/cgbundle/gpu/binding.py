@@ -9,7 +9,7 @@ from ctypes import c_uint64
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..cuda import host_copies, memory
+from ..cuda import memory
 from ..cuda.driver import check, cu
 from ..cuda.graph_executor import GraphExecutor
 from ..cuda.launches import CopyingLaunch, Executor, Reader
@@ -20,6 +20,7 @@ from ..format.schema import MEMORIES, Manifest, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table
 from ..validate.state import STATE
+from . import host_copies
 from .shared import Shared
 
 if TYPE_CHECKING:
@@ -37,6 +38,9 @@ class DeviceOutputs:
     def __init__(self, addresses: Sequence[int], device: int | None, copy_out: Callable[[int, int, int], Output]) -> None:
         self.addresses, self.device, self.copy_out = addresses, device, copy_out
 
+    def own(self, index: int) -> None:
+        """None: the next replay writes there."""
+
 
 class HostOutputs:
     """Outputs copied to memory of the CPU that lives as long as this object."""
@@ -47,6 +51,10 @@ class HostOutputs:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._memory = [_room(size) for size in sizes]
         self.addresses: Sequence[int] = [ctypes.addressof(memory) for memory in self._memory]
+
+    def own(self, index: int) -> object:
+        """Each has memory of its own."""
+        return self._memory[index]
 
 
 def _room(size: int) -> ctypes.Array[ctypes.c_char]:

@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from ..cuda import memory
 from ..cuda.driver import Context, check, cu
-from ..cuda.host_copies import HostCopies
 from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
 from ..session.forks import FORKS, forked
 from ..session.locks import AnyLock, closed
 from ..tensors.detection import caller_captures
 from .binding import BoundProgram, HostOutputs
+from .host_copies import HostCopies
 
 if TYPE_CHECKING:
     from ..session.backend import Fresh

@@ -28,6 +28,10 @@ class Results(Protocol):
     @property
     def static(self) -> bool: ...
 
+    def own(self, index: int) -> object | None:
+        """What alone keeps output `index` alive from now on, for a caller who is given its memory; None where it is not to be given
+        away.  Asked for once."""
+
 
 class Backend(Protocol):
     """Runs the programs of a bundle and keeps the memories of one session.

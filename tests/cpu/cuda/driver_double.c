@@ -68,6 +68,10 @@ CUresult cuMemImportFromShareableHandle(CUmemGenericAllocationHandle *out, void 
 }
 CUresult cuMemcpyPeerAsync(CUdeviceptr to, CUcontext there, CUdeviceptr from, CUcontext here, size_t n, CUstream s) { return say("%llx %llx %llx %llx %zx %llx", P(to), P(there), P(from), P(here), n, P(s)); }
 CUresult cuCtxEnablePeerAccess(CUcontext c, unsigned flags) { return say("%llx %u", P(c), flags); }
+CUresult cuPointerGetAttribute(void *out, CUpointer_attribute a, CUdeviceptr p) {
+    *(CUmemorytype *)out = CU_MEMORYTYPE_HOST;
+    return say("%d %llx", a == CU_POINTER_ATTRIBUTE_MEMORY_TYPE, P(p));
+}
 CUresult cuMemHostAlloc(void **out, size_t n, unsigned flags) { HANDLE(out, void *); return say("%zx %u", n, flags); }
 CUresult cuMemHostRegister_v2(void *a, size_t n, unsigned flags) { return say("%llx %zu %u", P(a), n, flags); }
 CUresult cuMemHostUnregister(void *a) { return say("%llx", P(a)); }
@@ -149,6 +153,10 @@ CUresult cuLaunchKernelEx(const CUlaunchConfig *c, CUfunction f, void **params, 
 }
 CUresult cuGraphCreate(CUgraph *out, unsigned flags) { HANDLE(out, CUgraph); return say("%u", flags); }
 CUresult cuGraphDestroy(CUgraph g) { return say("%llx", P(g)); }
+CUresult cuGraphClone(CUgraph *out, CUgraph g) { HANDLE(out, CUgraph); return say("%llx", P(g)); }
+CUresult cuGraphNodeFindInClone(CUgraphNode *out, CUgraphNode node, CUgraph g) { HANDLE(out, CUgraphNode); return say("%llx %llx", P(node), P(g)); }
+CUresult cuGraphDestroyNode(CUgraphNode node) { return say("%llx", P(node)); }
+CUresult cuGraphNodeSetEnabled(CUgraphExec g, CUgraphNode node, unsigned on) { return say("%llx %llx %u", P(g), P(node), on); }
 CUresult cuGraphAddKernelNode_v2(CUgraphNode *out, CUgraph g, const CUgraphNode *after, size_t n, const CUDA_KERNEL_NODE_PARAMS_v2 *p) {
     HANDLE(out, CUgraphNode);
     return say("%llx %llx %zu %llx %u,%u,%u %u,%u,%u %x %llx %llx %llx %llx", P(g), P(after), n, P(p->func), p->gridDimX, p->gridDimY,
@@ -166,6 +174,10 @@ CUresult cuGraphAddMemcpyNode(CUgraphNode *out, CUgraph g, const CUgraphNode *af
     HANDLE(out, CUgraphNode);
     block(p);
     return say(" %llx %llx %zu %llx", P(g), P(after), n, P(c));
+}
+CUresult cuGraphExecMemcpyNodeSetParams(CUgraphExec g, CUgraphNode node, const CUDA_MEMCPY3D *p, CUcontext c) {
+    block(p);
+    return say(" %llx %llx %llx", P(g), P(node), P(c));
 }
 CUresult cuGraphAddEmptyNode(CUgraphNode *out, CUgraph g, const CUgraphNode *after, size_t n) { HANDLE(out, CUgraphNode); return say("%llx %llx %zu", P(g), P(after), n); }
 CUresult cuGraphAddChildGraphNode(CUgraphNode *out, CUgraph g, const CUgraphNode *after, size_t n, CUgraph child) {

@@ -72,6 +72,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuMemImportFromShareableHandle", (33, 1), "21 1", (0, NEW)),
     ("cuMemcpyPeerAsync", (A, B, C, D, SIZE, 0), "a0000000000 b0000000000 c0000000000 d0000000000 a00000000 0", 0),
     ("cuCtxEnablePeerAccess", (A, 0), "a0000000000 0", 0),
+    ("cuPointerGetAttribute", (libcuda.POINTER_MEMORY_TYPE, A), "1 a0000000000", (0, libcuda.MEMORY_TYPE_HOST)),
     ("cuMemHostAlloc", (SIZE, 1), "a00000000 1", (0, NEW)),
     ("cuMemHostRegister", (A, 77, 0), "a0000000000 77 0", 0),
     ("cuMemHostUnregister", (A,), "a0000000000", 0),
@@ -113,6 +114,10 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
     ("cuOccupancyMaxActiveBlocks", (A, 128, SIZE), "a0000000000 128 a00000000", (0, 6)),
     ("cuGraphCreate", (0,), "0", (0, NEW)),
     ("cuGraphDestroy", (A,), "a0000000000", 0),
+    ("cuGraphClone", (A,), "a0000000000", (0, NEW)),
+    ("cuGraphNodeFindInClone", (A, B), "a0000000000 b0000000000", (0, NEW)),
+    ("cuGraphDestroyNode", (A,), "a0000000000", 0),
+    ("cuGraphNodeSetEnabled", (A, B, True), "a0000000000 b0000000000 1", 0),
     ("cuGraphAddEmptyNode", (A, None, 0), "a0000000000 0 0", (0, NEW)),
     ("cuGraphAddChildGraphNode", (A, [B, C], D), "a0000000000 b0000000000 c0000000000 2 d0000000000", (0, NEW)),
     ("cuGraphConditionalHandleCreate", (A, B, 1, 2), "a0000000000 b0000000000 1 2", (0, NEW)),
@@ -131,6 +136,7 @@ CALLS: tuple[tuple[str, tuple[Any, ...], str, Any], ...] = (
 BY_RECORD = {
     "cuMemcpy3DAsync", "cuLaunchKernelEx", "cuGraphAddKernelNode", "cuGraphAddMemsetNode", "cuGraphAddMemcpyNode",
     "cuGraphAddConditionalNode", "cuGraphKernelNodeSetAttribute", "cuGraphExecKernelNodeSetParams",
+    "cuGraphExecMemcpyNodeSetParams",
 }  # fmt: skip
 """Functions that take a record: the tests of executors call them."""
 
@@ -244,6 +250,7 @@ def test_copies_and_fills_arrive(table: Table, cu: libcuda.Driver, told: Callabl
     params = launches.copy_params(table, 0, BASES)
     assert (cu.cuGraphAddMemcpyNode(A, None, 0, params, B), told()) == ((0, NEW), f"{copied} {A:x} 0 0 {B:x}")
     assert (cu.cuMemcpy3DAsync(params, 7), told()) == (0, f"{copied} 7")
+    assert (cu.cuGraphExecMemcpyNodeSetParams(A, B, params, C), told()) == (0, f"{copied} {A:x} {B:x} {C:x}")
     fill = graph_executor._memset_params(table, 0, BASES)
     value = launches.memset_value(table, 0)
     assert cu.cuGraphAddMemsetNode(A, None, 0, fill, B) == (0, NEW)

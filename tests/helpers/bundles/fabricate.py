@@ -108,6 +108,12 @@ class FakeResults:
         self.buffers, self.static = buffers, static
         self.addresses = [ctypes.addressof(buffer) for buffer in buffers]
 
+    def own(self, index: int) -> object:
+        assert not self.static
+        owner, self.buffers = FakeResults(self.buffers[index : index + 1], static=False), list(self.buffers)
+        self.buffers[index] = (ctypes.c_char * 1)()
+        return owner
+
     def __del__(self) -> None:
         if not self.static:
             for buffer in self.buffers:

@@ -19,7 +19,6 @@ from typing import TYPE_CHECKING, Any
 from cgbundle.cuda import (
     driver,
     graph_executor,
-    host_copies,
     memory,
     modules,
     output_copies,
@@ -31,7 +30,7 @@ from cgbundle.cuda import stream_order as order
 from cgbundle.cuda import weight_update as update
 from cgbundle.cuda import weight_upload as upload
 from cgbundle.cuda.libcuda import Driver, Memcpy3D, answers
-from cgbundle.gpu import backend, binding, calls
+from cgbundle.gpu import backend, binding, calls, host_copies
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.program import exchanging, one_rank, peer_memory, ranks
 from cgbundle.tables.table import SET_CONDITION

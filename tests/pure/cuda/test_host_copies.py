@@ -15,10 +15,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cgbundle.cuda import host_copies, memory
+from cgbundle.cuda import memory
 from cgbundle.cuda.driver import Context
-from cgbundle.cuda.host_copies import HostCopies
 from cgbundle.errors import CgbundleError, MachineError
+from cgbundle.gpu import host_copies
+from cgbundle.gpu.host_copies import HostCopies
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
 from tests.helpers.drivers.cuda_calls import opened

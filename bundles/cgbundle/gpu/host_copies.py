@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
+from ..cuda import memory
+from ..cuda.driver import Context, Relaxed, check, cu
+from ..cuda.libcuda import EVENT_DISABLE_TIMING, MEMORY_TYPE_HOST, POINTER_MEMORY_TYPE
+from ..cuda.weight_slots import pin, staging
 from ..errors import CgbundleError
-from . import memory
-from .driver import Context, Relaxed, check, cu
-from .libcuda import EVENT_DISABLE_TIMING, MEMORY_TYPE_HOST, POINTER_MEMORY_TYPE
-from .weight_slots import pin, staging
 
 LARGE = 8 << 20
 """Bytes from which on threads are worth starting."""

@@ -1,0 +1,94 @@
+"""Large outputs that are given as they lie, not copied: whatever the caller writes there, the next call, its inputs, weights and
+the other outputs are as before."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+from torch import Tensor, nn
+
+import cgbundle
+import cgcompile
+from cgbundle.call import outputs
+
+SIZE = 20_000
+"""Elements of a row: 80 KB, more than `outputs.LARGE`."""
+
+
+class Large(nn.Module):
+    """Outputs that a compiler may put into one place with each other, with a weight, a constant or the input."""
+
+    steps: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(SIZE))
+        self.register_buffer("steps", torch.arange(SIZE) * 2.0, persistent=False)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        y = x.sin()
+        both = torch.cat([y, y + 1])
+        constant = torch.arange(SIZE, dtype=torch.float32) * 3
+        return y, both, constant, self.table * 1, self.steps + 0, x * 1, x + 0, x.flip(1), y.sum(1)
+
+
+def inputs(batch: int) -> tuple[Tensor]:
+    return (torch.randn(batch, SIZE),)
+
+
+@pytest.fixture(scope="module")
+def model() -> Large:
+    torch.manual_seed(0)
+    return Large().eval()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["own functions", "libtorch"])
+def bundle(request: pytest.FixtureRequest, model: Large, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    out = tmp_path_factory.mktemp("large") / "large.cgb"
+    return cgcompile.build(model, inputs, sizes=[1, 4], out=out, target="cpu", standalone=None if request.param else False).path
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_what_the_caller_writes_there_changes_nothing_else(model: Large, bundle: Path, library: str) -> None:
+    with cgbundle.load(bundle) as program:
+        for batch in (4, 1, 4):
+            (x,) = inputs(batch)
+            with torch.no_grad():
+                wanted = [each.clone() for each in model(x)]
+            given = x.numpy() if library == "numpy" else x
+            before = x.clone()
+            for _ in range(3):
+                made = list(program(given))
+                for place, each in enumerate(made):
+                    torch.testing.assert_close(torch.as_tensor(each), wanted[place], rtol=1e-4, atol=1e-3)
+                    each[...] = -7 - place
+                assert [float(each.flatten()[-1]) for each in made] == [-7.0 - place for place in range(len(made))]
+                assert torch.equal(x, before)
+
+
+def test_it_lasts_when_the_program_is_gone(model: Large, bundle: Path) -> None:
+    program = cgbundle.load(bundle)
+    (x,) = inputs(4)
+    (first, *_), (second, *_) = program(x.numpy()), program(x.numpy() * 2)
+    program.close()
+    del program
+    gc.collect()
+    numpy.testing.assert_allclose(first, numpy.sin(x.numpy()), rtol=1e-5, atol=1e-5)
+    numpy.testing.assert_allclose(second, numpy.sin(2 * x.numpy()), rtol=1e-5, atol=1e-5)
+    assert not first.flags.owndata and first.flags.c_contiguous and first.flags.writeable
+
+
+def test_the_answers_are_those_of_copies(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (x,) = inputs(4)
+    with cgbundle.load(bundle) as program:
+        given = program(x.numpy())
+    monkeypatch.setattr(outputs, "LARGE", 1 << 62)
+    with cgbundle.load(bundle) as program:
+        copied = program(x.numpy())
+    assert copied[0].flags.owndata
+    for one, other in zip(given, copied, strict=True):
+        numpy.testing.assert_array_equal(one, other)

@@ -1,0 +1,118 @@
+"""Large outputs of the host, whose own memory a caller is given instead of a copy: it lasts, is nobody else's, and nothing is given
+that shares a byte with another tensor of the call."""
+
+from __future__ import annotations
+
+import ctypes
+import gc
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cgbundle.call import outputs as call_outputs
+from cgbundle.call.outputs import Spans
+from cgbundle.program import Program
+from cgbundle.tensors import tensor
+from cgbundle.tensors.tensor import Tensor
+from tests.helpers.bundles.fabricate import FakeBackend, FakeResults, Numbers, dimension, signature, spec
+
+TWO = signature(
+    [dimension("batch", 2, 8)],
+    [spec("x", "batch", 3)],
+    [spec("y", "batch", 3), spec("first", "batch"), spec("turned", 3, "batch")],
+    output_orders=[(0, 1), (0,), (1, 0)],
+)
+
+
+def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
+    """2x; the first column of x; x turned, which lies as x does."""
+    (x,), (size,) = inputs, key
+    return [[2 * each for each in x], x[::3], [x[3 * row + column] for column in range(3) for row in range(size)]]
+
+
+def numbers(size: int, first: int = 1) -> Tensor:
+    return tensor.from_bytes((ctypes.c_float * (3 * size))(*range(first, first + 3 * size)), "float32", (size, 3))
+
+
+def expected(size: int, first: int = 1) -> list[Any]:
+    x = [[float(first + 3 * row + column) for column in range(3)] for row in range(size)]
+    return [[[2 * each for each in row] for row in x], [row[0] for row in x], [[row[column] for row in x] for column in range(3)]]
+
+
+class Watched(FakeBackend):
+    """Notes the results of every replay."""
+
+    def __init__(self, *given: Any, **options: Any) -> None:
+        super().__init__(*given, **options)
+        self.made: list[tuple[Sequence[int], list[int]]] = []
+        self.owners: list[weakref.ref[object]] = []
+
+    def run(self, *given: Any) -> FakeResults:
+        results = super().run(*given)
+        taken: list[int] = []
+        own = results.own
+
+        def noted(index: int) -> object:
+            taken.append(index)
+            self.owners.append(weakref.ref(owner := own(index)))
+            return owner
+
+        results.own = noted  # type: ignore[method-assign]
+        self.made.append((list(results.addresses), taken))
+        return results
+
+
+def served(monkeypatch: pytest.MonkeyPatch, large: int, outputs: str = "copy", *, static: bool = False) -> tuple[Program, Watched]:
+    monkeypatch.setattr(call_outputs, "LARGE", large)
+    backend = Watched(TWO, compute, static=static)
+    return Program(TWO, backend, "pad", outputs), backend
+
+
+def test_large_ones_are_given_and_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of eight rows y has 96 bytes, the column 32; what lies in another order is copied."""
+    run, backend = served(monkeypatch, 64)
+    made = [run(numbers(8, first)) for first in (1, 50, 100)]
+    for (y, first, turned), (addresses, taken), begin in zip(made, backend.made, (1, 50, 100), strict=True):
+        assert taken == [0] and y.address == addresses[0]
+        assert first.address != addresses[1] and turned.address != addresses[2] and turned.contiguous
+        assert [y.tolist(), first.tolist(), turned.tolist()] == expected(8, begin)
+    backend.made.clear()
+    run.close()
+    del run, backend
+    gc.collect()
+    for row, begin in zip(made, (1, 50, 100), strict=True):
+        assert [each.tolist() for each in row] == expected(8, begin)
+
+
+def test_one_that_is_kept_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    run, backend = served(monkeypatch, 16)
+    (y, first, _) = run(numbers(8))
+    assert backend.made[0][1] == [0, 1] and all(owner() is not None for owner in backend.owners)
+    del y
+    gc.collect()
+    assert [owner() is None for owner in backend.owners] == [True, False]
+    assert first.tolist() == expected(8)[1]
+
+
+@pytest.mark.parametrize(
+    ("size", "outputs", "static"), [(2, "copy", False), (5, "copy", False), (8, "copy", True), (8, "view", False)]
+)
+def test_others_are_copied(monkeypatch: pytest.MonkeyPatch, size: int, outputs: str, static: bool) -> None:
+    """Small ones, of a padded call, in memory that the next replay writes to; and views are guarded as ever."""
+    run, backend = served(monkeypatch, 64, outputs, static=static)
+    made = run(numbers(size))
+    assert backend.made[0][1] == []
+    found = [each.tensor if outputs == "view" else each for each in made]
+    assert [each.tolist() for each in found] == [each[:size] if i < 2 else each for i, each in enumerate(expected(size))]
+
+
+@given(begin=st.integers(0, 40), other=st.integers(0, 40), source=st.integers(0, 40), sizes=st.tuples(*[st.integers(1, 20)] * 3))
+def test_what_shares_a_byte_is_not_apart(begin: int, other: int, source: int, sizes: tuple[int, int, int]) -> None:
+    spans = Spans(outputs=sizes[:2], inputs=sizes[2:], large=(True, True))
+    own = set(range(begin, begin + sizes[0]))
+    rest = {*range(other, other + sizes[1]), *range(source, source + sizes[2])}
+    assert spans.is_apart(0, (begin, other), (source,)) == (not own & rest)
