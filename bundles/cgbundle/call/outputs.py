@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from ..session.backend import Backend, Results
     from .output_aliases import OutputAliases
 
-LARGE = 64 << 10
-"""Bytes from which on a caller is given an output's own memory where a replay leaves it alone: a copy of 4 KB takes as long as the
-question whether it does."""
+LARGE = 128 << 10
+"""Bytes from which on a caller is given an output's own memory, where no replay writes there again.  A copy of less takes no longer
+than the question whether that is so, 1 us (two cores)."""
 
 Call = tuple[Library, int | None, Any]
 """The caller's library, the device that its tensors lie on, and what the backend's `locked` gave.  A plain tuple: every call makes
@@ -128,29 +128,17 @@ class Outputs:
         """Replays, and gives tensors that are the caller's: copies, or large outputs in memory that nothing else uses."""
         library, device, stream = call
         results = self._backend.run(self._first + program, addresses, device, stream)
-        made = self._over(library, program, results)
         copy = library.copy
         if results.static:
-            return [copy(value) for value in made]
+            return [copy(value) for value in self._over(library, program, results)]
         spans = self._spans.get(program) or self._spans_of(program)
-        given = []
-        for index, value in enumerate(made):
+        given, places = [], results.addresses
+        for index, wrap in enumerate(self._wrappers_of(library, program)):
             owner = None
-            if spans.large[index] and spans.is_apart(index, results.addresses, addresses):
+            if spans.large[index] and spans.is_apart(index, places, addresses):
                 owner = results.own(index)
-            if owner is None:
-                given.append(copy(value))
-            else:
-                row = self._rows[program][index]
-                given.append(library.wrap(results.addresses[index], row.dtype, row.shape, dense(row.shape), owner))
+            given.append(copy(wrap(places[index], results)) if owner is None else wrap(places[index], owner))
         return given
-
-    def _spans_of(self, program: int) -> Spans:
-        rows = self._rows[program]
-        outputs = [span(row) for row in rows]
-        large = [size >= LARGE and is_dense(row.shape, row.strides) for size, row in zip(outputs, rows, strict=True)]
-        made = self._spans[program] = Spans(outputs, [span(row) for row in self._inputs[program]], large)
-        return made
 
     def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
         """Replays, and gives the outputs as the caller's tensors over the runtime's memory."""
@@ -159,17 +147,32 @@ class Outputs:
 
     def _over(self, library: Library, program: int, results: Results) -> list[Any]:
         """The caller's tensors over the memory of a replay."""
+        if not results.static:
+            return [
+                wrap(address, results) for wrap, address in zip(self._wrappers_of(library, program), results.addresses, strict=True)
+            ]
         key = (library.name, program)
-        if results.static:
-            known = self._static.get(key)
-            if known is None:
-                known = self._static[key] = [
-                    library.wrap(address, row.dtype, row.shape, row.strides, results, results.device)
-                    for address, row in zip(results.addresses, self._rows[program], strict=True)
-                ]
-            return known
+        known = self._static.get(key)
+        if known is None:
+            known = self._static[key] = [
+                library.wrap(address, row.dtype, row.shape, row.strides, results, results.device)
+                for address, row in zip(results.addresses, self._rows[program], strict=True)
+            ]
+        return known
+
+    def _wrappers_of(self, library: Library, program: int) -> list[Wrapper]:
+        key = (library.name, program)
         wrappers = self._wrappers.get(key)
         if wrappers is None:
-            rows = self._rows[program]
-            wrappers = self._wrappers[key] = [library.wrapper(row.dtype, row.shape, row.strides) for row in rows]
-        return [wrap(address, results) for wrap, address in zip(wrappers, results.addresses, strict=True)]
+            wrappers = self._wrappers[key] = [
+                library.wrapper(row.dtype, row.shape, dense(row.shape) if is_dense(row.shape, row.strides) else row.strides)
+                for row in self._rows[program]
+            ]
+        return wrappers
+
+    def _spans_of(self, program: int) -> Spans:
+        rows = self._rows[program]
+        outputs = [span(row) for row in rows]
+        large = [size >= LARGE and is_dense(row.shape, row.strides) for size, row in zip(outputs, rows, strict=True)]
+        made = self._spans[program] = Spans(outputs, [span(row) for row in self._inputs[program]], large)
+        return made

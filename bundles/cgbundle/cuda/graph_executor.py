@@ -37,7 +37,7 @@ READERS = 6
 class GraphExecutor:
     """A recording as one executable CUDA graph of the context.  Raises table-invalid, driver-failed, OutOfMemory.
 
-    `outputs`, (address, bytes), are those that what `copying` gives copies.
+    `outputs`: what the launch of `copying` copies, (address, bytes).
     """
 
     __slots__ = ("_build", "_copies", "_exec", "_graph", "readers")

@@ -15,8 +15,8 @@ import cgbundle
 import cgcompile
 from cgbundle.call import outputs
 
-SIZE = 20_000
-"""Elements of a row: 80 KB, more than `outputs.LARGE`."""
+SIZE = 40_000
+"""Elements of a row: 160 KB, more than `outputs.LARGE`."""
 
 
 class Large(nn.Module):
