@@ -123,8 +123,8 @@ def _pointwise(x: Tensor, weight: Tensor) -> Tensor:
 
 def _underfilled(x: Tensor, weight: Tensor, stride: list[int], padding: list[int]) -> bool:
     """Whether the template would have few blocks with many steps each: then a product over a copy of the input can be split.  On an
-    H200 (tests/bench/gpu/kernel_times.py), 49 by 512 by 4608 took 24 us by the template and 7 so.  196 by 256 by 2304 took 16 and
-    14.  With more rows (56 and 100 blocks) it was no faster."""
+    H200 (tests/bench/gpu_kernels/kernel_times.py), 49 by 512 by 4608 took 24 us by the template and 7 so.  196 by 256 by 2304 took
+    16 and 14.  With more rows (56 and 100 blocks) it was no faster."""
     sizes = [(x.shape[2 + i] + 2 * padding[i] - weight.shape[2 + i]) // stride[i] + 1 for i in range(2)]
     blocks = math.ceil(x.shape[0] * math.prod(sizes) / 64) * math.ceil(weight.shape[0] / 64)
     return blocks < BLOCKS and math.prod(weight.shape[1:]) >= DEEP

@@ -1,4 +1,4 @@
-"""How fast weights reach the GPU, by way and by setting: `tests/bench/gpu/upload.py [MB]`.
+"""How fast weights reach the GPU, by way and by setting: `tests/bench/gpu_weights/upload.py [MB]`.
 
 Prints milliseconds from an idle context to the last byte in place, pinning included, the file in the page cache: medians of three.
 """

@@ -1,4 +1,4 @@
-"""`python -m tests.bench.gpu.all_reduce`: all_reduce between two GPUs by kernels of ours in graphs, beside NCCL captured in one.
+"""`python -m tests.bench.gpu_kernels.all_reduce`: all_reduce between two GPUs by kernels of ours in graphs, and by NCCL in one.
 
 bf16, 8 KB to 64 MB, microseconds each of 100 in a graph, best of 8 replays.  Then a million in random sizes, every number of them
 compared.  `--count N`: as many instead.  `--only nccl` is what the program starts itself, under torch.distributed.run.
@@ -56,7 +56,7 @@ def measured_nccl() -> dict[int, float]:
     """Microseconds by bytes; empty where NCCL did not run."""
     port = str(29000 + os.getpid() % 1000)  # others may run beside it
     start = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", port]
-    command = [*start, "-m", "tests.bench.gpu.all_reduce", "--only", "nccl"]
+    command = [*start, "-m", "tests.bench.gpu_kernels.all_reduce", "--only", "nccl"]
     done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=120)
     rows = [line.split() for line in done.stdout.splitlines() if line[:1].isdigit()]
     if not rows:
