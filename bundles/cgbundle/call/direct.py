@@ -15,7 +15,7 @@ from ..tensors.library import Descriptor, Library, Likeness
 from .views import Epoch, View
 
 if TYPE_CHECKING:
-    from ..session.backend import Backend, Fresh
+    from ..session.backend import Backend, Caller, Fresh
 
 KEPT = 4096
 """Kinds of calls that are remembered; beyond that all are forgotten and made again as needed."""
@@ -89,25 +89,29 @@ def replay(
     backend: Backend, library: Library, program: int, outputs: Sequence[Output], counts: Sequence[Epoch], *, views: bool
 ) -> Replay:
     """Replays a program, by its number among those of all entries, and gives views or copies.  `counts`: what counts its calls."""
+    from ..session.backend import Caller  # no load needs it
+
     device = backend.device
     assert device is not None  # where the inputs of a direct call lie
-    finish = _viewing(library, outputs) if views else _copying(backend, library, outputs)
-    line = backend.direct(program, library.stream, counts, finish, None if views else _fresh(library, outputs))
-    return line or _by_steps(backend, library, program, device, counts, finish)
+    if views:
+        caller = Caller(library.stream, counts, _viewing(library, outputs), None)
+    else:
+        fresh = _fresh(library, outputs)
+        caller = Caller(library.stream, counts, _copying(backend, library, outputs, fresh), fresh)
+    return backend.direct(program, caller) or _by_steps(backend, program, device, caller)
 
 
-def _by_steps(
-    backend: Backend, library: Library, program: int, device: int, counts: Sequence[Epoch], finish: Callable[[Any], list[Any]]
-) -> Replay:
+def _by_steps(backend: Backend, program: int, device: int, caller: Caller) -> Replay:
     def line(addresses: list[int], given: Sequence[View]) -> list[Any]:
-        stream = backend.begin(library.stream(device))
+        stream = backend.begin(caller.stream(device))
         try:
             for view in given:
                 view.tensor  # noqa: B018  raises stale-view where another thread's call came between
-            for count in counts:
+            for count in caller.counts:
                 count.number += 1  # from here on the outputs of the last replay may be overwritten
             backend.run(program, addresses, device, stream)
-            return finish(stream)
+            outputs: list[Any] = caller.finish(stream)
+            return outputs
         finally:
             backend.end(stream)
 
@@ -121,29 +125,27 @@ def _viewing(library: Library, outputs: Sequence[Output]) -> Callable[[Any], lis
     return lambda stream: [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in outputs]
 
 
-def _copying(backend: Backend, library: Library, outputs: Sequence[Output]) -> Callable[[Any], list[Any]]:
-    """Copies by the driver, where they are not part of the run.  Kernels are not given the copies' addresses instead, as they are
-    those of inputs: one may write behind an output's last byte (a padded product of which a part is the output), and no bundle says
-    how far."""
-    copied, empty_like, copy = backend.copy, library.empty_like, library.copy
-    rows = [(value, *_place(library.describe(value))) for _, value, _ in outputs]
+def _copying(backend: Backend, library: Library, outputs: Sequence[Output], fresh: Fresh | None) -> Callable[[Any], list[Any]]:
+    """Copies by the driver to what `fresh` makes, or by the library.  Kernels are not given the copies' addresses instead, as they
+    are those of inputs: one may write behind an output's last byte (a padded product of which a part is the output), and no bundle
+    says how far."""
+    copied, copy, values = backend.copy, library.copy, [value for _, value, _ in outputs]
+    places = [_place(library.describe(value)) for value in values]
 
     def finish(stream: Any) -> list[Any]:
-        made = []
-        for value, address, size in rows:
-            fresh = empty_like(value) if size else None
-            if fresh is None:
-                made.append(copy(value))
-            else:
-                copied(fresh[1], address, size, stream)
-                made.append(fresh[0])
+        found = None if fresh is None else fresh()
+        if found is None:
+            return [copy(value) for value in values]
+        made: list[Any] = found[0]
+        for target, (address, size) in zip(found[1], places, strict=True):
+            copied(target, address, size, stream)
         return made
 
     return finish
 
 
 def _fresh(library: Library, outputs: Sequence[Output]) -> Fresh | None:
-    """Makes the tensors that outputs are copied to, where the library has memory for that; None where it is to copy one itself."""
+    """Makes the tensors that outputs are copied to; None where the library is to copy one, which is not row-major or empty."""
     values, empty_like = [value for _, value, _ in outputs], library.empty_like
     if not all(_place(library.describe(value))[1] for value in values):
         return None

@@ -27,18 +27,23 @@ one."""
 
 
 class Spans(NamedTuple):
-    """Of a program's outputs and inputs the bytes from the first to the last; `large`: the outputs that a caller may be given."""
+    """Of a program's outputs and inputs the bytes from the first to the last; `large`: which outputs a caller may be given."""
 
     outputs: Sequence[int]
     inputs: Sequence[int]
-    large: Sequence[bool]
+    large: Sequence[int]
 
-    def is_apart(self, index: int, outputs: Sequence[int], inputs: Sequence[int]) -> bool:
-        """Whether output `index` shares no byte with another one, or with an input, which lie at these addresses."""
-        begin = outputs[index]
-        end = begin + self.outputs[index]
-        others = [(at, size) for place, (at, size) in enumerate(zip(outputs, self.outputs, strict=True)) if place != index]
-        return all(at >= end or at + size <= begin for at, size in (*others, *zip(inputs, self.inputs, strict=True)))
+    def apart(self, outputs: Sequence[int], inputs: Sequence[int]) -> list[int]:
+        """The large outputs that share no byte with another output, or with an input, which lie at these addresses."""
+        places = sorted(zip((*outputs, *inputs), (*self.outputs, *self.inputs), range(len(outputs) + len(inputs)), strict=True))
+        found, furthest = [], 0
+        for row, (begin, size, index) in enumerate(places):
+            end = begin + size
+            alone = begin >= furthest and (row + 1 == len(places) or places[row + 1][0] >= end)
+            if alone and index in self.large:
+                found.append(index)
+            furthest = max(furthest, end)
+        return found
 
 
 class Session:
@@ -132,12 +137,11 @@ class Outputs:
         if results.static:
             return [copy(value) for value in self._over(library, program, results)]
         spans = self._spans.get(program) or self._spans_of(program)
-        given, places = [], results.addresses
-        for index, wrap in enumerate(self._wrappers_of(library, program)):
-            owner = None
-            if spans.large[index] and spans.is_apart(index, places, addresses):
-                owner = results.own(index)
-            given.append(copy(wrap(places[index], results)) if owner is None else wrap(places[index], owner))
+        own = spans.apart(results.addresses, addresses) if spans.large else ()
+        given = []
+        for index, (wrap, address) in enumerate(zip(self._wrappers_of(library, program), results.addresses, strict=True)):
+            owner = results.own(index) if index in own else None
+            given.append(copy(wrap(address, results)) if owner is None else wrap(address, owner))
         return given
 
     def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
@@ -173,6 +177,6 @@ class Outputs:
     def _spans_of(self, program: int) -> Spans:
         rows = self._rows[program]
         outputs = [span(row) for row in rows]
-        large = [size >= LARGE and is_dense(row.shape, row.strides) for size, row in zip(outputs, rows, strict=True)]
+        large = [place for place, row in enumerate(rows) if outputs[place] >= LARGE and is_dense(row.shape, row.strides)]
         made = self._spans[program] = Spans(outputs, [span(row) for row in self._inputs[program]], large)
         return made

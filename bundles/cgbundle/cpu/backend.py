@@ -25,6 +25,7 @@ from .host_region import INSTANCES, HostRegion, layout_of, open_region
 from .output_layouts import OutputLayouts
 from .processor import HINT, check_features
 from .quota import memory_of_quota
+from .region_outputs import RegionOutputs
 from .weights import Weights, anonymous
 
 if TYPE_CHECKING:
@@ -42,42 +43,6 @@ def check_machine(target: Target) -> None:
 
 Run = tuple[Callable[..., "Array[c_void_p]"], int, OutputLayouts]
 """The run of a program's region, the number of its outputs, and how they have to lie."""
-
-
-class RegionOutputs:
-    """The output tensors of one replay, in memory of torch's allocator until the last reference to this goes, or to what `own`
-    gives."""
-
-    __slots__ = ("_handles", "_torch", "addresses")
-
-    device: int | None = None
-    static = False
-
-    def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p], layouts: OutputLayouts, given: Sequence[int]) -> None:
-        self._torch, self._handles = torch, handles
-        self.addresses = layouts.addresses(handles, given)
-
-    def own(self, index: int) -> OwnOutput:
-        """The tensor, which is no longer kept here."""
-        handle, self._handles[index] = self._handles[index], None
-        return OwnOutput(self._torch, handle)
-
-    def __del__(self) -> None:
-        for handle in self._handles:
-            if handle is not None:
-                self._torch.delete(handle)
-
-
-class OwnOutput:
-    """One output tensor, in memory of torch's allocator until the last reference to this goes."""
-
-    __slots__ = ("_handle", "_torch")
-
-    def __init__(self, torch: libtorch.LibTorch, handle: int | None) -> None:
-        self._torch, self._handle = torch, handle
-
-    def __del__(self) -> None:
-        self._torch.delete(self._handle)
 
 
 class BoundPrograms:
@@ -221,7 +186,7 @@ class CpuBackend:
         run, outputs, layouts = stream.runs[program]
         return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs), layouts, addresses)
 
-    def direct(self, program: int, stream: object, counts: object, finish: object, fresh: object = None) -> None:
+    def direct(self, program: int, caller: object) -> None:
         """None: a call on the CPU takes a thousand times as long."""
 
     def copy(self, target: int, source: int, size: int, stream: object = None) -> None:

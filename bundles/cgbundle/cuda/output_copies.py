@@ -20,8 +20,8 @@ COPIES = 8
 class OutputCopies:
     """The nodes that copy `outputs`, (address, bytes), in a graph whose other nodes are `nodes`; they run behind all of these.
 
-    To run behind the last nodes is enough: a kernel that begins before the one in front of it has ended waits for that before it
-    ends itself.  The driver draws the same edges where it captures a copy that follows on a stream.
+    To run behind the last nodes is enough, as for a copy that is captured behind a recording's last launch: a kernel that begins
+    before the one in front of it has ended must wait for that itself (PTX ISA, griddepcontrol).
 
     `executable` is to be set before the first use.  `on`: whether launches copy, None where a switch failed.  Raises driver-failed.
     """

@@ -33,7 +33,7 @@ from .shared import Shared
 if TYPE_CHECKING:
     from ..cpu.weights import Weights
     from ..cuda.weight_update import Copy
-    from ..session.backend import Fresh
+    from ..session.backend import Caller
     from ..session.profile import Profile
     from ..session.weight_contents import Contents, OpenFile
     from .host_steps import HostSteps
@@ -213,23 +213,12 @@ class CudaBackend:
                 memory.copy(addresses[index], source, size, stream)
         return self._results[program]
 
-    def direct(
-        self,
-        program: int,
-        stream: Callable[[int], int | None],
-        counts: Sequence[Any],
-        finish: Callable[[Any], Any],
-        fresh: Fresh | None = None,
-    ) -> Callable[..., Any] | None:
+    def direct(self, program: int, caller: Caller) -> Callable[..., Any] | None:
         """`begin`, `run` and `end` in one piece, for a program of one recording and callers on the stream of the call before."""
         bound = self._bound.get(program)
         if bound is None or bound.chained or bound.written or len(bound.steps) != 1 or self._programs.watched:
             return None
-        name = self._manifest.name
-        run = calls.launched(bound, finish, fresh)
-        return calls.in_one_piece(
-            self, name, self._forks, bound, self._order, self._context, self._lock, stream, counts, finish, run
-        )
+        return calls.in_one_piece(self, self._manifest.name, self._forks, bound, self._order, self._context, self._lock, caller)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes of the GPU's, in the order of the stream."""

@@ -16,7 +16,7 @@ from .binding import BoundProgram, HostOutputs
 from .host_copies import HostCopies
 
 if TYPE_CHECKING:
-    from ..session.backend import Fresh
+    from ..session.backend import Caller
 
 
 class Closing(Protocol):
@@ -65,9 +65,9 @@ def refuse_host_inputs() -> None:
         )
 
 
-def launched(bound: BoundProgram, finish: Callable[[Any], Any], fresh: Fresh | None) -> Callable[[Any], Any]:
-    """Launches a program of one step and gives what `finish` does; or what `fresh` makes, where the launch copies the outputs."""
-    (launch,), copying = bound.steps, bound.copying
+def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:
+    """Launches a program of one step, in the order of a stream, and gives what the call gives."""
+    (launch,), copying, finish, fresh = bound.steps, bound.copying, caller.finish, caller.fresh
 
     def plain(stream: Any) -> Any:
         launch(stream)
@@ -91,17 +91,14 @@ def in_one_piece(
     order: StreamOrder,
     context: Context,
     lock: AnyLock,
-    stream: Callable[[int], int | None],
-    counts: Sequence[Any],
-    finish: Callable[[Any], Any],
-    run: Callable[[Any], Any],
+    caller: Caller,
 ) -> Callable[[list[int], Sequence[Any]], Any]:
     """`Backend.direct` for a program of one step, which writes to no input, of a session that `owner` closes.
 
-    `name` is the bundle's, `forks` the number of `FORKS` when it was loaded, `run` is the program `launched`.  Every microsecond of
-    such a call is measured.
+    `name` is the bundle's, `forks` the number of `FORKS` when it was loaded.  Every microsecond of such a call is measured.
     """
     inputs, device, current_context = bound.inputs, context.index, context.handle
+    stream, counts, finish, run = caller.stream, caller.counts, caller.finish, _launched(bound, caller)
     acquire, release, push, pop = lock.acquire, lock.release, cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
     only = inputs[0] if len(inputs) == 1 else None
 

@@ -20,7 +20,7 @@ from .peer_memory import within
 
 if TYPE_CHECKING:
     from ..format.schema import World
-    from ..session.backend import Fresh
+    from ..session.backend import Caller
     from ..session.weight_contents import Contents, OpenFile
 
 SECOND = 10**9
@@ -61,15 +61,8 @@ class ExchangingBackend(CudaBackend):
             raise CallError("capture-refused", text, "call it outside the capture")
         return handle
 
-    def direct(
-        self,
-        program: int,
-        stream: Callable[[int], int | None],
-        counts: Sequence[Any],
-        finish: Callable[[Any], Any],
-        fresh: Fresh | None = None,
-    ) -> Callable[..., Any] | None:
-        return None
+    def direct(self, program: int, caller: Caller) -> None:
+        """None: every call begins with a look at the other ranks."""
 
     def _note(self, rank: int, stream: Any) -> None:
         """Copies a rank's status to where this process reads it, in the order of its stream."""

@@ -112,7 +112,26 @@ def test_others_are_copied(monkeypatch: pytest.MonkeyPatch, size: int, outputs: 
 
 @given(begin=st.integers(0, 40), other=st.integers(0, 40), source=st.integers(0, 40), sizes=st.tuples(*[st.integers(1, 20)] * 3))
 def test_what_shares_a_byte_is_not_apart(begin: int, other: int, source: int, sizes: tuple[int, int, int]) -> None:
-    spans = Spans(outputs=sizes[:2], inputs=sizes[2:], large=(True, True))
-    own = set(range(begin, begin + sizes[0]))
-    rest = {*range(other, other + sizes[1]), *range(source, source + sizes[2])}
-    assert spans.is_apart(0, (begin, other), (source,)) == (not own & rest)
+    spans = Spans(outputs=sizes[:2], inputs=sizes[2:], large=(0, 1))
+    one, two, read = [set(range(at, at + size)) for at, size in zip((begin, other, source), sizes, strict=True)]
+    wanted = [place for place, own, rest in ((0, one, two | read), (1, two, one | read)) if not own & rest]
+    assert sorted(spans.apart((begin, other), (source,))) == wanted
+
+
+def test_what_lies_in_another_output_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a compiler makes one in a part of another: a caller may write to each."""
+    run, backend = served(monkeypatch, 16)
+    replay = backend.run
+
+    def overlaid(*given: Any) -> FakeResults:
+        results = replay(*given)
+        results.addresses[1] = results.addresses[0] + 8
+        return results
+
+    monkeypatch.setattr(backend, "run", overlaid)
+    (y, first, _) = run(numbers(8))
+    assert backend.made[0][1] == []
+    held = [each for row in y.tolist() for each in row]
+    assert first.tolist() == held[2:10]
+    ctypes.memset(first.address, 0, 32)
+    assert y.tolist() == expected(8)[0]

@@ -6,10 +6,12 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
+import time
 from array import array
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -130,6 +132,26 @@ def test_a_failure_is_the_calls(monkeypatch: pytest.MonkeyPatch, failing: str) -
             room.there_and_back(1)
         room.there_and_back(2)
     assert not fake.live and not fake.retained and not fake.pinned
+
+
+def test_when_it_is_interrupted_no_thread_uses_the_callers_memory_any_more(
+    fake: FakeDriver, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    room, before = Room(cleanup, 9 * CHUNK), threading.active_count()
+    room.there_and_back(0)
+    copy = ctypes.memmove
+
+    def slow(*given: Any) -> Any:
+        if threading.current_thread() is threading.main_thread():
+            raise KeyboardInterrupt
+        time.sleep(0.1)
+        return copy(*given)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(host_copies.ctypes, "memmove", slow)
+        room.there_and_back(1)
+    assert threading.active_count() == before
+    room.there_and_back(2)
 
 
 @pytest.mark.parametrize("mode", ["graph", "stream"])

@@ -23,6 +23,7 @@ from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.format.archive import describe_files
 from cgbundle.format.schema import Manifest, Program
 from cgbundle.gpu.backend import CudaBackend
+from cgbundle.session.backend import Caller as MadeBy
 from cgbundle.tables import codec as tables
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
@@ -54,7 +55,8 @@ class Caller:
         self.given = ctypes.addressof((ctypes.c_char * 4096).from_buffer(self._page))
         self.made: list[list[Any]] = []
         self.none = False
-        line = backend.direct(0, lambda device: self.stream, [SimpleNamespace(number=0)], self.finish, self.fresh)
+        caller = MadeBy(lambda device: self.stream, [SimpleNamespace(number=0)], self.finish, self.fresh)
+        line = backend.direct(0, caller)
         assert line is not None
         self.line = line
 
@@ -131,7 +133,7 @@ def test_any_order(caller: Caller) -> None:
             assert fresh is not None
             caller.fake.refused.update(fresh[1])
             caller.fresh, before = (lambda fresh=fresh: fresh), caller.fresh  # type: ignore[method-assign, misc]
-            line = caller.backend.direct(0, lambda device: 0, [], caller.finish, caller.fresh)
+            line = caller.backend.direct(0, MadeBy(lambda device: 0, [], caller.finish, caller.fresh))
             assert line is not None
             ctypes.memmove(caller.given, inputs(KEYS[0], seed).tobytes(), 4 * N)
             (made,) = line([caller.given], ())
