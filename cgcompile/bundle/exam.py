@@ -16,7 +16,7 @@ from cgbundle.format.schema import IntKey, Program, Value, Weight
 
 from ..model.flat_module import PREFIX, run_eager
 from ..model.pytree import dtype_name
-from ..model.source import Source, all_keys, sample
+from ..model.source import EXAM_SEED, Source, all_keys, sample
 from ..transforms.prepared import Prepared
 from ..util.raw_bytes import changes, raw
 
@@ -51,7 +51,7 @@ class ReplayedBytes:
 def eager_exam(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[Weight]
 ) -> list[KeyExam]:
-    """What eager PyTorch gives at every int_key, on the inputs that the source draws, from the model's first state.
+    """What eager PyTorch gives at every int_key, on inputs that the export has not seen, from the model's first state.
 
     `weights`: the manifest's rows.
     """
@@ -59,7 +59,7 @@ def eager_exam(
     before = _first_state(prepared)
     rows = [row for row in weights if row.memory == "state"]
     for key in all_keys(sizes):
-        inputs = sample(source, dict(zip(sizes, key, strict=True))).tensors
+        inputs = sample(source, dict(zip(sizes, key, strict=True)), EXAM_SEED).tensors
         ran = run_eager(prepared.reference, inputs, prepared.exam_calls)
         written = tuple([(index, ran.given[index]) for index in prepared.written])
         # of the random numbers' state an entry that draws none knows nothing

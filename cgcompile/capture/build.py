@@ -18,7 +18,7 @@ from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, replayed_exam, write_exam
 from ..bundle.proof import accepted, measured, unproved
 from ..bundle.rows import WHOLE
-from ..model.source import SEED, sample
+from ..model.source import EXAM_SEED, SEED, sample
 from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
 from ..targets.cuda.chains import chained_outputs
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
@@ -39,8 +39,6 @@ from .request import PRIME, RECORD, Call
 
 STATES_FILE = "graphs/modules.bin"
 EAGER = "try --lower eager; if that differs too, please report this model"
-EXAM_SEED = 1
-"""Seed of the exam's inputs: others than those that the graphs were captured on."""
 
 
 @contextmanager

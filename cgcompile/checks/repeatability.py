@@ -69,6 +69,24 @@ def unrepeatable_result(context: RuleContext) -> Iterable[Finding]:
         )  # fmt: skip
 
 
+def earlier_calls(context: RuleContext) -> Iterable[Finding]:
+    """Results that depend on earlier calls: an attribute that one call sets from its input's values and a later call reads, a
+    counter in Python, a global.
+
+    What it looks for: a model that was just made, in a process that has not called it, is called with inputs that the export has
+    not seen, A, B and A again at every int_key, then at all in reverse order.  Every call is compared with the exported program.
+    Why CUDA forbids it: a replay runs no Python.  What earlier calls left in Python is what they left at the build.
+    Effect: no bundle can be built.  An attribute that depends on shapes, dtypes or weights alone changes no result, and builds.
+    Fix: compute the value in every call, or keep it in a buffer: `self.register_buffer(name, torch.zeros(()))`, and write to that.
+    Source: model/nondeterminism/fresh_process.py and pipeline/sequences.py.
+    """
+    for obstacle in context.obstacles("earlier-calls"):
+        yield finding(
+            "earlier-calls", REFUSE, obstacle.message, obstacle, "a bundle would have the value of its build in every call",
+            "compute it in every call, or register a buffer for it and write to that",
+        )  # fmt: skip
+
+
 def widened_bound(prepared: Prepared) -> Iterable[Finding]:
     """An output that may differ from eager PyTorch by more than its dtype's bound, as eager PyTorch itself is less exact.
 

@@ -20,6 +20,7 @@ RULES: tuple[Rule, ...] = (
     repeatability.python_random,
     repeatability.clock_read,
     repeatability.unrepeatable_result,
+    repeatability.earlier_calls,
     scalars.data_dependent_branch,
     scalars.host_scalar,
     shapes.data_dependent_shape,

@@ -56,12 +56,13 @@ def _folded(written: list[tuple[str, Node | None]]) -> list[tuple[str, Node | No
 
 
 def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
-    """An attribute that forward() changes and that is no buffer: a counter in Python, a tensor kept for the next call.
+    """An attribute that forward() changes at every call and that is no buffer: a list that grows, an object kept for the next call.
 
     What it looks for: attributes of modules that the second call with the same inputs changes, too (model/tracing/attributes.py).
     Why CUDA cares: a replay runs kernels and no Python; the attribute would stay what it was when the model was traced.
     Effect: no bundle can be built: its results would be those of the first call for ever.  One that a call assigns before it reads
-    it carries nothing to the next call: it changes no result, and is only noted.
+    it carries nothing to the next call: it changes no result, and is only noted.  A number, and a tensor that keeps its shape and
+    dtype, become a buffer as long as the build takes; a number that no result depends on is only noted.
     Fix: `self.register_buffer(name, torch.zeros(()))`, and write to it: that is state, and kept from call to call.
     Source: torch.export traces Python once ("attributes assigned during export").
     """
@@ -74,6 +75,11 @@ def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
         yield finding(
             "mutated-attribute", NOTE, f"{obstacle.message}, and reads it only afterwards", obstacle,
             "none on results: no call hands it to the next; a bundle has no attributes", "return it, if its value is wanted",
+        )  # fmt: skip
+    for obstacle in context.obstacles("unread-attribute"):
+        yield finding(
+            "mutated-attribute", NOTE, f"{obstacle.message}, and no result depends on it", obstacle,
+            "a bundle does not count", "none needed; to keep it, return it, or register a buffer",
         )  # fmt: skip
 
 

@@ -15,20 +15,22 @@ from cgbundle.format.schema import IntKey, Size
 
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
-from ..model.flat_module import FlatModule, unwatched
+from ..model.flat_module import PREFIX, FlatModule, unwatched
 from ..model.nondeterminism.repeated_calls import apart, unrepeated
 from ..model.pytree import DENSE, not_dense
 from ..model.side_effects import NOTHING, Asserted, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample, written_method
 from ..model.tracing.attributes import ATTRIBUTE_FIX
+from ..model.tracing.held_tensors import make_attribute
 from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import defined
 from .eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .exported import EagerShapes, Exported, memory_order
-from .first_calls import first_calls, sample_at
+from .first_calls import Counter, first_calls, sample_at
 from .functionalization import size_from_a_float
 from .programs import Programs, coarsest, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
+from .weights import reaches_a_result
 
 STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "data-dependent-shape")
 """Causes by which torch.export stops."""
@@ -72,9 +74,15 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool)
     flat.watch = calls.append
     flat.assigned = tuple(seen.changes)
     flat.constants = seen.constants if alone else []
-    left = tuple(seen.changes.values())
+    left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
         made = _as_eager(source, flat, shapes, sizes, calls)
+        unread = _unread_counters(made.programs, seen.counters) if alone else []
+        for name in unread:
+            make_attribute(source.model, name, seen.counters[name][1])
+        if unread:
+            flat.follow_buffers()
+            made = _as_eager(source, flat, shapes, sizes, calls)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -86,12 +94,19 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool)
     if not seen.changes and not outside and apart(seen.first, seen.second.results):
         written = defined(written_method(source.model, source.entry))
         outside = unrepeated(flat, sample_at(source, sizes, 0), seen.second, coarsest(made.programs), written)
+    uncounted = tuple([replace(seen.counters[name][0], rule="unread-attribute") for name in unread])
     early = set().union(*[call.early for call in calls])
     left = tuple([each if name in early else replace(each, rule="assigned-attribute") for name, each in seen.changes.items()])
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
-        eager_shapes=(*seen.shapes, *made.eager_shapes), obstacles=(*left, *outside, *made.obstacles),
+        eager_shapes=(*seen.shapes, *made.eager_shapes), obstacles=(*left, *uncounted, *outside, *made.obstacles),
     )  # fmt: skip
+
+
+def _unread_counters(programs: Programs, counters: Mapping[str, Counter]) -> list[str]:
+    """Counters that no result depends on: they stay attributes, and a call may be padded."""
+    each = [program for _, program in programs.each]
+    return [name for name in counters if not any(reaches_a_result(program, PREFIX + name) for program in each)]
 
 
 def _of_entry(error: ModelError, source: Source) -> ModelError:

@@ -16,13 +16,16 @@ from ..model.nondeterminism.generators import Generator, generators, states
 from ..model.nondeterminism.repeated_calls import Observed, Results, observed, outside_values, results
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import Source, sample
-from ..model.tracing.attributes import assignment_place, changed, marks
-from ..model.tracing.held_tensors import held_tensors, make_buffer
+from ..model.tracing.attributes import assignment_place, changed, marks, own_attributes
+from ..model.tracing.held_tensors import Held, held_tensors, make_buffer
 from .eager_check import try_eager
 from .exported import EagerShapes
 
 FEW = 16
 """Elements of a buffer that Python may ask for its values."""
+
+Counter = tuple[Obstacle, Any]
+"""What to say of an attribute that calls count in, and what it was before the first call."""
 
 Constants = list[tuple[Any, str, torch.Tensor]]
 """Buffers that no call writes to: (module, name in it, value)."""
@@ -33,13 +36,15 @@ class FirstCalls:
     """What the first calls showed.
 
     `calls` are those at the smallest and the largest sizes, `shapes` the shapes of their outputs.  `changes` are attributes that
-    every call changes, by name; `outside` are obstacles of what lies outside of the model; `constants` are small buffers that kept
-    their values.  `first` and `second` are what two more calls at the smallest sizes gave.
+    every call changes, by name, and `counters` those that became buffers instead; `outside` are obstacles of what lies outside of
+    the model; `constants` are small buffers that kept their values.  `first` and `second` are what two more calls at the smallest
+    sizes gave.
     """
 
     calls: tuple[SideEffects, ...]
     shapes: tuple[EagerShapes, ...]
     changes: Mapping[str, Obstacle]
+    counters: Mapping[str, Counter]
     outside: tuple[Obstacle, ...]
     constants: Constants
     first: Results
@@ -53,6 +58,7 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
     """
     calls: list[SideEffects] = []
     flat.watch = calls.append
+    fresh = own_attributes(source.model)
     versions = {id(buffer): buffer._version for buffer in source.model.buffers() if not buffer.is_inference()}
     before = states(generators(source.model, source.entry))
     shapes = try_eager(source, flat, sizes)
@@ -60,14 +66,14 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
     after = states(drawn_from)
     flat.earlier = calls[0]
     flat.watch = unwatched
-    changes, first, second = _changed_attributes(source, flat, sizes, drawn_from)
+    changes, kept, first, second = _changed_attributes(source, flat, sizes, drawn_from, fresh)
     outside = outside_values(flat, sample_at(source, sizes, 0), first, second)
     if after != before and not second.moved:  # drawn at other sizes alone, or by inputs()
         largest = sample_at(source, sizes, -1)
         outside += outside_values(flat, largest, (), replace(observed(flat, largest, drawn_from, after), reads=()))
     return FirstCalls(
-        calls=tuple(calls), shapes=tuple(shapes), changes=changes, outside=outside, constants=_constants(flat, versions),
-        first=first, second=second,
+        calls=tuple(calls), shapes=tuple(shapes), changes=changes, counters=kept, outside=outside,
+        constants=_constants(flat, versions), first=first, second=second,
     )  # fmt: skip
 
 
@@ -89,9 +95,14 @@ def _constants(flat: FlatModule, versions: Mapping[int, int]) -> Constants:
 
 
 def _changed_attributes(
-    source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], drawn_from: Sequence[Generator]
-) -> tuple[dict[str, Obstacle], Results, Observed]:
-    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers.
+    source: Source,
+    flat: FlatModule,
+    sizes: Mapping[str, tuple[int, ...]],
+    drawn_from: Sequence[Generator],
+    fresh: Mapping[str, Any],
+) -> tuple[dict[str, Obstacle], dict[str, Counter], Results, Observed]:
+    """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers, and
+    so do counters.  `fresh`: the attributes before the first call.
 
     Also what the two calls gave that show it, and what the second one took from outside of the model."""
     tensors = sample_at(source, sizes, 0)
@@ -104,10 +115,39 @@ def _changed_attributes(
     for each, version in held.values():
         if each.tensor._version != version and id(each.tensor) not in buffers:
             make_buffer(each)
-    flat.follow_buffers()
     places = {name: assignment_place(source.model, name) for name in names}
     changes = {
         name: Obstacle(rule="mutated-attribute", message=f"forward() changes {name!r}", where=where, source=line)
         for name, (where, line) in places.items()
     }
-    return changes, first, second
+    kept: dict[str, Counter] = {}
+    for name in _read_first(flat, tensors, [name for name in names if name in fresh]):
+        if (value := number_or_tensor(fresh[name], own_attributes(source.model)[name])) is not None:
+            path, _, leaf = name.rpartition(".")
+            module = source.model.get_submodule(path)
+            make_buffer(Held(module=module, path=leaf, holder=vars(module), key=leaf, tensor=value.to(source.device)))
+            kept[name] = changes.pop(name), fresh[name]
+    flat.follow_buffers()
+    return changes, kept, first, second
+
+
+def _read_first(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[str]:
+    """Those of these attributes that a call reads before it assigns them."""
+    if not names:
+        return []
+    effects: list[SideEffects] = []
+    before, flat.assigned, flat.watch = flat.assigned, tuple(names), effects.append
+    results(flat, tensors)
+    flat.assigned, flat.watch = before, unwatched
+    return [name for name in names if name in effects[0].early]
+
+
+def number_or_tensor(first: Any, now: Any) -> torch.Tensor | None:
+    """What a buffer in place of an attribute holds first, which was `first` before the first call and is `now` after it: a number,
+    or a tensor that keeps its shape and dtype.  None for anything else."""
+    if type(first) in (int, float) and type(now) is type(first):
+        return torch.tensor(first, dtype=torch.int64 if type(first) is int else torch.float64)
+    plain = type(first) is torch.Tensor and type(now) is torch.Tensor and first.layout is torch.strided
+    if plain and (first.shape, first.dtype, first.device) == (now.shape, now.dtype, now.device):
+        return first.detach().clone()
+    return None

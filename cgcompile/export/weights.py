@@ -19,3 +19,22 @@ WEIGHT_KINDS = (InputKind.PARAMETER, InputKind.BUFFER, InputKind.CONSTANT_TENSOR
 def weight_placeholders(program: ExportedProgram) -> dict[str, str]:
     """Name of a placeholder -> name of its parameter, buffer or constant in the program."""
     return {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.kind in WEIGHT_KINDS}
+
+
+def reaches_a_result(program: ExportedProgram, name: str) -> bool:
+    """Whether anything but the buffer of this name itself may depend on what it holds."""
+    names = {target: placeholder for placeholder, target in weight_placeholders(program).items()}
+    waiting = [node for node in program.graph.nodes if node.name == names.get(name)]
+    aliases, seen = set(waiting), set(waiting)
+    while waiting:
+        for user in waiting.pop().users:
+            if user.op == "output" or not isinstance(user.target, torch._ops.OpOverload) or "assert" in user.target.name():
+                return True
+            if user.target._schema.is_mutable:
+                if user.args[0] not in aliases:
+                    return True
+                aliases.add(user)
+            if user not in seen:
+                seen.add(user)
+                waiting.append(user)
+    return False

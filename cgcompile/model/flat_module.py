@@ -14,7 +14,7 @@ from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Tree
 
 from ..errors import ModelError
-from ..util.raw_bytes import copied, put_back
+from ..util.raw_bytes import copied, put_back, same_bits
 from .devices.tracking import track_devices
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import NOTHING, SideEffects
@@ -192,6 +192,10 @@ class BufferSnapshot:
         """Copies of what all buffers hold now, by their names in the module."""
         return {name: copied(owner._buffers[leaf]) for name, owner, leaf, _, _ in self._rows}
 
+    def changed(self) -> bool:
+        """Whether a buffer holds something else by now."""
+        return any(not same_bits(owner._buffers[leaf], first) for _, owner, leaf, _, first in self._rows)
+
     def restore(self) -> None:
         with torch.no_grad():
             for _, owner, leaf, tensor, first in self._rows:
@@ -209,6 +213,14 @@ class EagerResult:
     outputs: tuple[torch.Tensor, ...]
     given: tuple[torch.Tensor, ...]
     state: Mapping[str, torch.Tensor]
+
+
+def call_eager(reference: Reference, given: Sequence[torch.Tensor], seed: int) -> tuple[torch.Tensor, ...]:
+    """One call, torch's random numbers seeded.  It may write to `given` and to buffers."""
+    with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in given if tensor.is_cuda})):
+        torch.manual_seed(seed)
+        with torch.no_grad(), traced_per_size():
+            return reference(*given)
 
 
 def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int = 1) -> EagerResult:

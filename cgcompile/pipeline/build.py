@@ -31,12 +31,13 @@ from ..export.signature.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
 from ..model.load import checked_chains, load_sources
+from ..model.nondeterminism.fresh_process import Place, copied_models, cuda_left_alone, forked_models
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
 from ..targets.architectures import capability_of
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.chains import chains_of, check_layouts
-from ..targets.choice import ALL_LOWERINGS, CONDITIONALS, FIRST_LOWERING, Chosen, choose
+from ..targets.choice import ALL_LOWERINGS, CONDITIONALS, FIRST_LOWERING, Chosen, asks_gpu, choose
 from ..transforms.error_bounds import error_bounds
 from ..transforms.padding.proof import prove_padding, unpadded
 from ..transforms.prepared import Prepared, prepare, together
@@ -47,7 +48,8 @@ from .destination import destination_path, staged_bundle
 from .kernel_coverage import operators_without_kernel
 from .manifest import made_manifest, with_mismatches
 from .records import Built, Options
-from .training_mode import evaluated
+from .sequences import with_sequences
+from .training_mode import evaluated, load_evaluated
 from .world.agreement import agreed, refuse_host
 
 BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "trace": "cgcompile.offline.build"}
@@ -73,20 +75,28 @@ def build_rank(model: str, options: Options, ranks: Ranks, folder: Path) -> Buil
 def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | None, given: Path | None) -> Built:
     stages = Stages(options.progress)
     asked = (options.target, options.lower, options.specialize, options.record, options.prove)
-    chosen = choose(*asked, standalone=bool(options.standalone))
+    early = None if asks_gpu(options.target) else choose(*asked, standalone=bool(options.standalone))
     with ExitStack() as stack:
         with stages("source") as tell:
-            loaded = load_sources(model, inputs, (ranks.rank, ranks.size) if ranks and not options.split else None)
+            share = (ranks.rank, ranks.size) if ranks and not options.split else None
+            with cuda_left_alone():
+                loaded = load_sources(model, inputs, share)
+            mode = stack.enter_context(evaluated(loaded[0], options.train))
+            fresh = None if ranks or loaded[0].saved else stack.enter_context(forked_models(loaded))
+            chosen = early or choose(*asked, standalone=bool(options.standalone))  # after the fork: it may start CUDA
             sizes = _sizes(loaded, options.sizes)
             keys = count_keys(sizes, options.max_keys)
             destination = given or destination_path(options.out, loaded[0].name)
             folder = given or stack.enter_context(staged_bundle(destination, options.force))  # from here on it is this process's
-            mode = stack.enter_context(evaluated(loaded[0], options.train))
             stack.enter_context(own_buffers(loaded[0].model))
+            place = Place(
+                device=chosen.device, told=CPU if chosen.recorder == "host" else CUDA, capability=capability_of(chosen.target)
+            )
             first = stack.enter_context(placed(loaded[0], chosen.device))
-            told = CPU if chosen.recorder == "host" else CUDA
-            capability = capability_of(chosen.target)
-            sources = [replace(source, device=first.device, told=told, capability=capability) for source in loaded]
+            if fresh and not fresh.begin(place):
+                fresh = copied_models([replace(source, model=first.model) for source in loaded], _again(model, options))
+                fresh.begin(place)
+            sources = [replace(source, device=first.device, told=place.told, capability=place.capability) for source in loaded]
             builder = BEST if options.lower == ALL_LOWERINGS else BUILDERS[chosen.recorder]
             with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
                 build_parts: Callable[..., ManifestParts] = import_module(builder).build_parts
@@ -103,7 +113,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
 
             build_parts = partial(build_parts, interface=stack.enter_context(begun_interface()))
         with stages("export") as tell:
-            exported = export_entries(sources, sizes, tell)
+            exported = with_sequences(export_entries(sources, sizes, tell), fresh)
             signatures = [describe_signature(each) for each in exported]
             tell.result(", ".join([_nodes(each.programs) for each in exported]))
         with stages("check") as tell:
@@ -167,6 +177,11 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             sealed = finish(replace(spec, standalone=False), folder, stages, run=chosen.runs_here)
             assert sealed is not None
     return Built(path=destination, manifest=sealed, seconds=tuple(stages.seconds))
+
+
+def _again(model: Any, options: Options) -> Callable[[], Sequence[Source]] | None:
+    """What loads a model once more that is no module in memory."""
+    return None if isinstance(model, torch.nn.Module) else partial(load_evaluated, model, options.train)
 
 
 def _finished(

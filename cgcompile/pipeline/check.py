@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,7 @@ from ..export.weights import weight_placeholders
 from ..model.declared_sizes import Given, Inputs, assumed_sizes, declared_sizes, sizes_of_entries
 from ..model.flat_module import PREFIX
 from ..model.load import load_sources
+from ..model.nondeterminism.fresh_process import FreshModels, Place, cuda_left_alone, forked_models
 from ..model.side_effects import BRANCH
 from ..model.source import CPU, CUDA, Source, sample
 from ..model.tracing.held_tensors import own_buffers
@@ -40,6 +42,7 @@ from ..targets.choice import CONDITIONALS, recorder_for, resolved
 from ..transforms.prepared import prepare
 from .kernel_coverage import operators_without_kernel
 from .records import RegionReport, Report
+from .sequences import with_sequences
 from .training_mode import evaluated
 
 ASSUMED = (2, 8)
@@ -58,12 +61,21 @@ def check(
     max_keys: int,
 ) -> Report:
     """See `cgcompile.check`."""
-    target = resolved(target)
-    sources = load_sources(model, inputs)
+    with cuda_left_alone():
+        sources = load_sources(model, inputs)
     each = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
-    with evaluated(sources[0], train) as mode, own_buffers(sources[0].model):
+    with ExitStack() as stack:
+        mode = stack.enter_context(evaluated(sources[0], train))
+        fresh = None if sources[0].saved else stack.enter_context(forked_models(sources))
+        target = resolved(target)  # after the fork: it may start CUDA
+        stack.enter_context(own_buffers(sources[0].model))
+        told = CPU if recorder_for(target) == "host" else CUDA
+        if fresh:
+            fresh.begin(Place(device=CPU, told=told, capability=capability_of(target)))
+        sources = tuple([replace(source, told=told, capability=capability_of(target)) for source in sources])
         found = [
-            _report(source, each.get(source.entry), len(sources) > 1, target, strict, host_ops, max_keys) for source in sources
+            _report(source, each.get(source.entry), len(sources) > 1, target, fresh, strict, host_ops, max_keys)
+            for source in sources
         ]
     reports, entries = [report for report, _ in found], [entry for _, entry in found if entry is not None]
     if len(entries) == len(sources):
@@ -72,13 +84,19 @@ def check(
 
 
 def _report(
-    source: Source, sizes: Given | None, several: bool, target: str, strict: bool, host_ops: Sequence[str], max_keys: int
+    source: Source,
+    sizes: Given | None,
+    several: bool,
+    target: str,
+    fresh: FreshModels | None,
+    strict: bool,
+    host_ops: Sequence[str],
+    max_keys: int,
 ) -> tuple[Report, EntrySpec | None]:
     """The report of one entry, and what a build would know of it, None where there can be none; `sizes` are those that were given
     for it, None where none were for any."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
-    source = replace(source, told=CPU if recorder == "host" else CUDA, capability=capability_of(named))
     assumed = tuple(source.dimensions) if sizes is None else ()
     wanted = assumed_sizes(assumed, source.saved, ASSUMED)
     if sizes is not None:
@@ -90,7 +108,7 @@ def _report(
     unpartitioned = per_size = ""
     entry: EntrySpec | None = None
     try:
-        exported = export(source, wanted, alone=not several)
+        (exported,) = with_sequences([export(source, wanted, alone=not several)], fresh)
     except ModelError as error:
         if error.code not in ("export-failed", "data-dependent-branch", "data-dependent-shape"):
             raise

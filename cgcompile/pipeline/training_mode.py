@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
+from ..model.load import load_sources
 from ..model.source import Source
 from ..model.user_code import call_user
 
@@ -25,6 +27,14 @@ def evaluated(source: Source, train: bool) -> Iterator[str]:
     finally:
         for module, mode in modes:
             module.training = mode
+
+
+def load_evaluated(model: Any, train: bool) -> tuple[Source, ...]:
+    """The sources of a model that is made once more, in eval() unless `train`."""
+    made = load_sources(model)
+    if not train:
+        put_into_eval(made[0])
+    return made
 
 
 def put_into_eval(source: Source) -> bool:

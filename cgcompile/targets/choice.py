@@ -108,13 +108,19 @@ def _chosen(target: str, lower: str, specialize: str, record: str, prove: str) -
 
 
 def asks_torch(target: str) -> bool:
-    """Whether torch has to be imported to know what `target` means here: which GPU this machine has.  Raises target-unavailable for
+    """Whether torch has to be imported to know what `target` means here.  Raises target-unavailable for a name that no target can
+    have."""
+    return asks_gpu(target) and "torch" not in sys.modules
+
+
+def asks_gpu(target: str) -> bool:
+    """Whether CUDA has to be started to know what `target` means here: which GPU this machine has.  Raises target-unavailable for
     a name that no target can have."""
     if target == "cpu" or level_of(target) is not None:
         return False
     if target not in ("auto", "cuda") and not re.fullmatch(r"sm_\d+", target):
         arch(target)
-    return "torch" not in sys.modules and has_driver()
+    return has_driver()
 
 
 def resolved(target: str) -> str:

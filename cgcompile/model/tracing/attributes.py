@@ -29,12 +29,17 @@ Marks = dict[str, Any]
 
 def marks(model: torch.nn.Module, state: Set[int] = frozenset()) -> Marks:
     """Of every module's attributes that are no parameters, buffers or modules.  Tensors of an `id` in `state` may be written to."""
-    found = {}
-    for prefix, module in model.named_modules():
-        for name, value in vars(module).items():
-            if name not in _OWN and not name.endswith("_hooks"):
-                found[f"{prefix}.{name}" if prefix else name] = _mark(value, DEEP, state)
-    return found
+    return {name: _mark(value, DEEP, state) for name, value in own_attributes(model).items()}
+
+
+def own_attributes(model: torch.nn.Module) -> dict[str, Any]:
+    """The attributes of every module that are no parameters, buffers or modules, by `module.attribute`."""
+    return {
+        f"{prefix}.{name}" if prefix else name: value
+        for prefix, module in model.named_modules()
+        for name, value in vars(module).items()
+        if name not in _OWN and not name.endswith("_hooks")
+    }
 
 
 def changed(before: Marks, after: Marks) -> list[str]:

@@ -71,9 +71,15 @@ def _within(module: torch.nn.Module, path: str, holder: Any, key: Any, value: An
 
 @contextmanager
 def own_buffers(model: torch.nn.Module) -> Iterator[None]:
-    """At the end the modules have the buffers and the plain attributes that they had."""
+    """At the end the modules have the buffers, and the attributes that became some, as they had them."""
     before = [(module, dict(module._buffers), set(module._non_persistent_buffers_set)) for module in model.modules()]
     held = held_tensors(model)
+    numbers = [
+        (vars(module), name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if type(value) in (int, float)
+    ]
     try:
         yield
     finally:
@@ -86,6 +92,8 @@ def own_buffers(model: torch.nn.Module) -> Iterator[None]:
         for each in held:
             if each.holder is vars(each.module) and each.key not in each.holder:
                 each.holder[each.key] = each.tensor
+        for attributes, name, value in numbers:
+            attributes.setdefault(name, value)
 
 
 def make_buffer(held: Held) -> None:
@@ -98,6 +106,14 @@ def make_buffer(held: Held) -> None:
         number += 1
         name = f"{plain}_{number}"
     held.module.register_buffer(name, held.tensor, persistent=False)
+
+
+def make_attribute(model: torch.nn.Module, name: str, value: Any) -> None:
+    """Makes the buffer `name` (`module.attribute`) a plain attribute."""
+    path, _, leaf = name.rpartition(".")
+    module = model.get_submodule(path)
+    delattr(module, leaf)
+    vars(module)[leaf] = value
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -212,20 +212,20 @@ def test_inputs_are_drawn_alike_each_time() -> None:
     assert torch.equal(before, torch.random.get_rng_state()), "the caller's random state is left alone"
 
 
-class Counted(nn.Module):
+class Listed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.seen = 0
+        self.seen: list[int] = []
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.seen += 1
+        self.seen.append(1)
         return x + 1
 
 
 @pytest.mark.parametrize(
     ("model", "rule"),
     [
-        (Counted(), "mutated-attribute"),
+        (Listed(), "mutated-attribute"),
         (Batched(lambda x: x + torch.poisson(x.abs())), "random-operation"),
     ],
     ids=["attribute", "poisson"],

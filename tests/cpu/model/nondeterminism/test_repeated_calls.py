@@ -124,13 +124,18 @@ def test_what_no_bundle_can_repeat_is_refused_at_its_line(rule: str, said: str, 
         (layerdrop, ["python-random"]),
         (timed, ["clock-read"]),
         (reseeded, []),
-        (remembered, []),
         (identified, []),
         (lambda m, x, *_: x * torch.rand(()), ["random-operation"]),
     ],
 )
 def test_what_changes_no_result_is_noted_at_most(function: Callable[..., Any], rules: list[str]) -> None:
     assert [(each.rule, each.severity) for each in findings(function)] == [(rule, "note") for rule in rules]
+
+
+def test_a_number_that_the_first_call_draws_is_refused_by_name() -> None:
+    (found,) = findings(remembered)
+    assert (found.rule, found.severity) == ("earlier-calls", "refuse")
+    assert "forward() sets 'scale' at its first call, and later calls read it" in found.message
 
 
 def test_a_build_refuses_it_and_leaves_generators_and_hooks_as_they_were(tmp_path: Any) -> None:

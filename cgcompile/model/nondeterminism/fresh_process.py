@@ -1,0 +1,333 @@
+"""The user's model as `model()` made it, in processes that have not called it.
+
+A build calls its copy of the model many times before torch.export sees it: caches are filled, attributes set.  What such a copy
+computes later may be what no new process computes.  So a process is forked before the first call.  It never calls the model.  For
+every sequence of calls it forks another one, whose model is new.
+
+A forked process shares the memory of the weights, and needs no import.  libgomp's threads do not survive a fork: where this process
+has started some, the forked one computes with one thread.  CUDA does not survive a fork either: where it is in use, or cannot be
+used in the forked process, `copied_models` makes a second model in this process.
+"""
+
+from __future__ import annotations
+
+import copy
+import gc
+import os
+import pickle
+import signal
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, replace
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Any, Protocol
+
+import torch
+
+from ...errors import BuildError, ModelError
+from ...util.workers import end_with_parent
+from ..devices.placing import placed
+from ..flat_module import FlatModule, call_eager
+from ..source import CPU, Source, sample
+from ..user_code import call_user, first_line
+from .kept_values import Kept, kept_values
+
+NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
+"""With this variable `torch.cuda.is_available()` does not start CUDA (torch 2.11, 2.13)."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """Where the models run: fields of `Source`."""
+
+    device: torch.device
+    told: torch.device
+    capability: tuple[int, int]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Called:
+    """What one call of a new model gave: its outputs, and the inputs after the call.  `raised`: what it raised instead, with the
+    user's line, or ""."""
+
+    outputs: tuple[torch.Tensor, ...] = ()
+    given: tuple[torch.Tensor, ...] = ()
+    raised: str = ""
+
+
+class FreshModel(Protocol):
+    """A model that was called by nobody but through this.  `threads`: what it computes with on the CPU."""
+
+    threads: int
+
+    def send(self, entry: int, tensors: Sequence[torch.Tensor], seed: int, reset: bool = False) -> None:
+        """Begins a call of entry number `entry`, torch's random numbers seeded.  `reset`: with the buffers' first contents."""
+
+    def receive(self) -> Called:
+        """What the call that was sent gave, on the CPU.  Raises fresh-failed."""
+
+    def kept(self, calls: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> Kept:
+        """Makes these calls, (entry, inputs), twice, and says what it keeps of the first ones."""
+
+
+class FreshModels(Protocol):
+    """Makes new models."""
+
+    def begin(self, place: Place) -> bool:
+        """Where all new models will run.  Whether they can."""
+
+    def new(self, sizes: Sequence[dict[str, int]]) -> Any:
+        """A context manager that gives a FreshModel.  `sizes`: of an example call of every entry."""
+
+
+class _Calls:
+    """Calls of a model in this process."""
+
+    def __init__(self, sources: Sequence[Source], sizes: Sequence[dict[str, int]]) -> None:
+        self.threads = torch.get_num_threads()
+        self._sources = sources
+        self._flats = [
+            FlatModule(source.model, sample(source, chosen), source.device, source.told, source.entry, source.capability)
+            for source, chosen in zip(sources, sizes, strict=True)
+        ]
+        self._called = Called()
+
+    def send(self, entry: int, tensors: Sequence[torch.Tensor], seed: int, reset: bool = False) -> None:
+        flat, device = self._flats[entry], self._sources[entry].device
+        if reset:
+            flat.snapshot.restore()
+        given = tuple([tensor.to(device, copy=True) for tensor in tensors])
+        try:
+            outputs = call_user(call_eager, f"{flat.entry}()", self._sources[entry].label, flat, given, seed)
+        except ModelError as error:
+            self._called = Called(raised=str(error))
+        else:
+            self._called = Called(
+                outputs=tuple([output.detach().cpu() for output in outputs]), given=tuple([tensor.cpu() for tensor in given])
+            )
+
+    def receive(self) -> Called:
+        return self._called
+
+    def kept(self, calls: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> Kept:
+        device = self._sources[0].device
+        return kept_values([(self._flats[entry], [tensor.to(device) for tensor in tensors]) for entry, tensors in calls])
+
+
+# --- by a fork -------------------------------------------------------------------------------------------------------
+
+
+class _Forked:
+    """The side of the build: new models in forked processes."""
+
+    def __init__(self, connection: Connection, process: int) -> None:
+        self._connection, self._process = connection, process
+        self.threads = 1
+
+    def begin(self, place: Place) -> bool:
+        able, self.threads = self._ask("begin", place)
+        return bool(able)
+
+    @contextmanager
+    def new(self, sizes: Sequence[dict[str, int]]) -> Iterator[_Forked]:
+        self._ask("new", sizes)
+        try:
+            yield self
+        finally:
+            with suppress(BuildError):
+                self._ask("end")
+
+    def send(self, entry: int, tensors: Sequence[torch.Tensor], seed: int, reset: bool = False) -> None:
+        _put(self._connection, ("call", entry, tuple([tensor.cpu() for tensor in tensors]), seed, reset))
+
+    def receive(self) -> Called:
+        called: Called = self._answer()
+        return called
+
+    def kept(self, calls: Sequence[tuple[int, Sequence[torch.Tensor]]]) -> Kept:
+        kept: Kept = self._ask("kept", [(entry, tuple([tensor.cpu() for tensor in tensors])) for entry, tensors in calls])
+        return kept
+
+    def close(self) -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(self._process, signal.SIGKILL)
+        os.waitpid(self._process, 0)
+        self._connection.close()
+
+    def _ask(self, what: str, *content: object) -> Any:
+        _put(self._connection, (what, *content))
+        return self._answer()
+
+    def _answer(self) -> Any:
+        try:
+            answer = pickle.loads(self._connection.recv_bytes())
+        except (EOFError, ConnectionError):
+            raise _ended() from None
+        if isinstance(answer, BuildError):
+            raise answer
+        return answer
+
+
+def _ended() -> BuildError:
+    return BuildError("fresh-failed", "the process that calls the model as `model()` made it ended: it was killed, or crashed")
+
+
+@contextmanager
+def forked_models(sources: Sequence[Source]) -> Iterator[FreshModels]:
+    """New models of this process's, which has not called them: call it before anything else is done with the sources."""
+    ours, theirs = Pipe()
+    parent, threads = os.getpid(), _threads_after_a_fork()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 warns of a fork beside threads
+        process = os.fork()
+    if not process:
+        ours.close()
+        _run(theirs, sources, parent, threads)
+    theirs.close()
+    models = _Forked(ours, process)
+    try:
+        yield models
+    finally:
+        models.close()
+
+
+def _threads_after_a_fork() -> int:
+    """As many as torch has, or 1 where native threads run that a forked process would wait for in vain."""
+    return torch.get_num_threads() if len(os.listdir("/proc/self/task")) <= threading.active_count() else 1
+
+
+def _run(connection: Connection, sources: Sequence[Source], parent: int, threads: int) -> None:
+    """The forked process, to its end."""
+    status = 1
+    try:
+        os.setpgid(0, 0)
+        end_with_parent(parent)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # the build ends it
+        quiet = os.open(os.devnull, os.O_RDWR)
+        for number in range(3):
+            os.dup2(quiet, number)
+        gc.freeze()  # what belongs to the build is not finalized here
+        torch.set_num_threads(threads)
+        _serve(connection, sources, threads)
+        status = 0
+    finally:
+        os._exit(status)
+
+
+def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> None:
+    """In the process that never calls the model: forks one that does for each `new`, and waits for it."""
+    while True:
+        what, *content = pickle.loads(connection.recv_bytes())
+        if what == "begin":
+            (place,) = content
+            sources = [replace(source, told=place.told, capability=place.capability) for source in sources]
+            device = place.device
+            _put(connection, (device == CPU or _cuda_works(), threads))
+        elif process := os.fork():
+            _, status = os.waitpid(process, 0)
+            if status:
+                _put(connection, _ended())
+        else:
+            end_with_parent(os.getppid())
+            _call(connection, sources, device, *content)
+            os._exit(0)
+
+
+def _call(connection: Connection, sources: Sequence[Source], device: torch.device, sizes: Sequence[dict[str, int]]) -> None:
+    """In a process whose model is new: carries out calls until the `end`."""
+    with ExitStack() as stack:
+        try:
+            there = stack.enter_context(placed(replace(sources[0], owned=True), device)).device
+            calls = _Calls([replace(source, device=there) for source in sources], sizes)
+        except BuildError as error:
+            _put(connection, error)
+            return
+        _put(connection, None)
+        while True:
+            what, *content = pickle.loads(connection.recv_bytes())
+            if what == "end":
+                _put(connection, None)
+                return
+            if what == "call":
+                calls.send(*content)
+                _put(connection, calls.receive())
+            else:
+                _put(connection, calls.kept(*content))
+
+
+def _cuda_works() -> bool:
+    """CUDA cannot be started in a process whose parent had started it before the fork.  Asked in a process of its own: a later
+    fork of this one has to find CUDA untouched."""
+    process = os.fork()
+    if not process:
+        status = 1
+        try:
+            torch.cuda.init()
+            status = 0
+        finally:
+            os._exit(status)
+    return os.waitpid(process, 0)[1] == 0
+
+
+def _put(connection: Connection, value: object) -> None:
+    try:
+        connection.send_bytes(pickle.dumps(value, pickle.HIGHEST_PROTOCOL))
+    except (BrokenPipeError, ConnectionError):
+        if isinstance(value, tuple):
+            raise _ended() from None
+        os._exit(1)
+
+
+# --- by a copy -------------------------------------------------------------------------------------------------------
+
+
+class _Copied:
+    """New models in this process, which share classes and modules with the one that the build calls."""
+
+    def __init__(self, make: Callable[[], Sequence[Source]]) -> None:
+        self._make = make
+
+    def begin(self, place: Place) -> bool:
+        self._place = place
+        return True
+
+    @contextmanager
+    def new(self, sizes: Sequence[dict[str, int]]) -> Iterator[FreshModel]:
+        sources = [replace(source, told=self._place.told, capability=self._place.capability, owned=True) for source in self._make()]
+        with placed(sources[0], self._place.device) as first:
+            yield _Calls([replace(source, device=first.device) for source in sources], sizes)
+
+
+def copied_models(sources: Sequence[Source], again: Callable[[], Sequence[Source]] | None) -> FreshModels:
+    """New models in this process: what `again` gives, which makes the sources once more, else a copy of the model as it is now.
+
+    Raises fresh-failed for a model that cannot be copied."""
+    if again is not None:
+        return _Copied(again)
+    kept = _copy(sources)
+    return _Copied(lambda: _copy(kept))
+
+
+def _copy(sources: Sequence[Source]) -> Sequence[Source]:
+    try:
+        model = copy.deepcopy(sources[0].model)
+    except Exception as error:
+        text = f"{sources[0].label}: the model cannot be copied (copy.deepcopy: {type(error).__name__}: {first_line(error)})"
+        raise ModelError("fresh-failed", text, "build it from a model file, or before the process uses CUDA") from error
+    return [replace(source, model=model) for source in sources]
+
+
+@contextmanager
+def cuda_left_alone() -> Iterator[None]:
+    """Meanwhile `torch.cuda.is_available()` does not start CUDA, which many model files ask: a forked process can still use it."""
+    if NVML_CHECK in os.environ:
+        yield
+        return
+    os.environ[NVML_CHECK] = "1"
+    try:
+        yield
+    finally:
+        os.environ.pop(NVML_CHECK, None)

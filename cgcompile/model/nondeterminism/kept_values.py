@@ -1,0 +1,148 @@
+"""What a call of the model keeps for later calls outside of its buffers: attributes, of classes too, and globals of its files.
+
+Asked of a new model where its results differ from those of the exported program, to name the cause.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import linecache
+import re
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import FunctionType, ModuleType
+from typing import Any
+
+import torch
+
+from ...errors import ModelError
+from ...util.raw_bytes import raw
+from ..flat_module import FlatModule, call_eager
+from ..side_effects import SideEffects
+from ..source import SEED
+from ..tracing.attributes import DEEP, WIDE, assignment_place, own_attributes
+from ..user_code import call_user, is_user_file, shown
+
+CODE = (type, ModuleType, FunctionType, property, staticmethod, classmethod)
+"""What a name of a class or a file stands for that holds no data."""
+
+Digests = dict[str, str]
+"""By the name of an attribute or a global: a digest of its value."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """What calls keep for the same calls once more.
+
+    `first` are digests of what they set, `again` the names of what they changed the second time too, `read` the names of what they
+    then read before they assigned it.  `places`: (file:line, source line) of assignments, by name.
+    """
+
+    first: Digests
+    again: tuple[str, ...]
+    read: frozenset[str]
+    places: Mapping[str, tuple[str, str]]
+
+
+def kept_values(calls: Sequence[tuple[FlatModule, Sequence[torch.Tensor]]]) -> Kept:
+    """Makes calls of the entries of a new model, three times.  What one raises is its end."""
+    model = calls[0][0].model
+    before = _digests(model)
+    _call_all(calls)
+    after = _digests(model)
+    set_first = {name: value for name, value in after.items() if before.get(name) != value}
+    _call_all(calls)
+    again = tuple([name for name, value in _digests(model).items() if after.get(name) != value])
+    watched = tuple([name for name in set_first if name in own_attributes(model)])
+    effects: list[SideEffects] = []
+    for flat, _ in calls:
+        flat.assigned, flat.watch = watched, effects.append  # from here on what a call assigns is taken back at its end
+    _call_all(calls)
+    read = (set_first.keys() - set(watched)).union(*[each.early for each in effects])
+    places = {name: assignment_place(model, name) if name in watched else _place(name) for name in set_first}
+    return Kept(first=set_first, again=again, read=frozenset(read), places=places)
+
+
+def _call_all(calls: Sequence[tuple[FlatModule, Sequence[torch.Tensor]]]) -> None:
+    for flat, tensors in calls:
+        with suppress(ModelError):
+            call_user(call_eager, f"{flat.entry}()", "model", flat, [tensor.clone() for tensor in tensors], SEED)
+
+
+def _place(name: str) -> tuple[str, str]:
+    """(file:line, source line) of the first assignment inside of a function to a global, `file.py:name`, or to an attribute of a
+    class, `Class.attribute`."""
+    file, _, leaf = name.rpartition(":")
+    if not file:
+        leaf = name.rpartition(".")[2]
+        kind = name.rpartition(".")[0]
+        file = next((home.__file__ or "" for home in list(sys.modules.values()) if _defines(home, kind)), "")
+    pattern = re.compile(rf"\s+.*\b{re.escape(leaf)}\b\s*([-+*/|&@%]?=[^=]|\[|\.\w+\()")
+    numbered = enumerate(linecache.getlines(file), 1)
+    inside = [(number, line) for number, line in numbered if pattern.match(line)]
+    assigning = [each for each in inside if re.search(rf"\b{re.escape(leaf)}\b(\[[^\]]*\])?\s*[-+*/|&@%]?=[^=]", each[1])] or inside
+    # a class attribute's own definition stands before what functions assign
+    return next(((f"{shown(file)}:{number}", line.strip()) for number, line in assigning[-1:]), ("", ""))
+
+
+def _defines(home: ModuleType, kind: str) -> bool:
+    found = getattr(home, kind, None)
+    return isinstance(found, type) and found.__module__ == home.__name__ and getattr(home, "__file__", None) is not None
+
+
+def _digests(model: torch.nn.Module) -> Digests:
+    """Of attributes of the modules (`module.attribute`), of the user's classes (`Class.attribute`), and of globals of their files
+    (`file.py:name`)."""
+    found = {name: _digest(value) for name, value in own_attributes(model).items()}
+    kinds = {kind: None for module in model.modules() for kind in type(module).__mro__ if _is_users(kind)}
+    for kind in kinds:
+        found |= {f"{kind.__qualname__}.{name}": _digest(value) for name, value in vars(kind).items() if _is_data(name, value)}
+        home = sys.modules[kind.__module__]
+        found |= {
+            f"{shown(home.__file__ or '')}:{name}": _digest(value) for name, value in vars(home).items() if _is_data(name, value)
+        }
+    return found
+
+
+def _is_users(kind: type) -> bool:
+    home = getattr(sys.modules.get(kind.__module__), "__file__", None)
+    return home is not None and is_user_file(home) and "site-packages" not in home
+
+
+def _is_data(name: str, value: Any) -> bool:
+    """Whether a name of a class or file holds data that code may write to."""
+    return not name.startswith("__") and not isinstance(value, CODE)
+
+
+def _digest(value: Any) -> str:
+    made = hashlib.sha256()
+    _add(made, value, DEEP, set())
+    return made.hexdigest()
+
+
+def _add(made: Any, value: Any, deep: int, seen: set[int]) -> None:
+    """Adds the value to a hash, as far down as `marks` looks.  Other objects count by their class alone."""
+    if isinstance(value, torch.Tensor):
+        made.update(f"{value.dtype}{tuple(value.shape)}".encode())
+        if value.layout is torch.strided and not value.is_meta:
+            made.update(raw(value).cpu().numpy().tobytes())
+        return
+    made.update(type(value).__qualname__.encode())
+    if isinstance(value, int | float | complex | str | bytes | None):
+        made.update(repr(value).encode())
+    if not deep or id(value) in seen or isinstance(value, torch.nn.Module | type):
+        return
+    seen.add(id(value))
+    if isinstance(value, list | tuple | set | frozenset):
+        parts: list[Any] = list(value)
+    elif isinstance(value, dict):
+        parts = [part for pair in value.items() for part in pair]
+    elif hasattr(value, "__dict__") and not callable(value):
+        parts = [part for pair in vars(value).items() for part in pair]
+    else:
+        parts = [repr(value)] if type(value).__module__ in ("itertools", "collections", "numpy") else []
+    made.update(str(len(parts)).encode())
+    for part in parts[: 2 * WIDE]:
+        _add(made, part, deep - 1, seen)

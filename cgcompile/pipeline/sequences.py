@@ -1,0 +1,252 @@
+"""Sequences of calls: the exported programs beside a model that nobody has called before.
+
+The inputs are new to the export.  Every int_key is called with inputs A, B and A again, then all in reverse order, so that what a
+call keeps for a later one shows in the results, whichever sizes come first.  Sizes between the declared ones, which may be padded,
+have no program: there the new model is compared with the one that the build has called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+
+from cgbundle.format.entries import FORWARD
+
+from ..errors import ModelError
+from ..export.exported import Exported
+from ..export.programs import coarsest
+from ..model.dynamic_axes import probe_sizes
+from ..model.flat_module import ProgramModule, call_eager
+from ..model.nondeterminism.fresh_process import Called, FreshModel, FreshModels
+from ..model.nondeterminism.kept_values import Kept
+from ..model.side_effects import Obstacle
+from ..model.source import EXAM_SEED, OTHER_SEED, all_keys, sample, written_method
+from ..model.user_code import defined
+from ..util.tolerance import compare, is_float
+
+RULE = "earlier-calls"
+KNOWN = frozenset({"mutated-attribute", "python-random", "clock-read", "unrepeatable-result", "data-dependent-branch"})
+"""Obstacles that end a build, and that explain other results of a new model."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """A call of entry number `entry` at `sizes`, with inputs drawn by `seed`.  `declared`: its sizes are."""
+
+    entry: int
+    sizes: Mapping[str, int]
+    seed: int
+    declared: bool = True
+
+    @property
+    def key(self) -> tuple[int, ...]:
+        return tuple(self.sizes.values())
+
+
+def with_sequences(exported: Sequence[Exported], models: FreshModels | None) -> list[Exported]:
+    """The entries of one model, with an obstacle where a program differs from the model in some sequence of calls.
+
+    Without `models` nothing is compared: a saved program has no Python, and a model over several devices runs on none alone.
+    Raises fresh-failed, and eager-failed where a new model raises on inputs that inputs() made.
+    """
+    if models is None or any(each.rule in KNOWN for one in exported for each in one.obstacles):
+        return list(exported)
+    found = _compared(exported, models)
+    if found is not None and _compared(exported, models) is not None:  # on a GPU, rounding may differ from run to run
+        call, text = found
+        own = _cause(exported[call.entry], exported, models, call, text)
+        return [
+            replace(each, obstacles=(*each.obstacles, *own)) if number == call.entry else each
+            for number, each in enumerate(exported)
+        ]
+    return list(exported)
+
+
+def sequence(exported: Sequence[Exported]) -> list[Call]:
+    """The calls, in order."""
+    keys = [
+        (number, dict(zip(each.sizes, key, strict=True))) for number, each in enumerate(exported) for key in all_keys(each.sizes)
+    ]
+    first = [Call(entry=number, sizes=sizes, seed=seed) for number, sizes in keys for seed in (EXAM_SEED, OTHER_SEED, EXAM_SEED)]
+    return first + [Call(entry=number, sizes=sizes, seed=OTHER_SEED) for number, sizes in reversed(keys[:-1])]
+
+
+def between(exported: Sequence[Exported]) -> list[Call]:
+    """Calls at a size of every dimension that is not declared, the others being the smallest."""
+    found = []
+    for number, each in enumerate(exported):
+        smallest = {name: values[0] for name, values in each.sizes.items()}
+        for name, values in each.sizes.items():
+            free = [size for size in range(1, values[-1]) if size not in values]
+            if free:
+                sizes = {**smallest, name: free[len(free) // 2]}
+                found.append(Call(entry=number, sizes=sizes, seed=EXAM_SEED, declared=False))
+    return found
+
+
+def _compared(exported: Sequence[Exported], models: FreshModels) -> tuple[Call, str] | None:
+    """The first call at which a program differs from the model, and how, in words."""
+    with models.new([probe_sizes(each.sizes) for each in exported]) as model, _programs(exported, model.threads) as programs:
+        for number, call in enumerate(sequence(exported)):
+            if text := _difference(exported[call.entry], programs, model, call, number):
+                return call, text
+        if not programs.changed():  # a model with state is never padded
+            for call in between(exported):
+                if text := _difference(exported[call.entry], programs, model, call, 0):
+                    return call, text
+    return None
+
+
+def _difference(own: Exported, programs: _Programs, model: FreshModel, call: Call, seed: int) -> str:
+    """How the results of a call differ, in words, or ""."""
+    try:
+        tensors = drawn(own, call)
+    except ModelError:
+        if call.declared:
+            raise
+        return ""  # inputs() makes none at this size
+    made, called = _both(programs, model, call, tensors, seed, reset=False)
+    if call.declared and (called.raised or isinstance(made, str)):  # a cache of the model may be full
+        programs.reset()
+        made, called = _both(programs, model, call, tensors, seed, reset=True)
+    if called.raised:
+        if call.declared:
+            raise ModelError("eager-failed", f"{called.raised} ({_text(own, call)}, of a model that was not called before)")
+        return ""
+    if isinstance(made, str):
+        asserted = any(each.rule == "asserted-value" for each in own.obstacles)  # a bundle refuses such a call by name
+        return "" if asserted else f"{_text(own, call)}: the exported program raises {made}"
+    bound = coarsest(own.programs)
+    names = [*own.flat.names, *[f"the input {name!r}" for name, _ in own.flat.like.leaves]]
+    for name, want, got in zip(names, (*called.outputs, *called.given), made, strict=True):
+        difference = compare(want, got.detach().cpu())
+        if difference.error > (bound if is_float(want.dtype) else 0.0):
+            return f"{_text(own, call)}: {name}: {difference.text}"
+    return ""
+
+
+def _both(
+    programs: _Programs, model: FreshModel, call: Call, tensors: Sequence[torch.Tensor], number: int, *, reset: bool
+) -> tuple[Sequence[torch.Tensor] | str, Called]:
+    """What the program gives, or raises, and what the model does, side by side."""
+    model.send(call.entry, tensors, number, reset)
+    try:
+        made: Sequence[torch.Tensor] | str = programs.call(call, tensors, number)
+    except (RuntimeError, IndexError, ValueError, AssertionError) as error:
+        made = f"{type(error).__name__}: {error}".splitlines()[0]
+    return made, model.receive()
+
+
+def drawn(exported: Exported, call: Call) -> tuple[torch.Tensor, ...]:
+    """The inputs of a call.  Where inputs() gives what it gave the export, whatever the seed, others are made of their values:
+    integers in another order, floats between two of them.  So all stay what the model may be given."""
+    tensors = sample(exported.source, call.sizes, call.seed).tensors
+    seen = sample(exported.source, call.sizes).tensors
+    if not all(compare(one, other).error == 0 for one, other in zip(seen, tensors, strict=True)):
+        return tensors
+    order = torch.Generator().manual_seed(call.seed)
+    return tuple([_mixed(tensor, order) for tensor in tensors])
+
+
+def _mixed(tensor: torch.Tensor, order: torch.Generator) -> torch.Tensor:
+    """To floats that are all the same, numbers from 0 to 1 are added."""
+    flat = tensor.reshape(-1)
+    other = flat[torch.randperm(flat.numel(), generator=order).to(tensor.device)]
+    if tensor.is_floating_point():
+        part = torch.rand(flat.shape, generator=order).to(flat)
+        alike = bool((flat == other).all())
+        other = flat + part if alike else torch.where(flat == other, flat, flat + part * (other - flat))
+    return other.reshape(tensor.shape)
+
+
+def _text(exported: Exported, call: Call) -> str:
+    entry = "" if exported.source.entry == FORWARD else f"{exported.source.entry}: "
+    sizes = ", ".join([f"{name}={size}" for name, size in call.sizes.items()])
+    return f"{entry}{sizes}" if sizes else f"{entry}one size"
+
+
+# --- the programs ----------------------------------------------------------------------------------------------------
+
+
+class _Programs:
+    """The exported programs of all entries over the one state, called one after the other."""
+
+    def __init__(self, exported: Sequence[Exported]) -> None:
+        self._exported = exported
+        self._modules: dict[int, ProgramModule] = {}
+        for each in exported:
+            for _, program in each.programs.each:
+                self._modules[id(program)] = ProgramModule([program])
+        known: dict[str, torch.Tensor] = {}
+        for module in self._modules.values():
+            for path, owner in module.programs[0].named_modules():
+                for leaf, tensor in owner._buffers.items():
+                    if tensor is not None:
+                        owner._buffers[leaf] = known.setdefault(f"{path}.{leaf}" if path else leaf, tensor)
+
+    def call(self, call: Call, tensors: Sequence[torch.Tensor], seed: int) -> tuple[torch.Tensor, ...]:
+        """The outputs, and the inputs after the call."""
+        own = self._exported[call.entry]
+        reference = self._modules[id(own.programs.at(call.key))] if call.declared else own.flat
+        given = tuple([tensor.clone() for tensor in tensors])
+        return (*call_eager(reference, given, seed), *given)
+
+    def changed(self) -> bool:
+        """Whether calls have written to a buffer."""
+        return any(module.snapshot.changed() for module in self._modules.values())
+
+    def reset(self) -> None:
+        """Puts back what buffers held first."""
+        for module in self._modules.values():
+            module.snapshot.restore()
+
+
+@contextmanager
+def _programs(exported: Sequence[Exported], threads: int) -> Iterator[_Programs]:
+    """The programs, which compute with so many threads; at the end the state is what it was."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    programs = _Programs(exported)
+    try:
+        yield programs
+    finally:
+        programs.reset()
+        torch.set_num_threads(before)
+
+
+# --- the cause -------------------------------------------------------------------------------------------------------
+
+
+def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels, call: Call, text: str) -> list[Obstacle]:
+    """Obstacles that name what a call keeps for later ones, else one that says where results differ."""
+    kept: list[Kept] = []
+    for seed in (EXAM_SEED, OTHER_SEED):
+        calls = [
+            (number, drawn(each, Call(entry=number, sizes=dict(zip(each.sizes, all_keys(each.sizes)[0], strict=True)), seed=seed)))
+            for number, each in enumerate(entries)
+        ]
+        with models.new([probe_sizes(each.sizes) for each in entries]) as model:
+            kept.append(model.kept(calls))
+    one, other = kept
+    buffers = {name for name, _ in exported.source.model.named_buffers()}  # the build made some of counters
+    one = replace(one, read=one.read - buffers)
+    method = f"{exported.source.entry}()"
+    values = [name for name in one.first if name in one.read and one.first[name] != other.first.get(name)]
+    counts = [name for name in one.again if name in one.read and name not in values]
+    found = [(name, f"{method} sets {name!r} from the values of its inputs, and a later call reads it") for name in values]
+    found += [(name, f"{method} changes {name!r} with every call, and reads it") for name in counts]
+    if not found:
+        sizes = [name for name in one.first if name in one.read]
+        found = [(name, f"{method} sets {name!r} at its first call, and later calls read it") for name in sizes]
+    if not found:
+        where, line = defined(written_method(exported.source.model, exported.source.entry))
+        message = f"a model that was not called before gives something else than the exported program: {text}"
+        return [Obstacle(rule=RULE, message=message, where=where, source=line)]
+    return [
+        Obstacle(rule=RULE, message=f"{message} ({text})", where=where, source=line)
+        for name, message in found
+        for where, line in [one.places.get(name, ("", ""))]
+    ]

@@ -1,0 +1,313 @@
+"""The reference is a model that nobody has called: what earlier calls leave in Python is named, or kept as a buffer."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cgbundle
+import cgcompile
+from cgbundle.format.schema import Finding
+from cgcompile.export.export import export
+from cgcompile.export.functionalization import functional
+from cgcompile.model.load import load_source, load_sources
+from cgcompile.model.nondeterminism.fresh_process import FreshModels, Place, copied_models, forked_models
+from cgcompile.model.source import CPU, EXAM_SEED, OTHER_SEED, SEED, sample
+from cgcompile.pipeline.build import export_entries
+from cgcompile.pipeline.sequences import Call, drawn, sequence, with_sequences
+from tests.helpers.raising import raises
+from tests.sequences.drawn import FAITHFUL, UNFAITHFUL, draw
+
+SHARED: dict[str, Any] = {}
+
+
+class Lazy(nn.Module):
+    """The first call's input decides about all calls."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale"):
+            self.scale = x.std(1, keepdim=True)
+        return x * self.scale
+
+
+class LazyAtASize(nn.Module):
+    """The same until another size comes."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not hasattr(self, "scale") or self.scale.shape[0] != x.shape[0]:
+            self.scale = x.std(1, keepdim=True)
+        return x * self.scale
+
+
+class Shared(nn.Module):
+    """The same in a global of the file."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if "mean" not in SHARED:
+            SHARED["mean"] = x.mean()
+        return x - SHARED["mean"]
+
+
+class OfItsClass(nn.Module):
+    """The same in an attribute of the class."""
+
+    first: Any = None
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if OfItsClass.first is None:
+            OfItsClass.first = x.mean()
+        return x - OfItsClass.first
+
+
+class Largest(nn.Module):
+    """The largest size so far, as transformers' dynamic rotary embeddings have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.largest = max(self.largest, x.shape[0])
+        return x * self.largest
+
+
+class Growing(nn.Module):
+    """A table that grows with the sizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > self.length:
+            self.length = x.shape[0]
+            self.table = torch.arange(self.length).sin()[:, None]
+        return x + self.table[: x.shape[0]]
+
+
+class Counting(nn.Module):
+    """Numbers and a tensor that the next call reads, and one that no result depends on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls, self.decay, self.unread = 0, 1.0, 0
+        self.before = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        self.unread += 1
+        self.decay = self.decay * 0.5
+        y = x * self.calls + self.decay + self.before
+        self.before = x.mean(0)
+        return y
+
+
+class Remembering(nn.Module):
+    """One entry sets what the other reads."""
+
+    def encode(self, x: torch.Tensor) -> torch.Tensor:
+        self.found = x * 2
+        return self.found + 1
+
+    def decode(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.found.mean()
+
+
+def rows(batch: int) -> tuple[torch.Tensor]:
+    return (torch.randn(batch, 4) * 5,)
+
+
+def constant(batch: int) -> tuple[torch.Tensor]:
+    return (torch.arange(batch * 4.0).reshape(batch, 4),)
+
+
+def alike(batch: int) -> tuple[torch.Tensor]:
+    return (torch.ones(batch, 4),)
+
+
+def refusals(model: nn.Module, sizes: Any = (1, 8), inputs: Any = rows) -> list[Finding]:
+    found = cgcompile.check(model.eval(), inputs, sizes=sizes, target="cpu").findings
+    return [each for each in found if each.severity == "refuse"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "sizes", "inputs"),
+    [
+        (Lazy, (1, 8), rows), (Lazy, (8,), rows), (LazyAtASize, (1, 8), rows), (LazyAtASize, (8,), rows),
+        (Lazy, (8,), constant), (Lazy, (8,), alike),
+    ],
+)  # fmt: skip
+def test_a_value_of_the_first_input_is_refused_by_name_and_line(kind: type[nn.Module], sizes: Any, inputs: Any) -> None:
+    (found,) = refusals(kind(), sizes, inputs)
+    assert (found.rule, found.source) == ("earlier-calls", "self.scale = x.std(1, keepdim=True)")
+    assert found.message.startswith("forward() sets 'scale' from the values of its inputs, and a later call reads it")
+    assert found.where.startswith("tests/cpu/pipeline/test_sequences.py:")
+
+
+def test_it_ends_a_build_and_leaves_no_bundle(tmp_path: Path) -> None:
+    with raises("check-refused", match="earlier-calls: forward.. sets 'scale'"):
+        cgcompile.build(Lazy().eval(), rows, sizes=[8], target="cpu", out=tmp_path / "lazy.cgb")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("model", "name"), [(Shared(), "SHARED"), (OfItsClass(), "OfItsClass.first")])
+def test_a_value_outside_of_the_module_is_named(model: nn.Module, name: str) -> None:
+    SHARED.clear()
+    OfItsClass.first = None
+    (found,) = refusals(model)
+    assert name in found.message and found.rule == "earlier-calls"
+    assert found.where.startswith("tests/cpu/pipeline/test_sequences.py:"), found
+
+
+def test_an_order_of_sizes_that_decides_is_refused() -> None:
+    (found,) = refusals(Largest())
+    assert found.message.startswith("forward() sets 'largest' at its first call, and later calls read it")
+
+
+def test_what_depends_on_sizes_alone_is_right() -> None:
+    assert refusals(Growing()) == []
+    assert refusals(Growing(), (8,)) == []
+
+
+def test_counters_are_state_that_begins_as_in_a_new_model() -> None:
+    model = Counting().eval()
+    made = export(load_source(model, rows), {"batch": (2, 4)})
+    assert sorted(functional(made.programs.first).buffers_to_mutate.values()) == ["model.before", "model.calls", "model.decay"]
+    assert [each.rule for each in made.obstacles] == ["unread-attribute"]
+    program, eager = made.programs.first.module(), Counting()
+    for seed in range(3):
+        (x,) = sample(made.source, {"batch": 2 + seed % 2}, seed).tensors
+        torch.testing.assert_close(program(x)[0], eager(x))
+
+
+def test_counters_are_numbers_again_afterwards() -> None:
+    model = Counting().eval()
+    assert refusals(model) == []
+    assert (model.calls, model.decay, model.unread) == (0, 1.0, model.unread)
+    assert torch.equal(model.before, torch.zeros(4)) and not list(model.buffers())
+
+
+def test_a_bundle_counts_as_the_model_does(tmp_path: Path) -> None:
+    built = cgcompile.build(Counting().eval(), rows, sizes=[2, 3], target="cpu", out=tmp_path / "counting.cgb")
+    eager = Counting().eval()
+    with cgbundle.load(str(built.path)) as program:
+        for seed in range(4):
+            x = torch.randn(2 + seed % 2, 4, generator=torch.Generator().manual_seed(seed))
+            torch.testing.assert_close(torch.as_tensor(program(x)), eager(x))
+
+
+def test_what_one_entry_sets_and_another_reads_is_refused() -> None:
+    sources = load_sources(Remembering().eval(), {"encode": rows, "decode": rows})
+    sizes = {"encode": {"batch": (2, 4)}, "decode": {"batch": (2, 4)}}
+    with forked_models(sources) as models:
+        models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
+        encode, decode = with_sequences(export_entries(sources, sizes, lambda text: None), models)
+    assert [each.rule for each in (*encode.obstacles, *decode.obstacles)].count("earlier-calls") == 1
+
+
+def test_every_int_key_is_called_with_new_inputs_and_in_both_orders() -> None:
+    made = export(load_source(nn.Linear(4, 4), rows), {"batch": (2, 4)})
+    calls = sequence([made])
+    assert [(call.sizes["batch"], call.seed) for call in calls] == [
+        (2, EXAM_SEED), (2, OTHER_SEED), (2, EXAM_SEED), (4, EXAM_SEED), (4, OTHER_SEED), (4, EXAM_SEED), (2, OTHER_SEED),
+    ]  # fmt: skip
+    assert SEED not in (EXAM_SEED, OTHER_SEED)
+    fixed = replace(made, source=replace(made.source, inputs=constant))
+    seen = constant(4)[0]
+    for seed in (EXAM_SEED, OTHER_SEED):
+        (other,) = drawn(fixed, Call(entry=0, sizes={"batch": 4}, seed=seed))
+        assert not torch.equal(seen, other) and 0 <= other.min() <= other.max() <= seen.max()
+    whole = replace(fixed, source=replace(fixed.source, inputs=lambda batch: (constant(batch)[0].long(),)))
+    (other,) = drawn(whole, Call(entry=0, sizes={"batch": 4}, seed=EXAM_SEED))
+    assert not torch.equal(seen.long(), other) and torch.equal(seen.long().flatten(), other.flatten().sort().values)
+    (other,) = drawn(replace(fixed, source=replace(made.source, inputs=alike)), Call(entry=0, sizes={"batch": 4}, seed=EXAM_SEED))
+    assert other.min() >= 1 and other.std() > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_modules_that_are_faithful_pass(seed: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text((made := draw(seed, 0)).text)
+    assert not cgcompile.check(str(path), sizes=made.sizes, target="cpu").refused, made.features
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_modules_that_are_not_are_refused(seed: int, tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    path.write_text((made := draw(seed, 1)).text)
+    assert cgcompile.check(str(path), sizes={"batch": (1, 3), "seq": (2, 5)}, target="cpu").refused, made.features
+
+
+def test_the_names_of_features_are_their_own() -> None:
+    names = [each.name for each in (*FAITHFUL, *UNFAITHFUL)]
+    assert len(names) == len(set(names))
+
+
+# --- the processes ---------------------------------------------------------------------------------------------------
+
+
+def copies(model: nn.Module) -> FreshModels:
+    return copied_models(load_sources(model.eval(), rows), None)
+
+
+def test_models_that_are_copied_are_new_too() -> None:
+    made = export(load_source(Lazy().eval(), rows), {"batch": (2,)})
+    for _ in range(2):
+        models = copies(Lazy())
+        models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
+        (found,) = with_sequences([made], models)
+        assert [each.rule for each in found.obstacles] == ["earlier-calls"]
+
+
+def test_a_model_that_cannot_be_copied_is_named() -> None:
+    model = nn.Linear(4, 4)
+    model.held = SimpleNamespace(value=torch.ones(1, requires_grad=True) * 2)  # type: ignore[assignment]
+    with raises("fresh-failed", match="the model cannot be copied"):
+        copies(model)
+
+
+class Killed(nn.Module):
+    """Ends every process but one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.allowed = os.getpid()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != self.allowed:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x + 1
+
+
+class Raising(Killed):
+    """Raises in every process but one."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if os.getpid() != self.allowed:
+            raise ValueError("not here")
+        return x + 1
+
+
+def test_a_process_that_ends_is_one_line() -> None:
+    with raises("fresh-failed", match="ended: it was killed, or crashed"):
+        cgcompile.check(Killed().eval(), rows, sizes=[2], target="cpu")
+
+
+def test_what_a_new_model_raises_is_one_line() -> None:
+    with raises("eager-failed", match=r"test_sequences.py:\d+: forward\(\) failed: ValueError: not here"):
+        cgcompile.check(Raising().eval(), rows, sizes=[2], target="cpu")
+
+
+def test_no_process_is_left() -> None:
+    for _ in range(3):
+        cgcompile.check(nn.Linear(4, 4), rows, sizes=[2], target="cpu")
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)
