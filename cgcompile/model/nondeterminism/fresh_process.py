@@ -306,18 +306,32 @@ def copied_models(sources: Sequence[Source], again: Callable[[], Sequence[Source
 
     Raises fresh-failed for a model that cannot be copied."""
     if again is not None:
-        return _Copied(again)
+        return _Copied(lambda: _with_weights(again(), sources[0].model))
     kept = _copy(sources)
     return _Copied(lambda: _copy(kept))
 
 
+def _with_weights(made: Sequence[Source], like: torch.nn.Module) -> Sequence[Source]:
+    """The sources with the weights of a model that was made before: model() may draw others."""
+    first = {**dict(like.named_parameters()), **dict(like.named_buffers())}
+    with torch.no_grad():
+        for name, tensor in [*made[0].model.named_parameters(), *made[0].model.named_buffers()]:
+            if name in first and first[name].shape == tensor.shape:
+                tensor.copy_(first[name])
+    return made
+
+
 def _copy(sources: Sequence[Source]) -> Sequence[Source]:
+    model = sources[0].model
+    held = [tensor for module in model.modules() for tensor in vars(module).values() if isinstance(tensor, torch.Tensor)]
+    # what was computed with gradients, as weight_norm does, refuses to be copied
+    memory: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in held if not tensor.is_leaf}
     try:
-        model = copy.deepcopy(sources[0].model)
+        made = copy.deepcopy(model, memory)
     except Exception as error:
         text = f"{sources[0].label}: the model cannot be copied (copy.deepcopy: {type(error).__name__}: {first_line(error)})"
         raise ModelError("fresh-failed", text, "build it from a model file, or before the process uses CUDA") from error
-    return [replace(source, model=model) for source in sources]
+    return [replace(source, model=made) for source in sources]
 
 
 @contextmanager

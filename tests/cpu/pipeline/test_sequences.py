@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -267,9 +268,28 @@ def test_models_that_are_copied_are_new_too() -> None:
         assert [each.rule for each in found.obstacles] == ["earlier-calls"]
 
 
+def test_tensors_with_gradients_are_copied() -> None:
+    model = nn.Linear(4, 4)
+    model.computed = torch.ones(1, requires_grad=True) * 2  # type: ignore[assignment]
+    models = copies(model)
+    models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
+    with models.new([{"batch": 2}]) as new:
+        new.send(0, rows(2), SEED)
+        assert not new.receive().raised
+
+
+def test_a_model_that_is_made_again_has_the_same_weights() -> None:
+    first, second = [load_sources(nn.Linear(4, 4), rows) for _ in range(2)]
+    made = export(first[0], {"batch": (2,)})
+    models = copied_models(first, lambda: second)
+    models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
+    (found,) = with_sequences([made], models)
+    assert not found.obstacles
+
+
 def test_a_model_that_cannot_be_copied_is_named() -> None:
     model = nn.Linear(4, 4)
-    model.held = SimpleNamespace(value=torch.ones(1, requires_grad=True) * 2)  # type: ignore[assignment]
+    model.held = SimpleNamespace(lock=threading.Lock())  # type: ignore[assignment]
     with raises("fresh-failed", match="the model cannot be copied"):
         copies(model)
 
