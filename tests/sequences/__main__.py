@@ -35,14 +35,14 @@ def outcome(drawn: Drawn, folder: Path, target: str, seed: int) -> str:
         built = cgcompile.build(str(path), sizes=drawn.sizes, out=folder / f"model_{seed}.cgb", target=target)
     except CgbundleError as error:
         return f"refused: {error.code}: {error}"
-    return compared(path, built.path, drawn, seed)
+    return compared(path, built.path, drawn, target, seed)
 
 
-def compared(path: Path, bundle: Path, drawn: Drawn, seed: int) -> str:
+def compared(path: Path, bundle: Path, drawn: Drawn, target: str, seed: int) -> str:
     """A random sequence of calls of a bundle and of a new model, at declared sizes and others."""
     chance = random.Random(seed)
     model = load_source(str(path)).model
-    device = torch.device("cuda" if torch.cuda.is_available() and "cuda" in str(cgbundle.load(str(bundle)).target) else "cpu")
+    device = torch.device("cpu" if target == "cpu" else "cuda")
     with cgbundle.load(str(bundle)) as program, torch.no_grad():
         model.to(device)
         for number in range(CALLS):
