@@ -103,7 +103,7 @@ def _compared(exported: Sequence[Exported], models: FreshModels) -> tuple[Call, 
 def _difference(own: Exported, programs: _Programs, model: FreshModel, call: Call, seed: int) -> str:
     """How the results of a call differ, in words, or ""."""
     try:
-        tensors = drawn(own, call)
+        tensors, mixed = drawn(own, call)
     except ModelError:
         if call.declared:
             raise
@@ -111,6 +111,10 @@ def _difference(own: Exported, programs: _Programs, model: FreshModel, call: Cal
     made, called = _both(programs, model, call, tensors, seed, reset=False)
     if call.declared and (called.raised or isinstance(made, str)):  # a cache of the model may be full
         programs.reset()
+        made, called = _both(programs, model, call, tensors, seed, reset=True)
+    if called.raised and mixed:  # the model may check values
+        programs.reset()
+        tensors = sample(own.source, call.sizes).tensors
         made, called = _both(programs, model, call, tensors, seed, reset=True)
     if called.raised:
         if call.declared:
@@ -140,15 +144,15 @@ def _both(
     return made, model.receive()
 
 
-def drawn(exported: Exported, call: Call) -> tuple[torch.Tensor, ...]:
-    """The inputs of a call.  Where inputs() gives what it gave the export, whatever the seed, others are made of their values:
-    integers in another order, floats between two of them.  So all stay what the model may be given."""
+def drawn(exported: Exported, call: Call) -> tuple[tuple[torch.Tensor, ...], bool]:
+    """The inputs of a call.  Where inputs() gives what it gave the export, whatever the seed, others are mixed of their values:
+    integers in another order, floats between two of them.  Also whether they are."""
     tensors = sample(exported.source, call.sizes, call.seed).tensors
     seen = sample(exported.source, call.sizes).tensors
     if not all(compare(one, other).error == 0 for one, other in zip(seen, tensors, strict=True)):
-        return tensors
+        return tensors, False
     order = torch.Generator().manual_seed(call.seed)
-    return tuple([_mixed(tensor, order) for tensor in tensors])
+    return tuple([_mixed(tensor, order) for tensor in tensors]), True
 
 
 def _mixed(tensor: torch.Tensor, order: torch.Generator) -> torch.Tensor:
@@ -225,7 +229,10 @@ def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels,
     kept: list[Kept] = []
     for seed in (EXAM_SEED, OTHER_SEED):
         calls = [
-            (number, drawn(each, Call(entry=number, sizes=dict(zip(each.sizes, all_keys(each.sizes)[0], strict=True)), seed=seed)))
+            (
+                number,
+                drawn(each, Call(entry=number, sizes=dict(zip(each.sizes, all_keys(each.sizes)[0], strict=True)), seed=seed))[0],
+            )
             for number, each in enumerate(entries)
         ]
         with models.new([probe_sizes(each.sizes) for each in entries]) as model:

@@ -321,7 +321,7 @@ def test_int_keys_over_the_budget_are_left_out_and_named(files: Path, tmp_path: 
     result = call("build", files / "linear.py", "--sizes", "1,4", "--target", "sm_90", "--prove-budget", "0.01", "-o", out)
     assert result.exit_code == 0, result.output
     assert [(proof.key, proof.method) for proof in read(out).exam.proofs] == [((1,), "interpret"), ((4,), "none")]
-    assert 0 < read(out).exam.proofs[0].error <= 1e-4
+    assert read(out).exam.proofs[0].error <= 1e-4
     lines = result.stderr.splitlines()
     begun, stage = [line for line in lines if line.startswith("interpret")]
     assert " ... " in begun and "1 of 2 int_keys" in stage and stage.endswith("; not in 0.01 s: batch=4")

@@ -224,12 +224,14 @@ def test_every_int_key_is_called_with_new_inputs_and_in_both_orders() -> None:
     fixed = replace(made, source=replace(made.source, inputs=constant))
     seen = constant(4)[0]
     for seed in (EXAM_SEED, OTHER_SEED):
-        (other,) = drawn(fixed, Call(entry=0, sizes={"batch": 4}, seed=seed))
+        (other,), _ = drawn(fixed, Call(entry=0, sizes={"batch": 4}, seed=seed))
         assert not torch.equal(seen, other) and 0 <= other.min() <= other.max() <= seen.max()
     whole = replace(fixed, source=replace(fixed.source, inputs=lambda batch: (constant(batch)[0].long(),)))
-    (other,) = drawn(whole, Call(entry=0, sizes={"batch": 4}, seed=EXAM_SEED))
+    (other,), _ = drawn(whole, Call(entry=0, sizes={"batch": 4}, seed=EXAM_SEED))
     assert not torch.equal(seen.long(), other) and torch.equal(seen.long().flatten(), other.flatten().sort().values)
-    (other,) = drawn(replace(fixed, source=replace(made.source, inputs=alike)), Call(entry=0, sizes={"batch": 4}, seed=EXAM_SEED))
+    (other,), _ = drawn(
+        replace(fixed, source=replace(made.source, inputs=alike)), Call(entry=0, sizes={"batch": 4}, seed=EXAM_SEED)
+    )
     assert other.min() >= 1 and other.std() > 0
 
 
