@@ -82,7 +82,8 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             with cuda_left_alone():
                 loaded = load_sources(model, inputs, share)
             mode = stack.enter_context(evaluated(loaded[0], options.train))
-            fresh = None if ranks or loaded[0].saved else stack.enter_context(forked_models(loaded))
+            uncalled = stack.enter_context(ExitStack())
+            fresh = None if ranks or loaded[0].saved else uncalled.enter_context(forked_models(loaded))
             chosen = early or choose(*asked, standalone=bool(options.standalone))  # after the fork: it may start CUDA
             sizes = _sizes(loaded, options.sizes)
             keys = count_keys(sizes, options.max_keys)
@@ -114,6 +115,8 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             build_parts = partial(build_parts, interface=stack.enter_context(begun_interface()))
         with stages("export") as tell:
             exported = with_sequences(export_entries(sources, sizes, tell), fresh)
+            fresh = None
+            uncalled.close()  # it holds the weights once more
             signatures = [describe_signature(each) for each in exported]
             tell.result(", ".join([_nodes(each.programs) for each in exported]))
         with stages("check") as tell:
