@@ -25,7 +25,7 @@ def main() -> None:
     if given.command is None:
         FOLDER.mkdir(exist_ok=True)
         for name, text in written().items():
-            (FOLDER / name).write_text(text)
+            (FOLDER / name).write_text(text, encoding="utf-8")
         return
     from tests.docs.run import run_pages
 

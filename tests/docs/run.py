@@ -70,7 +70,7 @@ class Runner:
         """Runs a page, once, after those that it begins after.  Returns its folder; raises AssertionError with the page's line."""
         page = page.resolve()
         if page not in self._ran:
-            text = page.read_text()
+            text = page.read_text(encoding="utf-8")
             folder = self.base / str(page.relative_to(ROOT)).replace("/", "-").removesuffix(".md")
             folder.mkdir()
             for before in begins_after(text):

@@ -65,7 +65,7 @@ def batch(golden: Path, first: int, last: int, until: float = 0.0) -> Tally:
     tally = Tally()
     name = f"{golden.parent.name}/{golden.stem}"
     while first < last and not (until and time.time() > until):
-        with tempfile.TemporaryDirectory(prefix="fuzz-", dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as scratch:
+        with tempfile.TemporaryDirectory(prefix="fuzz-") as scratch:
             log, err = Path(scratch) / "log", Path(scratch) / "err"
             log.touch()
             command = [sys.executable, "-X", "faulthandler", "-m", "tests.fuzz.worker", str(golden), scratch]

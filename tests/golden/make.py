@@ -29,7 +29,7 @@ TRITON_ONLY = (("TORCHINDUCTOR_MAX_AUTOTUNE_GEMM_BACKENDS", "TRITON"),)
 class Golden:
     """A function of models.py, and the bytes that it may take: all goldens for a GPU stay below 500 KB together.
 
-    `gpu`: whether the machine that makes it has one.  `target`: what every test machine of that kind has, or need not have.
+    `gpu`: whether the machine that makes it has one.  `target`: never `cpu`, whose code runs only on processors like the builder's.
     """
 
     sizes: tuple[Any, ...]

@@ -73,14 +73,14 @@ class Bench:
 
     def start(self, tree: Path, mutation: Mutation, tests: tuple[str, ...]) -> Trial:
         target = tree / mutation.path
-        self.sources.setdefault(mutation.path, target.read_text())
-        target.write_text(mutation.source)
+        self.sources.setdefault(mutation.path, target.read_text(encoding="utf-8"))
+        target.write_text(mutation.source, encoding="utf-8")
         for stale in (target.parent / "__pycache__").glob(f"{target.stem}.*"):
             stale.unlink()  # compiled files are told apart by size and second alone
         return start(tree, tests, FACTOR * self.times[tests] + SLACK)
 
     def restore(self, tree: Path, mutation: Mutation) -> None:
-        (tree / mutation.path).write_text(self.sources[mutation.path])
+        (tree / mutation.path).write_text(self.sources[mutation.path], encoding="utf-8")
 
 
 def _wait(trial: Trial) -> int:
@@ -133,9 +133,9 @@ def main() -> int:
     parser.add_argument("--module", default="", help="only modules whose path contains this")
     parser.add_argument("--own", action="store_true", help="only the tests that fit a module, never all of tests/pure")
     given = parser.parse_args()
-    sources = {path: (ROOT / path).read_text() for path in MODULES if given.module in path}
+    sources = {path: (ROOT / path).read_text(encoding="utf-8") for path in MODULES if given.module in path}
     mutations = draw(sources, given.count, given.seed)
-    known = equivalents(EQUIVALENT.read_text())
+    known = equivalents(EQUIVALENT.read_text(encoding="utf-8"))
     same = [mutation for mutation in mutations if mutation.name in known]
     tried = [mutation for mutation in mutations if mutation.name not in known]
     began, lived = time.monotonic(), []

@@ -107,7 +107,7 @@ def test_a_typed_script_uses_every_public_name() -> None:
     """`make check` holds that script to what `mypy --strict` asks."""
     import cgbundle
 
-    used = (ROOT / "tests/typed/serving.py").read_text()
+    used = (ROOT / "tests/typed/serving.py").read_text(encoding="utf-8")
     assert [name for name in cgbundle.__all__ if not re.search(rf"\b{name}\b", used)] == []
     assert (ROOT / "bundles/cgbundle/py.typed").exists()
 
@@ -125,7 +125,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 def imported(path: Path) -> set[str]:
     """Top-level packages that a file imports anywhere, late imports too."""
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             found |= {alias.name.partition(".")[0] for alias in node.names}
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:

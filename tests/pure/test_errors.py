@@ -59,7 +59,7 @@ BY_MESSAGE = {
 @cache
 def trees(folder: str) -> dict[str, ast.Module]:
     """Every module below a folder, by its path."""
-    return {str(path.relative_to(ROOT)): ast.parse(path.read_text()) for path in sorted((ROOT / folder).rglob("*.py"))}
+    return {str(path.relative_to(ROOT)): ast.parse(path.read_bytes()) for path in sorted((ROOT / folder).rglob("*.py"))}
 
 
 def made() -> Iterator[tuple[str, str, ast.expr | None]]:
@@ -137,7 +137,7 @@ def test_every_code_is_raised_somewhere() -> None:
 def test_every_code_is_provoked_by_a_test(code: str) -> None:
     if code in BY_MESSAGE:
         path, _, function = BY_MESSAGE[code].partition("::")
-        assert f"def {function}(" in (ROOT / path).read_text()
+        assert f"def {function}(" in (ROOT / path).read_text(encoding="utf-8")
     else:
         assert code in texts(), f"{code}: no test names it"
 
@@ -217,7 +217,7 @@ def test_a_kind_is_the_code_in_one_word() -> None:
 
 def test_nothing_in_the_runtime_catches_everything() -> None:
     for path in PACKAGE.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_bytes())):
             if isinstance(node, ast.ExceptHandler):
                 caught = ast.unparse(node.type) if node.type else "everything"
                 again = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None

@@ -29,6 +29,7 @@ from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.recordings import check_module_states, check_recording
 from cgcompile.targets.cuda.elf import read_cubin
+from cgcompile.targets.instruction_sets import LEVELS, common_level
 from cgcompile_cli import main
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.places import GOLDEN, skip_older_torch
@@ -80,6 +81,13 @@ def test_goldens_are_small() -> None:
         for kind in ("cpu", "cuda"):
             sizes = [bytes_of(path) for path in folder.glob("*.cgb") if archive.read_manifest(str(path)).target.kind == kind]
             assert sum(sizes) <= LIMIT, (folder.name, sizes)
+
+
+def test_goldens_run_on_every_supported_processor(manifest: Manifest) -> None:
+    """A golden for the processor that built it would fail the tests of other machines."""
+    target = manifest.target
+    common = common_level(target.arch, {name for level in LEVELS for name in level.features})
+    assert set(target.features) <= (set(common.features) if common else set())
 
 
 def test_nothing_but_goldens_lies_in_the_folders() -> None:

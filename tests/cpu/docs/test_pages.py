@@ -17,7 +17,7 @@ RUN = {"python", "console"}
 OTHERS = {"text", "sh", "dockerfile", ""}
 """What is no command and no Python: `sh` blocks are those that install, and are skipped."""
 
-PAGES = [page for page in pages() if any(block.language in RUN for block in blocks(page.read_text()))]
+PAGES = [page for page in pages() if any(block.language in RUN for block in blocks(page.read_text(encoding="utf-8")))]
 
 
 @pytest.fixture(scope="module")
@@ -34,7 +34,7 @@ def test_every_block_runs_and_prints_what_is_shown(page: Path, runner: Runner) -
 def test_no_block_escapes_its_test() -> None:
     """Commands and Python stand in blocks of that language; what is skipped installs, or is run elsewhere."""
     for page in pages():
-        for block in blocks(page.read_text()):
+        for block in blocks(page.read_text(encoding="utf-8")):
             place = f"{page.relative_to(ROOT)}:{block.line}"
             assert block.language in RUN | OTHERS, place
             if block.language == "sh":

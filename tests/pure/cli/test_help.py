@@ -107,8 +107,8 @@ def test_help_imports_nothing_that_takes_time(command: str) -> None:
 
 def completed(line: str, folder: Path) -> list[str]:
     """What bash would be offered for the last word of `line`."""
-    words = line.split(" ")
-    told = shell(_CGCOMPILE_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(len(words) - 1), HOME=str(folder))
+    before = len(shlex.split(f"{line}.")) - 1  # the last word may be empty
+    told = shell(_CGCOMPILE_COMPLETE="complete_bash", COMP_WORDS=line, COMP_CWORD=str(before), HOME=str(folder))
     return told.split()
 
 
@@ -133,8 +133,8 @@ def test_completion_knows_every_closed_set(tmp_path: Path) -> None:
 def test_completion_knows_the_int_keys_of_the_bundle(tmp_path: Path) -> None:
     path = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
     for option in ("run {} --size", "bench {} --size", "inspect {} --graph"):
-        assert completed(f"cgcompile {option.format(path)} ", tmp_path) == ["1", "4"]
-        assert completed(f"cgcompile {option.format(tmp_path / 'nowhere.cgb')} ", tmp_path) == []
+        assert completed(f"cgcompile {option.format(shlex.quote(str(path)))} ", tmp_path) == ["1", "4"]
+        assert completed(f"cgcompile {option.format(shlex.quote(f'{tmp_path}/nowhere.cgb'))} ", tmp_path) == []
 
 
 def test_completion_scripts_are_shown_and_installed(tmp_path: Path) -> None:

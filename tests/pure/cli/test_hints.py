@@ -24,7 +24,7 @@ def spelled() -> list[tuple[str, str]]:
     found = []
     for folder in ("cgcompile", "cli/cgcompile_cli"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(ast.parse(path.read_bytes())):
                 if isinstance(node, ast.Constant) and isinstance(node.value, str) and " " in node.value:
                     at = f"{path.relative_to(ROOT)}:{node.lineno}"
                     found += [(at, option) for option in OPTION.findall(node.value)]
@@ -57,7 +57,7 @@ def test_nothing_that_is_printed_names_a_path_of_the_source_tree() -> None:
         printed += [command.help or "", *[getattr(each, "help", None) or "" for each in command.params]]
     for folder in ("cgcompile", "cli/cgcompile_cli", "bundles/cgbundle"):
         for path in sorted((ROOT / folder).rglob("*.py")):
-            tree = ast.parse(path.read_text())
+            tree = ast.parse(path.read_bytes())
             docs = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
             strings = [node for node in ast.walk(tree) if isinstance(node, ast.Constant) and id(node) not in docs]
             printed += [node.value for node in strings if isinstance(node.value, str) and " " in node.value]
@@ -73,13 +73,13 @@ def test_a_build_takes_what_its_hints_name(option: str) -> None:
 
 def test_what_is_to_be_installed_is_what_the_package_asks_for() -> None:
     """No index has cgcompile itself: hints name the packages of its extras, with the versions that pyproject.toml has."""
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
     wanted = {each for extra in project["optional-dependencies"].values() for each in extra}
     lines = [
         node.value
         for folder in ("cgcompile", "cli/cgcompile_cli", "bundles/cgbundle")
         for path in sorted((ROOT / folder).rglob("*.py"))
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in ast.walk(ast.parse(path.read_bytes()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and node.value.startswith("pip install '")
     ]
     named = {each for line in lines for each in re.findall(r"'([^']+)'", line)}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
@@ -49,8 +50,8 @@ def test_every_command_says_it_as_json(arguments: tuple[str, ...], code: str) ->
 
 def test_a_fix_repeats_what_was_typed(tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text("def model(): ...\ndef inputs(batch): ...\n")
-    typed = ("build", tmp_path / "model.py", "--sizes", "1,2,3", "--max-keys", "2")
-    assert call(*typed)[1]["fix"] == f"give fewer sizes, or: cgcompile {' '.join(map(str, typed))} --json --max-keys 3"
+    typed = ("build", str(tmp_path / "model.py"), "--sizes", "1,2,3", "--max-keys", "2")
+    assert call(*typed)[1]["fix"] == f"give fewer sizes, or: cgcompile {shlex.join(typed)} --json --max-keys 3"
 
 
 def test_damage_has_the_exit_status_1(tmp_path: Path) -> None:

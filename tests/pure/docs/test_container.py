@@ -11,13 +11,13 @@ from tests.docs.pages import USERS, blocks
 from tests.helpers.places import ROOT
 
 PAGE, TUTORIAL = (USERS / name for name in ("serving.md", "tutorial.md"))
-PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 WHEEL = f"cgcompile-{PROJECT['version']}-py3-none-any.whl"
 
 
 def steps() -> list[tuple[str, str]]:
     """(instruction, what stands behind it)."""
-    (found,) = [each.text for each in blocks(PAGE.read_text()) if each.language == "dockerfile"]
+    (found,) = [each.text for each in blocks(PAGE.read_text(encoding="utf-8")) if each.language == "dockerfile"]
     return [(line.partition(" ")[0], line.partition(" ")[2]) for line in found.splitlines()]
 
 
@@ -45,12 +45,12 @@ def test_what_is_installed_is_there() -> None:
     wheel, extra = re.findall(r'"/tmp/(\S+)\[(\w+)\]"', " ".join(behind("RUN")))[0]
     assert wheel == WHEEL
     assert {"fastapi", "uvicorn", "numpy"} <= {re.split(r"\W", each)[0] for each in PROJECT["optional-dependencies"][extra]}
-    assert WHEEL in PAGE.read_text().partition("## On another machine")[2].partition("\n## ")[0]
+    assert WHEEL in PAGE.read_text(encoding="utf-8").partition("## On another machine")[2].partition("\n## ")[0]
 
 
 def test_the_command_serves_the_tutorials_server_where_its_health_is_asked() -> None:
     command, check = json.loads(behind("CMD")[0]), json.loads(behind("HEALTHCHECK")[0].removeprefix("CMD "))
-    server = next(each.text for each in blocks(TUTORIAL.read_text()) if each.text.startswith("# server.py"))
+    server = next(each.text for each in blocks(TUTORIAL.read_text(encoding="utf-8")) if each.text.startswith("# server.py"))
     assert command[:2] == ["uvicorn", "server:app"] and command[command.index("--port") + 1] == behind("EXPOSE")[0]
     assert command[command.index("--host") + 1] == "0.0.0.0", "localhost is the container's own"
     ast.parse(check[2])

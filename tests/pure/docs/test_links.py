@@ -22,25 +22,25 @@ def named(path: Path) -> str:
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_link_leads_somewhere(page: Path) -> None:
-    for link in links(page.read_text()):
+    for link in links(page.read_text(encoding="utf-8")):
         path, _, anchor = link.partition("#")
         if path.startswith(("http://", "https://")):
             continue
         target = (page.parent / path).resolve() if path else page
         assert target.exists() and target.is_relative_to(ROOT), f"{named(page)}: {link}"
         if anchor:
-            assert anchor in anchors(target.read_text()), f"{named(page)}: {link}"
+            assert anchor in anchors(target.read_text(encoding="utf-8")), f"{named(page)}: {link}"
 
 
 def test_the_readme_links_every_page_and_stays_short() -> None:
-    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(README.read_text()) if "://" not in link}
+    linked = {(ROOT / link.partition("#")[0]).resolve() for link in links(README.read_text(encoding="utf-8")) if "://" not in link}
     assert sorted({named(page) for page in PAGES} - {named(page) for page in linked} - {"README.md"}) == []
-    assert len(README.read_text().splitlines()) <= LINES
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= LINES
 
 
 def test_users_pages_begin_with_a_title() -> None:
     for page in USERS.rglob("*.md"):
-        assert page.read_text().startswith("# "), named(page)
+        assert page.read_text(encoding="utf-8").startswith("# "), named(page)
 
 
 def test_anchors_are_spelled_as_github_does() -> None:
@@ -61,7 +61,7 @@ WRITTEN = {"model.py", "name.py"}
 
 @pytest.mark.parametrize("page", FOLDERS, ids=named)
 def test_a_folders_page_names_files_that_are_there(page: Path) -> None:
-    for file in set(re.findall(r"[\w./-]+\.py\b", page.read_text())) - WRITTEN:
+    for file in set(re.findall(r"[\w./-]+\.py\b", page.read_text(encoding="utf-8"))) - WRITTEN:
         there = any((place / file).is_file() for place in (page.parent, *PLACES))
         assert there or list(page.parent.rglob(file)), f"{named(page)}: {file}"
 

@@ -16,7 +16,7 @@ PAGES = written()
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_page_is_what_the_code_says(name: str) -> None:
-    assert (FOLDER / name).read_text() == PAGES[name], "run: make docs"
+    assert (FOLDER / name).read_text(encoding="utf-8") == PAGES[name], "run: make docs"
 
 
 def test_no_other_page_lies_there() -> None:

@@ -75,5 +75,5 @@ def test_what_is_listed_is_there() -> None:
     for path, tests in MODULES.items():
         assert (ROOT / path).is_file()
         assert all((ROOT / test).exists() for test in (*tests, *ALL))
-    for (path, _, removed, added), reason in equivalents(EQUIVALENT.read_text()).items():
+    for (path, _, removed, added), reason in equivalents(EQUIVALENT.read_text(encoding="utf-8")).items():
         assert path in MODULES and removed and added and reason

@@ -205,7 +205,7 @@ def test_only_columns_are_asked_of_a_table() -> None:
     known = {column.name for column in BRANCHING.columns} | {"counts", "images", "symbols", "where"}
     assert set(Table.__slots__) == known
     asked = set()
-    for text in [path.read_text() for path in modules().values()]:
+    for text in [path.read_text(encoding="utf-8") for path in modules().values()]:
         for function in ast.walk(ast.parse(text)) if "table import" in text else ():
             if isinstance(function, ast.FunctionDef):
                 given = {arg.arg for arg in function.args.args if arg.annotation and ast.unparse(arg.annotation) == "Table"}

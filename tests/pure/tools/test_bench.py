@@ -370,7 +370,7 @@ def test_nothing_of_a_benchmark_is_imported_by_a_build_or_by_serving() -> None:
     files = [path for folder in ("cgcompile", "bundles") for path in (root / folder).rglob("*.py") if not folders & {*path.parts}]
     imports = re.compile(r"^\s*(from|import) .*\b(bench|generation)\b", re.MULTILINE)
     assert imports.search("    from .bench import measure") and len(files) > 100
-    assert not [path for path in files if imports.search(path.read_text())]
+    assert not [path for path in files if imports.search(path.read_text(encoding="utf-8"))]
 
 
 def test_what_runs_before_the_clocks_first_mark_imports_nothing() -> None:

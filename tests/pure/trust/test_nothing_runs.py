@@ -102,7 +102,7 @@ UNPICKLES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "zipfile", "r
 @pytest.mark.parametrize("path", sorted((ROOT / "bundles/cgbundle").rglob("*.py")), ids=lambda path: path.stem)
 def test_the_runtime_has_no_way_to_execute_python_from_a_file(path: Path) -> None:
     """No pickle, no eval: program.pt2 is never opened but to hash it."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
             assert not {alias.name for alias in node.names} & UNPICKLES
         elif isinstance(node, ast.ImportFrom):

@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from shlex import quote
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
@@ -37,7 +38,7 @@ def test_sign_says_what_it_did(unsigned: Path, pairs: tuple[Pair, Pair]) -> None
     result = call("sign", unsigned, "--key", ours.private)
     assert (result.exit_code, result.stderr) == (0, "")
     assert f"signed  {unsigned}: 5 files" in result.stdout and "in the place of" not in result.stdout
-    assert f"cgcompile verify {unsigned} --key {ours.digits}" in result.stdout
+    assert f"cgcompile verify {quote(str(unsigned))} --key {ours.digits}" in result.stdout
     assert f"cgbundle.load({str(unsigned)!r}, key={ours.digits!r})" in result.stdout
     assert sorted(each.name for each in unsigned.iterdir() if "sig" in each.name) == [file_names.SIGNATURE]
     assert "in the place of an earlier signature" in call("sign", unsigned, "--key", theirs.private).stdout
@@ -116,10 +117,11 @@ def test_openssl_makes_keys_and_checks_signatures(unsigned: Path, tmp_path: Path
     subprocess.run(["bash", "-ec", script], cwd=tmp_path, check=True)
     sign(unsigned, tmp_path / "private.pem")
     assert call("verify", unsigned, "--key", tmp_path / "public.pem").exit_code == 0
+    quoted = quote(str(unsigned))
     script = f"""
-    tail -c 64 {unsigned}/manifest.json.sig > signature
-    openssl pkeyutl -verify -pubin -inkey public.pem -rawin -in {unsigned}/manifest.json -sigfile signature
-    openssl pkey -pubin -in public.pem -outform DER | tail -c 32 | cmp - <(head -c 32 {unsigned}/manifest.json.sig)
+    tail -c 64 {quoted}/manifest.json.sig > signature
+    openssl pkeyutl -verify -pubin -inkey public.pem -rawin -in {quoted}/manifest.json -sigfile signature
+    openssl pkey -pubin -in public.pem -outform DER | tail -c 32 | cmp - <(head -c 32 {quoted}/manifest.json.sig)
     """
     assert "Verified Successfully" in subprocess.check_output(["bash", "-ec", script], cwd=tmp_path, text=True)
 
