@@ -28,13 +28,17 @@ ASSERTED = "Runtime assertion failed"
 """What torch (2.11, 2.13) says where a program does not hold what its export found out."""
 
 
-def try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
-    """Runs the model at its smallest and largest sizes.  Raises size-excluded, eager-failed, structure-unsupported."""
+def try_eager(
+    source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], seed: int = SEED, *, keep: bool = False
+) -> list[EagerShapes]:
+    """Runs the model at its smallest and largest sizes; `keep`: what these calls leave in buffers.
+
+    Raises size-excluded, eager-failed, structure-unsupported."""
     results, shapes, failed = [], [], []
     for pick in (0, -1):
         chosen = {name: values[pick] for name, values in sizes.items()}
         try:
-            shapes.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
+            shapes.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen, seed).tensors, keep=keep)))
         except ModelError as error:
             if error.code != "size-excluded":
                 raise
@@ -51,11 +55,11 @@ def try_eager(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, .
 
 
 def eager_shapes(
-    source: Source, flat: FlatModule, chosen: Mapping[str, int], tensors: Sequence[torch.Tensor]
+    source: Source, flat: FlatModule, chosen: Mapping[str, int], tensors: Sequence[torch.Tensor], *, keep: bool = False
 ) -> list[tuple[int, ...]]:
     """The shapes of the outputs.  Raises size-excluded, structure-unsupported."""
     try:
-        return [tuple(output.shape) for output in run_eager(flat, tensors).outputs]
+        return [tuple(output.shape) for output in run_eager(flat, tensors, keep=keep).outputs]
     except Exception as error:
         if isinstance(error, ModelError):
             raise

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
+from ..errors import ModelError
 from ..model.flat_module import FlatModule, unwatched
 from ..model.nondeterminism.generators import Generator, generators, states
 from ..model.nondeterminism.repeated_calls import Observed, Results, observed, outside_values, results
 from ..model.side_effects import Obstacle, SideEffects
-from ..model.source import Source, sample
+from ..model.source import OTHER_SEED, Source, sample
 from ..model.tracing.attributes import assignment_place, changed, marks, own_attributes
 from ..model.tracing.held_tensors import Held, held_tensors, make_buffer
+from ..util.raw_bytes import same_bits
 from .eager_check import try_eager
 from .exported import EagerShapes
 
@@ -61,7 +63,7 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
     fresh = own_attributes(source.model)
     versions = {id(buffer): buffer._version for buffer in source.model.buffers() if not buffer.is_inference()}
     before = states(generators(source.model, source.entry))
-    shapes = try_eager(source, flat, sizes)
+    shapes = _fill_caches(source, flat, sizes, calls)
     drawn_from = generators(source.model, source.entry)  # a call may import NumPy
     after = states(drawn_from)
     flat.earlier = calls[0]
@@ -75,6 +77,36 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
         calls=tuple(calls), shapes=tuple(shapes), changes=changes, counters=kept, outside=outside,
         constants=_constants(flat, versions), first=first, second=second,
     )  # fmt: skip
+
+
+def _fill_caches(
+    source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], calls: list[SideEffects]
+) -> list[EagerShapes]:
+    """Calls the model at its smallest and largest sizes.  A buffer that these calls fill, and that calls with other inputs leave as
+    it is, is a cache.  Attributes may say by now that it is filled, so its contents are kept.  All other buffers are put back.
+
+    Raises size-excluded, eager-failed, structure-unsupported.
+    """
+    try:
+        shapes = try_eager(source, flat, sizes, keep=True)
+    except ModelError:
+        if not flat.snapshot.changed():
+            raise
+        flat.snapshot.restore()  # a buffer may have been full
+        calls.clear()
+        return try_eager(source, flat, sizes)
+    if written := flat.snapshot.changed():
+        filled = flat.snapshot.current()
+        watch, flat.watch = flat.watch, unwatched
+        try:
+            try_eager(source, flat, sizes, OTHER_SEED, keep=True)
+        except ModelError:
+            written = []
+        flat.watch = watch
+        now = flat.snapshot.current()
+        flat.snapshot.restore(but=[name for name in written if same_bits(now[name], filled[name])])
+        flat.follow_buffers()
+    return shapes
 
 
 def sample_at(source: Source, sizes: Mapping[str, tuple[int, ...]], pick: int) -> tuple[torch.Tensor, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -192,15 +192,17 @@ class BufferSnapshot:
         """Copies of what all buffers hold now, by their names in the module."""
         return {name: copied(owner._buffers[leaf]) for name, owner, leaf, _, _ in self._rows}
 
-    def changed(self) -> bool:
-        """Whether a buffer holds something else by now."""
-        return any(not same_bits(owner._buffers[leaf], first) for _, owner, leaf, _, first in self._rows)
+    def changed(self) -> list[str]:
+        """The names of buffers that hold something else by now."""
+        return [name for name, owner, leaf, _, first in self._rows if not same_bits(owner._buffers[leaf], first)]
 
-    def restore(self) -> None:
+    def restore(self, but: Collection[str] = ()) -> None:
+        """Puts back what the buffers held first, `but` those of these names."""
         with torch.no_grad():
-            for _, owner, leaf, tensor, first in self._rows:
-                owner._buffers[leaf] = tensor
-                put_back(tensor, first)
+            for name, owner, leaf, tensor, first in self._rows:
+                if name not in but:
+                    owner._buffers[leaf] = tensor
+                    put_back(tensor, first)
             for tensor, first in self._held:
                 put_back(tensor, first)
 
@@ -223,8 +225,9 @@ def call_eager(reference: Reference, given: Sequence[torch.Tensor], seed: int) -
             return reference(*given)
 
 
-def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int = 1) -> EagerResult:
-    """Runs eager PyTorch on copies of the inputs so many times, from the buffers' first contents, which are put back at the end."""
+def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int = 1, *, keep: bool = False) -> EagerResult:
+    """Runs eager PyTorch on copies of the inputs so many times.  The buffers' first contents are put back at the end, unless
+    `keep`."""
     outputs: tuple[torch.Tensor, ...] = ()
     try:
         for _ in range(calls):
@@ -235,7 +238,8 @@ def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int 
         buffers = reference.snapshot.storages()
         own = tuple([(value.clone() if value.untyped_storage().data_ptr() in buffers else value).detach() for value in outputs])
     finally:
-        reference.snapshot.restore()
+        if not keep:
+            reference.snapshot.restore()
     return EagerResult(outputs=own, given=given, state=state)
 
 

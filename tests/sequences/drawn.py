@@ -67,6 +67,13 @@ y = y + self.{a}"""),
     Feature(name="a buffer", init='self.register_buffer("{a}", torch.zeros(8))', forward="""\
 self.{a} = self.{a} * 0.5 + y.mean((0, 1))
 y = y + self.{a}"""),
+    Feature(name="a buffer that the first calls fill", init="""\
+self.register_buffer("{a}", torch.zeros(16, 8), persistent=False)
+self.{a}_length = 0""", forward="""\
+if x.shape[1] > self.{a}_length:
+    self.{a}[: x.shape[1]] = torch.arange(x.shape[1])[:, None].cos()
+    self.{a}_length = x.shape[1]
+y = y + self.{a}[: x.shape[1]]"""),
     Feature(name="an object that counts", init="self.{a} = SimpleNamespace(total=torch.zeros(()), calls=0)", forward="""\
 self.{a}.total += 1
 y = y + self.{a}.total"""),

@@ -94,6 +94,21 @@ class Growing(nn.Module):
         return x + self.table[: x.shape[0]]
 
 
+class Filled(nn.Module):
+    """A buffer that the first calls fill, and a number that says how far, as rotary_embedding_torch has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.zeros(16, 1), persistent=False)
+        self.length = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[0] > self.length:
+            self.table[: x.shape[0]] = torch.arange(1, x.shape[0] + 1)[:, None]
+            self.length = x.shape[0]
+        return x * self.table[: x.shape[0]]
+
+
 class Counting(nn.Module):
     """Numbers and a tensor that the next call reads, and one that no result depends on."""
 
@@ -176,6 +191,14 @@ def test_an_order_of_sizes_that_decides_is_refused() -> None:
 def test_what_depends_on_sizes_alone_is_right() -> None:
     assert refusals(Growing()) == []
     assert refusals(Growing(), (8,)) == []
+
+
+def test_a_buffer_that_the_first_calls_fill_is_a_weight_that_is_full() -> None:
+    made = export(load_source(Filled().eval(), rows), {"batch": (2, 4)})
+    assert functional(made.programs.first).buffers_to_mutate == {}
+    (x,) = sample(made.source, {"batch": 4}).tensors
+    torch.testing.assert_close(made.programs.at((4,)).module()(x)[0], Filled()(x))
+    assert refusals(Filled()) == []
 
 
 def test_counters_are_state_that_begins_as_in_a_new_model() -> None:
