@@ -106,7 +106,7 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
     if not alive:
         return
     living, own = Spans.of(program.values, alive), Spans.of(program.values, (*step.inputs, *step.outputs))
-    for memory, begin, size in _written(table):
+    for memory, begin, size in written(table):
         index = living.over(memory, begin, begin + size)
         if index is not None:
             used = f"value {index}, which {_reader(program, last[index])}"
@@ -121,7 +121,7 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
 def check_untouched(table: Table, reserved: Spans) -> None:
     """Raises table-invalid where the recording uses what is reserved for outputs of other entries; as far as `check_overwrites`
     knows what it uses."""
-    for memory, begin, size in (*_written(table), *[(memory, begin, 1) for memory, begin in _points(table)]):
+    for memory, begin, size in (*written(table), *[(memory, begin, 1) for memory, begin in _points(table)]):
         if reserved.over(memory, begin, begin + size) is not None:
             text = f"a node uses byte {begin} of memory {memory}, which is reserved for another entry"
             raise BundleError("table-invalid", f"{table.where}: {text}")
@@ -144,7 +144,7 @@ def _points(table: Table) -> Iterator[tuple[str, int]]:
         yield MEMORIES[memory], offset
 
 
-def _written(table: Table) -> Iterator[tuple[str, int, int]]:
+def written(table: Table) -> Iterator[tuple[str, int, int]]:
     """(memory, offset, bytes) of what memsets and memcpys write, from the first byte to the last."""
     for row in range(table.counts["memsets"]):
         width, rows = table.memset_width[row] * table.memset_element[row], table.memset_height[row]
