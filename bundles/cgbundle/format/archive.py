@@ -15,7 +15,7 @@ from collections.abc import Callable
 from ..errors import BundleError
 from . import limits, manifest_json
 from .file_names import EXAM, GRAPHS, HOST, KERNELS, MANIFEST, SIGNATURE, SIGNATURE_BYTES, TABLES, WEIGHTS, rank_folder
-from .open_files import BEYOND, CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
+from .open_files import CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
 
@@ -161,12 +161,8 @@ class Archive:
             os.close(self._files.pop(name))
 
     def kept(self, name: str) -> KeptFile:
-        """The open file, for use after this is closed; until it is forgotten the bundle counts as loaded.
-
-        Of a store, bundles share equal files.  What says that this one is loaded is therefore a lock on its manifest, and of
-        several ranks on that of the whole."""
-        whole = self._outer or self
-        return KeptFile(self.descriptor(name), BEYOND, KeptFile(whole.descriptor(MANIFEST)))
+        """The open file, for use after this is closed."""
+        return KeptFile(self.descriptor(name))
 
     def check_unchanged(self) -> None:
         """Raises file-damaged where an open file was written to since it was opened."""

@@ -32,6 +32,12 @@ def rank_folder(number: int) -> str:
     return f"{RANKS}{number}/"
 
 
+def folders(path: str) -> list[str]:
+    """The folders that a file's path goes through: `ranks`, `ranks/1`."""
+    parts = path.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
+
+
 def kernel_images(manifest: Manifest) -> set[str]:
     """The SHA-256 of every kernel image."""
     return {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}

@@ -46,9 +46,8 @@ def check_tables(bundle: Archive) -> None:
     from ..tables.collectives import exchanges  # late: a cpu bundle has no tables
     from ..tables.module_state import decode_states
     from ..tables.table import Table
-    from .lifetimes import check_overwrites, check_untouched
+    from .lifetimes import check_overwrites, check_targets, check_untouched, writable
     from .recordings import check_module_states, check_recording
-    from .writes import check_targets, writable
 
     manifest = bundle.manifest
     memories = graph_memories(manifest.memories)

@@ -11,9 +11,9 @@ from ..format.json_text import is_sha256
 from ..format.safetensors import ALIGNMENT
 from ..format.schema import DTYPES, Alias, Manifest, Program, Value
 from ..format.spans import HOST_ONLY, Spans, extent, layout, span
+from .lifetimes import changed_state
 from .require import require, require_whole_calls
 from .steps import PERSISTENT
-from .writes import changed_state
 
 STATE = "state"
 CONSTANT, FOLDED = "constant", "folded"

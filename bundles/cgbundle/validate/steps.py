@@ -7,9 +7,8 @@ from types import MappingProxyType
 
 from ..format.schema import Alias, Manifest, Program, Region, Step
 from ..format.spans import Cover, Spans, extent, span
-from .lifetimes import check_lifetimes
+from .lifetimes import changed_rows, check_lifetimes
 from .require import require
-from .writes import changed_rows
 
 HOST = "host"
 PERSISTENT = ("weights", "state")

@@ -17,8 +17,8 @@ from cgbundle.tables import codec
 from cgbundle.tables.recording import Address, MemcpyNode, MemsetNode, Node, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate.contents import check_tables
+from cgbundle.validate.lifetimes import check_targets, writable
 from cgbundle.validate.steps import check_steps
-from cgbundle.validate.writes import check_targets, writable
 from tests.helpers.bundles import conditional_rows, cuda_bundles, state_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.raising import raises
