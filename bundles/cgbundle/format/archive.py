@@ -14,7 +14,20 @@ from collections.abc import Callable
 
 from ..errors import BundleError
 from . import limits, manifest_json
-from .file_names import EXAM, GRAPHS, HOST, KERNELS, MANIFEST, SIGNATURE, SIGNATURE_BYTES, TABLES, WEIGHTS, rank_folder
+from .file_names import (
+    EXAM,
+    GRAPHS,
+    HOST,
+    KERNELS,
+    MANIFEST,
+    OWN_FOLDERS,
+    SIGNATURE,
+    SIGNATURE_BYTES,
+    TABLES,
+    WEIGHTS,
+    folders,
+    rank_folder,
+)
 from .open_files import CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
@@ -170,6 +183,25 @@ class Archive:
             if os.fstat(descriptor).st_mtime_ns != self._changed[name]:
                 raise BundleError("file-damaged", f"{name}: was written to while the bundle was loaded", "load it again")
 
+    def strays(self) -> list[BundleError]:
+        """A file-damaged for everything in the directory that the manifest does not name, links and folders too, but for its own
+        signature.  A folder that no named file lies in is not looked into."""
+        named = {MANIFEST, SIGNATURE, *[file.path for file in self.manifest.files]}
+        known = {*OWN_FOLDERS, *[each for name in named for each in folders(name)]}
+        found, waiting = [], [""]
+        for folder in waiting:  # grows while it is walked
+            with os.scandir(self._folder(folder)) as rows:
+                for row in rows:
+                    name = f"{folder}/{row.name}".removeprefix("/")
+                    is_folder = row.is_dir(follow_symlinks=False)
+                    if is_folder and name in known:
+                        waiting.append(name)
+                    elif is_folder or name not in named:
+                        found.append(
+                            f"{name}: not named in the manifest" if not is_folder else f"{name}: a folder of no named file"
+                        )
+        return [BundleError("file-damaged", text) for text in sorted(found)]
+
     def rank(self, number: int) -> Archive:
         """The bundle of another rank of a model over several devices, in this one's directory.  Raises file-damaged unless it is
         the one that this manifest names."""
@@ -238,12 +270,6 @@ def read_manifest(path: str) -> Manifest:
 def read(path: str, file: File) -> bytes:
     """The contents of a file of the bundle at `path`, its hash checked.  Raises file-damaged."""
     return Archive(path).contents(file)
-
-
-def unlisted_files(path: str, manifest: Manifest) -> list[BundleError]:
-    """A file-damaged for every file in the directory that the manifest does not name, but for its own signature."""
-    names = set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST, SIGNATURE}
-    return [BundleError("file-damaged", f"{name}: not named in the manifest") for name in sorted(names)]
 
 
 def sha256(path: str) -> str:

@@ -13,6 +13,8 @@ PROGRAM, PROGRAMS = "program.pt2", "programs/"
 WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
 EXAM = "exam.safetensors"
 GRAPHS, KERNELS, HOST, RANKS = "graphs/", "kernels/", "host/", "ranks/"
+OWN_FOLDERS = tuple([folder.rstrip("/") for folder in (PROGRAMS, GRAPHS, KERNELS, HOST)])
+"""Folders that a bundle may have without a file in them: builds of earlier versions left some."""
 
 
 def weight_files(manifest: Manifest) -> dict[str, list[Weight]]:

@@ -54,7 +54,7 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
     if manifest.target.kind == CUDA:
         check_tables(bundle)
     if level == "full":
-        for error in archive.unlisted_files(bundle.path, manifest):
+        for error in bundle.strays():
             raise error
     if manifest.world and not manifest.world[0].rank and level == "full":
         _check_all_ranks(bundle)
@@ -160,7 +160,7 @@ def examine(bundle: Archive) -> list[CgbundleError]:
         holds(check_host_code, bundle)
     if not found and manifest.world and not manifest.world[0].rank:
         holds(_check_all_ranks, bundle)
-    return [*found.values(), *archive.unlisted_files(bundle.path, manifest)]
+    return [*found.values(), *bundle.strays()]
 
 
 def check_manifest(manifest: Manifest) -> None:
