@@ -132,6 +132,7 @@ def test_what_a_copy_step_puts_among_the_inputs_is_the_programs_own(made: Manife
 
 def test_before_version_5_calls_may_change_all_state(made: Manifest) -> None:
     assert refused(replace(made, changes=()), fill(STATE, 0))
+    assert refused(replace(made, changes=(), format=5), fill(STATE, 0))
     assert not refused(replace(made, changes=(), format=4), fill(STATE, 0))
 
 
