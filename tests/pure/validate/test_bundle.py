@@ -708,14 +708,17 @@ def test_forward_is_the_first_entry(tmp_path: Path) -> None:
     ("v3/cpu_state", "load", True), ("v4/cpu_state", "load", False), ("v6/cpu_fixed", "load", False),
     ("v4/cpu_state", "full", True), ("v6/cpu_fixed", "full", True), ("v3/state", "load", False),
 ])  # fmt: skip
-def test_the_exam_is_read_where_the_code_does_not_say_its_shapes(
+def test_what_is_checked_at_each_level_and_the_exam_where_code_does_not_say_its_shapes(
     golden: str, level: str, asked: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str] = []
-    for name in ("check_weights", "check_tables", "check_host_code"):
-        monkeypatch.setattr(bundle, name, lambda opened: None)
-    monkeypatch.setattr(bundle, "check_exam", lambda opened: seen.append(opened.path))
-    monkeypatch.setattr(Archive, "check_hash", lambda self, file: None)
-    monkeypatch.setattr(Archive, "check_size", lambda self, file: None)
-    bundle.check_bundle(Archive(str(GOLDEN / f"{golden}.cgb")), level)
-    assert bool(seen) == asked
+    for name in ("check_weights", "check_tables", "check_host_code", "check_exam"):
+        monkeypatch.setattr(bundle, name, lambda opened, name=name: seen.append(name))
+    monkeypatch.setattr(Archive, "check_hash", lambda self, file: seen.append(f"{file.path} hashed"))
+    monkeypatch.setattr(Archive, "check_size", lambda self, file: seen.append(f"{file.path} measured"))
+    opened = Archive(str(GOLDEN / f"{golden}.cgb"))
+    bundle.check_bundle(opened, level)
+    assert ("check_exam" in seen) == asked and ("check_tables" in seen) == (opened.manifest.target.kind == "cuda")
+    assert {"check_weights", "check_host_code", "exam.safetensors hashed"} <= set(seen)
+    assert (f"{file_names.WEIGHTS} hashed" in seen) == (level == "full")
+    assert (f"{file_names.WEIGHTS} measured" in seen) == (level == "load")
