@@ -20,15 +20,14 @@ if TYPE_CHECKING:
     from .pipeline.api import build, check
     from .pipeline.records import Built, RegionReport, Report
     from .tools.model_repository import model_repository
-    from .tools.store import Added, Collected, Store, Stored
     from .tools.transfer import Transferred, pull, push
     from .util.progress import Event
 
 from .util.version import VERSION as __version__
 
 __all__ = [
-    "Added", "BuildError", "Built", "Collected", "Event", "Finding", "ModelError", "RegionReport", "Report", "Signed", "Store",
-    "Stored", "Transferred", "__version__", "build", "check", "model_repository", "pull", "push", "sign",
+    "BuildError", "Built", "Event", "Finding", "ModelError", "RegionReport", "Report", "Signed", "Transferred", "__version__",
+    "build", "check", "model_repository", "pull", "push", "sign",
 ]  # fmt: skip
 
 _MODULES = {
@@ -36,7 +35,6 @@ _MODULES = {
     "build": "pipeline.api", "check": "pipeline.api",
     "Built": "pipeline.records", "Report": "pipeline.records", "RegionReport": "pipeline.records",
     "Event": "util.progress", "Signed": "bundle.sign", "sign": "bundle.sign",
-    "Store": "tools.store", "Added": "tools.store", "Stored": "tools.store", "Collected": "tools.store",
     "Transferred": "tools.transfer", "model_repository": "tools.model_repository",
     "pull": "tools.transfer", "push": "tools.transfer",
 }  # fmt: skip

@@ -124,15 +124,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "give --force to replace it, or another name with -o"),
     "output-unwritable": Cause(BuildError, 2, "The destination's folder does not exist or cannot be written.",
         "choose another place with -o: a folder that exists and can be written to"),
-    # --- bundles in a store, and far away ---
-    "store-missing": Cause(BuildError, 2, "There is no store of bundles in that folder.",
-        "`cgcompile store add BUNDLE --store FOLDER` makes one"),
-    "store-invalid": Cause(BuildError, 2, "The folder of a store holds something else, or is on a file system without locks.",
-        "give --store a folder of its own, on a local disk"),
-    "store-busy": Cause(BuildError, 2, "Another process adds to the store, or removes from it.", "wait until it has ended"),
-    "store-name-invalid": Cause(BuildError, 2, "A bundle of a store cannot have that name.",
-        "give --name NAME.cgb: printable, without a slash, a dot in front, and other than `files` and `bundles`"),
-    "store-name-unknown": Cause(BuildError, 2, "No bundle of the store has that name.", "`cgcompile store list` has the names"),
+    # --- bundles far away ---
     "remote-invalid": Cause(BuildError, 2, "A URL of a kind that fsspec does not know.",
         "give a folder, or a URL such as s3://bucket/classifier.cgb"),
     "remote-failed": Cause(BuildError, 2, "A folder or object store far away cannot be reached, read or written.",

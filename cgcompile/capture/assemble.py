@@ -72,6 +72,8 @@ class _ClassifiedGraph:
     blocks: dict[int, Classified]
     places: dict[int, tuple[Reading, ...]]
     values: tuple[Reading | None, ...]
+    filled: frozenset[int]
+    """Ranges that memsets and copies write to."""
 
     def used(self) -> list[int]:
         """The ranges referred to, in the order of their first use."""
@@ -101,7 +103,9 @@ def assemble(
         for s, t in zip(a.states, b.states, strict=True)
     ]
     used = [i for graph in classified for i in graph.used()] + [t.range for _, _, block in states for _, t in block.relocations]
-    tables, offsets, end = place_tables(a, b, paired.pairing, dict.fromkeys(used), weights_end)
+    filled = {i for graph in classified for i in graph.filled}  # their contents are the graph's own, so that they are no tables
+    read = [i for i in dict.fromkeys(used) if i not in filled]
+    tables, offsets, end = place_tables(a, b, paired.pairing, read, weights_end)
     of_key: dict[IntKey, list[tuple[RawGraph, _ClassifiedGraph]]] = {}
     for graph, own in zip(a.graphs, classified, strict=True):
         of_key.setdefault(graph.key, []).append((graph, own))
@@ -131,6 +135,7 @@ def _held(take: Take, graphs: Sequence[tuple[RawGraph, _ClassifiedGraph]], outpu
 def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> _ClassifiedGraph:
     blocks = classify_graph(x, y, paired)
     places: dict[int, tuple[Reading, ...]] = {}
+    filled: set[int] = set()
     for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True)):
         where = node_name(x, i)
         if isinstance(m, RawMemset) and isinstance(n, RawMemset):
@@ -139,11 +144,13 @@ def _classified(x: RawGraph, y: RawGraph, paired: PairedRanges) -> _ClassifiedGr
             places[i] = (place_of(m.source, n.source, paired, where), place_of(m.target, n.target, paired, where))
         elif isinstance(m, RawSetCondition) and isinstance(n, RawSetCondition):
             places[i] = (place_of(m.byte, n.byte, paired, where),)
+        if isinstance(m, (RawMemset, RawMemcpy)):
+            filled.add(places[i][-1].range)
     values = tuple(
         place_of(v.place, w.place, paired, f"int_key {x.key}, tensor {i} of the call") if v.place.readings else None
         for i, (v, w) in enumerate(zip((*x.inputs, *x.outputs), (*y.inputs, *y.outputs), strict=True))
     )
-    return _ClassifiedGraph(blocks=blocks, places=places, values=values)
+    return _ClassifiedGraph(blocks=blocks, places=places, values=values, filled=frozenset(filled))
 
 
 def has_conditions(take: Take) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from uuid import uuid4
 
 from cgbundle.format.publish import staged
 
@@ -13,6 +16,9 @@ from ..errors import BuildError
 from ..util.disk_space import FULL, OUTPUT, disk_full, space_told
 
 OTHER_NAME = "choose another name with -o"
+
+UNLINKABLE = frozenset({errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP, errno.EACCES})
+"""What a file system without hard links says, one whose file has too many, and a kernel that lets nobody link another user's."""
 
 
 def destination_path(out: str | os.PathLike[str] | None, name: str) -> Path:
@@ -59,6 +65,18 @@ def staged_bundle(path: Path, force: bool) -> Iterator[Path]:
             raise  # of a file of the model's, say
         with _told(path):
             stack.close()
+
+
+def link(file: Path, place: Path) -> None:
+    """A hard link, or a copy where there can be none.  Raises FileExistsError."""
+    try:
+        os.link(file, place)
+    except OSError as error:
+        if error.errno not in UNLINKABLE:
+            raise
+        made = place.with_name(f".{uuid4().hex}.part")
+        shutil.copy(file, made)  # it takes its own space; all else holds
+        made.rename(place)
 
 
 @contextmanager

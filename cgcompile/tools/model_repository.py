@@ -23,8 +23,7 @@ from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle
 
 from ..errors import BuildError
-from ..pipeline.destination import check_free
-from .store import link
+from ..pipeline.destination import check_free, link
 
 CARD, VARIANTS = "README.md", "build"
 

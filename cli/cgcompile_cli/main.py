@@ -91,12 +91,6 @@ caches = typer.Typer(help="Show or remove what builds keep for the next one.", n
 caches.command("dir", cls=Command)(storage.dir)
 caches.command("clean", cls=Command)(storage.clean)
 app.add_typer(caches, name="cache")
-stores = typer.Typer(help="Keep bundles in a folder where equal files are kept once.", no_args_is_help=True)
-stores.command("add", cls=Command)(storage.add)
-stores.command("list", cls=Command)(storage.listing)
-stores.command("remove", cls=Command)(storage.remove)
-stores.command("gc", cls=Command)(storage.gc)
-app.add_typer(stores, name="store")
 app.command("push", cls=Command)(storage.push)
 app.command("pull", cls=Command)(storage.pull)
 

@@ -1,4 +1,4 @@
-"""Mutations of a bundle's files, drawn from a `random.Random`.  Pure: bytes in, bytes out.
+"""Mutations of a bundle's files, drawn from a `random.Random`.  Pure, bytes in, bytes out, but for `planted`.
 
 Hashes are redone afterwards (`seal`), so that the checks behind them are reached.
 """
@@ -7,16 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import random
 import re
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from cgbundle.errors import CgbundleError
+from cgbundle.format.schema import MEMORIES
+from cgbundle.tables.codec import decode, encode
 from cgbundle.tables.column_file import pack, unpack
 from cgbundle.tables.module_state import STATES
+from cgbundle.tables.recording import Address, MemcpyNode, MemsetNode, Node
 from cgbundle.tables.table import BRANCHING, RECORDING
 
 INTEGERS = (
@@ -156,6 +162,67 @@ def text(data: bytes, draw: random.Random) -> bytes:
         lines = zeroed.split(b",\n")
         zeroed = b",\n".join([*lines[:2], draw.choice(lines[1:-1]), *lines[2:]])
     return zeroed.replace(_EMPTY, b'\n"sha256":"' + hashlib.sha256(zeroed).hexdigest().encode() + b'"')
+
+
+PAIR = re.compile(rb'\{\n?("[^"\\]*":)')
+"""The first name of an object in a JSON text."""
+
+
+def twice(data: bytes, draw: random.Random) -> bytes:
+    """A manifest, sealed anew, or a safetensors file, in which a name of an object stands twice."""
+    if data.startswith(b"{"):
+        made = _twice(_SEAL.sub(_EMPTY, data), draw)
+        return made.replace(_EMPTY, b'\n"sha256":"' + hashlib.sha256(made).hexdigest().encode() + b'"')
+    size = int.from_bytes(data[:8], "little")
+    header = _twice(data[8 : 8 + size], draw)
+    return len(header).to_bytes(8, "little") + header + data[8 + size :]
+
+
+def _twice(text: bytes, draw: random.Random) -> bytes:
+    match = draw.choice(list(PAIR.finditer(text)))
+    return text[: match.end()] + draw.choice((b"0", b"[]", b'{"x":null}')) + b"," + match[1] + text[match.end() :]
+
+
+def planted(folder: Path, folders: Sequence[str], draw: random.Random) -> Path:
+    """Puts a file, folder, link or pipe into a folder of a bundle that its manifest does not name; where it is."""
+    place = folder / draw.choice(folders) / draw.choice(("stranger", ".hidden", "weights.safetensors.old", "graph", "\udcff"))
+    how = draw.randrange(5)
+    if how == 0:
+        place.write_bytes(b"PK")
+    elif how == 1:
+        place.mkdir()
+    elif how == 2:
+        os.mkfifo(place)
+    else:
+        place.symlink_to(draw.choice((".", "..", "/", "nowhere", place.name, "manifest.json")))
+    return place
+
+
+Row = tuple[int, int, int]
+"""Memory, first byte, and the one behind the last."""
+
+
+def writing(data: bytes, marks: Sequence[tuple[int, int]], draw: random.Random) -> tuple[bytes, list[Row]]:
+    """A recording with a memset or memcpy more, and the rows of bytes that this one writes; `marks` are places where something
+    begins or ends, by memory."""
+    made = decode(data)
+    memory, offset = draw.choice(marks)
+    offset = max(0, offset + draw.choice((0, 0, -1, 1, -4, 4, -64, 256)))
+    element = draw.choice((1, 1, 2, 4))
+    width, height, depth = draw.choice((1, 4, 8, 60)), draw.choice((1, 1, 2, 3)), draw.choice((1, 1, 1, 2))
+    target = Address(memory=memory, offset=offset)
+    if draw.random() < 0.5:
+        depth, rows, pitch = 1, height, width * element + draw.choice((0, 4, 64)) * element
+        node: Node = MemsetNode(target=target, value=1, element=element, width=width, height=height, pitch=pitch)
+        width *= element
+    else:
+        rows, pitch = height + draw.choice((0, 1)), width + draw.choice((0, 3, 64))
+        node = MemcpyNode(
+            source=Address(memory=MEMORIES.index("arena"), offset=0), target=target, width=width, height=height, depth=depth,
+            source_pitch=width, source_height=height, target_pitch=pitch, target_height=rows,
+        )  # fmt: skip
+    begins = [offset + (place * rows + row) * pitch for place in range(depth) for row in range(height)]
+    return encode(replace(made, nodes=(*made.nodes, node))), [(memory, begin, begin + width) for begin in begins]
 
 
 def table(data: bytes, draw: random.Random) -> bytes:

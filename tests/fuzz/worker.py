@@ -22,7 +22,7 @@ import cgbundle
 from cgbundle import exam
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
-from cgbundle.format.schema import Manifest
+from cgbundle.format.schema import DTYPES, MEMORIES, Manifest
 from cgbundle.validate import bundle as validate
 from tests.fuzz import mutations
 from tests.fuzz.answers import Answers
@@ -63,11 +63,19 @@ class Golden:
         self.stored = [name for name in names if name.endswith(".safetensors")]
         self.texts = [name for name in names if name.endswith(".json")]
         self.inputs = scratch / "inputs.safetensors"
+        self.folders = ["", *sorted({name.rpartition("/")[0] for name in names} - {""})]
+        self.refused = ""
+        """Why the case must not be accepted, where that is known."""
+        self.planted: Path | None = None
         shutil.copytree(self.origin, self.folder, dirs_exist_ok=True)
         self._changed: list[str] = []
 
     def write(self, files: dict[str, bytes], manifest: bytes) -> None:
         """The bundle with these changes, and without the last case's."""
+        self.refused = ""
+        if self.planted is not None:
+            self.planted.rmdir() if self.planted.is_dir() and not self.planted.is_symlink() else self.planted.unlink()
+            self.planted = None
         for name in self._changed:
             shutil.copyfile(self.origin / name, self.folder / name)
         for name, data in files.items():
@@ -80,6 +88,17 @@ def mutate(golden: Golden, number: int) -> str:
     """Writes case `number`; says what kind it is."""
     draw = random.Random(number)
     how = draw.random()
+    if how < 0.02:
+        golden.write({}, golden.manifest)
+        golden.planted, golden.refused = mutations.planted(golden.folder, golden.folders, draw), "the manifest does not name a file"
+        return "planted"
+    if how < 0.05:
+        stored = draw.choice((None, *golden.stored))
+        files = {} if stored is None else {stored: mutations.twice((golden.origin / stored).read_bytes(), draw)}
+        whole = mutations.seal(json.loads(json.dumps(golden.plain)), files)
+        golden.write(files, whole if files else mutations.twice(whole, draw))
+        golden.refused = "a name stands twice"
+        return "twice"
     if how < 0.45:
         golden.write({}, mutations.seal(mutations.manifest(golden.plain, draw), {}))
         return "manifest"
@@ -98,6 +117,12 @@ def mutate(golden: Golden, number: int) -> str:
         golden.inputs.write_bytes((mutations.tensors if draw.random() < 0.7 else mutations.table)(given, draw))
         return "inputs"
     kind, change, names = "tensors", mutations.tensors, golden.stored
+    if golden.tables and how < 0.78:
+        name = draw.choice(golden.tables)
+        data, rows = mutations.writing((golden.origin / name).read_bytes(), marks(golden.plain), draw)
+        golden.write({name: data}, mutations.seal(json.loads(json.dumps(golden.plain)), {name: data}))
+        golden.refused = stray_write(golden.plain, name, rows)
+        return "writing"
     if golden.tables and how < 0.86:
         kind, change, names = "columns", mutations.columns, golden.tables
     elif golden.tables and how < 0.92:
@@ -120,6 +145,8 @@ def run(golden: Golden, answers: Answers | None, kind: str, number: int) -> str:
         bundle = archive.Archive(path)
         validate.check_bundle(bundle, "full")
         found = "accepted"
+        if golden.refused:
+            return f"wrong: accepted, and {golden.refused}"
         if answers is not None:
             with cgbundle.load(path) as program:
                 found = answers.judge(program)
@@ -137,6 +164,45 @@ def run(golden: Golden, answers: Answers | None, kind: str, number: int) -> str:
     else:
         told = command([view[0], path, *([view[1], golden.key, *view[2:]] if "--graph" in view else view[1:])])
     return told if told.startswith("wrong: ") else found
+
+
+def marks(plain: dict[str, Any]) -> list[tuple[int, int]]:
+    """(memory, byte) where values, weights and memories of a manifest begin and end."""
+    found = [(0, 0)]
+    for row in [*plain["weights"], *[value for _, program in programs(plain) for value in program["values"]]]:
+        memory = MEMORIES.index(row.get("memory", "weights"))
+        found += [(memory, max(0, row["offset"])), (memory, max(0, row["offset"]) + size_of(row))]
+    return found + [(MEMORIES.index(name), size) for name, size in plain["memories"] if name in MEMORIES]
+
+
+def stray_write(plain: dict[str, Any], file: str, rows: list[mutations.Row]) -> str:
+    """Which of the bytes in `rows` no call of a program of `file` may change, worked out byte by byte; "" for none."""
+    state = [index for index, row in enumerate(plain["weights"]) if row.get("memory") == "state"]
+    for entry, program in programs(plain):
+        if not any(step["file"] == file for step in program["steps"]):
+            continue
+        values = [program["values"][program["inputs"][index]] for index in entry.get("written", ())]
+        copies = [index for step in program["steps"] if step["kind"] == "copy" for index in step["outputs"]]
+        values += [program["values"][index] for index in copies if program["values"][index]["memory"] == "inputs"]
+        values += [plain["weights"][index] for index in (entry["changes"] if plain["format"] >= 5 else state)]
+        places = [(row["memory"], row["offset"], row["offset"] + size_of(row)) for row in values]
+        for memory, begin, end in rows:
+            for byte in range(begin, end):
+                name = MEMORIES[memory]
+                if name != "arena" and not any(name == one and first <= byte < last for one, first, last in places):
+                    return f"a node writes byte {byte} of memory {name}"
+    return ""
+
+
+def programs(plain: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """Every program of a manifest, after the record of its entry."""
+    return [(entry, program) for entry in (plain, *plain.get("entries", ())) for program in entry["programs"]]
+
+
+def size_of(row: dict[str, Any]) -> int:
+    """Bytes from a tensor's first element to the end of its last."""
+    last = sum((size - 1) * stride for size, stride in zip(row["shape"], row["strides"], strict=True))
+    return 0 if 0 in row["shape"] else (last + 1) * DTYPES[row["dtype"]]
 
 
 def weights_of(manifest: Manifest) -> dict[str, str]:

@@ -14,8 +14,21 @@ from collections.abc import Callable
 
 from ..errors import BundleError
 from . import limits, manifest_json
-from .file_names import EXAM, GRAPHS, HOST, KERNELS, MANIFEST, SIGNATURE, SIGNATURE_BYTES, TABLES, WEIGHTS, rank_folder
-from .open_files import BEYOND, CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
+from .file_names import (
+    EXAM,
+    GRAPHS,
+    HOST,
+    KERNELS,
+    MANIFEST,
+    OWN_FOLDERS,
+    SIGNATURE,
+    SIGNATURE_BYTES,
+    TABLES,
+    WEIGHTS,
+    folders,
+    rank_folder,
+)
+from .open_files import CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
 
@@ -161,18 +174,33 @@ class Archive:
             os.close(self._files.pop(name))
 
     def kept(self, name: str) -> KeptFile:
-        """The open file, for use after this is closed; until it is forgotten the bundle counts as loaded.
-
-        Of a store, bundles share equal files.  What says that this one is loaded is therefore a lock on its manifest, and of
-        several ranks on that of the whole."""
-        whole = self._outer or self
-        return KeptFile(self.descriptor(name), BEYOND, KeptFile(whole.descriptor(MANIFEST)))
+        """The open file, for use after this is closed."""
+        return KeptFile(self.descriptor(name))
 
     def check_unchanged(self) -> None:
         """Raises file-damaged where an open file was written to since it was opened."""
         for name, descriptor in self._files.items():
             if os.fstat(descriptor).st_mtime_ns != self._changed[name]:
                 raise BundleError("file-damaged", f"{name}: was written to while the bundle was loaded", "load it again")
+
+    def strays(self) -> list[BundleError]:
+        """A file-damaged for everything in the directory that the manifest does not name, links and folders too, but for its own
+        signature.  A folder that no named file lies in is not looked into."""
+        named = {MANIFEST, SIGNATURE, *[file.path for file in self.manifest.files]}
+        known = {*OWN_FOLDERS, *[each for name in named for each in folders(name)]}
+        found, waiting = [], [""]
+        for folder in waiting:  # grows while it is walked
+            with os.scandir(self._folder(folder)) as rows:
+                for row in rows:
+                    name = f"{folder}/{row.name}".removeprefix("/")
+                    is_folder = row.is_dir(follow_symlinks=False)
+                    if is_folder and name in known:
+                        waiting.append(name)
+                    elif is_folder or name not in named:
+                        found.append(
+                            f"{name}: not named in the manifest" if not is_folder else f"{name}: a folder of no named file"
+                        )
+        return [BundleError("file-damaged", text) for text in sorted(found)]
 
     def rank(self, number: int) -> Archive:
         """The bundle of another rank of a model over several devices, in this one's directory.  Raises file-damaged unless it is
@@ -242,12 +270,6 @@ def read_manifest(path: str) -> Manifest:
 def read(path: str, file: File) -> bytes:
     """The contents of a file of the bundle at `path`, its hash checked.  Raises file-damaged."""
     return Archive(path).contents(file)
-
-
-def unlisted_files(path: str, manifest: Manifest) -> list[BundleError]:
-    """A file-damaged for every file in the directory that the manifest does not name, but for its own signature."""
-    names = set(list_files(path)) - {file.path for file in manifest.files} - {MANIFEST, SIGNATURE}
-    return [BundleError("file-damaged", f"{name}: not named in the manifest") for name in sorted(names)]
 
 
 def sha256(path: str) -> str:

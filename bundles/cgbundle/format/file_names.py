@@ -13,6 +13,8 @@ PROGRAM, PROGRAMS = "program.pt2", "programs/"
 WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
 EXAM = "exam.safetensors"
 GRAPHS, KERNELS, HOST, RANKS = "graphs/", "kernels/", "host/", "ranks/"
+OWN_FOLDERS = tuple([folder.rstrip("/") for folder in (PROGRAMS, GRAPHS, KERNELS, HOST)])
+"""Folders that a bundle may have without a file in them: builds of earlier versions left some."""
 
 
 def weight_files(manifest: Manifest) -> dict[str, list[Weight]]:
@@ -30,6 +32,12 @@ def weight_files(manifest: Manifest) -> dict[str, list[Weight]]:
 def rank_folder(number: int) -> str:
     """Where the bundle of a rank other than 0 lies: `ranks/1/`."""
     return f"{RANKS}{number}/"
+
+
+def folders(path: str) -> list[str]:
+    """The folders that a file's path goes through: `ranks`, `ranks/1`."""
+    parts = path.split("/")
+    return ["/".join(parts[:end]) for end in range(1, len(parts))]
 
 
 def kernel_images(manifest: Manifest) -> set[str]:

@@ -1,4 +1,5 @@
-"""JSON that nobody vouches for: its length, its number of values and its depth are seen from the bytes, before it is parsed.
+"""JSON that nobody vouches for: its length, its number of values and its depth are seen from the bytes, before it is parsed.  No
+name stands twice in an object: readers differ in which one they take.
 And the numbers, names and texts in a manifest: their types and limits, and their errors.
 
 The parser of the standard library makes 25 bytes of objects from one byte of text, and goes as deep as the stack or beyond it.
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from itertools import accumulate
 from math import isfinite
 from typing import Any, NoReturn
@@ -24,8 +26,8 @@ DIGITS = 4300
 
 
 def parse(data: bytes) -> Any:
-    """The value of UTF-8 JSON whose numbers are finite.  Raises ValueError, its message a line, for what is no such text or
-    beyond the limits."""
+    """The value of UTF-8 JSON whose numbers are finite and whose objects have each name once.  Raises ValueError, its message a
+    line, for what is no such text or beyond the limits."""
     if len(data) > limits.JSON_BYTES:
         raise ValueError(f"more than the limit of {limits.JSON_BYTES} bytes")
     if data.count(b",") + data.count(b"[") + data.count(b"{") > limits.JSON_VALUES:
@@ -34,7 +36,9 @@ def parse(data: bytes) -> Any:
         raise ValueError(f"nested too deeply: more than {limits.JSON_DEPTH} objects and lists inside each other")
     limited = None if 0 < sys.get_int_max_str_digits() <= DIGITS else _whole
     try:
-        return json.loads(str(data, "utf-8"), parse_constant=_reject, parse_float=_finite, parse_int=limited)
+        return json.loads(
+            str(data, "utf-8"), parse_constant=_reject, parse_float=_finite, parse_int=limited, object_pairs_hook=_distinct
+        )
     except UnicodeDecodeError as error:
         raise ValueError(f"not JSON: byte {error.start} is not UTF-8") from None
     except RecursionError:
@@ -64,6 +68,14 @@ def _reject(constant: str) -> NoReturn:
 def _finite(digits: str) -> float:
     number = float(digits)
     return number if isfinite(number) else _reject(digits[:40])
+
+
+def _distinct(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) != len(pairs):
+        [(name, _)] = Counter([name for name, _ in pairs]).most_common(1)
+        raise ValueError(f"{name[:40]!r} stands twice in an object")
+    return made
 
 
 def _whole(digits: str) -> int:

@@ -4,10 +4,8 @@ than the manifest says."""
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import stat
-import struct
 import sys
 
 from ..errors import BundleError
@@ -35,43 +33,19 @@ FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 """Reasons that say nothing of the bundle."""
 
 
-LOCK = struct.Struct("hhqqi4x")
-"""struct flock of fcntl.h on a machine of 64 bits: type, whence, start, length (0: to the end), process."""
-
-BEYOND = 1 << 62
-"""Where the lock of a file begins that several bundles may share: behind every byte that a file can have.  Runtimes before this one
-lock an exam from its first byte on, and know no other sign of a loaded bundle: whoever asks can tell both."""
-
-
 class KeptFile:
-    """A descriptor of its own of an open file, closed when this is forgotten, or by the system when the interpreter ends.
+    """A descriptor of its own of an open file, closed when this is forgotten, or by the system when the interpreter ends."""
 
-    Until then the file has a lock for reading from byte `begin` on, which ends with the process at the latest and keeps nobody from
-    reading: whoever collects bundles that nobody needs asks `is_kept`.  A file system without locks is no reason not to load.
-    `beside`: another one, which lasts as long.
-    """
+    __slots__ = ("descriptor",)
 
-    __slots__ = ("_beside", "descriptor")
-
-    def __init__(self, descriptor: int, begin: int = 0, beside: KeptFile | None = None) -> None:
-        self.descriptor, self._beside = -1, beside
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = -1
         self.descriptor = os.dup(descriptor)
-        try:
-            fcntl.fcntl(self.descriptor, fcntl.F_OFD_SETLK, LOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, begin, 0, 0))
-        except OSError:
-            return
 
     # While the interpreter ends, modules' names are None.
     def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
         if self.descriptor >= 0 and not ending():
             os.close(self.descriptor)
-
-
-def is_kept(descriptor: int, end: int = 0) -> bool:
-    """Whether a KeptFile of the open file is alive, in any process of this machine, and on NFS of others.  With `end`, one whose
-    lock begins before that byte.  Takes no lock itself.  Raises OSError where the file system has no locks."""
-    asked = LOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, end, 0)
-    return bool(LOCK.unpack(fcntl.fcntl(descriptor, fcntl.F_OFD_GETLK, asked))[0] != fcntl.F_UNLCK)
 
 
 def open_directory(path: str) -> int:

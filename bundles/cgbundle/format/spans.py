@@ -1,8 +1,8 @@
-"""Where tensors lie: how many bytes they span, and whether two of them share any."""
+"""Where tensors lie: how many bytes they span, and whether two of them share any, or one lies in others."""
 
 from __future__ import annotations
 
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
 from .schema import DTYPES, Value, Weight
@@ -53,6 +53,29 @@ class Spans:
         if begin < end and behind and self._furthest[memory][behind - 1][0] > begin:
             return self._furthest[memory][behind - 1][1]
         return None
+
+
+class Cover:
+    """Pieces of memories, asked whether they hold all of another piece.  `rows` are (memory, begin, end) in bytes; pieces without a
+    gap between them are one."""
+
+    __slots__ = ("_begins", "_ends")
+
+    def __init__(self, rows: Iterable[tuple[str, int, int]]) -> None:
+        self._begins: dict[str, list[int]] = {}
+        self._ends: dict[str, list[int]] = {}
+        for memory, begin, end in sorted(rows):
+            begins, ends = self._begins.setdefault(memory, []), self._ends.setdefault(memory, [])
+            if ends and begin <= ends[-1]:
+                ends[-1] = max(ends[-1], end)
+            else:
+                begins.append(begin)
+                ends.append(end)
+
+    def holds(self, memory: str, begin: int, end: int) -> bool:
+        """Whether every byte of this piece, which is not empty, lies in the rows."""
+        at = bisect_right(self._begins.get(memory, ()), begin) - 1
+        return at >= 0 and end <= self._ends[memory][at]
 
 
 def extent(value: Value) -> tuple[int, int]:

@@ -6,7 +6,6 @@ Files are read, never mapped: one that is written to or cut meanwhile must not c
 from __future__ import annotations
 
 import ctypes
-import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Mapping
@@ -15,6 +14,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from ..errors import BundleError, CallError
+from ..format import json_text, limits
 from ..format.archive import Archive
 from ..format.file_names import MANIFEST, WEIGHTS
 from ..format.safetensors import read_header
@@ -227,11 +227,11 @@ def _of_folder(path: str) -> Given:
 def _of_index(path: str) -> Given:
     """The files of an index beside it: {"weight_map": {name of a tensor: name of its file}}."""
     try:
-        with open(path, encoding="utf-8") as file:
-            plain = json.load(file)
+        with open(path, "rb") as file:
+            plain = json_text.parse(file.read(limits.JSON_BYTES + 1))
     except OSError as error:
         raise invalid(f"{path}: {error.strerror}", PATHS) from None
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise invalid(f"{path}: {error}", UNSOUND) from None
     places = plain.get("weight_map") if isinstance(plain, dict) else None
     if not isinstance(places, dict) or not all(isinstance(name, str) for name in places.values()):

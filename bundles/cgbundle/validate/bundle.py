@@ -54,7 +54,7 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
     if manifest.target.kind == CUDA:
         check_tables(bundle)
     if level == "full":
-        for error in archive.unlisted_files(bundle.path, manifest):
+        for error in bundle.strays():
             raise error
     if manifest.world and not manifest.world[0].rank and level == "full":
         _check_all_ranks(bundle)
@@ -160,7 +160,7 @@ def examine(bundle: Archive) -> list[CgbundleError]:
         holds(check_host_code, bundle)
     if not found and manifest.world and not manifest.world[0].rank:
         holds(_check_all_ranks, bundle)
-    return [*found.values(), *archive.unlisted_files(bundle.path, manifest)]
+    return [*found.values(), *bundle.strays()]
 
 
 def check_manifest(manifest: Manifest) -> None:
@@ -268,6 +268,9 @@ def _check_files(manifest: Manifest) -> None:
         require(is_sha256(file.sha256), f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
         if file.path.startswith(file_names.KERNELS):
             require(file.path == file_names.KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
+    within = {folder for path in paths for folder in file_names.folders(path)}
+    both = sorted(within.intersection((*paths, file_names.MANIFEST, file_names.SIGNATURE)))
+    require(not both, "files", f"{''.join(both[:1])!r} is a file and a folder")
     files = {step.file for program in all_programs(manifest) for step in program.steps}
     tables = files | {manifest.module_state}
     for index, file in enumerate(manifest.files):

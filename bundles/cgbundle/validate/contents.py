@@ -46,14 +46,15 @@ def check_tables(bundle: Archive) -> None:
     from ..tables.collectives import exchanges  # late: a cpu bundle has no tables
     from ..tables.module_state import decode_states
     from ..tables.table import Table
-    from .lifetimes import check_overwrites, check_untouched
+    from .lifetimes import check_overwrites, check_targets, check_untouched, writable
     from .recordings import check_module_states, check_recording
 
     manifest = bundle.manifest
     memories = graph_memories(manifest.memories)
     images = file_names.kernel_images(manifest)
-    rows = [(program, of_entry(manifest, each.entry)[1]) for each in each_entry(manifest) for program in each.programs]
-    for program, reserved in rows:
+    rows = [(each, of_entry(manifest, each.entry)[1], program) for each in each_entry(manifest) for program in each.programs]
+    for entry, reserved, program in rows:
+        allowed = writable(entry, program)
         for place, step in enumerate(program.steps):
             if step.kind != "graph":
                 continue
@@ -65,6 +66,7 @@ def check_tables(bundle: Archive) -> None:
             if tuple(table.key) != program.key:
                 found = f"key: {tuple(table.key)}, the manifest uses it for {program.key}"
                 raise BundleError("table-invalid", f"{step.file}: {found}")
+            check_targets(table, allowed)
             check_overwrites(program, place, table)
     if manifest.module_state:
         states = decode_states(bundle.data(manifest.module_state), manifest.module_state)

@@ -15,6 +15,7 @@ from operator import attrgetter
 from typing import Any
 
 from ..format.entries import each_entry
+from ..format.json_text import parse
 from ..format.schema import Manifest, Value, Weight
 from ..format.versions import ADDED, SPARSE
 
@@ -87,9 +88,9 @@ def read(data: bytes) -> bytes | None:
 def difference(found: bytes, expected: bytes) -> str:
     """The first field that differs between two texts of `described`; "" where one of them is none."""
     try:
-        here, there = json.loads(found), json.loads(expected)
+        here, there = parse(found), parse(expected)
         return str(next(name for name in sorted(there) if here.get(name) != there[name]))
-    except (ValueError, RecursionError, AttributeError, StopIteration):
+    except (ValueError, AttributeError, StopIteration):
         return ""
 
 

@@ -1,7 +1,8 @@
-"""Lifetimes across the steps of a program: what is still to be read is not written over.
+"""Lifetimes across the steps of a program: what is still to be read is not written over, and neither is what no call changes.
 
-Derived anew from the steps, the values and the recordings, with nothing of the planners' that placed them.  Of a kernel only where
-its arguments begin is known: an overwrite through one that begins elsewhere is the planner's to rule out.
+Derived anew from the steps, the values and the recordings, with nothing of the planners' that placed them.  A kernel writes where
+its code does, which no table says.  Only where its arguments begin is known: an overwrite through one that begins elsewhere is the
+planner's to rule out, and what it does to weights, inputs and state is not checked.
 """
 
 from __future__ import annotations
@@ -12,11 +13,19 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import BundleError
-from ..format.schema import MEMORIES, Program
-from ..format.spans import Spans, extent
+from ..format.schema import MEMORIES, Manifest, Program
+from ..format.spans import Cover, Spans, extent, span
 
 if TYPE_CHECKING:
     from ..tables.table import Table
+
+
+KEPT = {
+    "weights": "which no call changes",
+    "state": "not all of it in one buffer that `changes` names",
+    "inputs": "not all of it in one input that `written` names",
+}
+"""Memories whose contents are not the recording's to change, and what is wrong with a write there."""
 
 
 def check_lifetimes(program: Program, where: str) -> None:
@@ -106,7 +115,7 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
     if not alive:
         return
     living, own = Spans.of(program.values, alive), Spans.of(program.values, (*step.inputs, *step.outputs))
-    for memory, begin, size in _written(table):
+    for memory, begin, size in written(table):
         index = living.over(memory, begin, begin + size)
         if index is not None:
             used = f"value {index}, which {_reader(program, last[index])}"
@@ -118,10 +127,53 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
             raise BundleError("table-invalid", f"{table.where}: a node uses {used}, and the step does not name it")
 
 
+def changed_state(manifest: Manifest) -> list[int]:
+    """Positions of the weights that calls of the manifest's entry change.  Before format version 5 they may change all state."""
+    if manifest.format >= 5:
+        return list(manifest.changes)
+    return [index for index, weight in enumerate(manifest.weights) if weight.memory == "state"]
+
+
+def changed_rows(manifest: Manifest) -> list[tuple[str, int, int]]:
+    """(memory, first byte, the one behind the last) of the state that calls of the manifest's entry change."""
+    rows = [manifest.weights[index] for index in changed_state(manifest)]
+    return [(row.memory, row.offset, row.offset + span(row)) for row in rows]
+
+
+def writable(manifest: Manifest, program: Program) -> Cover:
+    """What the recordings of an entry's program may write to beside the arena; `manifest` is the entry's.
+
+    Beside state and inputs that calls change, these are values that copy steps put into memory inputs.  They lie over no input that
+    calls leave as it is: `check_order` holds.
+    """
+    chosen = [program.inputs[index] for index in manifest.written]
+    chosen += [index for step in program.steps if step.kind == "copy" for index in step.outputs]
+    values = [program.values[index] for index in chosen]
+    rows = [(value.memory, *extent(value)) for value in values if value.memory == "inputs"]
+    return Cover([*rows, *changed_rows(manifest)])
+
+
+def check_targets(table: Table, allowed: Cover) -> None:
+    """Raises table-invalid where a memset or memcpy writes to weights, or to inputs or state outside of `allowed`: from its first
+    byte to its last, in every graph and body of the recording.  `table` is sound: `check_recording` holds."""
+    for number, (memory, begin, size) in enumerate(written(table)):
+        if memory in KEPT and not allowed.holds(memory, begin, begin + size):
+            text = f"writes bytes {begin} to {begin + size} of memory {memory}, {KEPT[memory]}"
+            raise BundleError("table-invalid", f"{table.where}: nodes[{_position(table, number)}]: {text}")
+
+
+def _position(table: Table, number: int) -> int:
+    """Where among the nodes the `number`-th of the memsets and, behind them, the memcpys stands."""
+    from ..tables.table import MEMCPY, MEMSET
+
+    kinds = bytes(table.kind)
+    return [position for wanted in (MEMSET, MEMCPY) for position, kind in enumerate(kinds) if kind == wanted][number]
+
+
 def check_untouched(table: Table, reserved: Spans) -> None:
     """Raises table-invalid where the recording uses what is reserved for outputs of other entries; as far as `check_overwrites`
     knows what it uses."""
-    for memory, begin, size in (*_written(table), *[(memory, begin, 1) for memory, begin in _points(table)]):
+    for memory, begin, size in (*written(table), *[(memory, begin, 1) for memory, begin in _points(table)]):
         if reserved.over(memory, begin, begin + size) is not None:
             text = f"a node uses byte {begin} of memory {memory}, which is reserved for another entry"
             raise BundleError("table-invalid", f"{table.where}: {text}")
@@ -144,7 +196,7 @@ def _points(table: Table) -> Iterator[tuple[str, int]]:
         yield MEMORIES[memory], offset
 
 
-def _written(table: Table) -> Iterator[tuple[str, int, int]]:
+def written(table: Table) -> Iterator[tuple[str, int, int]]:
     """(memory, offset, bytes) of what memsets and memcpys write, from the first byte to the last."""
     for row in range(table.counts["memsets"]):
         width, rows = table.memset_width[row] * table.memset_element[row], table.memset_height[row]

@@ -11,6 +11,7 @@ from ..format.json_text import is_sha256
 from ..format.safetensors import ALIGNMENT
 from ..format.schema import DTYPES, Alias, Manifest, Program, Value
 from ..format.spans import HOST_ONLY, Spans, extent, layout, span
+from .lifetimes import changed_state
 from .require import require, require_whole_calls
 from .steps import PERSISTENT
 
@@ -51,7 +52,7 @@ def check_changes(manifest: Manifest) -> None:
     """Raises manifest-invalid unless `changes` are weights of memory state, and no call of an entry that changes any is padded or
     cut.  Before format version 5 calls may change all state."""
     state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
-    changes = list(manifest.changes) if manifest.format >= 5 else state
+    changes = changed_state(manifest)
     require(changes == sorted(set(changes)) and set(changes) <= set(state), "changes", "are not ascending weights of memory state")
     if any(index != manifest.random for index in changes):
         require_whole_calls(manifest, "calls change state")

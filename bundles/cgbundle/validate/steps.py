@@ -6,8 +6,8 @@ from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
 from ..format.schema import Alias, Manifest, Program, Region, Step
-from ..format.spans import Spans, extent
-from .lifetimes import check_lifetimes
+from ..format.spans import Cover, Spans, extent, span
+from .lifetimes import changed_rows, check_lifetimes
 from .require import require
 
 HOST = "host"
@@ -18,13 +18,14 @@ PERSISTENT = ("weights", "state")
 def check_steps(manifest: Manifest, program: Program, where: str) -> None:
     """Raises manifest-invalid unless the program's steps are sound; `where` is the program's path in the manifest."""
     require(bool(program.steps), f"{where}.steps", "no step")
+    changing = Cover(changed_rows(manifest))
     for place, step in enumerate(program.steps):
         at = f"{where}.steps[{place}]"
         require(step.kind in ("graph", "host", "copy"), f"{at}.kind", f"unknown kind {step.kind!r}")
         require(all(0 <= value < len(program.values) for value in (*step.inputs, *step.outputs)), at, "no such value")
         require((step.kind == "graph") == bool(step.file), f"{at}.file", "a graph step has a table, others none")
         if step.kind == "copy":
-            _check_copy(program, step, at)
+            _check_copy(program, step, changing, at)
         else:
             _check_region(manifest.regions, step, at)
     if manifest.target.kind == "cpu":
@@ -37,11 +38,13 @@ def check_steps(manifest: Manifest, program: Program, where: str) -> None:
         check_lifetimes(program, where)
 
 
-def _check_copy(program: Program, step: Step, at: str) -> None:
+def _check_copy(program: Program, step: Step, changing: Cover, at: str) -> None:
     require(len(step.inputs) == len(step.outputs) == 1, at, "a copy has one input and one output")
     source, target = program.values[step.inputs[0]], program.values[step.outputs[0]]
     same = (source.dtype, source.shape, source.strides) == (target.dtype, target.shape, target.strides)
     require(same, at, "a copy between values of different layouts")
+    known = target.memory != "state" or not span(target) or changing.holds(target.memory, *extent(target))
+    require(known, at, "copies into memory state, outside of the buffers that `changes` names")
 
 
 def _check_region(regions: tuple[Region, ...], step: Step, at: str) -> None:

@@ -1,5 +1,4 @@
-"""Where results and bundles lie: `cgcompile cache`, what builds keep for the next one; `cgcompile store`, bundles whose equal files
-are kept once; `push` and `pull`, bundles far away."""
+"""Where results and bundles lie: `cgcompile cache`, what builds keep for the next one; `push` and `pull`, bundles far away."""
 
 from __future__ import annotations
 
@@ -9,15 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..options import BundlePath
-from ..output import count, say, show, size, table, write_json
+from ..output import count, say, size, write_json
 
 if TYPE_CHECKING:
     from cgcompile.util.content_cache import Kept
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
-StorePath = Annotated[
-    str, typer.Option("--store", metavar="FOLDER", envvar="CGCOMPILE_STORE", help="The store's folder.", show_default=False)
-]
 Url = Annotated[str, typer.Argument(metavar="URL", help="Of the bundle's own folder: a path, s3://bucket/m.cgb, and the like.")]
 Force = Annotated[bool, typer.Option("--force", help="Replace another bundle.")]
 
@@ -69,100 +65,6 @@ def _told(found: Sequence[Kept]) -> str:
         return ""
     parts = ", ".join([f"{each.stage} {size(each.bytes)}" for each in found])
     return f"{count(sum(each.files for each in found), 'file')}, {size(sum(each.bytes for each in found))} ({parts})"
-
-
-# --- the store --------------------------------------------------------------------------------------------------------
-
-
-def add(
-    bundle: BundlePath,
-    store: StorePath,
-    name: Annotated[str, typer.Option("--name", metavar="NAME", help="Its name there.", show_default="the folder's")] = "",
-    force: Annotated[bool, typer.Option("--force", help="Have the name lead to this bundle from now on.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Add a bundle to a store, and print its path there.
-
-    A store keeps equal files once: ten bundles of one model have one copy of
-    the weights on the disk, and in memory where they are mapped. A bundle in
-    it is a folder like any other: cgbundle.load() takes its path. The bundle
-    that is added stays as it is.
-
-    \b
-    cgcompile store add classifier.cgb --store /srv/bundles
-    """
-    import cgcompile
-
-    added = cgcompile.Store(store).add(bundle, name, replace=force)
-    if as_json:
-        write_json({"path": str(added.path), "digest": added.digest, "bytes": added.bytes, "new": added.new})
-    else:
-        say(f"{added.path}: {size(added.bytes)}, {size(added.new)} of it new to the store")
-        typer.echo(str(added.path))
-
-
-def listing(store: StorePath, as_json: AsJson = False) -> None:
-    """List the bundles of a store.
-
-    `own` is what the disk would get back without the bundle: files that no
-    other bundle of the store has. `loaded`: a program has it open.
-    """
-    import cgcompile
-
-    found = cgcompile.Store(store).bundles()
-    if as_json:
-        write_json([
-            {
-                "names": [*each.names], "digest": each.digest, "path": str(each.path), "model": each.manifest.name,
-                "target": each.manifest.target.arch, "bytes": each.bytes, "own": each.own, "loaded": each.loaded,
-            }
-            for each in found
-        ])  # fmt: skip
-        return
-    heads = ("name", "digest", "target", ">bytes", ">own", "loaded")
-    show(table(heads, [
-        (
-            ", ".join(each.names) or "-", each.digest[:12], each.manifest.target.arch, size(each.bytes), size(each.own),
-            "yes" if each.loaded else "no",
-        )
-        for each in found
-    ]))  # fmt: skip
-
-
-def remove(
-    names: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of bundles, as `store list` has them.")],
-    store: StorePath,
-) -> None:
-    """Take names of bundles away from a store.
-
-    The bundles stay on the disk until `cgcompile store gc`.
-    """
-    import cgcompile
-
-    opened = cgcompile.Store(store)
-    for name in names:
-        opened.remove(name)
-
-
-def gc(
-    store: StorePath,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be removed, and remove nothing.")] = False,
-    as_json: AsJson = False,
-) -> None:
-    """Remove from a store the bundles that no name leads to.
-
-    What a program has loaded stays until it closes it. Files go when no bundle
-    has them any more.
-    """
-    import cgcompile
-
-    done = cgcompile.Store(store).collect(dry_run=dry_run)
-    if as_json:
-        write_json({"bundles": [*done.bundles], "files": done.files, "bytes": done.bytes, "loaded": [*done.loaded]})
-        return
-    stay = f"; {count(len(done.loaded), 'bundle')} without a name stay: loaded" if done.loaded else ""
-    verb = "would remove" if dry_run else "removed"
-    say(f"{store}: {verb} {count(len(done.bundles), 'bundle')} and {count(done.files, 'file')}, {size(done.bytes)}{stay}")
 
 
 # --- far away ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,6 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
 from cgbundle.program import Program
-from cgcompile import Store
 from tests.helpers.places import GOLDEN, ROOT
 from tests.helpers.raising import raises
 
@@ -145,16 +144,3 @@ def seal(bundle: Path) -> None:
     from tests.helpers.bundles import tiny_bundle
 
     tiny_bundle.seal(bundle, replace(archive.read_manifest(str(bundle)), files=archive.describe_files(str(bundle))))
-
-
-def test_a_loaded_program_keeps_its_bundle_in_a_store(tmp_path: Path) -> None:
-    """Until it is closed: the name may go meanwhile, and the next process loads it by its digest."""
-    store = Store(tmp_path / "store")
-    added = store.add(ONE)
-    with cgbundle.load(added.path) as program:
-        store.remove(added.path.name)
-        [row] = store.bundles()
-        assert row.loaded and store.collect().loaded == (added.digest,)
-        with cgbundle.load(row.path) as other:
-            assert program.warmup() is None and other.warmup() is None
-    assert store.collect().bundles == (added.digest,) and store.bundles() == ()

@@ -203,3 +203,9 @@ def test_nothing_to_run_is_refused(on_miss: str, size: int) -> None:
 def test_a_large_recorded_size_costs_a_small_call_nothing(sizes: tuple[int, ...], size: int, expected: list[int]) -> None:
     """A table as long as the largest size would take all memory."""
     assert [cut.size for cut in cuts(dimension("d", *sizes), size, "chunk")] == expected
+
+
+@pytest.mark.parametrize(("pad", "size", "more"), [("zeros", 200, True), ("no", 200, False), ("no", 50, False)])
+def test_a_larger_size_helps_only_where_calls_are_padded(pad: str, size: int, more: bool) -> None:
+    each = dimension("seq", 32, 128, pad=pad, chunk=False, reason="a mean")
+    assert (f"seq={size} among its --sizes, or more (" in refused([each], [size], "pad").hint) == more

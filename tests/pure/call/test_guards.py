@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -132,3 +135,21 @@ def test_a_plan_refuses_what_dispatch_and_guards_refuse() -> None:
         plans.plan(MODEL, ((5, 32), (5, 65), ()), "error")
     with raises("dimension-disagrees"):
         plans.plan(MODEL, ((5, 32), (6, 65), ()), "pad")
+
+
+def test_the_hint_of_an_input_that_calls_write_to_is_another_one() -> None:
+    spec = MODEL.inputs[0]
+    written, read = [guards.wrong_dtype(spec, "int8", written=written).hint for written in (True, False)]
+    assert written.endswith("before the call: the model writes to it, so it is never cast") and "never cast" not in read
+
+
+@pytest.mark.parametrize(
+    ("dtype", "make"),
+    [
+        ("float32", "numpy.asarray(value, dtype='float32')"), ("int64", "numpy.asarray(value, dtype='int64')"),
+        ("bfloat16", "torch.tensor(value, dtype=torch.bfloat16)"), ("float8_e5m2", "torch.tensor(value, dtype=torch.float8_e5m2)"),
+    ],
+)  # fmt: skip
+def test_numbers_become_a_tensor_of_a_library_that_has_the_dtype(dtype: str, make: str) -> None:
+    spec = replace(MODEL.inputs[0], dtype=dtype)
+    assert guards.unreadable(CallError("input-kind", "no"), spec, [1, 2]).hint == f"make a tensor of it: {make}"

@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
+from cgcompile.capture import pairing
 from cgcompile.capture.pairing import PairedRanges, agree, alike, meaning, pair_ranges, pair_takes
-from cgcompile.capture.relocation import classify, classify_graph, compare, node_name, place_of
+from cgcompile.capture.relocation import _is_stale, address_at, classify, classify_graph, compare, node_name, place_of
 from cgcompile.capture.take import (
     Block,
     Range,
@@ -425,3 +426,42 @@ def test_module_variables_differ() -> None:
         differ(take(states=one), take(states=(one[0], other)), f"other module variables had changed, first {said}")
     differ(take(states=one), take(states=one[:1]), "other module variables had changed, first 2 and 1 of them")
     differ(take(), take(states=one[:1]), "other module variables had changed, first 0 and 1 of them")
+
+
+def test_the_number_below_stale_bytes_has_four_bytes() -> None:
+    """Of two words that are addresses of weights in both processes, at different places: equal below, whatever lies above."""
+    nothing = (frozenset[int](), frozenset[int]())
+    paired = PairedRanges(ranges=(RANGES, RANGES), pairing={}, hosts=nothing, pools=nothing)
+    word = Word(at=8, readings=(Reading(range=0, offset=5),))
+    other = Word(at=8, readings=(Reading(range=0, offset=6),))
+    base = bytes(range(24))
+
+    def stale(*changed: int) -> bool:
+        data = bytearray(base)
+        for at in changed:
+            data[at] ^= 0xFF
+        return _is_stale(Block(data=base, words=(word,)), Block(data=bytes(data), words=(other,)), word, other, paired)
+
+    assert stale() and stale(12) and stale(15) and stale(7) and stale(4, 5, 6, 7, 12, 13)
+    assert not any(stale(at) for at in range(8, 12))
+
+
+def test_the_most_votes_pair_two_ranges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Range 3 of one process is read at the place of 4 of the other one once, and at that of 3 twice."""
+    one, two = [Take.__new__(Take) for _ in range(2)]
+    for take in (one, two):
+        object.__setattr__(take, "ranges", RANGES)
+
+    def word(range: int, offset: int) -> Word:
+        return Word(at=0, readings=(Reading(range=range, offset=offset),))
+
+    words = [(word(3, 8), word(4, 8)), (word(3, 16), word(3, 16)), (word(3, 24), word(3, 24)), (word(4, 8), word(4, 9))]
+    monkeypatch.setattr(pairing, "_words", lambda a, b: words)
+    assert pair_ranges(one, two)[3] == 3
+    monkeypatch.setattr(pairing, "_words", lambda a, b: [(word(3, 16), word(4, 16)), *words, (word(3, 0), word(4, 0))])
+    assert pair_ranges(one, two)[3] == 4
+
+
+def test_an_address_in_a_block_has_eight_bytes() -> None:
+    block = Block(data=bytes(range(1, 25)), words=())
+    assert address_at(block, 8) == 0x100F0E0D0C0B0A09 and address_at(block, 0) == 0x0807060504030201

@@ -259,6 +259,24 @@ def test_a_constant_table_is_kept_behind_the_weights() -> None:
     assert isinstance(node, KernelNode) and node.relocations == (relocation(0, WEIGHTS, MEGA + 8),)
 
 
+@pytest.mark.parametrize("copied", [False, True])
+def test_an_allocation_that_the_graph_fills_is_scratch(copied: bool) -> None:
+    """A library clears its workspace in every replay: it holds zeros in both processes, and is no constant."""
+    takes = []
+    for p in (Process(A_BASE), Process(B_BASE)):
+        target, source = p.word(p.table), p.word(p.segments[0])
+        row = (
+            RawMemcpy(source=source, target=target, shape=(512, 1, 1, 512, 1, 512, 1))
+            if copied
+            else RawMemset(target=target, shape=(0, 1, 512, 1, 0))
+        )
+        takes.append(p.take(row, p.kernel(pack("<Q", p.table)), contents=bytes(512)))
+    done = assemble(*takes, MEGA)
+    node = done.graphs[KEY][0].recording.nodes[0]
+    assert done.tables == () and isinstance(node, MemcpyNode if copied else MemsetNode)
+    assert isinstance(node, (MemcpyNode, MemsetNode)) and node.target.memory == ARENA
+
+
 def test_an_allocation_with_other_contents_in_each_process_is_scratch() -> None:
     takes = [
         p.take(p.kernel(pack("<Q", p.table)), contents=bytes([fill]) * 512)

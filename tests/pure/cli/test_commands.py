@@ -40,7 +40,6 @@ COMMANDS = (
     "push",
     "pull",
     "cache",
-    "store",
 )
 ON_A_BUNDLE = ("inspect", "verify", "run", "bench")
 

@@ -84,7 +84,8 @@ def test_weights_are_not_exchanged() -> None:
 
 
 @pytest.mark.parametrize(
-    ("floats", "sizes", "fits"), [(16, 64, True), (17, 64, False), (17, 128, True), (16, 128, False), (0, 0, True), (1, 0, False)]
+    ("floats", "sizes", "fits"),
+    [(16, 64, True), (17, 64, False), (17, 128, True), (16, 128, False), (0, 0, True), (1, 0, False), (16, 4096, False)],
 )
 def test_sizes_are_rounded_up_to_64_bytes(floats: int, sizes: int, fits: bool) -> None:
     row = replace(BIAS, shape=(floats,))

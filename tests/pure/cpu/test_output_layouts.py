@@ -83,6 +83,9 @@ def test_strides_are_compared_at_every_replay_and_the_rest_at_the_first() -> Non
         "library-refused", match=r"^host/model\.so: output 'y' is the same dtype, \[4, 2\] with strides \[3, 1\], the bundle says"
     ):
         layouts.addresses(HANDLES, [0])
+    torch.tensors[0] = (FLOAT32, (4, 2), (2, 3), Y)
+    with raises("library-refused", match=r"output 'y' is the same dtype, \[4, 2\] with strides \[2, 3\]"):
+        layouts.addresses(HANDLES, [0])
     torch.tensors[0] = (FLOAT32, (4, 2), (2, 1), Y)
     assert layouts.addresses(HANDLES, [0])[0] == ctypes.addressof(Y)
     torch.tensors[1] = (FLOAT32, (2,), (4,), z)

@@ -146,12 +146,61 @@ def test_a_flipped_byte_of_the_weights_is_left_to_the_full_check(bundle: Path) -
     reject(bundle, "full", "file-damaged", rf"^{file_names.WEIGHTS}: SHA-256")
 
 
-@pytest.mark.parametrize("name", ["stranger", "host/stranger", "new/stranger"])
-def test_a_file_that_the_manifest_does_not_name_is_found_by_the_full_check(bundle: Path, name: str) -> None:
-    (bundle / name).parent.mkdir(exist_ok=True)
-    (bundle / name).write_text("")
+def stranger(place: Path, kind: str) -> None:
+    """A file, a folder, a link or a pipe."""
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if kind == "file":
+        place.write_text("")
+    elif kind == "folder":
+        place.mkdir()
+    elif kind == "pipe":
+        os.mkfifo(place)
+    else:
+        place.symlink_to({"loop": place.name, "nothing": "nowhere", "in": place.parent, "out": "/"}[kind])
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "loop", "nothing", "in", "out"])
+@pytest.mark.parametrize(
+    "name", ["stranger", "host/stranger", ".hidden", "manifest.json.sig.old", "ranks", "graph", "\udcff\x1b[2J"]
+)
+def test_what_the_manifest_does_not_name_is_found_by_the_full_check(bundle: Path, name: str, kind: str) -> None:
+    stranger(bundle / name, kind)
     check(bundle, "load")
-    reject(bundle, "full", "file-damaged", f"^{name}: not named in the manifest")
+    with raises("file-damaged") as caught:
+        check(bundle, "full")
+    shown = name if name.isprintable() else r"\udcff\x1b[2J"
+    assert str(caught.value) == f"{shown}: {'a folder of no named file' if kind == 'folder' else 'not named in the manifest'}"
+    assert len(verify.examine(archive.Archive(str(bundle)))) == 1
+
+
+def test_what_lies_in_a_strange_folder_is_not_looked_at(bundle: Path) -> None:
+    """It may be of any size and depth, or unreadable."""
+    deep, folders = bundle / "new", 0
+    stranger(deep / "file", "file")
+    place = os.open(deep, os.O_RDONLY)
+    while folders < 1200:  # a path that no call takes as one
+        os.mkdir("d" * 200, dir_fd=place)
+        inside = os.open("d" * 200, os.O_RDONLY, dir_fd=place)
+        os.close(place)
+        place, folders = inside, folders + 1
+    os.close(place)
+    assert [str(error) for error in verify.examine(archive.Archive(str(bundle)))] == ["new: a folder of no named file"]
+    os.system(f"rm -rf {deep}")
+
+
+def test_folders_of_the_format_may_be_empty(bundle: Path) -> None:
+    """Earlier builds made them for kernels and graphs that a rank or a model then did not have."""
+    for name in ("graphs", "kernels", "programs"):
+        (bundle / name).mkdir()
+    check(bundle, "full")
+    (bundle / "kernels" / "stranger").mkdir()
+    reject(bundle, "full", "file-damaged", "^kernels/stranger: a folder of no named file")
+
+
+def test_a_named_file_that_is_a_folder_is_no_file(bundle: Path) -> None:
+    (bundle / file_names.PROGRAM).unlink()
+    (bundle / file_names.PROGRAM).mkdir()
+    reject(bundle, "load", "file-damaged", f"^{file_names.PROGRAM}: ")
 
 
 def test_files_are_described_as_they_are(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.limits import HELD_BYTES
+from cgbundle.session.weight_contents import OpenFile
 from cgbundle.validate import bundle as verify
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, write_bundle
@@ -180,6 +181,24 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(bundle: Path) -> 
     os.utime(bundle / file_names.WEIGHTS, ns=(1, 1))
     with raises("file-damaged", match=r"^weights\.safetensors: was written to while"):
         opened.check_unchanged()
+
+
+@pytest.mark.parametrize("later", [-1, 1, 10**9, -(10**12)])
+@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.EXAM, file_names.MANIFEST])
+def test_any_other_time_of_any_open_file_is_a_change(name: str, later: int, bundle: Path) -> None:
+    """A file that is put in place of another by hand may be older."""
+    opened = Archive(str(bundle))
+    for each in (file_names.WEIGHTS, file_names.EXAM):
+        opened.descriptor(each)
+    checkpoint = OpenFile(str(bundle / name))
+    found = (bundle / name).stat()
+    opened.check_unchanged()
+    checkpoint.check_unchanged()
+    os.utime(bundle / name, ns=(found.st_atime_ns, found.st_mtime_ns + later))
+    with raises("file-damaged", match=f"^{name}: was written to while"):
+        opened.check_unchanged()
+    with raises("update-invalid", match="was written to while it was read"):
+        checkpoint.check_unchanged()
 
 
 def test_weights_that_are_copied_stay(bundle: Path) -> None:

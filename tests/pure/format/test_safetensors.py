@@ -325,7 +325,15 @@ def test_the_header_of_the_defect_tests_is_fine_without_a_defect(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    "data", [b"", b"1234567", struct.pack("<Q", 9) + b"{}", struct.pack("<Q", 2**63), struct.pack("<Q", 100_000_001)]
+    "data",
+    [
+        b"",
+        b"1234567",
+        struct.pack("<Q", 9) + b"{}",
+        struct.pack("<Q", 3) + b"{}",
+        struct.pack("<Q", 2**63),
+        struct.pack("<Q", 100_000_001),
+    ],
 )
 def test_a_length_beyond_the_file_is_refused(tmp_path: Path, data: bytes) -> None:
     (tmp_path / "w").write_bytes(data)

@@ -9,18 +9,24 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import file_names
+from cgbundle.format import file_names, limits
+from cgbundle.format.archive import Archive
+from cgbundle.format.entries import each_entry, with_entries
 from cgbundle.format.schema import MEMORIES, File, Finding, Lowering, Manifest, Parameter, Region, Step, TensorSpec, Value
+from cgbundle.format.size_expressions import operands
 from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import MemsetNode, ModuleState
+from cgbundle.validate import bundle
 from cgbundle.validate.bundle import check_manifest
 from cgbundle.validate.contents import check_tables
-from tests.helpers.bundles import cuda_bundles
+from cgbundle.validate.programs import check_size_evaluations
+from tests.helpers.bundles import chained_bundles, cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.fabricate import dimension, signature, spec
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, manifest
+from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
 Change = Callable[[Manifest], Manifest]
@@ -653,3 +659,66 @@ def test_only_a_waiver_lets_integers_differ() -> None:
     check_manifest(replace(whole, waivers=("mismatched-integers",), exam=replace(made.exam, bounds=(1.0,))))  # all may differ
     more = replace(whole, waivers=("mismatched-integers",), exam=replace(made.exam, bounds=(1.5,)))
     reject(more, "exam.bounds[0]", "output y (bool) has to be equal, got 1.5")
+
+
+# --- both sides of limits ---------------------------------------------------------------------------------------------
+
+
+def test_shapes_may_cost_as_much_as_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = cuda()
+    cost = 2 * len(made.programs) * sum(operands(size) for spec in (*made.inputs, *made.outputs) for size in spec.shape)
+    monkeypatch.setattr(limits, "SIZE_EVALUATIONS", cost)
+    check_size_evaluations([made, made])
+    monkeypatch.setattr(limits, "SIZE_EVALUATIONS", cost - 1)
+    with raises("manifest-invalid", match="more than the limit"):
+        check_size_evaluations([made, made])
+
+
+def test_a_lowering_behind_one_that_was_left_out_is_looked_at() -> None:
+    made = tried()(cuda())
+    *others, last = made.programs
+    left_out = Lowering(name="left", chosen=False, microseconds=(), reason="no")
+    check_manifest(replace(made, programs=(*others, replace(last, lowerings=(left_out, *last.lowerings)))))
+    short = tuple([replace(row, microseconds=()) for row in last.lowerings])
+    reject(replace(made, programs=(*others, replace(last, lowerings=(left_out, *short)))), "programs[1].lowerings[1].microseconds")
+
+
+@pytest.mark.parametrize(("expected", "distance", "fits"), [
+    ("recording", 0.5, True), ("recording", 1e-9, True), ("recording", 0.0, True), ("recording", -0.1, False),
+    ("eager", 0.5, False), ("eager", 0.0, True),
+])  # fmt: skip
+def test_a_distance_is_that_of_a_recording(expected: str, distance: float, fits: bool) -> None:
+    made = cuda()
+    proofs = tuple([replace(proof, distance=distance) for proof in made.exam.proofs])
+    changed = replace(made, exam=replace(made.exam, expected=expected, proofs=proofs))
+    if fits:
+        check_manifest(changed)
+    else:
+        reject(changed, "exam.proofs[0].distance")
+
+
+def test_forward_is_the_first_entry(tmp_path: Path) -> None:
+    made = chained_bundles.write(tmp_path / "chained.cgb")
+    each = each_entry(made)
+    with raises("manifest-invalid", match=r"^entries\[0\]\.name: 'forward' is not the first entry"):
+        check_manifest(with_entries((each[0], replace(each[1], entry="forward"), *each[2:])))
+
+
+@pytest.mark.parametrize(("golden", "level", "asked"), [
+    ("v3/cpu_state", "load", True), ("v4/cpu_state", "load", False), ("v6/cpu_fixed", "load", False),
+    ("v4/cpu_state", "full", True), ("v6/cpu_fixed", "full", True), ("v3/state", "load", False),
+])  # fmt: skip
+def test_what_is_checked_at_each_level_and_the_exam_where_code_does_not_say_its_shapes(
+    golden: str, level: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str] = []
+    for name in ("check_weights", "check_tables", "check_host_code", "check_exam"):
+        monkeypatch.setattr(bundle, name, lambda opened, name=name: seen.append(name))
+    monkeypatch.setattr(Archive, "check_hash", lambda self, file: seen.append(f"{file.path} hashed"))
+    monkeypatch.setattr(Archive, "check_size", lambda self, file: seen.append(f"{file.path} measured"))
+    opened = Archive(str(GOLDEN / f"{golden}.cgb"))
+    bundle.check_bundle(opened, level)
+    assert ("check_exam" in seen) == asked and ("check_tables" in seen) == (opened.manifest.target.kind == "cuda")
+    assert {"check_weights", "check_host_code", "exam.safetensors hashed"} <= set(seen)
+    assert (f"{file_names.WEIGHTS} hashed" in seen) == (level == "full")
+    assert (f"{file_names.WEIGHTS} measured" in seen) == (level == "load")

@@ -89,6 +89,7 @@ def test_dtypes_and_layouts(manifest: Manifest) -> None:
 
 
 def test_an_output_that_is_other_memory_and_an_input_that_is_written(manifest: Manifest) -> None:
+    check_chains(each_entry(entry(manifest, MAKE, aliases=(Alias(output=0, memory="outputs", index=0),))))
     for memory in ("inputs", "weights", "state"):
         shared = entry(manifest, MAKE, aliases=(Alias(output=0, memory=memory, index=0),))
         bad(shared, r"chains\[2\].output: shares memory with an input, a weight or state")
@@ -101,7 +102,10 @@ def test_what_is_reserved(manifest: Manifest) -> None:
     bad(replace(manifest, reserved=(make, again, make)), "reserved: is for")
     bad(replace(manifest, chains=()), "reserved: is for")
     bad(replace(manifest, reserved=(make, replace(again, bytes=ARENA))), r"reserved\[1\]: outside memory arena")
-    bad(replace(manifest, reserved=(replace(make, offset=-256), again)), r"reserved\[0\]: outside memory arena")
+    for changes in ({"offset": -256}, {"offset": -1, "bytes": 2}, {"offset": -1}, {"bytes": -1}, {"offset": 256, "bytes": -256}):
+        bad(replace(manifest, reserved=(replace(make, **changes), again)), r"reserved\[0\]: outside memory arena")
+    nothing = replace(manifest, reserved=tuple([replace(row, offset=0, bytes=0) for row in manifest.reserved]))
+    bad(replace(nothing, memories=()), r"outputs\[0\]: is chained, and lies outside of its entry's reserved part")
     bad(replace(manifest, reserved=(replace(make, bytes=AGAIN_AT + 1), again)), r"reserved\[1\]: overlaps another row")
     bad(replace(manifest, target=replace(manifest.target, kind="cpu")), r"reserved: is for .* the chains' sources are \[\]")
 
@@ -114,6 +118,16 @@ def test_chained_outputs_lie_in_their_own_part_and_nothing_elses(manifest: Manif
     )
     bad(value(manifest, TAKE, 2, offset=SHARED_AT - 4), r"entries\[1\].programs\[0\].values\[2\]: lies in a part")
     bad(value(manifest, AGAIN, 1, offset=MAKE_AT), r"entries\[0\].programs\[0\].values\[1\]: lies in a part")
+
+
+def test_a_part_is_its_entrys_to_the_last_byte(manifest: Manifest) -> None:
+    make, again = manifest.reserved
+    size = 4 * N
+    check_chains(each_entry(replace(manifest, reserved=(replace(make, bytes=size), replace(again, bytes=size)))))
+    for number, row in ((MAKE, make), (AGAIN, again)):
+        last = row.offset + row.bytes - size
+        check_chains(each_entry(value(manifest, number, 1, offset=last)))
+        bad(value(manifest, number, 1, offset=last + 4), r"outputs\[0\]: is chained, and lies outside|reserved for another entry")
 
 
 def rewritten(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, folder: Path, name: str, adds: list[Any]) -> None:
@@ -177,6 +191,7 @@ def test_an_empty_list_is_left_out(manifest: Manifest) -> None:
 @pytest.mark.parametrize("most", [1, 2, 10])
 def test_what_chains_cost_is_limited(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(limits, "CHAINED", most)
-    bad(manifest, f"more than the limit of {most} in all")
+    words = "2 programs" if most == 1 else "[0-9]+ (programs|pairs of programs)"
+    bad(manifest, f"chains: {words}, more than the limit of {most} in all")
     monkeypatch.setattr(limits, "CHAINED", 3 * len(CHAINS))
     check_chains(each_entry(manifest))

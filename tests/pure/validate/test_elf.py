@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.validate.elf import SHARED_OBJECT, check_elf
+from cgbundle.validate.elf import HEADER, MAGIC, NO_BITS, SECTION, SEGMENT, SHARED_OBJECT, check_elf
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
@@ -35,6 +35,30 @@ def test_no_part_of_a_kernel_image_passes(path: Path) -> None:
     for length in range(0, len(image), 61):
         with raises("image-invalid", match="cut off|not an ELF file"):
             check_elf(image[:length], path.name)
+
+
+@pytest.mark.parametrize("section", [False, True])
+@pytest.mark.parametrize(("more", "fits"), [(-1, True), (0, True), (1, False), (1 << 63, False)])
+def test_what_a_header_names_ends_where_the_file_does(section: bool, more: int, fits: bool) -> None:
+    """The file is a header, one header of a segment or section, and eight bytes that this names."""
+    size = (SECTION if section else SEGMENT).size
+    counts = (0, 0, 0, size, 1, 0) if section else (0, size, 1, 0, 0, 0)
+    head = MAGIC.ljust(16, b"\0") + HEADER.pack(SHARED_OBJECT, 62, 0, HEADER.size, HEADER.size, *counts)[16:]
+    begin = HEADER.size + size
+    row = SECTION.pack(1, begin, 8 + more) if section else SEGMENT.pack(1, begin, 8 + more)
+    data = head + row + bytes(8)
+    if fits:
+        check_elf(data, "host/model.so", SHARED_OBJECT)
+        return
+    with raises("image-invalid", match=f"its headers name byte {len(data) + more}, it has {len(data)}"):
+        check_elf(data, "host/model.so", SHARED_OBJECT)
+
+
+def test_a_section_without_bits_may_be_of_any_size() -> None:
+    head = MAGIC.ljust(16, b"\0") + HEADER.pack(SHARED_OBJECT, 62, 0, 0, HEADER.size, 0, 0, 0, SECTION.size, 1, 0)[16:]
+    check_elf(head + SECTION.pack(NO_BITS, HEADER.size, 1 << 40), "host/model.so", SHARED_OBJECT)
+    with raises("image-invalid", match="cut off"):
+        check_elf(head + SECTION.pack(NO_BITS, 1 << 40, 0), "host/model.so", SHARED_OBJECT)
 
 
 def test_a_kernel_image_is_no_shared_object() -> None:

@@ -353,6 +353,8 @@ def test_a_range_is_of_whole_numbers_alone() -> None:
     check_manifest(ranged("int64", 0, 100))
     check_manifest(ranged("float32"))
     reject(ranged("float32", 0, 100), "inputs[0].range", "is no range of indices")
+    for bounds in ((0,), (0, 0), (5, 4), (0, 1, 2)):
+        reject(ranged("int64", *bounds), "inputs[0].range", "is no range of indices")
 
 
 def test_the_rows_of_state_are_looked_at() -> None:

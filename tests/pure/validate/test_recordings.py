@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cgbundle.tables import codec as tables
+from cgbundle.tables.module_state import decode_states, encode_states
 from cgbundle.tables.recording import (
     Address,
     Edge,
@@ -150,14 +151,36 @@ def test_functions(changes: dict[str, object], message: str) -> None:
         ({"height": 0}, "nothing to write"),
         ({"pitch": 18}, "rows 18 bytes apart, each of 20"),
         ({"pitch": 65}, "65 is no multiple of 2"),
+        ({"pitch": 65, "height": 2}, "65 is no multiple of 2"),
+        ({"pitch": 19, "height": 2}, "rows 19 bytes apart, each of 20"),
         ({"target": Address(memory=ARENA, offset=8192 - 147)}, "ends at byte 8193 of memory arena"),
         ({"height": 2**64 - 1, "pitch": 2**64 - 2}, "ends at byte"),
         ({"target": Address(memory=HOST, offset=0)}, "memory host, which the bundle does not have"),
     ],
-    ids=["element", "width", "height", "pitch", "odd-pitch", "outside", "huge", "host"],
+    ids=["element", "width", "height", "pitch", "odd-pitch", "odd-pitch-2", "pitch-2", "outside", "huge", "host"],
 )
 def test_memsets(changes: dict[str, object], message: str) -> None:
     reject(with_node(0, **changes), message)
+
+
+def test_a_single_row_needs_no_pitch() -> None:
+    check(with_node(0, height=1, pitch=1))
+    check(with_node(0, height=2, pitch=20))
+
+
+def test_places_beyond_4_gib_are_told_apart() -> None:
+    """Memories are larger than 32 bits count."""
+    memories = {**MEMORIES, "arena": (1 << 40) + 1, "weights": 1 << 36}
+    for offset in ((1 << 32) + 8, 1 << 40):
+        made = relocated((0, ARENA, offset))
+        check_recording(Table(tables.encode(made), WHERE), memories, IMAGES)
+        assert tables.decode(tables.encode(made)) == made
+    for memory, offset in ((ARENA, (1 << 40) + 1), (ARENA, 1 << 41), (INPUTS, (1 << 32) + 8), (INPUTS, 1 << 63)):
+        with raises("relocation-invalid", match=f"points at byte {offset} of memory"):
+            check_recording(Table(tables.encode(relocated((0, memory, offset))), WHERE), memories, IMAGES)
+        state = replace(STATE_ROW, relocations=(Relocation(at=0, target=Address(memory=memory, offset=offset)),))
+        with raises("table-invalid", match=f"points at byte {offset} of memory"):
+            check_module_states(decode_states(encode_states((state,))), "modules", memories, IMAGES)
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,8 @@ def test_an_alias_lies_inside_of_what_it_shares_memory_with(manifest: Manifest, 
         check_alias_spans(output(manifest, place, offset=offset))
     for offset in (begin - 4, last + 4):
         bad(check_alias_spans, output(manifest, place, offset=offset), where)
+    if begin < last:
+        bad(check_alias_spans, output(manifest, place, offset=begin + 2), "begins 2 bytes into what .*, inside of an element")
     elsewhere = "weights" if base.memory != "weights" else "arena"
     bad(
         check_alias_spans,

@@ -15,7 +15,6 @@ from cgbundle.format.archive import Archive
 from cgbundle.format.file_names import TABLES, WEIGHTS
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle, check_manifest, examine
-from cgcompile import Store
 from cgcompile.tools.diff.bundle_files import open_bundle
 from cgcompile.tools.diff.compare import compare
 from tests.helpers.places import GOLDEN
@@ -132,11 +131,3 @@ def test_diff_tells_which_elements_of_a_table_differ(copy: Path) -> None:
     assert [(row.part, row.name, row.facts) for row in rows] == [
         ("weights", "cgcompile.table.0", {"elements": len(other), "differ": 1})
     ]
-
-
-def test_a_store_keeps_the_weights_of_bundles_with_other_tables_once(copy: Path, tmp_path: Path) -> None:
-    write(copy, {name: bytes(len(data)) for name, data in contents(copy).items()})
-    store = Store(tmp_path / "store")
-    links = [store.add(each) for each in (BUNDLE, copy)]
-    inodes = [{name: (Path(link.path) / name).stat().st_ino for name in (WEIGHTS, TABLES)} for link in links]
-    assert inodes[0][WEIGHTS] == inodes[1][WEIGHTS] and inodes[0][TABLES] != inodes[1][TABLES]

@@ -1,0 +1,67 @@
+"""How a shared object is opened: what is asked of its library, and how exactly its constants are held to the weights."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cgbundle.cpu import host_region
+from cgbundle.cpu.host_region import HostRegion, open_region
+from tests.helpers.bundles.tiny_bundle import manifest
+
+
+class Library:
+    """Counts calls, and succeeds."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+        self.made: dict[str, Any] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        def function(*arguments: object) -> int:
+            self.asked.append(name.removeprefix("AOTInductorModelContainer"))
+            return 0
+
+        return self.made.setdefault(name, function)
+
+
+@pytest.mark.parametrize(
+    ("built_with", "own", "asked"),
+    [("2.13.0", "", True), ("2.13.1+cpu", "", True), ("2.11.0", "", False), ("2.12.9", "2.13.0", False), ("", "2.13.0", True),
+     ("", "2.11.0", False), ("2.14.0", "", False)],
+)  # fmt: skip
+def test_handles_that_a_container_forgets_are_asked_for(
+    built_with: str, own: str, asked: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of code made by torch 2.13 alone: other containers free what they made of ours, and a second time would end the process."""
+    library = Library()
+    monkeypatch.setattr(host_region, "load_shared_object", lambda data, where, functions: library)
+    monkeypatch.setattr(host_region, "version_of", lambda given: own)
+    made = HostRegion(b"", SimpleNamespace(threaded=lambda run: run), "host/model.so", built_with=built_with)  # type: ignore[arg-type]
+    made.bind({})
+    assert ("ExtractConstantsMapEntries" in library.asked) == asked
+    made._container = None  # type: ignore[assignment]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_constants_are_held_to_the_weights_as_the_caller_says(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[bool] = []
+
+    class Region:
+        def __init__(self, *arguments: object) -> None:
+            pass
+
+        def check_constants(self, bound: object, *, exact: bool) -> None:
+            seen.append(exact)
+
+        def bind(self, constants: object) -> None:
+            pass
+
+    monkeypatch.setattr(host_region, "HostRegion", Region)
+    made = manifest()
+    bundle = SimpleNamespace(data=lambda name: b"", manifest=made)
+    region = SimpleNamespace(file="host/model.so", constants=())
+    open_region(bundle, region, made.weights, None, None, exact=exact)  # type: ignore[arg-type]
+    assert seen == [exact]

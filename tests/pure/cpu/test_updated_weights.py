@@ -1,0 +1,43 @@
+"""Where an update puts weights for the CPU: each at the start of a cache line, as the code that reads them was compiled for."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import replace
+from typing import Any
+
+from cgbundle.cpu.weights import ALIGNMENT, Weights
+from cgbundle.session.weight_contents import contents_of
+from cgbundle.tensors.tensor import Tensor
+from tests.helpers.bundles.tiny_bundle import manifest
+
+
+class Mapped:
+    """The file: every tensor at the same place, from which nothing is read."""
+
+    def address(self, tensor: str) -> int:
+        return 7
+
+
+def tensor(size: int, fill: int) -> Tensor:
+    memory = (ctypes.c_uint8 * max(1, size))(*[fill] * size)
+    return Tensor(ctypes.addressof(memory), "uint8", (size,), (1,), memory)
+
+
+def test_updated_weights_begin_at_cache_lines_and_lie_apart() -> None:
+    sizes = [1, 63, 64, 65, 100, 0, 3, 200]
+    row = replace(manifest().weights[0], dtype="uint8", strides=(1,))
+    rows = [replace(row, name=f"w{i}", tensor=f"w{i}", shape=(size,)) for i, size in enumerate(sizes)]
+    given = contents_of({f"w{i}": tensor(size, i + 1) for i, size in enumerate(sizes)})
+    mapped: Any = Mapped()
+    first = Weights(mapped)
+    second = first.updated(rows, [given[row.name] for row in rows])
+    places = [second.address(row.tensor) for row in rows]
+    assert [place % ALIGNMENT for place in places] == [0] * len(sizes) and ALIGNMENT == 64
+    assert [ctypes.string_at(place, size) for place, size in zip(places, sizes, strict=True)] == [
+        bytes([i + 1]) * size for i, size in enumerate(sizes)
+    ]
+    assert second.address("other") == first.address("w0") == 7
+    third = second.updated(rows[:1], [contents_of({"w0": tensor(1, 9)})["w0"]])
+    assert ctypes.string_at(third.address("w0"), 1) == b"\t" and third.address("w1") == places[1]
+    assert ctypes.string_at(places[0], 1) == b"\1", "who still reads the old ones finds them"

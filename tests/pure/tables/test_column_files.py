@@ -1,0 +1,67 @@
+"""A file of columns to its limits: as many bytes and rows as they allow, and one more."""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+
+from cgbundle.tables import column_file
+from cgbundle.tables.column_file import Column, Layout, pack, unpack
+from tests.helpers.raising import raises
+
+LAYOUT = Layout(
+    magic=b"testing\0", version=3, counts=("rows", "name_bytes"),
+    columns=(Column("number", "Q", "rows"), Column("name", "B", "name_bytes"), Column("bound", "I", "rows", 1, 1)),
+)  # fmt: skip
+COUNTS = {"rows": 3, "name_bytes": 5}
+CONTENTS = {"number": [1, 2, 1 << 63], "name": b"names", "bound": [0, 1, 2, 3]}
+SIZE = 8 * 5 + 24 + 8 + 16
+
+
+def made() -> bytes:
+    return pack(LAYOUT, COUNTS, CONTENTS)
+
+
+def test_bytes_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    data = made()
+    assert len(data) == SIZE
+    monkeypatch.setattr(column_file, "TABLE_BYTES", SIZE)
+    counts, views = unpack(LAYOUT, made(), "f")
+    assert (counts, {name: view.tolist() for name, view in views.items()}) == (COUNTS, {**CONTENTS, "name": [*b"names"]})
+    monkeypatch.setattr(column_file, "TABLE_BYTES", SIZE - 1)
+    with raises("table-invalid", match=f"^table: {SIZE} bytes, more than the limit of {SIZE - 1}"):
+        made()
+    with raises("table-invalid", match=f"^f: {SIZE} bytes, more than the limit of {SIZE - 1}"):
+        unpack(LAYOUT, data, "f")
+
+
+@pytest.mark.parametrize(("limit", "words"), [("TABLE_ROWS", "3 rows"), ("TABLE_BYTES", "5 name_bytes")])
+def test_counts_up_to_the_limit(limit: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, count = made(), int(words[0])
+    monkeypatch.setattr(column_file, "_check_length", lambda size, where: None)
+    monkeypatch.setattr(column_file, limit, count)
+    assert unpack(LAYOUT, made(), "f")[0] == COUNTS
+    monkeypatch.setattr(column_file, limit, count - 1)
+    for call in (made, lambda: unpack(LAYOUT, data, "f")):
+        with raises("table-invalid", match=f"{words}, more than the limit of {count - 1}"):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("place", "count", "message"),
+    [
+        (3, 30, "column number ends at byte 280, the file at 88"),
+        (3, 4, "column bound ends at byte 104, the file at 88"),
+        (4, 1000, "column name ends at byte 1064, the file at 88"),
+        (3, 2, "column name: padding is not zero|the columns end at byte"),
+        (4, 4, "column name: padding is not zero"),
+        (2, 96, "88 bytes, its header says 96"),
+        (1, 4, "version 4, expected 3"),
+    ],
+)
+def test_a_header_that_lies(place: int, count: int, message: str) -> None:
+    words = array("Q", made())
+    words[place] = count
+    with raises("table-invalid", match=f"^f: ({message})"):
+        unpack(LAYOUT, words.tobytes(), "f")
