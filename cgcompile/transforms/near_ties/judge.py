@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...util.tolerance import Difference, compare
 from ..error_bounds import ErrorBound
-from .guided_run import GuidedRun, Made, Wanted, asked
+from .guided_run import GuidedRun, Made, Wanted, asked, selected
 
 PASSES = 8
 """Runs in which choices are read: later ones may appear, or change their places, only when earlier ones are made."""
@@ -49,11 +49,13 @@ def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
     """How far `got` is from eager PyTorch that makes the same choices where they are as good as its own.  None where that is not
     within `bounds`, or nothing was selected.  `floor`: the least bound of floats that are selected from."""
     wanted: Wanted = {}
+    turned: dict[int, Tensor] = {}
     trial = _trial(run, got, wanted, floor)
     if not trial.guided.made:
         return None
     for _ in range(PASSES):
-        read = _read(trial, got)
+        turned = _with_filters(turned, trial.guided)
+        read = _read(trial, got) | turned
         if not read or _same(read, wanted):
             break
         wanted, trial = read, _trial(run, got, read, floor)
@@ -98,25 +100,34 @@ def _read(trial: _Trial, got: Seen) -> dict[int, Tensor]:
     ours = [tensor for call in trial.eager.calls[-len(got.calls) :] for tensor in call] + list(trial.eager.left)
     theirs = [tensor for call in got.calls for tensor in call] + list(got.left)
     made = trial.guided.made
-    chosen = torch.cat([each.chosen.cpu() for each in made])
     same: list[tuple[Tensor, Tensor]] = []
     others: list[tuple[Tensor, Tensor]] = []
     for own, given in zip(ours, theirs, strict=True):
         origins = trial.guided.origins.of(own)
         if origins is None or own.shape != given.shape:
             continue
-        numbers, scales = origins.reshape(2, -1).cpu()
+        numbers, scales, _ = origins.reshape(3, -1).cpu()
         here = numbers >= 0
         numbers, scales = numbers[here], scales[here]
         apart = (_whole(given) - _whole(own))[here]
         fits = apart % scales == 0
         numbers, apart = numbers[fits], (apart // scales)[fits]
         for rows, of in ((same, apart == 0), (others, apart != 0)):
-            rows.append((numbers[of], chosen[numbers[of]] + apart[of]))
+            rows.append((numbers[of], selected(made, numbers[of])[0] + apart[of]))
     if not any(len(numbers) for numbers, _ in others):
         return {}
     rows = [*same, *others]  # of two places of one index that differ, the one that differs from this run counts
     return asked(made, torch.cat([each for each, _ in rows]), torch.cat([each for _, each in rows]))
+
+
+def _with_filters(turned: dict[int, Tensor], guided: GuidedRun) -> dict[int, Tensor]:
+    """Comparisons to turn over, those of `turned` and the run's `filters`, by their numbers among the selections."""
+    numbers = torch.tensor(sorted(guided.filters), dtype=torch.int64)
+    if not len(numbers):
+        return turned
+    found = asked(guided.made, numbers, 1 - selected(guided.made, numbers)[1])
+    both = {each: torch.maximum(found[each], turned[each]) for each in found.keys() & turned.keys()}
+    return {**turned, **found, **both}
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -181,8 +192,8 @@ def _counted(trial: _Trial, tensor: Tensor) -> tuple[int, int]:
         return 0, 0
     numbers = origins[0].reshape(-1).cpu()
     numbers = numbers[numbers >= 0]
-    turned = torch.cat([(each.chosen != each.expected).cpu() for each in trial.guided.made])
-    return len(numbers), int(turned[numbers].sum())
+    chosen, expected = selected(trial.guided.made, numbers)
+    return len(numbers), int((chosen != expected).sum())
 
 
 def indices_text(bounds: Sequence[ErrorBound], indices: Sequence[Sequence[tuple[int, int]]]) -> str:

@@ -2,7 +2,8 @@
 
 What is known of a tensor is kept for its storage, element by element, so that views need nothing, and writes in place reach all of
 them.  An element that is an index times a number, plus another number, still comes from that index; of any other arithmetic, or of
-two indices together, nothing is known.
+two indices together, nothing is known.  Beside that it is known which comparison put an element in its place, as a filter does
+that leaves unlikely tokens out: for elementwise operators the two are told apart by rows of what is kept.
 
 Private interfaces (torch 2.11, 2.13): `torch.multiprocessing.reductions.StorageWeakRef`, `UntypedStorage._cdata`.
 """
@@ -25,7 +26,8 @@ FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 class Known:
     """What is known of a storage.  `error`: the largest bound of the floating dtypes on the way to it; `origins`, int64
-    (2, elements): the number of the selected index and what it was multiplied by, None where no element is one."""
+    (3, elements): the number of the selected index, what it was multiplied by, and the number of the comparison that put the
+    element in its place; None where no element has any."""
 
     __slots__ = ("error", "origins", "storage")
 
@@ -45,21 +47,25 @@ class Origins:
         known = self._of(tensor)
         return known.error if known else 0.0
 
+    def error_of(self, args: Sequence[Any]) -> float:
+        """The largest bound of an operator's operands."""
+        return max([self.error(each) for each in args if isinstance(each, Tensor)], default=0.0)
+
     def of(self, tensor: Tensor) -> Tensor | None:
-        """Origins of a tensor's elements, int64 (2, *shape), a view; None without any."""
+        """Origins of a tensor's elements, int64 (3, *shape), a view; None without any."""
         known = self._of(tensor)
         if known is None or known.origins is None or known.origins.shape[1] != _elements(tensor):
             return None
-        return known.origins.as_strided((2, *tensor.shape), (known.origins.stride(0), *tensor.stride()), tensor.storage_offset())
+        return known.origins.as_strided((3, *tensor.shape), (known.origins.stride(0), *tensor.stride()), tensor.storage_offset())
 
     def write(self, tensor: Tensor, origins: Tensor | None) -> None:
-        """Sets the origins of a tensor's elements: int64 (2, *shape), which may have to be expanded."""
+        """Sets the origins of a tensor's elements: int64 (3, *shape), which may have to be expanded."""
         now = self.of(tensor)
         if now is None:
             if origins is None:
                 return
             known = self._made(tensor)
-            known.origins = torch.full((2, _elements(tensor)), -1, dtype=torch.int64, device=tensor.device)
+            known.origins = torch.full((3, _elements(tensor)), -1, dtype=torch.int64, device=tensor.device)
             now = self.of(tensor)
             assert now is not None
         now.copy_(nothing(tensor) if origins is None else origins)
@@ -83,7 +89,7 @@ class Origins:
             self.write(target, self._moved(func, args, kwargs, target))
 
     def _moved(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Tensor) -> Tensor | None:
-        """The origins of what an operator gave, (2, *shape); None where nothing is known."""
+        """The origins of what an operator gave, (3, *shape); None where nothing is known."""
         packet = func.overloadpacket.__name__
         rule = _RULES.get(packet.rstrip("_") if packet != "_to_copy" else packet)
         if rule is None:
@@ -96,7 +102,7 @@ class Origins:
             return nothing(value if isinstance(value, Tensor) else target if like is None else like)
 
         made = rule(of, func, args, kwargs)
-        return None if made is None else made.to(target.device).expand(2, *target.shape)
+        return None if made is None else _ranked(made, target.dim()).to(target.device).expand(3, *target.shape)
 
     def _of(self, tensor: Tensor) -> Known | None:
         return self._known.get(tensor.untyped_storage()._cdata)
@@ -111,14 +117,14 @@ class Origins:
 
 def nothing(tensor: Tensor) -> Tensor:
     """The origins of elements that come from no index."""
-    return torch.tensor(-1, device=tensor.device).expand(2, *tensor.shape)
+    return torch.tensor(-1, device=tensor.device).expand(3, *tensor.shape)
 
 
 Of = Callable[..., Tensor]
 
 
 def _each(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    """An operator that moves elements of its first argument, by sizes or indices: it moves both rows of the origins."""
+    """An operator that moves elements of its first argument, by sizes or indices: it moves all rows of the origins."""
     return torch.stack([func(row, *args[1:], **kwargs) for row in of(args[0]).unbind(0)])
 
 
@@ -136,11 +142,36 @@ def _joined(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> T
 
 
 def _where(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    return torch.where(args[0], of(args[1]), of(args[2]))
+    condition, one, other = _together(of(args[0]), of(args[1]), of(args[2]))
+    return _put_there(torch.where(args[0], one, other), condition)
 
 
 def _filled(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    return torch.where(args[1], -1, of(args[0]))
+    rows, condition = _together(of(args[0]), of(args[1]))
+    return _put_there(torch.where(args[1], -1, rows), condition)
+
+
+def _put_there(rows: Tensor, condition: Tensor) -> Tensor:
+    """The origins of elements that a condition puts there."""
+    return torch.stack([rows[0], rows[1], torch.where(condition[2] >= 0, condition[2], rows[2])])
+
+
+def _together(*origins: Tensor) -> tuple[Tensor, ...]:
+    """Origins of operands, broadcast to each other as these are."""
+    rank = max(each.dim() for each in origins) - 1
+    return tuple(torch.broadcast_tensors(*[_ranked(each, rank) for each in origins]))
+
+
+def _ranked(origins: Tensor, rank: int) -> Tensor:
+    """Origins of a tensor that is seen with so many axes, new ones first."""
+    return origins.reshape(3, *[1] * (rank + 1 - origins.dim()), *origins.shape[1:])
+
+
+def _elementwise(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Any operator of one or two operands: what it gives is no index, but stands where a comparison put the operand."""
+    known = [of(each) for each in args[:2] if isinstance(each, Tensor)]
+    rows = known[0] if len(known) == 1 else _only_one(*known)
+    return torch.stack([torch.full_like(rows[0], -1), rows[1], rows[2]])
 
 
 def _put(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
@@ -202,15 +233,20 @@ def _times(origins: Tensor, factor: Any) -> Tensor:
         factor = torch.tensor(factor if whole else 0, device=origins.device)
     elif factor.is_floating_point() or factor.is_complex():
         factor = torch.zeros((), dtype=torch.int64, device=origins.device)
-    number, scale = torch.broadcast_tensors(origins[0], origins[1] * factor)
-    return torch.stack([torch.where((number >= 0) & (scale != 0), number, -1), scale])
+    origins = _ranked(origins, max(origins.dim() - 1, factor.dim()))
+    number, scale, there = torch.broadcast_tensors(origins[0], origins[1] * factor, origins[2])
+    return torch.stack([torch.where((number >= 0) & (scale != 0), number, -1), scale, there])
 
 
 def _only_one(one: Tensor, other: Tensor) -> Tensor:
-    """The origins of elements that one operand alone gives an index to."""
-    one, other = torch.broadcast_tensors(one, other)
-    both = (one[:1] >= 0) & (other[:1] >= 0)
-    return torch.where(both, -1, torch.where(one[:1] >= 0, one, other))
+    """The origins of elements that one operand alone gives an index to, or a place."""
+    one, other = _together(one, other)
+
+    def of_one(row: int) -> Tensor:
+        both = (one[row] >= 0) & (other[row] >= 0)
+        return torch.where(both, -1, torch.maximum(one[row], other[row]))
+
+    return torch.stack([of_one(0), torch.where(one[0] >= 0, one[1], other[1]), of_one(2)])
 
 
 _RULES: dict[str, Callable[..., Tensor | None]] = {
@@ -233,6 +269,12 @@ _RULES: dict[str, Callable[..., Tensor | None]] = {
     "rsub": _subtracted,
     "mul": _multiplied,
     "neg": _negated,
+    **dict.fromkeys(
+        ("div", "pow", "exp", "log", "sigmoid", "tanh", "maximum", "minimum", "clamp", "bitwise_and", "bitwise_or", "bitwise_not",
+         "logical_and", "logical_or", "logical_not", "nan_to_num"),
+        _elementwise,
+    ),
+    **dict.fromkeys(("_softmax", "_log_softmax"), _elementwise),
 }  # fmt: skip
 """By operator, in place or not: the origins of what it gives."""
 

@@ -2,7 +2,7 @@
 
 An index is as good where the float that it points at is within tolerance of the one at the expected index, rank by rank.  Ranks of
 one row never share an index.  A draw from a cumulative distribution is as good where the drawn number is within tolerance of the
-interval that was chosen."""
+interval that was chosen.  A comparison may come out either way where both sides are within tolerance of each other."""
 
 from __future__ import annotations
 
@@ -42,13 +42,16 @@ class Selection(Protocol):
     def shaped(self, flat: Tensor) -> Tensor:
         """A number for each index, (rows, ranks), laid out as the operator's indices are."""
 
+    def rows(self, values: Tensor) -> Tensor | None:
+        """A number for each float that is selected from, as (rows, n); None where they are no operand."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ranked:
     """Indices into rows of floats.  `values` (rows, n); `distinct`: no two ranks of a row share one; `ordered`: rank by rank.
 
     `result`: the operator's; `place` its tensor of indices, `at` that of the floats there, None where it gives none; `axis` is the
-    axis of the ranks, None where it has been reduced away."""
+    axis of the ranks, None where it has been reduced away, and `along` that of the operand, None for all of its elements."""
 
     values: Tensor
     expected: Tensor
@@ -58,6 +61,7 @@ class Ranked:
     place: int | None
     at: int | None
     axis: int | None
+    along: int | None
 
     def chosen(self, wanted: Tensor, bound: float) -> Tensor:
         asked = torch.where(wanted == NONE, self.expected, wanted)
@@ -93,6 +97,9 @@ class Ranked:
         if self.at is not None:
             made[self.at] = self.shaped(self.values.gather(1, chosen)).to(self.result[self.at].dtype)
         return tuple(made)
+
+    def rows(self, values: Tensor) -> Tensor:
+        return _by_row(values, self.along)
 
     def indices_of(self, result: Any) -> Tensor:
         made: Tensor = result if self.place is None else result[self.place]
@@ -161,6 +168,38 @@ class Interval:
     def shaped(self, flat: Tensor) -> Tensor:
         return flat.reshape(self.result.shape)
 
+    def rows(self, values: Tensor) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Comparison:
+    """Which of two floats is larger, element by element: `expected`, bool (1, elements), and whether they are `near` each other."""
+
+    expected: Tensor
+    apart: Tensor
+    size: Tensor
+    result: Tensor
+
+    def chosen(self, wanted: Tensor, bound: float) -> Tensor:
+        turned = (wanted != NONE) & (self.apart <= bound * self.size).reshape(wanted.shape)
+        return torch.where(turned, wanted == 1, self.expected)
+
+    def alternatives(self, bound: float) -> list[tuple[float, int, int, int]]:
+        return []  # too many: they are turned over where a filter explains a choice
+
+    def results(self, chosen: Tensor) -> Tensor:
+        return self.shaped(chosen)
+
+    def indices_of(self, result: Tensor) -> Tensor:
+        return result
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        return flat.reshape(self.result.shape)
+
+    def rows(self, values: Tensor) -> None:
+        return None
+
 
 def selection_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Selection | None:
     """What an operator selected by the order of floats; None of any other operator."""
@@ -172,25 +211,29 @@ def selection_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result:
         indices = result if place is None else result[place]
         if not values.is_floating_point() or not values.numel() or not indices.numel():
             return None
-        if axis is None or values.dim() == 0:
-            rows, axis = values.reshape(1, -1), None
+        along = None if axis is None or values.dim() == 0 else axis % values.dim()
+        rows, kept = _by_row(values, along), distinct or given.get("keepdim", False)
+        if along is None:
             expected = indices.reshape(1, -1)
         else:
-            axis %= values.dim()
-            rows = values.movedim(axis, -1)
-            rows = rows.reshape(-1, rows.shape[-1])
-            kept = distinct or given.get("keepdim", False)
-            expected = (indices.movedim(axis, -1) if kept else indices.unsqueeze(-1)).reshape(rows.shape[0], -1)
-            axis = axis if kept else None
+            expected = (indices.movedim(along, -1) if kept else indices.unsqueeze(-1)).reshape(rows.shape[0], -1)
         return Ranked(
             values=rows, expected=expected, distinct=distinct, ordered=bool(given.get("sorted", True)), result=result, place=place,
-            at=at, axis=axis,
+            at=at, axis=along if kept else None, along=along,
         )  # fmt: skip
     if func is aten.searchsorted.Tensor and args[0].is_floating_point() and args[0].numel() and kwargs.get("sorter") is None:
         edges = args[0].reshape(-1, args[0].shape[-1]).double()
         numbers = args[1].reshape(edges.shape[0] if args[0].dim() > 1 else 1, -1).double()
         return Interval(edges=edges, numbers=numbers, expected=result.reshape(numbers.shape).long(), result=result)
     return None
+
+
+def compared(one: Tensor, other: Any, result: Tensor) -> Selection | None:
+    """The comparison of two tensors of floats; None of anything else."""
+    if not (isinstance(other, Tensor) and one.is_floating_point() and other.is_floating_point() and result.numel()):
+        return None
+    apart, size = (one - other).abs(), torch.maximum(one.abs(), other.abs())
+    return Comparison(expected=result.reshape(1, -1), apart=apart, size=size, result=result)
 
 
 def counted_below(compared: tuple[Any, Tensor, Tensor], axis: int, result: Tensor) -> Selection | None:
@@ -226,6 +269,14 @@ _BY_ROW: dict[Any, tuple[int | None, int | None, bool, int | None]] = {
 }
 """By operator: which result has the indices, None where it gives them alone, and which the floats; whether a row's indices are
 distinct; the axis where none is given."""
+
+
+def _by_row(values: Tensor, along: int | None) -> Tensor:
+    """(rows, n): the elements along an axis, or all of them."""
+    if along is None:
+        return values.reshape(1, -1)
+    moved = values.movedim(along, -1)
+    return moved.reshape(-1, moved.shape[-1])
 
 
 def _magnitudes(values: Tensor) -> Tensor:
