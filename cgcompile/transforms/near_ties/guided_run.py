@@ -62,6 +62,11 @@ class GuidedRun(TorchDispatchMode):
                 return func(*args, **kwargs)  # what is in it is not seen
             with self:
                 return run(*args, **kwargs)
+        if func not in COMPARISONS and func._can_decompose():  # a composite operator: its parts are what is known here
+            with self:
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
         result = func(*args, **kwargs)
         selection = selection_of(func, args, kwargs, result) or self._counted(func, args, result)
         if func in COMPARISONS and self.origins.error_of(args):

@@ -75,9 +75,11 @@ class Origins:
         tensors = [each for each in _leaves((args, kwargs)) if _dense(each)]
         error = max((self.error(each) for each in tensors), default=0.0)
         written = _written(func, args, kwargs)
-        if written is None and _is_view(func):
-            return  # all that is known is known of the storage
-        for each in [written] if written is not None else [each for each in _leaves(result) if _dense(each)]:
+        shared = {each.untyped_storage()._cdata for each in tensors} if written is None else set()
+        made = [each for each in _leaves(result) if _dense(each) and each.untyped_storage()._cdata not in shared]
+        if written is None and not made:
+            return  # views: all that is known is known of the storage
+        for each in [written] if written is not None else made:
             own = 0.0 if each.dtype in FLOAT8 else tolerance(each.dtype)
             if error or own:
                 known = self._made(each)
@@ -294,10 +296,6 @@ def _elements(tensor: Tensor) -> int:
 
 def _dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_quantized
-
-
-def _is_view(func: Any) -> bool:
-    return any(each.alias_info and not each.alias_info.is_write for each in func._schema.arguments)
 
 
 def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
