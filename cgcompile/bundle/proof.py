@@ -31,7 +31,7 @@ REPORT = "nothing was published; please report this model"
 STANDALONE = f"{REPORT}; without --standalone torch's own code runs"
 
 TURNED = (
-    "rounding may decide a near-tie otherwise: return the floats and take their maximum outside, "
+    "no choice among floats that are equal within tolerance explains it: return the floats that it follows from, "
     f"or accept it with --waive {WAIVER}"
 )
 
@@ -184,7 +184,7 @@ def mismatches(manifest: Manifest) -> tuple[Finding, ...]:
             message = f"{tensor.title}: up to {bound:.1%} of the values differ from eager PyTorch's"
             effect, fix = (
                 "where floats are nearly equal, rounding decides otherwise",
-                "return the floats and take their maximum outside",
+                "return the floats that they follow from",
             )
             found.append(
                 Finding(rule=WAIVER, severity="note", message=message, node="", where="", source="", effect=effect, fix=fix)
