@@ -18,9 +18,6 @@ CAUSAL_LM is a folder in the Hub's layout, or a name from language_model/configu
 CAUSAL_LM_DTYPE float32 (default), bfloat16 or float16; CAUSAL_LM_WEIGHTS=int8 keeps the weights of linear layers in eight bits
 (language_model/int8.py); CAUSAL_LM_PAGES (65) and CAUSAL_LM_SLOTS (9) count pages of 16 tokens and
 slots, those of nobody among them; CAUSAL_LM_TURNS is 32, and 0 leaves `generate` out.
-
-In half precision the logits of two tokens may be so close that rounding decides between them: such a build needs
-`--waive mismatched-integers`.
 """
 
 from __future__ import annotations

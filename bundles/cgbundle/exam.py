@@ -1,7 +1,8 @@
 """The stored exam: inputs and expected outputs of every int_key, and what a call leaves in inputs and in state.
 
 It is replayed from the first state and compared with nothing but the standard library.
-`python -m cgbundle.exam BUNDLE [KEY ...]` is the fresh process that a build proves itself in; it prints one JSON object.
+`python -m cgbundle.exam BUNDLE [KEY ...]` is the fresh process that a build proves itself in; it prints one JSON object.  With
+`--outputs FILE` before them it writes what a failed replay gave to that file, as exam.safetensors names it.
 """
 
 from __future__ import annotations
@@ -11,11 +12,13 @@ import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 from .call.views import View
 from .errors import BundleError, CallError, CgbundleError
+from .format import safetensors
 from .format.entries import FORWARD, each_entry
 from .format.file_names import EXAM, exam_entry
 from .format.safetensors import Mapped
@@ -93,9 +96,13 @@ class Result:
         return nearest([(each.error, each.bound) for each in self.tensors])
 
 
-def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None) -> list[Result]:
+Outputs = dict[str, safetensors.Tensor]
+"""What replays gave, by the name of the exam's tensor; `8x128/call-0/1` is output 1 of the first of several calls."""
+
+
+def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None, failed: Outputs | None = None) -> list[Result]:
     """Replays the exam of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), entry by
-    entry, in order.
+    entry, in order.  What int_keys that fail gave is added to `failed`.
 
     Raises weights-invalid when the exam is damaged, and exam-outdated for a program that was updated.
     """
@@ -105,7 +112,7 @@ def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None)
     exam = program.open_exam()
     try:
         return [
-            _replay(exam, program, manifest, proof)
+            _replay(exam, program, manifest, proof, failed)
             for manifest in each_entry(program.manifest)
             for proof in manifest.exam.proofs
             if keys is None or proof.key in keys
@@ -136,7 +143,7 @@ def key_text(dimensions: Sequence[Dimension], key: Sequence[int], entry: str = F
     return own or "()" if entry == FORWARD else ": ".join(filter(None, [entry, own]))
 
 
-def _replay(exam: Mapped, program: Program, manifest: Manifest, proof: Proof) -> Result:
+def _replay(exam: Mapped, program: Program, manifest: Manifest, proof: Proof, failed: Outputs | None) -> Result:
     """`manifest`: of the entry."""
     entry = program[manifest.entry]
     state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
@@ -146,10 +153,17 @@ def _replay(exam: Mapped, program: Program, manifest: Manifest, proof: Proof) ->
         program.seed(0)
     # a cache of zeros may be most of a GPU's memory: nothing of it is held here before it is compared
     first = {index: program.state_bytes(index) for index in state if not manifest.weights[index].zeros}
-    for _ in range(manifest.exam.calls):
+    given: Outputs = {}
+    for call in range(manifest.exam.calls):
         program.poison(POISON)
         inputs = inputs_of(exam, manifest, proof.key)
         outputs = entry.replay(inputs)
+        if failed is not None and call < manifest.exam.calls - 1:
+            for index, spec in enumerate(manifest.outputs):
+                if is_exact(spec.dtype):
+                    tensor = _tensor(outputs[index])
+                    name = exam_entry(proof.key, f"call-{call}", index, manifest.entry)
+                    given[name] = (spec.dtype, tuple(tensor.shape), partial(bytes, tensor.tobytes()))
     made: Mapping[str, Sequence[Any]] = {"output": outputs, "written": inputs}
 
     def compared(row: ExamTensor, bound: float) -> Compared:  # one by one: state may be large
@@ -160,10 +174,11 @@ def _replay(exam: Mapped, program: Program, manifest: Manifest, proof: Proof) ->
             expected = _changed(exam, (proof.key, manifest.entry), row.index, before)
             got = program.state_bytes(row.index)
         else:
-            value = made[row.kind][row.index]
-            tensor = value.tensor if isinstance(value, View) else value
+            tensor = _tensor(made[row.kind][row.index])
             shape, expected = tensor.shape, bytes(stored(exam, exam_entry(proof.key, row.kind, row.index, manifest.entry)))
             got = tensor.tobytes()
+        if failed is not None:
+            given[exam_entry(proof.key, row.kind, row.index, manifest.entry)] = (row.dtype, tuple(shape), partial(bytes, got))
         exact = expected == got
         error = 0.0 if exact else difference(row.dtype, expected, got)
         found = Compared(title=row.title, error=error, bound=bound, exact=exact, text="")
@@ -171,7 +186,14 @@ def _replay(exam: Mapped, program: Program, manifest: Manifest, proof: Proof) ->
         return found if fine else replace(found, text=describe(row.dtype, shape, expected, got))
 
     pairs = zip(exam_tensors(manifest), bounds(manifest, proof), strict=True)
-    return Result(entry=manifest.entry, key=proof.key, tensors=tuple([compared(row, bound) for row, bound in pairs]))
+    result = Result(entry=manifest.entry, key=proof.key, tensors=tuple([compared(row, bound) for row, bound in pairs]))
+    if failed is not None and not result.passed(manifest.exam.compare):
+        failed.update(given)
+    return result
+
+
+def _tensor(value: Any) -> Any:
+    return value.tensor if isinstance(value, View) else value
 
 
 def _changed(exam: Mapped, called: tuple[tuple[int, ...], str], index: int, first: bytes) -> bytes:
@@ -189,9 +211,9 @@ def _changed(exam: Mapped, called: tuple[tuple[int, ...], str], index: int, firs
     return bytes(made)
 
 
-def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:
+def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, Any]:
     """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
-    are given, one of them must have signed what it loads.
+    are given, one of them must have signed what it loads.  What failed replays gave is written to the file `outputs`, if named.
 
     {"results": [as `Result.plain`], "chains": [as `chained_calls.ChainResult`], "torch_imported"}, or {"error", "hint", "code"}.
     """
@@ -199,8 +221,9 @@ def fresh(path: str, keys: Sequence[str] = ()) -> dict[str, Any]:
 
     root = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
+    options = ("--outputs", outputs) if outputs else ()
     done = subprocess.run(
-        [sys.executable, "-m", "cgbundle.exam", path, *keys], env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        [sys.executable, "-m", "cgbundle.exam", *options, path, *keys], env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
     lines = done.stdout.strip().splitlines()
@@ -220,10 +243,17 @@ def _plain_error(error: CgbundleError) -> dict[str, str]:
 def main(arguments: Sequence[str]) -> int:
     """Loads the bundle, replays the exam, prints {"results": [...], "chains": [...], "torch_imported": false} or {"error": ...,
     "hint": ..., "code": ...}."""
+    file = ""
+    if arguments[0] == "--outputs":
+        file, arguments = arguments[1], arguments[2:]
     path, *keys = arguments
+    failed: Outputs | None = {} if file else None
     try:
         with open_program(path, check="full", poison=POISON, key=keys or None) as program:
-            results = replay_exam(program)
+            results = replay_exam(program, failed=failed)
+            if failed:
+                with open(file, "wb") as opened:
+                    safetensors.write(opened, failed)
             compare = {each.entry: each.exam.compare for each in each_entry(program.manifest)}
             rows = [result.plain(compare[result.entry]) for result in results]
             chains: list[dict[str, Any]] = []

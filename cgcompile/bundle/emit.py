@@ -59,11 +59,15 @@ def _without_traces(program: ExportedProgram) -> Iterator[None]:
 
 
 def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
-    """Describes the files of the stage in the manifest, unless it was sealed before, checks everything, and writes it.
+    """Describes the files of the stage in the manifest, of one that was sealed before only the exam, checks everything, and writes
+    it.
 
     Raises bundle-refused for what a runtime would refuse: it is read back as if a stranger had written it, within the same limits.
     """
-    sealed = manifest if manifest.files else replace(manifest, files=archive.describe_files(str(stage)))
+    described = tuple(
+        [archive.describe_file(str(stage), row.path) if row.path == file_names.EXAM else row for row in manifest.files]
+    )
+    sealed = replace(manifest, files=described or archive.describe_files(str(stage)))
     try:
         _write_checked(stage, sealed)
     except BundleError as error:

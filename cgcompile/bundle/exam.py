@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from cgbundle.format import file_names, safetensors
-from cgbundle.format.schema import IntKey, Program, Value, Weight
+from cgbundle.format.schema import IntKey, Manifest, Program, Value, Weight
 
 from ..model.flat_module import PREFIX, run_eager
 from ..model.pytree import dtype_name
@@ -63,7 +64,7 @@ def eager_exam(
         ran = run_eager(prepared.reference, inputs, prepared.exam_calls)
         written = tuple([(index, ran.given[index]) for index in prepared.written])
         # of the random numbers' state an entry that draws none knows nothing
-        after = {row.name: _flat(ran.state.get(row.name, before[row.name]), row) for row in rows}
+        after = {row.name: flat(ran.state.get(row.name, before[row.name]), row) for row in rows}
         state = _changed(weights, before, after)
         exams.append(KeyExam(key=key, inputs=inputs, outputs=ran.outputs, written=written, state=state))
     return exams
@@ -84,7 +85,7 @@ def replayed_exam(
     for program in programs:
         replay = replays[program.key]
         given, made = [[program.values[index] for index in side] for side in (program.inputs, program.outputs)]
-        changed = {name.removeprefix(PREFIX): (_from_bytes(runs, "int64"), elements) for name, runs, elements in replay.state}
+        changed = {name.removeprefix(PREFIX): (from_bytes(runs, "int64"), elements) for name, runs, elements in replay.state}
         state = [(index, row) for index, row in enumerate(weights) if row.memory == "state"]
         exams.append(
             KeyExam(
@@ -94,7 +95,7 @@ def replayed_exam(
                 written=tuple(zip(prepared.written, _tensors([given[i] for i in prepared.written], replay.written), strict=True)),
                 state=tuple(
                     [
-                        (index, changed[row.name][0].reshape(-1, 2), _from_bytes(changed[row.name][1], row.dtype))
+                        (index, changed[row.name][0].reshape(-1, 2), from_bytes(changed[row.name][1], row.dtype))
                         for index, row in state
                     ]
                 ),
@@ -109,7 +110,7 @@ def state_after(exam: KeyExam, prepared: Prepared, weights: Sequence[Weight]) ->
     found = []
     for index, runs, changed in exam.state:
         row = weights[index]
-        value = _flat(first[row.name], row).clone()
+        value = flat(first[row.name], row).clone()
         places = [torch.arange(begin, begin + count) for begin, count in runs.tolist()]
         if places:
             value[torch.cat(places)] = changed
@@ -117,9 +118,63 @@ def state_after(exam: KeyExam, prepared: Prepared, weights: Sequence[Weight]) ->
     return found
 
 
+def with_left(exam: KeyExam, left: Sequence[torch.Tensor], prepared: Prepared, weights: Sequence[Weight]) -> KeyExam:
+    """The exam that expects what is `left` after its calls, as `exam_tensors` has it; of state all elements in memory order."""
+    count, written = len(exam.outputs), len(exam.written)
+    rows = [row for row in weights if row.memory == "state"]
+    first = _first_state(prepared)
+    after = {row.name: value.cpu() for row, value in zip(rows, left[count + written :], strict=True)}
+    return replace(
+        exam, outputs=tuple([value.cpu() for value in left[:count]]),
+        written=tuple([(at, value.cpu()) for (at, _), value in zip(exam.written, left[count : count + written], strict=True)]),
+        state=_changed(weights, {row.name: first[row.name] for row in rows}, after),
+    )  # fmt: skip
+
+
 def write_exam(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
     """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/written/0`, `8x128/state/3`, `8x128/state-at/3` of entry
     `forward`, `decode/8x128/input/0`, ... of others.  `exams` by entry."""
+    with open(path, "wb") as file:
+        safetensors.write(file, _named(exams))
+
+
+def replace_exams(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
+    """Writes the exams of some int_keys over those in the file."""
+    known = safetensors.Mapped(str(path), path.name)
+    new = path.with_name(f"{path.name}.new")
+    try:
+        kept = {name: (row.dtype, row.shape, partial(known.data, name)) for name, row in known.entries.items()}
+        with open(new, "wb") as file:
+            safetensors.write(file, {**kept, **_named(exams)})
+    finally:
+        known.close()
+    new.replace(path)
+
+
+def read_exam(path: Path, manifest: Manifest, key: IntKey) -> KeyExam:
+    """The exam of an int_key from the file; `manifest`: of the entry."""
+    stored = safetensors.Mapped(str(path), path.name)
+    try:
+
+        def tensor(kind: str, index: int) -> torch.Tensor:
+            name = file_names.exam_entry(key, kind, index, manifest.entry)
+            row = stored.entries[name]
+            return from_bytes(bytes(stored.data(name)), row.dtype).reshape(row.shape)
+
+        state = [index for index, row in enumerate(manifest.weights) if row.memory == "state"]
+        return KeyExam(
+            key=key,
+            inputs=tuple([tensor("input", index) for index in range(len(manifest.inputs))]),
+            outputs=tuple([tensor("output", index) for index in range(len(manifest.outputs))]),
+            written=tuple([(index, tensor("written", index)) for index in manifest.written]),
+            state=tuple([(index, tensor("state-at", index), tensor("state", index)) for index in state]),
+        )
+    finally:
+        stored.close()
+
+
+def _named(exams: Mapping[str, Sequence[KeyExam]]) -> dict[str, safetensors.Tensor]:
+    """The tensors of exams by their names in the file."""
     tensors: dict[str, safetensors.Tensor] = {}
     for entry, exam in [(entry, exam) for entry, own in exams.items() for exam in own]:
         for kind, values in (
@@ -131,8 +186,7 @@ def write_exam(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
         ):
             for index, value in values:
                 tensors[file_names.exam_entry(exam.key, kind, index, entry)] = _stored(value)
-    with open(path, "wb") as file:
-        safetensors.write(file, tensors)
+    return tensors
 
 
 def _first_state(prepared: Prepared) -> dict[str, torch.Tensor]:
@@ -142,25 +196,22 @@ def _first_state(prepared: Prepared) -> dict[str, torch.Tensor]:
 def _changed(rows: Sequence[Weight], before: Mapping[str, torch.Tensor], after: Mapping[str, torch.Tensor]) -> tuple[Changed, ...]:
     """The runs of every row of memory state.  `before`: what the weights held, by name; `after`: flat, in memory order."""
     return tuple(
-        [
-            (index, *changes(_flat(before[row.name], row), after[row.name]))
-            for index, row in enumerate(rows)
-            if row.memory == "state"
-        ]
+        [(index, *changes(flat(before[row.name], row), after[row.name])) for index, row in enumerate(rows) if row.memory == "state"]
     )
 
 
-def _flat(value: torch.Tensor, row: Weight) -> torch.Tensor:
+def flat(value: torch.Tensor, row: Weight) -> torch.Tensor:
     """The elements in the order of memory that the row's strides say."""
     order = sorted(range(value.dim()), key=lambda axis: (-row.strides[axis], axis))
     return value.detach().cpu().permute(order).contiguous().reshape(-1)
 
 
 def _tensors(values: Sequence[Value], data: Sequence[bytes]) -> tuple[torch.Tensor, ...]:
-    return tuple([_from_bytes(each, value.dtype).reshape(value.shape) for value, each in zip(values, data, strict=True)])
+    return tuple([from_bytes(each, value.dtype).reshape(value.shape) for value, each in zip(values, data, strict=True)])
 
 
-def _from_bytes(data: bytes, dtype: str) -> torch.Tensor:
+def from_bytes(data: bytes, dtype: str) -> torch.Tensor:
+    """The elements of a dtype, flat."""
     kind = getattr(torch, dtype)
     return torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
 

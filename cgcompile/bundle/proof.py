@@ -6,26 +6,32 @@ For a staged bundle a fresh process with the runtime alone loads it and replays 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from cgbundle.exam import fresh, key_text, name_key
 from cgbundle.format.entries import FORWARD, each_entry
+from cgbundle.format.file_names import EXAM
 from cgbundle.format.schema import Dimension, Exam, Finding, IntKey, Manifest, Proof
 from cgbundle.tensors.comparison import nearest
 from cgbundle.tensors.exam_tensors import WAIVER, exam_tensors, is_exact
 
 from ..errors import BuildError
 from ..transforms.error_bounds import ErrorBound
+from ..transforms.near_ties.judge import Verdict, indices_text
+from ..transforms.prepared import Prepared
+from ..util.scratch import scratch_folder
 from ..util.tolerance import Difference
+from .choices import read_outputs, verdict
+from .exam import KeyExam, read_exam, replace_exams, with_left
 
 REPORT = "nothing was published; please report this model"
 
 STANDALONE = f"{REPORT}; without --standalone torch's own code runs"
 
 TURNED = (
-    "rounding may decide a near-tie otherwise: return the floats and take their maximum outside, "
+    "no choice among floats that are equal within tolerance explains it: return the floats that it follows from, "
     f"or accept it with --waive {WAIVER}"
 )
 
@@ -74,36 +80,85 @@ def measured(key: IntKey, method: str, differences: Sequence[Difference], bounds
     return Proof(key=key, method=method, error=error, tolerance=bound, errors=errors, distance=0.0)
 
 
-def replay(stage: Path, manifest: Manifest, bounds: Sequence[Sequence[ErrorBound]], waive: Sequence[str]) -> tuple[Exam, ...]:
-    """The exam of every entry with measured proofs; `bounds` by entry.  Raises proof-failed with the first key that fails.
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Replayed:
+    """The exam of every entry with measured proofs.  `told`: which indices differ from eager PyTorch's, in words."""
+
+    exams: tuple[Exam, ...]
+    told: str
+
+
+def replay(
+    stage: Path,
+    manifest: Manifest,
+    bounds: Sequence[Sequence[ErrorBound]],
+    waive: Sequence[str],
+    prepared: Sequence[Prepared] = (),
+) -> Replayed:
+    """Replays the exam of every entry; `bounds` by entry.  Raises proof-failed with the first key that fails.
 
     What is compared with eager PyTorch gets its errors.  Where the exam holds a recording, its errors stay, and each proof says how
-    far the replay was from that.
+    far the replay was from that.  With `prepared`, by entry, indices that differ are judged by the floats that they point at; the
+    exam then holds what eager PyTorch gives for the bundle's choices.
     """
-    answer = fresh(str(stage))
-    if "error" in answer:
-        raise BuildError("proof-failed", f"the fresh process refused the bundle: {answer['error']}", answer["hint"])
-    if answer["torch_imported"]:
-        raise BuildError("proof-failed", "the fresh process imported torch: it proves nothing about serving without it")
-    rows: list[dict[str, Any]] = answer["results"]
-    for row in answer.get("chains", ()):
-        if not row["passed"]:
-            text = f"{row['title']}: an output that is taken where it lies gives something else than its copy: {row['text']}"
-            raise BuildError("proof-failed", text, REPORT)
-    return tuple(
-        [
-            _examined(each, own, [row for row in rows if row["entry"] == each.entry], waive)
-            for each, own in zip(each_entry(manifest), bounds, strict=True)
-        ]
-    )
+    with scratch_folder() as scratch:
+        outputs = scratch / "outputs.safetensors"
+        answer = fresh(str(stage), outputs=str(outputs) if prepared else "")
+        if "error" in answer:
+            raise BuildError("proof-failed", f"the fresh process refused the bundle: {answer['error']}", answer["hint"])
+        if answer["torch_imported"]:
+            raise BuildError("proof-failed", "the fresh process imported torch: it proves nothing about serving without it")
+        rows: list[dict[str, Any]] = answer["results"]
+        for row in answer.get("chains", ()):
+            if not row["passed"]:
+                text = f"{row['title']}: an output that is taken where it lies gives something else than its copy: {row['text']}"
+                raise BuildError("proof-failed", text, REPORT)
+        exams, told, chosen = [], [], {}
+        for number, (each, own) in enumerate(zip(each_entry(manifest), bounds, strict=True)):
+            theirs = [row for row in rows if row["entry"] == each.entry]
+            verdicts = _verdicts(stage, each, own, theirs, prepared[number], outputs) if prepared else {}
+            exams.append(_examined(each, own, theirs, waive, {key: found.differences for key, (_, found) in verdicts.items()}))
+            told.append(indices_text(own, [found.indices for _, found in verdicts.values()]))
+            if verdicts:
+                chosen[each.entry] = [exam for exam, _ in verdicts.values()]
+    if chosen:
+        replace_exams(stage / EXAM, chosen)
+    return Replayed(exams=tuple(exams), told="; ".join(filter(None, told)))
 
 
-def _examined(manifest: Manifest, bounds: Sequence[ErrorBound], rows: Sequence[dict[str, Any]], waive: Sequence[str]) -> Exam:
-    """The exam of an entry, given the `rows` that a replay of it gave."""
+def _verdicts(
+    stage: Path,
+    manifest: Manifest,
+    bounds: Sequence[ErrorBound],
+    rows: Sequence[dict[str, Any]],
+    prepared: Prepared,
+    outputs: Path,
+) -> dict[IntKey, tuple[KeyExam, Verdict]]:
+    """What the choices of the bundle explain, by int_key of an entry, and the exam for these choices."""
+    found = {}
+    for proof, row in zip(manifest.exam.proofs, rows, strict=True):
+        if all(each["error"] <= bound.bound for each, bound in zip(row["tensors"], bounds, strict=True)):
+            continue
+        got = read_outputs(outputs, manifest, proof.key)
+        exam = read_exam(stage / EXAM, manifest, proof.key)
+        made = verdict(prepared, exam, got, bounds, manifest.weights) if got else None
+        if made:
+            found[proof.key] = with_left(exam, made.expected, prepared, manifest.weights), made
+    return found
+
+
+def _examined(
+    manifest: Manifest,
+    bounds: Sequence[ErrorBound],
+    rows: Sequence[dict[str, Any]],
+    waive: Sequence[str],
+    judged: Mapping[IntKey, Sequence[Difference]],
+) -> Exam:
+    """The exam of an entry, given the `rows` that a replay of it gave, and the differences of the int_keys that were `judged`."""
     exam = manifest.exam
     if exam.expected == "eager":
         found = {
-            proof.key: [Difference(error=each["error"], text=each["text"]) for each in row["tensors"]]
+            proof.key: judged.get(proof.key) or [Difference(error=each["error"], text=each["text"]) for each in row["tensors"]]
             for proof, row in zip(exam.proofs, rows, strict=True)
         }
         hint = STANDALONE if manifest.target.kind == "cpu" and not manifest.target.torch else REPORT
@@ -129,7 +184,7 @@ def mismatches(manifest: Manifest) -> tuple[Finding, ...]:
             message = f"{tensor.title}: up to {bound:.1%} of the values differ from eager PyTorch's"
             effect, fix = (
                 "where floats are nearly equal, rounding decides otherwise",
-                "return the floats and take their maximum outside",
+                "return the floats that they follow from",
             )
             found.append(
                 Finding(rule=WAIVER, severity="note", message=message, node="", where="", source="", effect=effect, fix=fix)

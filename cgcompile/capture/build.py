@@ -28,8 +28,9 @@ from ..targets.kernels.graph_driver import graph_driver
 from ..targets.kernels.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
 from ..targets.weights import fixed_weights, shapes_of, table_rows, write_tables
-from ..transforms.error_bounds import error_bounds
+from ..transforms.error_bounds import error_bounds, selection_floor
 from ..transforms.inlining import code_of
+from ..transforms.near_ties.judge import indices_text
 from ..transforms.output_aliases import with_aliases
 from ..util.progress import Stages, Tell
 from .processes import RecorderProcesses, recorder_processes
@@ -63,7 +64,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
         recorded = record_level(recordable, spec.lower, processes, tell=tell)
         recorded = replace(recorded, stored=recorded.stored + write_tables(stage / file_names.TABLES, recorded.tables))
-        tell.result(counted(recorded))
+        tell.result("; ".join([counted(recorded), *_indices(spec, recorded)]))
     with stages("emit") as tell:
         parts = emit(spec, stage, recorded, cut)
         tell.result(describe_size(stage))
@@ -107,11 +108,22 @@ def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Pat
         written={key: own.written for key, own in prepared.items()},
         chained=chained_outputs(spec, split),
         state=spec.entries[0].prepared.state,
+        bounds=lambda rows: {key: error_bounds(own, rows) for key, own in prepared.items()},
+        floors={key: selection_floor(own, error_bounds(own)) for key, own in prepared.items()},
         exam_calls={key: own.exam_calls for key, own in prepared.items()},
         stored=stage / file_names.WEIGHTS,
         release=True,
         tell=tell,
     )
+
+
+def _indices(spec: BuildSpec, recorded: Recorded) -> list[str]:
+    """By entry, how many indices the graphs select otherwise than eager PyTorch."""
+    found = []
+    for number, entry in enumerate(spec.entries):
+        replays = spec.own(number, recorded.replays).values()
+        found.append(indices_text(error_bounds(entry.prepared, recorded.weights), [each.indices for each in replays]))
+    return [text for text in found if text]
 
 
 def counted(recorded: Recorded) -> str:

@@ -21,13 +21,15 @@ from ..targets.cuda.chains import ChainedOutput
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.memory_layout import UploadedValue, WeightLayout, lay_out
 from ..targets.weights import row_major, shapes_of, write_weights
+from ..transforms.error_bounds import ErrorBound
 from .request import RECORD, Call, Request
 
 MARGIN = 1 << 30
 """Bytes of the GPU's memory for a process's context, libraries and workspaces; contexts were seen to take up to 0.6 GB."""
 
-STATES = 4
-"""What a process holds of state at most: itself, what it held at first, and in the exam what a replay and eager PyTorch leave."""
+STATES = 5
+"""What a process holds of state at most: itself, what it held at first, and in the exam what a replay and two runs of eager PyTorch
+leave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +65,8 @@ def prepare(
     state: Collection[str] = (),
     exam_calls: Mapping[IntKey, int] = MappingProxyType({}),
     chained: Mapping[IntKey, Sequence[ChainedOutput]] = MappingProxyType({}),
+    bounds: Callable[[Sequence[Weight]], Mapping[IntKey, tuple[ErrorBound, ...]]] = lambda rows: {},
+    floors: Mapping[IntKey, float] = MappingProxyType({}),
     stored: Path | None = None,
     release: bool = False,
     tell: Callable[[str], None] = lambda text: None,
@@ -75,7 +79,8 @@ def prepare(
     `code`: as in `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph;
     `uploads` is what the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.
     `written`: by key, positions of the inputs, among the call's tensors, that its program writes to; `state`: buffers that one
-    does, by name.  `chained`: outputs that a later call takes where they lie.
+    does, by name.  `chained`: outputs that a later call takes where they lie.  `bounds`: by key, given the rows of weights, and
+    `floors`, as in `Request`.
 
     `stored` is where the file of weights goes, from which the processes take them (default: inside `folder`).  With `release` the
     programs' own tensors, but for state, give their memory back once it is written: nothing can run the programs afterwards.
@@ -119,6 +124,8 @@ def prepare(
         shift=False,
         written={key: written.get(key, ()) for key in calls},
         exam_calls={key: exam_calls.get(key, 1) for key in calls},
+        bounds=dict(bounds(layout.rows)),
+        floors=dict(floors),
     )
     return Recordable(
         request=request, folder=folder, layout=layout, stored=rows, static=static,

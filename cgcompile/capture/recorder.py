@@ -39,11 +39,12 @@ from .take import Take
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
     """A replay of one key on the exam's inputs.  `deterministic`: two processes got the same bits.  `differences` from eager
-    PyTorch are as in RawExam, of the process where they are larger."""
+    PyTorch are as in RawExam, of the process where they are larger; `indices` are those of the first."""
 
     contents: ReplayedBytes
     deterministic: bool
     differences: tuple[Difference, ...]
+    indices: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,6 +158,7 @@ def _recorded(a: Take, b: Take, assembled: Assembled, recordable: Recordable, im
             differences=tuple(
                 [max(pair, key=lambda each: each.error) for pair in zip(mine.differences, theirs.differences, strict=True)]
             ),
+            indices=mine.indices,
         )
     return Recorded(
         graphs=assembled.graphs,

@@ -9,6 +9,7 @@ from typing import Any
 from cgbundle.format.schema import IntKey, Weight
 
 from ..targets.memory_layout import UploadedValue
+from ..transforms.error_bounds import ErrorBound
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one call: (args, kwargs)."""
@@ -31,6 +32,7 @@ class Request:
     host makes by key.  `stored` is the bundle's file of weights, and `weights` are rows of all its tensors, those of the host alone
     too.  By key, `written` are positions of the call's tensors that its program writes to, and `exam_calls` is how often the exam
     replays it.
+    `bounds` are those of what the exam compares, and `floors` the least of floats that an index is selected from.
     `shift` makes this process's addresses differ from another's.
     """
 
@@ -53,3 +55,5 @@ class Request:
     shift: bool
     written: dict[IntKey, tuple[int, ...]]
     exam_calls: dict[IntKey, int]
+    bounds: dict[IntKey, tuple[ErrorBound, ...]]
+    floors: dict[IntKey, float]

@@ -175,13 +175,14 @@ class RawModuleState:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawExam:
     """A replay on the exam's inputs: contents as in ReplayedBytes.  `differences` from eager PyTorch are those of the outputs,
-    the inputs that the program writes to, and state, in this order."""
+    the inputs that the program writes to, and state, in this order, and `indices` as in `near_ties.judge.Verdict`."""
 
     key: IntKey
     outputs: tuple[bytes, ...]
     differences: tuple[Difference, ...]
     written: tuple[bytes, ...] = ()
     state: tuple[tuple[str, bytes, bytes], ...] = ()
+    indices: tuple[tuple[int, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

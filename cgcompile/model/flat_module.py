@@ -188,9 +188,13 @@ class BufferSnapshot:
         """The addresses of all buffers' storages."""
         return {owner._buffers[leaf].untyped_storage().data_ptr() for _, owner, leaf, _, _ in self._rows}
 
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """All buffers as they are now, by their names in the module."""
+        return {name: owner._buffers[leaf] for name, owner, leaf, _, _ in self._rows}
+
     def current(self) -> dict[str, torch.Tensor]:
         """Copies of what all buffers hold now, by their names in the module."""
-        return {name: copied(owner._buffers[leaf]) for name, owner, leaf, _, _ in self._rows}
+        return {name: copied(tensor) for name, tensor in self.buffers().items()}
 
     def changed(self) -> list[str]:
         """The names of buffers that hold something else by now."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -15,8 +15,9 @@ from cgbundle.exam import key_text
 from cgbundle.format import file_names
 from cgbundle.format.schema import Exam, IntKey, Weight
 
+from ..bundle.choices import verdict
 from ..bundle.emit import describe_size
-from ..bundle.exam import KeyExam, eager_exam, write_exam
+from ..bundle.exam import KeyExam, eager_exam, replace_exams, with_left, write_exam
 from ..bundle.proof import unproved
 from ..export.programs import coarsest
 from ..model.source import sample
@@ -31,11 +32,13 @@ from ..targets.memory_layout import lay_out
 from ..targets.weights import fixed_weights, shapes_of, table_rows, write_tables, write_weights
 from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
+from ..transforms.near_ties.judge import Seen, Verdict, indices_text
 from ..transforms.output_aliases import with_aliases
 from ..util.content_cache import cache_folder
 from ..util.disk_space import size
 from ..util.progress import Stages, Tell
 from ..util.scratch import scratch_folder
+from ..util.tolerance import Difference
 from .compile.kernels import CompiledKernel
 from .interpret.interpret import Outcome, WeightFiles, interpret
 from .lowered import KernelVariant
@@ -93,8 +96,12 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 trials = _interpret(
                     spec, parts, written, exams, split, compiled.kernels, weight_files(stage, rows, tables), scratch, tell
                 )
-                parts = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
-                tell.result(_proved(spec, parts))
+                proofs = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
+                parts = [part for part, _ in proofs]
+                chosen = {entry.name: exams for entry, (_, exams) in zip(spec.entries, proofs, strict=True) if exams.exams}
+                if chosen:
+                    replace_exams(stage / file_names.EXAM, {name: each.exams for name, each in chosen.items()})
+                tell.result("; ".join([_proved(spec, parts), *[each.told for each in chosen.values()]]))
     peer = [("peer", world.size * world.stride) for world in planned.world]
     driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
     return ManifestParts(
@@ -129,15 +136,37 @@ def _unproved(spec: BuildSpec, number: int, exams: Sequence[KeyExam], written: W
     )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Chosen:
+    """The exams of the int_keys of an entry whose kernels select other indices than eager PyTorch, for these; `told`: how many."""
+
+    exams: tuple[KeyExam, ...]
+    told: str
+
+
 def _proved_entry(
     spec: BuildSpec, number: int, part: EntryParts, trials: Sequence[tuple[Trial, Outcome]], weights: Sequence[Weight]
-) -> EntryParts:
+) -> tuple[EntryParts, Chosen]:
     """The rows of an entry with what came of interpreting it.  Raises proof-failed."""
     entry = spec.entries[number]
     bounds = error_bounds(entry.prepared, weights)
     within = coarsest(entry.prepared.programs)
-    kept, proofs = proved(entry.dimensions, bounds, part.exam.proofs, trials, within, spec.waive, entry.name)
-    return replace(part, exam=replace(part.exam, bounds=kept, proofs=proofs))
+    exams: list[KeyExam] = []
+    verdicts: list[Verdict] = []
+
+    def judge(exam: KeyExam, seen: Seen) -> Sequence[Difference] | None:
+        if spec.ranks is not None:  # eager PyTorch needs all ranks for a run
+            return None
+        made = verdict(entry.prepared, exam, seen, bounds, weights)
+        if made is None:
+            return None
+        verdicts.append(made)
+        exams.append(with_left(exam, made.expected, entry.prepared, weights))
+        return made.differences
+
+    kept, proofs = proved(entry.dimensions, bounds, part.exam.proofs, trials, within, spec.waive, entry.name, judge)
+    chosen = Chosen(exams=tuple(exams), told=indices_text(bounds, [each.indices for each in verdicts]))
+    return replace(part, exam=replace(part.exam, bounds=kept, proofs=proofs)), chosen
 
 
 def _interpret(

@@ -25,8 +25,9 @@ from ..partition.isolated import eager_values
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.weights import row_major
 from ..transforms.error_bounds import ErrorBound
+from ..transforms.near_ties.judge import Seen
 from ..transforms.prepared import Prepared
-from ..util.tolerance import compare
+from ..util.tolerance import Difference, compare, is_float
 from .compile.kernels import CompiledKernel
 from .interpret.interpret import Outcome, Stage, Task, WeightFiles
 from .lowered import KernelVariant
@@ -37,13 +38,32 @@ Sources = tuple[tuple[tuple[str, str], KernelVariant], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
-    """The stages of a program, and what eager PyTorch says of all that is read, in order: first what goes to the host, then what
-    the exam compares: the last call's outputs, and what the calls leave in written inputs and in state."""
+    """The stages of a program, and what eager PyTorch says of all that is read: `crossing` goes to the host, `left` is what the
+    exam compares: the last call's outputs, and what the calls leave in written inputs and in state.  `early`: by call but the last,
+    what its integer outputs are like, None for others.  `order` says of each value that is read, in turn, which of the three it
+    belongs to."""
 
     key: IntKey
     stages: tuple[Stage, ...]
     crossing: tuple[torch.Tensor, ...] = field(repr=False)
     left: tuple[torch.Tensor, ...] = field(repr=False)
+    exam: KeyExam = field(repr=False)
+    early: tuple[tuple[torch.Tensor | None, ...], ...] = field(repr=False)
+    order: tuple[str, ...]
+
+    def read(self, outcome: Outcome, kind: str) -> list[bytes]:
+        """What was read of one kind."""
+        return [contents for which, contents in zip(self.order, outcome.read, strict=True) if which == kind]
+
+    def seen(self, outcome: Outcome) -> Seen:
+        """What the calls gave."""
+        early = iter(self.read(outcome, EARLY))
+        calls = [tuple([torch.empty(0) if like is None else _tensor(like, next(early)) for like in call]) for call in self.early]
+        left = tuple([_tensor(want, got) for want, got in zip(self.left, self.read(outcome, LEFT), strict=True)])
+        return Seen(calls=(*calls, left[: len(self.exam.outputs)]), left=left)
+
+
+CROSSING, EARLY, LEFT = "crossing", "early", "left"
 
 
 def make_trial(
@@ -58,8 +78,9 @@ def make_trial(
     """The steps of a program on the exam's inputs, as often as the exam calls it.  `weights`: the manifest's rows; `recordings` by
     the file of the step; `split` None for one graph alone, else by build key, which is `key` here."""
     growing = _Stages()
-    crossing = []
-    for contents in _contents(program, exam, prepared, weights, split, key):
+    crossing, order = [], []
+    early = [None if is_float(value.dtype) else value for value in exam.outputs]
+    for call, contents in enumerate(_contents(program, exam, prepared, weights, split, key)):
         growing.give([(program.values[index], contents[index]) for index in program.inputs])
         for step in program.steps:
             if step.kind == "graph":
@@ -71,6 +92,10 @@ def make_trial(
                 else:
                     growing.read.append(program.values[source])
                     crossing.append(contents[source])
+                    order.append(CROSSING)
+        if call < prepared.exam_calls - 1:
+            growing.read += [program.values[at] for at, like in zip(program.outputs, early, strict=True) if like is not None]
+            order += [EARLY for like in early if like is not None]
     state = state_after(exam, prepared, weights)
     growing.read += [program.values[index] for index in program.outputs]
     growing.read += [program.values[program.inputs[index]] for index in prepared.written]
@@ -79,7 +104,10 @@ def make_trial(
     ]
     growing.close()
     left = (*exam.outputs, *[tensor for _, tensor in exam.written], *[value for _, value in state])
-    return Trial(key=program.key, stages=tuple(growing.stages), crossing=tuple(crossing), left=left)
+    return Trial(
+        key=program.key, stages=tuple(growing.stages), crossing=tuple(crossing), left=left, exam=exam,
+        early=(tuple(early),) * (prepared.exam_calls - 1), order=(*order, *[LEFT] * len(left)),
+    )  # fmt: skip
 
 
 def _contents(
@@ -151,6 +179,14 @@ def interpret_ranks(tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence
     return ranks.scattered(found or [()] * ranks.size)
 
 
+Judge = Callable[[KeyExam, Seen], Sequence[Difference] | None]
+"""Says how far what calls gave is from eager PyTorch that makes the same choices; None where no choices explain it."""
+
+
+def nobody(exam: KeyExam, seen: Seen) -> None:
+    """The judge who explains nothing."""
+
+
 def proved(
     dimensions: Sequence[Dimension],
     bounds: Sequence[ErrorBound],
@@ -159,16 +195,17 @@ def proved(
     within: float,
     waive: Sequence[str] = (),
     entry: str = FORWARD,
+    judge: Judge = nobody,
 ) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
-    """The exam's bounds and proofs as the outcomes make them; a proof without one stays as it is.
+    """The exam's bounds and proofs as the outcomes make them; a proof without one stays as it is.  `judge` is asked about
+    int_keys that are beyond their bounds.
 
     `within` bounds what goes to the host: of integers there it is the share that may differ.  Rounding may turn a comparison over,
     and what follows is computed with eager PyTorch's.  Raises proof-failed.
     """
-    found = {}
+    found: dict[IntKey, Sequence[Difference]] = {}
     for trial, outcome in trials:
-        count = len(trial.crossing)
-        for want, got in zip(trial.crossing, outcome.read[:count], strict=True):
+        for want, got in zip(trial.crossing, trial.read(outcome, CROSSING), strict=True):
             given = compare(want, _tensor(want, got))
             if not given.error <= within:
                 raise BuildError(
@@ -177,8 +214,10 @@ def proved(
                     f"eager PyTorch by {given.error:.1e}, allowed {within:.1e}: {given.text}",
                     REPORT,
                 )
-        pairs = zip(trial.left, outcome.read[count:], strict=True)
-        found[trial.key] = [compare(want, _tensor(want, got)) for want, got in pairs]
+        seen = trial.seen(outcome)
+        found[trial.key] = [compare(want, got) for want, got in zip(trial.left, seen.left, strict=True)]
+        if not all(each.error <= bound.bound for each, bound in zip(found[trial.key], bounds, strict=True)):
+            found[trial.key] = judge(trial.exam, seen) or found[trial.key]
     kept = accepted(dimensions, bounds, found, waive, "the interpreted kernels differ", entry=entry)
     made = {key: measured(key, "interpret", differences, kept) for key, differences in found.items()}
     return kept, tuple([made.get(proof.key, proof) for proof in proofs])

@@ -73,8 +73,8 @@ def build(
     [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.  `target`: auto, cuda, sm_90 and its kind (a GPU
     that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).
     `strict`: findings that put operations on the host are errors.  `waive`: rules whose findings are accepted; the manifest names
-    them (what is refused now cannot be waived).  One is "mismatched-integers": it accepts integers that rounding turns over, an
-    argmax of near-ties, as far as the build sees it.
+    them (what is refused now cannot be waived).  One is "mismatched-integers": it accepts integers that rounding turns over, as
+    far as the build sees it; indices that point at equal floats need no waiver.
 
     `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.  "best", on the GPU that the bundle is for, builds
     all of these and one in Triton alone, proves and times each, and keeps the fastest at every int_key.  `budget`: seconds after

@@ -212,19 +212,22 @@ def _finished(
             return sealed
         bounds = [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries]
         try:
-            exams = replay(folder, sealed, bounds, spec.waive)
+            judges = [entry.prepared for entry in spec.entries] if spec.recorder == "host" else []
+            replayed = replay(folder, sealed, bounds, spec.waive, judges)
         except BuildError as refusal:
             if refusal.code != "proof-failed" or spec.standalone is not None or spec.recorder != "host" or sealed.target.torch:
                 raise
             tell.result("refused with functions of its own: again with those of torch's libraries")
             return None
         examined = [
-            replace(each, exam=exam, findings=found) for each, exam, found in zip(each_entry(sealed), exams, findings, strict=True)
+            replace(each, exam=exam, findings=found)
+            for each, exam, found in zip(each_entry(sealed), replayed.exams, findings, strict=True)
         ]
         sealed = seal(folder, with_mismatches(with_entries(tuple(examined))))
-        proofs = [proof for exam in exams for proof in exam.proofs]
+        proofs = [proof for exam in replayed.exams for proof in exam.proofs]
         error = max(proof.error for proof in proofs)
-        tell.result(f"{_counted(len(proofs), 'int_key')} in a fresh process, largest error {error:.1e}")
+        compared = f"{_counted(len(proofs), 'int_key')} in a fresh process, largest error {error:.1e}"
+        tell.result("; ".join(filter(None, [compared, replayed.told])))
     return sealed
 
 

@@ -72,10 +72,20 @@ def _spread_out(bound: ErrorBound, spread: float) -> ErrorBound:
 
 def _on_gpu(bounds: Sequence[ErrorBound], programs: Programs) -> tuple[ErrorBound, ...]:
     """The bounds where eager PyTorch runs on a GPU, which may round float32 to TF32."""
+    tf32 = _rounds_to_tf32(programs)
+    return tuple([replace(each, bound=max(each.bound, TF32)) if tf32 and each.bound >= FLOAT32 else each for each in bounds])
+
+
+def _rounds_to_tf32(programs: Programs) -> bool:
     nodes = [node for _, program in programs.each for node in program.graph.nodes]
     convolves = any(isinstance(node.target, torch._ops.OpOverload) and node.target.name() in _CUDNN for node in nodes)
-    tf32 = torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
-    return tuple([replace(each, bound=max(each.bound, TF32)) if tf32 and each.bound >= FLOAT32 else each for each in bounds])
+    return torch.backends.cuda.matmul.allow_tf32 or (convolves and torch.backends.cudnn.allow_tf32)
+
+
+def selection_floor(prepared: Prepared, bounds: Sequence[ErrorBound]) -> float:
+    """The least bound of computed floats that an index is selected from: what `bounds` were widened to, and that of TF32."""
+    widened = max((each.bound for each in bounds if each.widened), default=0.0)
+    return max(widened, TF32 if prepared.on_gpu and _rounds_to_tf32(prepared.programs) else 0.0)
 
 
 FLOAT32 = tolerance(torch.float32)

@@ -17,6 +17,8 @@ ALTERNATIVES = 20
 """Likeliest tokens that are log_probabilities with their log-probabilities: as many as OpenAI's `top_logprobs` allows."""
 
 WORD = 0xFFFFFFFF
+LOWEST = -0x7F800001
+"""The place of -inf in the order of all floats."""
 MULTIPLIER, BUMP = 0xD256D193, 0x9E3779B9
 """Of Philox 2x32-10: Salmon and others, "Parallel random numbers: as easy as 1, 2, 3" (2011)."""
 
@@ -64,11 +66,18 @@ def filtered(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     order = logits.view(torch.int32).to(torch.int64)
     order = torch.where(order < 0, order ^ 0x7FFFFFFF, order)
     least = torch.where(top_k > 0, top_k, logits.shape[1]).clamp(max=logits.shape[1])
-    order = torch.where(order >= largest(order, torch.ones_like(logits), least.float())[:, None], order, -(1 << 32))
+    most = largest(order, torch.ones_like(logits), least.float())
+    order = torch.where(order >= most[:, None], order, -(1 << 32))
     weight = torch.where(order > -(1 << 32), (logits - logits.amax(-1, keepdim=True)).exp(), 0.0)
     threshold = largest(order, weight, top_p.clamp(0.0, 1.0) * weight.sum(-1))
-    keep = torch.where(top_p < 1, threshold, -(1 << 31))[:, None]
-    return torch.where(order >= keep, logits, float("-inf"))
+    keep = as_float(torch.maximum(most, torch.where(top_p < 1, threshold, most)))[:, None]
+    return torch.where(logits >= keep, logits, float("-inf"))  # of floats: a build sees that rounding may decide
+
+
+def as_float(order: Tensor) -> Tensor:
+    """The float32 of a place in the order of all floats, int64; what is below them is -inf."""
+    order = order.clamp(min=LOWEST)
+    return torch.where(order < 0, order ^ 0x7FFFFFFF, order).to(torch.int32).view(torch.float32)
 
 
 def largest(order: Tensor, weight: Tensor, least: Tensor) -> Tensor:

@@ -292,5 +292,10 @@ def list_files(path: str) -> list[str]:
 
 def describe_files(path: str) -> tuple[File, ...]:
     """The manifest's rows for everything below `path` but the manifest and its signature."""
-    files = [(name, os.path.join(path, name)) for name in list_files(path) if name not in (MANIFEST, SIGNATURE)]
-    return tuple(File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full)) for name, full in files)
+    return tuple([describe_file(path, name) for name in list_files(path) if name not in (MANIFEST, SIGNATURE)])
+
+
+def describe_file(path: str, name: str) -> File:
+    """The manifest's row for a file below `path`."""
+    full = os.path.join(path, name)
+    return File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full))

@@ -13,10 +13,11 @@ from .tensor import Tensor, from_bytes
 WAIVER = "mismatched-integers"
 """Integers or booleans that come out otherwise than in eager PyTorch, and follow from rounded floats.
 
-What it looks for: outputs of such a dtype that differ when the build compares a bundle with eager PyTorch.
-Why: compiled code leaves roundings out that eager PyTorch makes; an argmax of near-ties turns over.
+What it looks for: outputs of such a dtype that differ when the build compares a bundle with eager PyTorch, other than indices that
+point at floats which are equal within tolerance.
+Why: compiled code leaves roundings out that eager PyTorch makes, and they decide a comparison or a conversion.
 Effect: the build fails as proof-failed. With --waive, the share that differed is stored as the output's bound.
-Fix: return the logits and take the argmax outside, or waive it.
+Fix: return the floats that they follow from, or waive it.
 Source: the rule of comparison in cgbundle/tensors/comparison.py.
 """
 

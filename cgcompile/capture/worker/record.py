@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch.utils._pytree import tree_map_only
@@ -16,9 +16,10 @@ from ...errors import ModelError
 from ...targets.cuda.elf import Cubin, read_cubin
 from ...targets.cuda.tensors import TensorPlace, place_inputs, tensors_of
 from ...targets.weights import row_major
+from ...transforms.near_ties.judge import Seen, judged
 from ...util.progress import Tell
 from ...util.raw_bytes import changes
-from ...util.tolerance import compare
+from ...util.tolerance import compare, is_float
 from ..placement import LARGEST_TABLE
 from ..request import Request
 from ..take import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawModuleState, RawSetCondition, RawValue, Take, Word
@@ -152,10 +153,12 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
         graph.instantiate()
     torch.cuda.synchronize()
     before = torch.cuda.get_rng_state()
+    calls = []
     for call in range(loaded.request.exam_calls[key]):
         for static, value in zip(inputs, values, strict=True) if call else ():
             static.copy_(value)
         made = replay_regions(opened, items) if opened else _replay(items[0])
+        calls.append(tuple([torch.empty(0) if is_float(t.dtype) else t.clone() for t in made]))
     if not torch.equal(before, torch.cuda.get_rng_state()):
         raise ModelError("random-operation", f"int_key {key}: replaying the graph draws random numbers")
     for i, (static, value) in enumerate(zip(inputs, values, strict=True)):
@@ -166,11 +169,19 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
     rows = [row for row in loaded.request.weights if row.memory == "state"]
     state = tuple([(row.name, *_changed(loaded, row)) for row in rows])
     kept = [t.clone() for t in (*made, *changed, *map(loaded.tensor_of, rows))]  # an output may be state itself
-    loaded.restore()
-    eager = [t.clone() for t in (*_eager(loaded, key), *map(loaded.tensor_of, rows))]
+    run = partial(_eager, loaded, key, rows)
+    eager = run().left
     differences = tuple([compare(want.to(got.device), got) for got, want in zip(kept, eager, strict=True)])
+    bounds = loaded.request.bounds.get(key, ())
+    indices: tuple[tuple[int, int], ...] = ()
+    if any(each.error > bound.bound for each, bound in zip(differences, bounds, strict=False)):
+        del eager
+        seen = Seen(calls=(*calls[:-1], tuple(kept[: len(made)])), left=tuple(kept))
+        verdict = judged(run, seen, bounds, loaded.request.floors[key])
+        if verdict:
+            differences, indices = verdict.differences, verdict.indices
     loaded.restore()
-    return RawExam(key=key, outputs=outputs, differences=differences, written=written, state=state)
+    return RawExam(key=key, outputs=outputs, differences=differences, written=written, state=state, indices=indices)
 
 
 def _changed(loaded: LoadedProgram, row: Weight) -> tuple[bytes, bytes]:
@@ -186,13 +197,17 @@ def _replay(item: Captured) -> tuple[torch.Tensor, ...]:
     return item.kept
 
 
-def _eager(loaded: LoadedProgram, key: IntKey) -> list[torch.Tensor]:
-    """The outputs of eager PyTorch on a key's fresh call, then the inputs that it writes to, on the GPU; of programs of several
-    regions, those of the host are on the CPU."""
+def _eager(loaded: LoadedProgram, key: IntKey, rows: Sequence[Weight]) -> Seen:
+    """What eager PyTorch gives for a key's fresh call, from the first state on: outputs, the inputs that it writes to, and the
+    `rows` of state, on the GPU; of programs of several regions, outputs of the host's are on the CPU."""
+    loaded.restore()
     opened = open_regions(loaded, key) if loaded.split else None
+    calls = []
     for _ in range(loaded.request.exam_calls[key]):
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(loaded.inputs.device, copy=True), loaded.calls[key][1])
         given = tensors_of((args, kwargs))
         with torch.no_grad():
             made = list(eager_regions(opened, given)) if opened else tensors_of(loaded.modules[key](*args, **kwargs))
-    return [*made, *[given[i] for i in loaded.request.written[key]]]
+        calls.append(tuple([t.clone() for t in made]))  # an output may be state itself
+    written = [given[i] for i in loaded.request.written[key]]
+    return Seen(calls=tuple(calls), left=(*calls[-1], *written, *[loaded.tensor_of(row).clone() for row in rows]))

@@ -1,0 +1,83 @@
+"""What a bundle chose where floats are nearly equal, against eager PyTorch that makes the same choices."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from cgbundle.format import file_names, safetensors
+from cgbundle.format.schema import IntKey, Manifest, Weight
+from cgbundle.tensors.exam_tensors import exam_tensors
+
+from ..model.flat_module import PREFIX, ProgramModule, traced_per_size
+from ..transforms.error_bounds import ErrorBound, selection_floor
+from ..transforms.near_ties.judge import Run, Seen, Verdict, judged_beside
+from ..transforms.prepared import Prepared
+from ..util.raw_bytes import copied
+from .exam import KeyExam, flat, from_bytes, state_after
+
+
+def verdict(
+    prepared: Prepared, exam: KeyExam, got: Seen, bounds: Sequence[ErrorBound], weights: Sequence[Weight]
+) -> Verdict | None:
+    """How far what a bundle gave at an int_key is from eager PyTorch that makes the same choices; None where none explain it.
+    `exam`: what eager PyTorch gave of its own; `weights`: the manifest's rows."""
+    expected = [*exam.outputs, *[value for _, value in exam.written], *[value for _, value in state_after(exam, prepared, weights)]]
+    return judged_beside(_run(prepared, exam, weights), expected, got, bounds, selection_floor(prepared, bounds))
+
+
+def _run(prepared: Prepared, exam: KeyExam, weights: Sequence[Weight]) -> Run:
+    """The exam's calls by eager PyTorch, of the exported program."""
+    module = ProgramModule([prepared.programs.at(exam.key)])
+    device = next((value.device for value in prepared.weights.values()), torch.device("cpu"))
+    rows = [row for row in weights if row.memory == "state"]
+
+    def kept(row: Weight) -> torch.Tensor:
+        """State as it is now, flat: of integers a copy that the run sees, so that it knows where they come from."""
+        value = module.snapshot.buffers().get(row.name)
+        if value is None:
+            value = prepared.weights[PREFIX + row.name]  # another entry's
+        return flat(copied(value) if value.is_floating_point() else value.clone(), row)
+
+    def run() -> Seen:
+        calls = []
+        try:
+            for _ in range(prepared.exam_calls):
+                given = [value.to(device, copy=True) for value in exam.inputs]
+                with traced_per_size():
+                    calls.append(tuple([value.clone() for value in module(*given)]))  # one may be state, which is put back
+            state = [kept(row) for row in rows]
+        finally:
+            module.snapshot.restore()
+        return Seen(calls=tuple(calls), left=(*calls[-1], *[given[index] for index in prepared.written], *state))
+
+    return run
+
+
+def read_outputs(path: Path, manifest: Manifest, key: IntKey) -> Seen | None:
+    """What a failed replay of an int_key gave, from the file that `cgbundle.exam` wrote; None where it did not fail."""
+    if not path.exists():
+        return None
+    stored = safetensors.Mapped(str(path), path.name)
+    try:
+
+        def tensor(kind: str, index: int) -> torch.Tensor:
+            name = file_names.exam_entry(key, kind, index, manifest.entry)
+            if name not in stored.entries:
+                return torch.empty(0)  # of earlier calls floats are not kept
+            row = stored.entries[name]
+            return from_bytes(bytes(stored.data(name)), row.dtype).reshape(row.shape)
+
+        compared = exam_tensors(manifest)
+        if file_names.exam_entry(key, compared[0].kind, compared[0].index, manifest.entry) not in stored.entries:
+            return None
+        earlier = [
+            tuple([tensor(f"call-{call}", index) for index in range(len(manifest.outputs))])
+            for call in range(manifest.exam.calls - 1)
+        ]
+        left = tuple([tensor(row.kind, row.index) for row in compared])
+        return Seen(calls=(*earlier, left[: len(manifest.outputs)]), left=left)
+    finally:
+        stored.close()

@@ -1,0 +1,169 @@
+"""Eager PyTorch that may be told which of nearly equal elements to select."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from .origins import Origins
+from .selections import COMPARISONS, NONE, Selection, compared, counted_below, selection_of
+
+aten = torch.ops.aten
+
+Wanted = Mapping[int, Tensor]
+"""By the number of a selection, in the order of the run: int64 indices, one for each that it gives, or NONE."""
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """A selection of a run.  `first`: the number of its first index among all of the run; `ranks`: indices in a row; `chosen`:
+    those with which the run went on, flat; `expected`: those of eager PyTorch; `alternatives`, where they were asked for: other
+    ones that would have been as good, (distance, place, index)."""
+
+    first: int
+    ranks: int
+    chosen: Tensor
+    expected: Tensor
+    alternatives: tuple[tuple[float, int, int], ...]
+
+
+class GuidedRun(TorchDispatchMode):
+    """While it is entered, operators run in eager PyTorch, and selections take the `wanted` indices where these are as good.
+
+    `floor`: the least bound of computed floats.  `explore`: whether alternatives are looked for.  Branches and loops are run here,
+    so that what is in them is seen, too.
+
+    `made`: the selections, and the comparisons of floats.  `filters`: numbers of comparisons that kept a wanted index from being
+    as good, or a better one in the way.
+    """
+
+    supports_higher_order_operators = True
+
+    def __init__(self, wanted: Wanted, floor: float = 0.0, explore: bool = False) -> None:
+        super().__init__()
+        self.origins = Origins()
+        self.made: list[Made] = []
+        self.filters: set[int] = set()
+        self._wanted, self._floor, self._explore = wanted, floor, explore
+        self._compared: tuple[Tensor, tuple[Any, Tensor, Tensor]] | None = None
+        self._count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if isinstance(func, torch._ops.HigherOrderOperator):
+            run = _BODIES.get(func.name())
+            if run is None:
+                return func(*args, **kwargs)  # what is in it is not seen
+            with self:
+                return run(*args, **kwargs)
+        if func not in COMPARISONS and func._can_decompose():  # a composite operator: its parts are what is known here
+            with self:
+                made = func.decompose(*args, **kwargs)
+            if made is not NotImplemented:
+                return made
+        result = func(*args, **kwargs)
+        selection = selection_of(func, args, kwargs, result) or self._counted(func, args, result)
+        if func in COMPARISONS and self.origins.error_of(args):
+            selection = compared(args[0], args[1], result)
+            result = result if selection is None else self._selected(selection, func, args, kwargs)
+            self._compared = (result, (func, args[0], args[1]))
+            return result
+        self._compared = None
+        if selection is None:
+            self.origins.follow(func, args, kwargs, result)
+            return result
+        return self._selected(selection, func, args, kwargs)
+
+    def _selected(self, selection: Selection, func: Any, args: Any, kwargs: Any) -> Any:
+        number, expected = len(self.made), selection.expected
+        bound = self.origins.error_of(args)
+        bound = max(bound, self._floor) if bound else 0.0
+        wanted = self._wanted.get(number)
+        chosen = expected
+        if wanted is not None and wanted.numel() == expected.numel():
+            wanted = wanted.reshape(expected.shape).to(expected.device)
+            chosen = selection.chosen(wanted, bound)
+            self._explain(selection, args[0], wanted, chosen)
+        ranks = expected.shape[1]
+        others = selection.alternatives(bound) if self._explore and bound else []
+        places = tuple([(distance, row * ranks + rank, index) for distance, row, rank, index in others])
+        self.made.append(Made(self._count, ranks, chosen.reshape(-1), expected.reshape(-1), places))
+        numbers = torch.arange(expected.numel(), device=expected.device).reshape(expected.shape) + self._count
+        self._count += expected.numel()
+        result = selection.results(chosen)
+        self.origins.follow(func, args, kwargs, result)
+        numbers = selection.shaped(numbers)
+        ones, none = torch.ones_like(numbers), torch.full_like(numbers, -1)
+        logical = selection.indices_of(result).dtype is torch.bool
+        self.origins.write(selection.indices_of(result), torch.stack([none, ones, numbers] if logical else [numbers, ones, none]))
+        return result
+
+    def _explain(self, selection: Selection, operand: Tensor, wanted: Tensor, chosen: Tensor) -> None:
+        """Notes the comparisons that put the wanted and the chosen elements where they are, of indices that were not as good."""
+        origins = self.origins.of(operand)
+        refused = (wanted != NONE) & (chosen != wanted)
+        there = None if origins is None else selection.rows(origins[2])
+        if there is None or not bool(refused.any()):
+            return
+        inside = wanted.clamp(0, there.shape[1] - 1)
+        self.filters |= {number for index in (inside, chosen) for number in there.gather(1, index)[refused].tolist() if number >= 0}
+
+    def _counted(self, func: Any, args: Any, result: Any) -> Selection | None:
+        """The selection that a sum of the comparison just before it makes."""
+        if self._compared is None or func is not aten.sum.dim_IntList or args[0] is not self._compared[0]:
+            return None
+        axes = args[1]
+        return counted_below(self._compared[1], axes[0] % args[0].dim(), result) if axes and len(axes) == 1 else None
+
+
+def _branch(condition: Any, true: Callable[..., Any], false: Callable[..., Any], operands: Any = ()) -> Any:
+    return _own((true if bool(condition) else false)(*operands))
+
+
+def _loop(condition: Callable[..., Any], body: Callable[..., Any], carried: Any, more: Any = (), *_: Any, **__: Any) -> Any:
+    carried = tuple(carried)
+    while bool(condition(*carried, *more)):
+        carried = tuple(body(*carried, *more))
+    return _own(carried)
+
+
+def _own(result: Any) -> Any:
+    """Results that share no memory with what the bodies were given."""
+    return tree_map_only(torch.Tensor, torch.clone, result)
+
+
+_BODIES: dict[str, Callable[..., Any]] = {"cond": _branch, "while_loop": _loop}
+
+
+def asked(made: Sequence[Made], numbers: Tensor, indices: Tensor) -> dict[int, Tensor]:
+    """`indices` wanted in place of the selected ones with these `numbers`, by selection; no other is wanted."""
+    found: dict[int, Tensor] = {}
+    for number, here in _by_selection(made, numbers):
+        wanted = torch.full((made[number].chosen.numel(),), NONE, dtype=torch.int64)
+        wanted[numbers[here] - made[number].first] = indices[here]
+        found[number] = wanted
+    return found
+
+
+def selected(made: Sequence[Made], numbers: Tensor) -> tuple[Tensor, Tensor]:
+    """The indices with these numbers, int64: those with which the run went on, and eager PyTorch's."""
+    both = torch.empty(2, len(numbers), dtype=torch.int64)
+    for number, here in _by_selection(made, numbers):
+        places = numbers[here] - made[number].first
+        both[0, here] = made[number].chosen.cpu()[places].long()
+        both[1, here] = made[number].expected.cpu()[places].long()
+    return both[0], both[1]
+
+
+def _by_selection(made: Sequence[Made], numbers: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """The selections that `numbers` belong to, each with which of these are its own."""
+    starts = torch.tensor([each.first for each in made])
+    which = torch.searchsorted(starts, numbers, right=True) - 1
+    for number in which.unique().tolist():
+        yield number, which == number

@@ -1,0 +1,308 @@
+"""Where the elements of tensors come from: which selected index each one is, whatever moved it there.
+
+What is known of a tensor is kept for its storage, element by element, so that views need nothing, and writes in place reach all of
+them.  An element that is an index times a number, plus another number, still comes from that index; of any other arithmetic, or of
+two indices together, nothing is known.  Beside that it is known which comparison put an element in its place, as a filter does
+that leaves unlikely tokens out: for elementwise operators the two are told apart by rows of what is kept.
+
+Private interfaces (torch 2.11, 2.13): `torch.multiprocessing.reductions.StorageWeakRef`, `UntypedStorage._cdata`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ...util.tolerance import tolerance
+
+aten = torch.ops.aten
+
+FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+
+
+class Known:
+    """What is known of a storage.  `error`: the largest bound of the floating dtypes on the way to it; `origins`, int64
+    (3, elements): the number of the selected index, what it was multiplied by, and the number of the comparison that put the
+    element in its place; None where no element has any."""
+
+    __slots__ = ("error", "origins", "storage")
+
+    def __init__(self, storage: StorageWeakRef) -> None:
+        self.storage, self.error = storage, 0.0
+        self.origins: Tensor | None = None
+
+
+class Origins:
+    """What is known of all storages of a run."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, Known] = {}
+
+    def error(self, tensor: Tensor) -> float:
+        """The bound of what a tensor holds, 0 where nothing computed it."""
+        known = self._of(tensor)
+        return known.error if known else 0.0
+
+    def error_of(self, args: Sequence[Any]) -> float:
+        """The largest bound of an operator's operands."""
+        return max([self.error(each) for each in args if isinstance(each, Tensor)], default=0.0)
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Origins of a tensor's elements, int64 (3, *shape), a view; None without any."""
+        known = self._of(tensor)
+        if known is None or known.origins is None or known.origins.shape[1] != _elements(tensor):
+            return None
+        return known.origins.as_strided((3, *tensor.shape), (known.origins.stride(0), *tensor.stride()), tensor.storage_offset())
+
+    def write(self, tensor: Tensor, origins: Tensor | None) -> None:
+        """Sets the origins of a tensor's elements: int64 (3, *shape), which may have to be expanded."""
+        now = self.of(tensor)
+        if now is None:
+            if origins is None:
+                return
+            known = self._made(tensor)
+            known.origins = torch.full((3, _elements(tensor)), -1, dtype=torch.int64, device=tensor.device)
+            now = self.of(tensor)
+            assert now is not None
+        now.copy_(nothing(tensor) if origins is None else origins)
+
+    def follow(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> None:
+        """Notes what an operator gave or wrote."""
+        tensors = [each for each in _leaves((args, kwargs)) if _dense(each)]
+        error = max((self.error(each) for each in tensors), default=0.0)
+        written = _written(func, args, kwargs)
+        shared = {each.untyped_storage()._cdata for each in tensors} if written is None else set()
+        made = [each for each in _leaves(result) if _dense(each) and each.untyped_storage()._cdata not in shared]
+        if written is None and not made:
+            return  # views: all that is known is known of the storage
+        for each in [written] if written is not None else made:
+            own = 0.0 if each.dtype in FLOAT8 else tolerance(each.dtype)
+            if error or own:
+                known = self._made(each)
+                known.error = max(known.error, error, own)
+        if not any(self.of(each) is not None for each in tensors):
+            return
+        target = written if written is not None else result
+        if isinstance(target, Tensor) and _dense(target):
+            self.write(target, self._moved(func, args, kwargs, target))
+
+    def _moved(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], target: Tensor) -> Tensor | None:
+        """The origins of what an operator gave, (3, *shape); None where nothing is known."""
+        packet = func.overloadpacket.__name__
+        rule = _RULES.get(packet.rstrip("_") if packet != "_to_copy" else packet)
+        if rule is None:
+            return None
+
+        def of(value: Any, like: Tensor | None = None) -> Tensor:
+            known = self.of(value) if isinstance(value, Tensor) else None
+            if known is not None:
+                return known
+            return nothing(value if isinstance(value, Tensor) else target if like is None else like)
+
+        made = rule(of, func, args, kwargs)
+        return None if made is None else _ranked(made, target.dim()).to(target.device).expand(3, *target.shape)
+
+    def _of(self, tensor: Tensor) -> Known | None:
+        return self._known.get(tensor.untyped_storage()._cdata)
+
+    def _made(self, tensor: Tensor) -> Known:
+        storage = tensor.untyped_storage()
+        known = self._known.get(storage._cdata)
+        if known is None:
+            known = self._known[storage._cdata] = Known(StorageWeakRef(storage))
+        return known
+
+
+def nothing(tensor: Tensor) -> Tensor:
+    """The origins of elements that come from no index."""
+    return torch.tensor(-1, device=tensor.device).expand(3, *tensor.shape)
+
+
+Of = Callable[..., Tensor]
+
+
+def _each(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """An operator that moves elements of its first argument, by sizes or indices: it moves all rows of the origins."""
+    return torch.stack([func(row, *args[1:], **kwargs) for row in of(args[0]).unbind(0)])
+
+
+def _kept(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    return of(args[0])
+
+
+def _copied(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    return of(args[1])
+
+
+def _joined(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    parts = [of(each).unbind(0) for each in args[0]]
+    return torch.stack([func(list(rows), *args[1:], **kwargs) for rows in zip(*parts, strict=True)])
+
+
+def _where(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    condition, one, other = _together(of(args[0]), of(args[1]), of(args[2]))
+    return _put_there(torch.where(args[0], one, other), condition)
+
+
+def _filled(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    rows, condition = _together(of(args[0]), of(args[1]))
+    return _put_there(torch.where(args[1], -1, rows), condition)
+
+
+def _put_there(rows: Tensor, condition: Tensor) -> Tensor:
+    """The origins of elements that a condition puts there."""
+    return torch.stack([rows[0], rows[1], torch.where(condition[2] >= 0, condition[2], rows[2])])
+
+
+def _together(*origins: Tensor) -> tuple[Tensor, ...]:
+    """Origins of operands, broadcast to each other as these are."""
+    rank = max(each.dim() for each in origins) - 1
+    return tuple(torch.broadcast_tensors(*[_ranked(each, rank) for each in origins]))
+
+
+def _ranked(origins: Tensor, rank: int) -> Tensor:
+    """Origins of a tensor that is seen with so many axes, new ones first."""
+    return origins.reshape(3, *[1] * (rank + 1 - origins.dim()), *origins.shape[1:])
+
+
+def _elementwise(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """Any operator of one or two operands: what it gives is no index, but stands where a comparison put the operand."""
+    known = [of(each) for each in args[:2] if isinstance(each, Tensor)]
+    rows = known[0] if len(known) == 1 else _only_one(*known)
+    return torch.stack([torch.full_like(rows[0], -1), rows[1], rows[2]])
+
+
+def _put(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """index_put(self, indices, values, accumulate)."""
+    if (len(args) > 3 and args[3]) or kwargs.get("accumulate"):
+        return None
+    pairs = zip(of(args[0]).unbind(0), of(args[2]).unbind(0), strict=True)
+    return torch.stack([aten.index_put.default(row, args[1], value) for row, value in pairs])
+
+
+def _scattered(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """scatter(self, dim, index, src), and with a number in place of src."""
+    if "reduce" in kwargs or len(args) > 4:
+        return None
+    own, values = of(args[0]).unbind(0), of(args[3], args[2]).unbind(0)
+    return torch.stack(
+        [aten.scatter.src(row, args[1], args[2], value.contiguous()) for row, value in zip(own, values, strict=True)]
+    )
+
+
+def _inserted(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """slice_scatter and select_scatter(self, src, ...)."""
+    functional = getattr(torch.ops.aten, func.overloadpacket.__name__).default
+    pairs = zip(of(args[0]).unbind(0), of(args[1]).unbind(0), strict=True)
+    return torch.stack([functional(row, value, *args[2:], **kwargs) for row, value in pairs])
+
+
+def _padded(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    return torch.stack([aten.constant_pad_nd.default(row, args[1], -1) for row in of(args[0]).unbind(0)])
+
+
+def _scaled(sign: int) -> Callable[..., Tensor]:
+    """add and sub: an index that another number is added to; `sign` is that of the second operand."""
+
+    def rule(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+        factor = sign * kwargs.get("alpha", 1)
+        return _only_one(of(args[0]), _times(of(args[1]), factor))
+
+    return rule
+
+
+def _subtracted(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    """rsub(self, other): other - self."""
+    return _only_one(_times(of(args[0]), -kwargs.get("alpha", 1)), of(args[1]))
+
+
+def _multiplied(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    return _only_one(_times(of(args[0]), args[1]), _times(of(args[1]), args[0]))
+
+
+def _negated(of: Of, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
+    return _times(of(args[0]), -1)
+
+
+def _times(origins: Tensor, factor: Any) -> Tensor:
+    """The origins of indices times a whole number, which is not 0."""
+    if not isinstance(factor, Tensor):
+        whole = isinstance(factor, int)
+        factor = torch.tensor(factor if whole else 0, device=origins.device)
+    elif factor.is_floating_point() or factor.is_complex():
+        factor = torch.zeros((), dtype=torch.int64, device=origins.device)
+    origins = _ranked(origins, max(origins.dim() - 1, factor.dim()))
+    number, scale, there = torch.broadcast_tensors(origins[0], origins[1] * factor, origins[2])
+    return torch.stack([torch.where((number >= 0) & (scale != 0), number, -1), scale, there])
+
+
+def _only_one(one: Tensor, other: Tensor) -> Tensor:
+    """The origins of elements that one operand alone gives an index to, or a place."""
+    one, other = _together(one, other)
+
+    def of_one(row: int) -> Tensor:
+        both = (one[row] >= 0) & (other[row] >= 0)
+        return torch.where(both, -1, torch.maximum(one[row], other[row]))
+
+    return torch.stack([of_one(0), torch.where(one[0] >= 0, one[1], other[1]), of_one(2)])
+
+
+_RULES: dict[str, Callable[..., Tensor | None]] = {
+    **dict.fromkeys(("clone", "_to_copy", "contiguous", "lift_fresh_copy", "to"), _kept),
+    **dict.fromkeys(
+        ("gather", "index", "index_select", "take", "repeat", "flip", "roll", "view_copy", "unfold_copy", "as_strided_copy",
+         "expand_copy", "permute_copy", "slice_copy", "select_copy", "_unsafe_index", "_unsafe_view", "_reshape_alias"),
+        _each,
+    ),
+    "copy": _copied,
+    **dict.fromkeys(("cat", "stack"), _joined),
+    "where": _where,
+    "masked_fill": _filled,
+    **dict.fromkeys(("index_put", "_unsafe_index_put", "_index_put_impl"), _put),
+    "scatter": _scattered,
+    **dict.fromkeys(("slice_scatter", "select_scatter"), _inserted),
+    "constant_pad_nd": _padded,
+    "add": _scaled(1),
+    "sub": _scaled(-1),
+    "rsub": _subtracted,
+    "mul": _multiplied,
+    "neg": _negated,
+    **dict.fromkeys(
+        ("div", "pow", "exp", "log", "sigmoid", "tanh", "maximum", "minimum", "clamp", "bitwise_and", "bitwise_or", "bitwise_not",
+         "logical_and", "logical_or", "logical_not", "nan_to_num"),
+        _elementwise,
+    ),
+    **dict.fromkeys(("_softmax", "_log_softmax"), _elementwise),
+}  # fmt: skip
+"""By operator, in place or not: the origins of what it gives."""
+
+
+def _leaves(value: Any) -> list[Tensor]:
+    if isinstance(value, Tensor):
+        return [value]
+    if isinstance(value, dict):
+        value = value.values()
+    return [leaf for each in value for leaf in _leaves(each)] if not isinstance(value, str) and hasattr(value, "__iter__") else []
+
+
+def _elements(tensor: Tensor) -> int:
+    """How many elements of a tensor's dtype its storage holds."""
+    return int(tensor.untyped_storage().nbytes() // tensor.element_size())
+
+
+def _dense(tensor: Tensor) -> bool:
+    return tensor.layout is torch.strided and not tensor.is_quantized
+
+
+def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor | None:
+    """The tensor that an operator writes to, the first of several."""
+    for place, argument in enumerate(func._schema.arguments):
+        if argument.alias_info and argument.alias_info.is_write:
+            value = args[place] if place < len(args) else kwargs.get(argument.name)
+            if isinstance(value, Tensor) and _dense(value):
+                return value
+    return None

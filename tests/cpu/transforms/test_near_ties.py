@@ -1,0 +1,248 @@
+"""Indices are right where the floats that they point at are equal within tolerance; what follows is compared for that choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from cgcompile.model.flat_module import ProgramModule
+from cgcompile.transforms.error_bounds import ErrorBound
+from cgcompile.transforms.near_ties.judge import Run, Seen, Verdict, indices_text, judged, judged_beside
+from cgcompile.transforms.rng.rewrite import with_generator
+
+ROWS, WORDS = 4, 64
+
+
+class Scores(nn.Module):
+    """Scores of words that are nearly equal in pairs: word 2n is ahead of word 2n + 1 by `ahead`, which the sign of turns over."""
+
+    def __init__(self, ahead: float, then: Callable[[nn.Module, Tensor], object]) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        base = torch.stack([torch.randperm(WORDS // 2, generator=generator) for _ in range(ROWS)]).float()
+        pairs = base.repeat_interleave(2, 1) - torch.arange(WORDS).remainder(2) * ahead
+        self.register_buffer("scores", pairs)
+        self.register_buffer("table", torch.randn(WORDS, 8, generator=generator))
+        self.then = then
+
+    def forward(self, x: Tensor) -> object:
+        made = self.then(self, self.scores * x)
+        return made if isinstance(made, tuple) else (made,)
+
+
+TIE, CLEAR = 1e-4, 0.5
+"""The bound of float32 is 1e-4 of the largest score, 31."""
+
+
+def run_of(then: Callable[..., object], ahead: float = TIE, draws: bool = False) -> Run:
+    """Calls of the model by eager PyTorch: what a build does with the exported program."""
+    with torch.no_grad():
+        program = torch.export.export(Scores(ahead, then).eval(), (torch.ones(1),))
+    module = ProgramModule([with_generator(program) if draws else program])
+
+    def run() -> Seen:
+        try:
+            made = tuple([each.clone() for each in module(torch.ones(1))])
+        finally:
+            module.snapshot.restore()
+        return Seen(calls=(made,), left=made)
+
+    return run
+
+
+def bounds(seen: Seen) -> list[ErrorBound]:
+    exact = [not each.is_floating_point() for each in seen.left]
+    return [ErrorBound(title=f"output {n}", bound=0.0 if own else 1e-4, exact=own, rounded=True) for n, own in enumerate(exact)]
+
+
+def verdict(then: Callable[..., object], ahead: float) -> Verdict | None:
+    """Of a program whose scores are turned over, by rounding or by more."""
+    got = run_of(then, -ahead)()
+    return judged(run_of(then, ahead), got, bounds(got))
+
+
+def changed(then: Callable[..., object], change: Callable[[tuple[Tensor, ...]], None]) -> Verdict | None:
+    """Of a program with a mistake: what eager PyTorch gives, changed."""
+    run = run_of(then)
+    made = tuple([each.clone() for each in run().left])
+    change(made)
+    return judged(run, Seen(calls=(made,), left=made), bounds(Seen(calls=(), left=made)))
+
+
+def argmax(module: nn.Module, y: Tensor) -> object:
+    token = y.argmax(-1)
+    return token + 1000, module.table[token], y.log_softmax(-1).gather(1, token[:, None])
+
+
+def topk(module: nn.Module, y: Tensor) -> object:
+    values, indices = y.topk(4)
+    return values, indices
+
+
+def sort(module: nn.Module, y: Tensor) -> object:
+    return y.sort(-1, descending=True)[1][:, :6].int(), y.argsort(0)
+
+
+def moved(module: nn.Module, y: Tensor) -> object:
+    """Through views, casts, a gather, a filter, a concatenation, and a write in place."""
+    best = y.max(1)
+    words = torch.where(best.values > 0, best.indices, -1)
+    kept = torch.zeros(2 * ROWS, dtype=torch.int64)
+    kept[::2] = 2 * words.flip(0)
+    return (
+        torch.cat([words.int().unsqueeze(1), (y + 20).argmin(1, keepdim=True).int()], 1),
+        kept,
+        words.gather(0, torch.tensor([3, 0])),
+    )
+
+
+def loop(module: nn.Module, y: Tensor) -> object:
+    """Each token decides the next scores."""
+
+    def more(turn: Tensor, token: Tensor, tokens: Tensor) -> Tensor:
+        return turn < 5
+
+    def step(turn: Tensor, token: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        new = (y + module.table[token].sum(1, keepdim=True) * torch.arange(WORDS).sin()).argmax(-1)
+        return turn + 1, new, torch.where(torch.arange(5) == turn, new[:, None], tokens)
+
+    begin = (torch.tensor(0), y.argmax(-1), torch.full((ROWS, 5), -1))
+    return torch.while_loop(more, step, begin)[2]
+
+
+def hidden(module: nn.Module, y: Tensor) -> object:
+    """The index itself is no output."""
+    return module.table[y[:1].argmax(-1)]
+
+
+def beams(module: nn.Module, y: Tensor) -> object:
+    """Two outputs make an index of one row; neither is it."""
+    best = (y + torch.arange(ROWS)[:, None] / 4).reshape(1, -1).topk(3).indices
+    return best // WORDS, best % WORDS
+
+
+def filtered(module: nn.Module, y: Tensor) -> object:
+    """Words below the eighth are left out, then scores that others decide: a word at the threshold."""
+    least = y.topk(7).values[:, -1:]
+    return (torch.where(y >= least, -y, float("-inf")) + 0 * y).argmax(-1)
+
+
+def drawn(module: nn.Module, y: Tensor) -> object:
+    return torch.multinomial((y / 4).softmax(-1), 8, replacement=True)
+
+
+def raced(module: nn.Module, y: Tensor) -> object:
+    return torch.multinomial((y / 4).softmax(-1), 3)
+
+
+@pytest.mark.parametrize("then", [argmax, topk, sort, moved, loop, hidden, beams], ids=lambda each: each.__name__)
+def test_a_choice_among_equal_floats_is_right(then: Callable[..., object]) -> None:
+    got = run_of(then, -TIE)()
+    assert any(not torch.equal(one, other) for one, other in zip(got.left, run_of(then)().left, strict=True))
+    assert verdict(then, TIE)
+
+
+@pytest.mark.parametrize("then", [argmax, topk, sort, moved, loop, hidden, beams, filtered], ids=lambda each: each.__name__)
+def test_a_choice_of_less_is_wrong(then: Callable[..., object]) -> None:
+    assert verdict(then, CLEAR) is None
+
+
+def test_a_filter_that_rounding_decides_explains_a_choice() -> None:
+    assert verdict(filtered, TIE)
+
+
+def test_the_report_counts_indices_that_differ() -> None:
+    got = run_of(argmax, -TIE)()
+    found = judged(run_of(argmax), got, bounds(got))
+    assert found and found.indices == ((4, 4), (0, 0), (0, 0))
+    assert torch.equal(found.expected[0], got.left[0]) and torch.allclose(found.expected[1], got.left[1])
+    text = "output 0: 4 of 4 indices differ from eager PyTorch's where the values are equal within tolerance"
+    assert indices_text(bounds(got), [found.indices]) == text
+
+
+def second_best(made: tuple[Tensor, ...]) -> None:
+    made[1][:, 0] = made[1][:, 2]
+
+
+def twice(made: tuple[Tensor, ...]) -> None:
+    made[1][1, 1] = made[1][1, 0]
+
+
+def next_one(made: tuple[Tensor, ...]) -> None:
+    made[1][:] += 1
+
+
+def outside(made: tuple[Tensor, ...]) -> None:
+    made[1][0, 0] = WORDS
+
+
+@pytest.mark.parametrize("change", [second_best, twice, next_one, outside], ids=lambda each: each.__name__)
+def test_mistakes_of_topk_are_refused(change: Callable[[tuple[Tensor, ...]], None]) -> None:
+    assert changed(topk, lambda made: None)
+    assert changed(topk, change) is None
+
+
+def test_what_follows_from_a_choice_has_to_follow_from_it() -> None:
+    def other(made: tuple[Tensor, ...]) -> None:
+        made[1][0] = made[1][1]
+
+    assert changed(argmax, other) is None
+
+
+@pytest.mark.parametrize("then", [drawn, raced], ids=lambda each: each.__name__)
+def test_a_draw_is_judged_by_its_random_number(then: Callable[..., object]) -> None:
+    run = run_of(then, draws=True)
+    got = run()
+    assert judged(run, got, bounds(got))
+    ignored = tuple([each.flip(0) for each in got.left])
+    assert not torch.equal(ignored[0], got.left[0])
+    assert judged(run, Seen(calls=(ignored,), left=ignored), bounds(got)) is None
+
+
+def test_a_draw_at_the_edge_of_an_interval_may_fall_on_either_side() -> None:
+    def searched(module: nn.Module, y: Tensor) -> object:
+        sums = y.abs().cumsum(-1)
+        middle = sums[:, 9:10] + 0.01 * module.table[0, 0].sign()
+        return torch.searchsorted(sums, middle), (sums <= middle).sum(-1)
+
+    def other(made: tuple[Tensor, ...]) -> None:
+        made[0][:] = 9 if int(made[0][0]) == 10 else 10
+        made[1][:] = made[0][:, 0]
+
+    def further(made: tuple[Tensor, ...]) -> None:
+        made[0][:] = 13
+
+    assert changed(searched, other)
+    assert changed(searched, further) is None
+
+
+def test_integers_of_another_origin_have_to_be_equal() -> None:
+    def rounded(module: nn.Module, y: Tensor) -> object:
+        return y.argmax(-1), (y * 10).round().long()
+
+    def other(made: tuple[Tensor, ...]) -> None:
+        made[1][0, 0] += 1
+
+    assert changed(rounded, other) is None
+
+
+def test_the_users_model_has_to_agree_too() -> None:
+    got = run_of(argmax, -TIE)()
+    frozen = tuple([each + 1 for each in got.left])
+    assert judged_beside(run_of(argmax), run_of(argmax)().left, got, bounds(got))
+    assert judged_beside(run_of(argmax), frozen, got, bounds(got)) is None
+
+
+def test_a_mask_hides_nothing_of_the_rest_of_its_row() -> None:
+    """The largest value that a mask has says nothing about how near the others are."""
+
+    def masked(module: nn.Module, y: Tensor) -> object:
+        return y.masked_fill(torch.arange(WORDS) > 1, torch.finfo(torch.float32).min).topk(4).indices
+
+    def other(made: tuple[Tensor, ...]) -> None:
+        made[0][:, 1], made[0][:, 2] = made[0][:, 2].clone(), made[0][:, 1].clone()
+
+    assert changed(masked, other) is None
