@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -110,4 +111,7 @@ def main() -> None:
     try:
         app(prog_name="cgcompile")
     finally:
+        with suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stdout = sys.stderr  # what a model's code prints at exit is no data
         gc.freeze()  # the interpreter would look through all of torch's objects for cycles while it ends: 1.6 s after a build
