@@ -23,14 +23,18 @@ if TYPE_CHECKING:
 MODES = ("graph", "stream")
 OUTPUTS = ("copy", "view")
 WEIGHTS = ("map", "copy")
+
+LONGEST_WAIT = 1 << 32
+"""Seconds: as nanoseconds they fit into 64 bits."""
+
+MOST_DEVICES = 1 << 16
+"""More than a machine can have."""
+
 MANIFEST = "manifest.json"
 
 CUDA, GLANCE = b'"kind":"cuda"', 16 << 20
 """How a manifest for a GPU spells its target, and the bytes that are searched.  A wrong guess costs an unused context, or the time
 that one takes, nothing else."""
-
-LONGEST_WAIT = 1 << 32
-"""Seconds: as nanoseconds they fit into 64 bits."""
 
 ATTEMPTS = 100
 """How often a bundle that is replaced while it is read is read again."""
@@ -104,14 +108,16 @@ def load(
     nothing runs on a GPU, and for `devices` of a model for one device without it; ValueError for a value that an option does not
     have.
     """
+    _check_path(path)
+    _check_kinds(
+        device=device, devices=devices, replicas=replicas, lazy=lazy, cast=cast, timeout=timeout, rank=rank, rendezvous=rendezvous
+    )
     options: dict[str, Any] = {
         "mode": mode, "on_miss": on_miss, "outputs": outputs, "check": check, "weights": weights, "lazy": lazy, "key": key,
         "threads": threads, "cast": cast,
     }  # fmt: skip
     if replicas:
         return _open_replicas(path, device, devices, **options)
-    if (rank is None) != (rendezvous is None) or (rank is not None and devices is not None):
-        raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
     meeting = None if rank is None or rendezvous is None else (rank, os.fspath(rendezvous))
     return open_program(path, device, devices=devices, timeout=timeout, meeting=meeting, **options)
 
@@ -129,7 +135,6 @@ def open_program(
     others: list[Archive] = []
     try:
         from .format.archive import Archive  # this too while the context is made
-        from .format.file_names import EXAM
 
         bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
         from .program import Program  # this while the context is made
@@ -146,7 +151,7 @@ def open_program(
         if bundle.manifest.target.kind == "cpu":
             from .cpu.backend import CpuBackend
 
-            program = Program(bundle.manifest, CpuBackend(bundle, threads), on_miss, outputs, cast, bundle.kept(EXAM))
+            program = _program(Program, bundle, CpuBackend(bundle, threads), on_miss, outputs, cast)
         else:
             from .cuda.driver import check_driver
             from .gpu.backend import CudaBackend
@@ -161,7 +166,7 @@ def open_program(
             else:
                 backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads)
             own = others[0] if others and meeting is not None else bundle
-            program = Program(own.manifest, backend, on_miss, outputs, cast, own.kept(EXAM))
+            program = _program(Program, own, backend, on_miss, outputs, cast)
             if meeting is not None and own.manifest.random >= 0:
                 program.seed(backend.seed)  # type: ignore[attr-defined]  # of one rank: all ranks draw the same
         try:
@@ -177,6 +182,17 @@ def open_program(
             opened.close()
 
 
+def _program(made: type[Program], bundle: Archive, backend: Any, on_miss: str, outputs: str, cast: bool) -> Program:
+    """A program over a backend, which is closed where that fails."""
+    from .format.file_names import EXAM
+
+    try:
+        return made(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(EXAM))
+    except BaseException:
+        backend.close()
+        raise
+
+
 def _open_rank(
     bundle: Archive, others: list[Archive], device: int, meeting: tuple[int, str], mode: str, *, context: ContextFuture,
     threads: int | None, timeout: float,
@@ -189,16 +205,10 @@ def _open_rank(
     size = bundle.manifest.world[0].size
     if not 0 <= rank < size:
         raise CallError("ranks-refused", f"rank={rank}: the model has {size} ranks, 0 to {size - 1}")
-    _check_timeout(timeout)
     if rank:
         others.append(check_rank(bundle, rank))
     own = others[0] if rank else bundle
     return OneRankBackend(own, bundle, device, path, mode, context=context.take(), threads=threads, timeout=timeout)
-
-
-def _check_timeout(timeout: float) -> None:
-    if not 0 < timeout < LONGEST_WAIT:
-        raise ValueError(f"timeout={timeout}: expected more than 0 seconds, and less than {LONGEST_WAIT}")
 
 
 def _open_ranks(
@@ -209,7 +219,6 @@ def _open_ranks(
     from .program.ranks import RanksBackend  # few models are over several
     from .validate.bundle import check_ranks
 
-    _check_timeout(timeout)
     others += check_ranks(bundle)
     chosen = range(bundle.manifest.world[0].size) if devices is None else devices
     own = context.take()
@@ -225,7 +234,6 @@ def _open_replicas(
 
     from .cuda.driver import check_driver, device_count
     from .format.archive import Archive
-    from .format.file_names import EXAM
     from .gpu.backend import CudaBackend
     from .program import Program
     from .program.replicas import Replicas
@@ -249,7 +257,7 @@ def _open_replicas(
 
         def opened(number: int) -> Program:
             backend = CudaBackend(bundle, number, mode, lazy=lazy, threads=threads)
-            return Program(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(EXAM))
+            return _program(Program, bundle, backend, on_miss, outputs, cast)
 
         with ThreadPoolExecutor(len(chosen), "cgbundle-replica") as pool:
             loading = [pool.submit(opened, number) for number in chosen]
@@ -324,10 +332,58 @@ def _check_options(mode: str, on_miss: str, outputs: str, check: str, weights: s
     from .call import dispatch  # while the context is made
     from .validate import bundle as verify
 
-    options = {
-        "mode": (mode, MODES), "on_miss": (on_miss, dispatch.POLICIES), "outputs": (outputs, OUTPUTS),
-        "check": (check, verify.LEVELS), "weights": (weights, WEIGHTS),
-    }  # fmt: skip
-    for name, (value, known) in options.items():
-        if value not in known:
-            raise ValueError(f"{name}={value!r}: expected one of {', '.join(map(repr, known))}")
+    _check_words(verify.LEVELS, dispatch.POLICIES, mode=mode, on_miss=on_miss, outputs=outputs, check=check, weights=weights)
+
+
+def _check_path(path: Any) -> None:
+    """Raises TypeError for what is no path."""
+    if not isinstance(path, str | bytes | os.PathLike):
+        raise TypeError(f"path: expected text or an os.PathLike, got {type(path).__name__}")
+
+
+def _check_kinds(
+    *, device: Any, devices: Any, replicas: Any, lazy: Any, cast: Any, timeout: Any, rank: Any, rendezvous: Any
+) -> None:
+    """Raises ValueError for a value that an option does not have, and for options that contradict each other."""
+    for name, value in (("replicas", replicas), ("cast", cast), *((("lazy", lazy),) if lazy is not None else ())):
+        if not isinstance(value, bool):
+            raise _wrong(name, value, f"True or False{', or None' if name == 'lazy' else ''}")
+    if not _is_device(device):
+        raise _wrong("device", device, "the number of a CUDA device")
+    if devices is not None and not _are_devices(devices):
+        raise _wrong("devices", devices, "a list of numbers of CUDA devices, or None")
+    number = isinstance(timeout, int | float) and not isinstance(timeout, bool)
+    if not number or not 0 < timeout < LONGEST_WAIT:
+        raise _wrong("timeout", timeout, f"more than 0 seconds, and less than {LONGEST_WAIT}")
+    if rank is not None and type(rank) is not int:
+        raise _wrong("rank", rank, "the number of a rank, or None")
+    if rendezvous is not None and not isinstance(rendezvous, str | os.PathLike):
+        raise _wrong("rendezvous", rendezvous, "a path, or None")
+    if (rank is None) != (rendezvous is None) or (rank is not None and devices is not None):
+        raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
+    if replicas and rank is not None:
+        raise ValueError(f"replicas=True, rank={rank}: expected one of them: a rank is one share of a model, a replica all of it")
+    if device and devices is not None:
+        raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")
+
+
+def _check_words(levels: Sequence[str], policies: Sequence[str], **given: Any) -> None:
+    """Raises ValueError for a word that an option does not have."""
+    known = {"mode": MODES, "on_miss": policies, "outputs": OUTPUTS, "check": levels, "weights": WEIGHTS}
+    for name, value in given.items():
+        if not isinstance(value, str) or value not in known[name]:
+            raise _wrong(name, value, f"one of {', '.join(map(repr, known[name]))}")
+
+
+def _is_device(value: Any) -> bool:
+    return type(value) is int and 0 <= value < MOST_DEVICES
+
+
+def _are_devices(value: Any) -> bool:
+    return isinstance(value, list | tuple | range) and all(map(_is_device, value))
+
+
+def _wrong(name: str, value: Any, expected: str) -> ValueError:
+    """Values of Python's own are shown, of others the class alone: what they say of themselves may raise."""
+    plain = value is None or type(value) in (str, bytes, bool, int, float)
+    return ValueError(f"{name}={repr(value)[:100] if plain else type(value).__name__}: expected {expected}")

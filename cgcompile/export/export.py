@@ -15,6 +15,7 @@ from cgbundle.format.schema import IntKey, Size
 
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
+from ..model.devices.index_guard import guarded_indices
 from ..model.flat_module import PREFIX, FlatModule, unwatched
 from ..model.nondeterminism.repeated_calls import apart, unrepeated
 from ..model.pytree import DENSE, not_dense
@@ -254,7 +255,8 @@ def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...
         for size in between[::step] if between else ():
             chosen = {**{other: each[0] for other, each in sizes.items()}, name: size}
             try:
-                found.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
+                with guarded_indices(source.device):  # a table of positions may end before such a size
+                    found.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
             except ModelError:
                 continue  # no declared size: the proof of padding finds out what a call there gets
     return found

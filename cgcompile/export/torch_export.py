@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import (
 from torch.export import Dim, ExportedProgram
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from torch.fx.traceback import preserve_node_meta
+from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Size
 from cgbundle.format.size_expressions import linear
@@ -31,7 +32,7 @@ from ..errors import ModelError
 from ..model.flat_module import FlatModule, unwatched
 from ..model.side_effects import BRANCH, NOTHING, Obstacle, SideEffects, branch_fix
 from ..model.source import Source
-from ..model.user_code import first_line, user_line, user_place
+from ..model.user_code import first_line, text_of, user_line, user_place
 from .assertions import settle_assertions
 from .composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
@@ -48,7 +49,7 @@ def export_dynamic(
     try:
         return _export(flat, tensors, _dynamic(shapes, roots))
     except Exception as error:
-        narrower = _narrower(str(error), roots)
+        narrower = _narrower(text_of(error), roots)
         if narrower is None:
             raise _explain(source, error, sizes) from error
     try:
@@ -104,12 +105,15 @@ QUESTIONS = 8
 
 def _other_numbers(earlier: SideEffects, reads: Set[int]) -> Iterator[SideEffects]:
     """What a call would have read: a number beside each of `reads`, wherever it read the same number."""
-    values = {earlier.reads[at] for at in reads if at < len(earlier.reads)}
+    values = {number for at in reads if at < len(earlier.reads) for number in tree_leaves(earlier.reads[at])}
     for step in (-1, 1):
         yield _changed(earlier, earlier.answers, [_beside(each, step, values) for each in earlier.reads])
 
 
 def _beside(value: Any, step: int, values: Collection[Any]) -> Any:
+    """`value`, or for what tolist() gave, its numbers."""
+    if isinstance(value, list):
+        return [_beside(each, step, values) for each in value]
     if type(value) not in (int, bool) or value not in values:
         return value
     return not value if isinstance(value, bool) else value + step
@@ -136,7 +140,9 @@ def _fail(flat: FlatModule, tensors: Sequence[torch.Tensor], earlier: SideEffect
             torch.export.export(flat, _separate(tensors), strict=False)
     except (GuardOnDataDependentSymNode, DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException):
         return False
-    except (RuntimeError, ValueError, TypeError, LookupError, AssertionError):
+    except Exception as error:
+        if type(error).__module__.startswith("torch."):
+            raise
         return True
     finally:
         flat.earlier, flat.known, flat.asserted, flat.watch = before
@@ -243,7 +249,7 @@ NUMPY = ".numpy() is not supported for tensor subclasses"
 
 def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
     """The error for what torch.export raised; `sizes` are those of the dimensions that were dynamic."""
-    text = str(error)
+    text = text_of(error)
     fixed = _constants(text)
     for name in sizes:
         if name in fixed:

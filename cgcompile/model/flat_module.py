@@ -23,7 +23,7 @@ from .tracing.attribute_reads import early_reads
 from .tracing.conversions import needless_conversions_left_out
 from .tracing.held_tensors import current_buffers, held_buffers, held_tensors
 from .tracing.questions import told_eager
-from .user_code import definition
+from .user_code import definition, plain_errors
 
 PREFIX = "model."
 """The wrapper's name for the user's module, taken off every weight's name."""
@@ -101,7 +101,7 @@ class FlatModule(torch.nn.Module):
             ) as effects,  # fmt: skip
         ):
             self.watch(effects)
-            with early_reads(self.model, self.assigned, effects.early):
+            with early_reads(self.model, self.assigned, effects.early), plain_errors():
                 made = entry_method(self.model, self.entry)(*args, **kwargs)
         for owner, leaf, tensor in before:
             _write_back(owner, leaf, tensor)

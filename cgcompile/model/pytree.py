@@ -14,6 +14,7 @@ from cgbundle.format.schema import DTYPES, Tree
 
 from ..errors import ModelError, named
 from .class_fields import Fields, fields_of
+from .user_code import first_line
 
 NamedTensor = tuple[str, torch.Tensor]
 """A tensor with its path, such as `cache.0.key`."""
@@ -134,6 +135,9 @@ def located(place: str) -> Iterator[None]:
         if error.code not in CODES:
             raise
         raise named(error.code, f"{place}{error}", error.hint) from None
+    except Exception as error:  # of an object of the user's
+        text = f"{place}an object that cannot be looked at: {type(error).__name__}: {first_line(error)}"
+        raise ModelError("structure-unsupported", text, TYPES) from error
 
 
 def _unsupported(path: str, message: str, hint: str = "") -> ModelError:

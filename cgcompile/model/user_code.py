@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from functools import cache
 from types import FrameType
 from typing import Any
@@ -24,10 +25,26 @@ OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 
 
 def user_line(error: BaseException, label: str) -> str:
-    """`model.py:12` of the innermost frame of the traceback that lies in the user's code, or "" """
+    """`model.py:12` of the innermost frame of the traceback that lies in the user's code, or "".
+
+    Where an installed package raised it, `model.py:12: transformers/models/x.py:34`: the user's line that led there, and its own.
+    """
+    frames = [frame for frame in reversed(traceback.extract_tb(error.__traceback__)) if is_user_file(frame.filename)]
+    if not frames:
+        return ""
+    inner = f"{shown(os.path.abspath(frames[0].filename)) if os.path.exists(frames[0].filename) else label}:{frames[0].lineno}"
+    if not INSTALLED.match(frames[0].filename):
+        return inner
+    own = next((frame for frame in frames if not INSTALLED.match(frame.filename)), None)
+    return f"{f'{shown(os.path.abspath(own.filename))}:{own.lineno}' if own else label}: {inner}"
+
+
+def package_of(error: BaseException) -> str:
+    """`transformers` where the innermost frame that is neither torch's nor ours lies in an installed package, else "" """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if is_user_file(frame.filename):
-            return f"{shown(os.path.abspath(frame.filename)) if os.path.exists(frame.filename) else label}:{frame.lineno}"
+            installed = INSTALLED.match(frame.filename)
+            return re.split(r"[/\\.]", frame.filename[installed.end() :])[0] if installed else ""
     return ""
 
 
@@ -44,8 +61,61 @@ def is_user_file(filename: str) -> bool:
 
 def first_line(error: BaseException) -> str:
     """The first line that says something, without the place in a library's C++ that raised it."""
-    lines = [LIBRARY_SOURCE.sub(" ", line).strip() for line in str(error).splitlines()]
+    lines = [LIBRARY_SOURCE.sub(" ", line).strip() for line in text_of(error).splitlines()]
     return next(filter(None, lines), "no message")
+
+
+def text_of(error: BaseException) -> str:
+    """The text of an exception, whose class may be the user's."""
+    with suppress(Exception):
+        return str(error)
+    return "no text: its __str__ raises"
+
+
+def can_be_asked(value: object) -> bool:
+    """Whether an object, whose class may be the user's, says without raising of what class it is, and which attributes it has."""
+    with suppress(Exception):
+        isinstance(value, int), callable(value), hasattr(value, "__dict__") and vars(value)
+        return True
+    return False
+
+
+PASSED_ON = (KeyboardInterrupt, GeneratorExit)
+"""What no code of a model means when it raises it, or lets it through."""
+
+
+@contextmanager
+def plain_errors() -> Iterator[None]:
+    """What the user's code raises inside, as exceptions that all code here can handle.
+
+    A class of the user's own, one that is no Exception (as SystemExit is none), or one whose text cannot be made, becomes one of
+    that name and text, derived from Python's own."""
+    try:
+        yield
+    except PASSED_ON:
+        raise
+    except BaseException as error:
+        if _handled(error):
+            raise
+        base = next((each for each in BASES if isinstance(error, each)), RuntimeError)
+        plain = type(type(error).__name__, (base,), {"__module__": "builtins"})
+        raise plain(text_of(error)).with_traceback(error.__traceback__) from error
+
+
+def _handled(error: BaseException) -> bool:
+    """Whether an exception is Python's, torch's or ours, and has a text."""
+    kind = type(error)
+    with suppress(Exception):
+        str(error)
+        return isinstance(error, Exception) and kind.__module__.partition(".")[0] in HANDLED
+    return False
+
+
+BASES = (ValueError, TypeError, IndexError, AssertionError)
+"""What it is derived from where it is one of these, else RuntimeError."""
+
+HANDLED = frozenset({"builtins", "torch", "cgcompile", "cgbundle", "sympy", "triton"})
+"""Packages whose exceptions are known here."""
 
 
 def here() -> tuple[str, str]:
@@ -148,25 +218,26 @@ def defined(function: Callable[..., Any]) -> tuple[str, str]:
 def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, **kwargs: Any) -> Any:
     """Calls the user's code; whatever it raises becomes one line with the place."""
     try:
-        return function(*args, **kwargs)
+        with plain_errors():
+            return function(*args, **kwargs)
     except SyntaxError as error:
         raise not_python(error, label) from None
-    except SystemExit as error:
-        raise ModelError(
-            "source-invalid", f"{user_line(error, label) or label}: {what} ended the program: SystemExit: {first_line(error)}",
-            'put what a script does under `if __name__ == "__main__":`',
-        ) from error  # fmt: skip
     except Exception as error:
+        if isinstance(error.__cause__, SystemExit):
+            text = f"{user_line(error, label) or label}: {what} ended the program: SystemExit: {first_line(error)}"
+            raise ModelError("source-invalid", text, 'put what a script does under `if __name__ == "__main__":`') from error
         told = f"{user_line(error, label) or label}: {what} failed: {type(error).__name__}: {first_line(error)}"
         raise ModelError("source-invalid", told, _cure(error)) from error
 
 
 def _cure(error: Exception) -> str:
-    """What to do where the user's own code raised this."""
+    """What to do where the user's own code raised this, or a package that it calls."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"install {error.name.partition('.')[0]!r} in this environment, or put it into the folder of the model file"
-    if "CUDA" in str(error) and not torch.cuda.is_available():
+    if "CUDA" in text_of(error) and not torch.cuda.is_available():
         return "no GPU is here: make tensors on the CPU; the model and its inputs are moved to where they are needed"
+    if package := package_of(error):
+        return f"{package} raised this, for what it was given: import the file in Python and call it there, for the whole traceback"
     return "it is the model's own code that raised this: import the file in Python and call it there, for the whole traceback"
 
 

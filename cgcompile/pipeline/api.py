@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 import warnings
@@ -38,7 +39,24 @@ def with_torch(progress: Watcher, module: str) -> Iterator[None]:
 
                 import_module(module)
                 tell.result(f"torch {torch.__version__}")
+        with _logs_kept_back():
+            yield
+
+
+@contextmanager
+def _logs_kept_back() -> Iterator[None]:
+    """Without the log that torch's own handlers write to stderr: what it says of a model that is refused is in the refusal.  A user
+    who sets TORCH_LOGS asks for it."""
+    loggers = [] if os.environ.get("TORCH_LOGS") else [each for each in logging.root.manager.loggerDict if each.startswith("torch")]
+    handlers = [handler for name in loggers for handler in logging.getLogger(name).handlers]
+    nothing = logging.Filter("cgcompile")  # passes records of a logger of this name alone
+    for handler in handlers:
+        handler.addFilter(nothing)
+    try:
         yield
+    finally:
+        for handler in handlers:
+            handler.removeFilter(nothing)
 
 
 def build(

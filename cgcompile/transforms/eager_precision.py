@@ -8,7 +8,9 @@ from contextlib import contextmanager
 
 import torch
 
+from ..model.devices.index_guard import FAILURES, guarded_indices
 from ..model.flat_module import Reference, run_eager
+from ..model.source import CPU
 from ..util.tolerance import compare
 
 WIDE = (torch.float64, torch.complex128)
@@ -24,8 +26,9 @@ def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple
     """
     first = run_eager(reference, tensors).outputs
     try:
-        stepped = run_eager(reference, [_stepped(tensor) for tensor in tensors]).outputs
-    except (RuntimeError, IndexError, ValueError):
+        with guarded_indices(tensors[0].device if tensors else CPU):  # a model may make positions of floats
+            stepped = run_eager(reference, [_stepped(tensor) for tensor in tensors]).outputs
+    except FAILURES:
         stepped = first  # the model asserts what its inputs are
     found = []
     if any(output.is_cuda for output in first):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import sys
+from contextlib import suppress
 from typing import Annotated, Any
 
 import typer
@@ -104,4 +105,8 @@ def main() -> None:
     try:
         app(prog_name="cgcompile")
     finally:
+        if sys.stdout is not sys.__stdout__:  # a model's code has run, and what it prints at exit is no data
+            with suppress(OSError, ValueError):
+                sys.stdout.flush()
+            sys.stdout = sys.stderr
         gc.freeze()  # the interpreter would look through all of torch's objects for cycles while it ends: 1.6 s after a build

@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import IO, TYPE_CHECKING, Any
 
 from cgcompile.util.disk_space import size as size  # the same words as a build's
@@ -58,9 +59,43 @@ def show(renderable: RenderableType, stream: IO[str] | None = None, width: int =
     target.file.write("".join([f"{line.rstrip()}\n" for line in text.get().splitlines()]))
 
 
+@contextmanager
+def stdout_kept() -> Iterator[None]:
+    """While it lasts, all that is printed goes to stderr: by Python, by C, and by processes that are started.
+
+    In the command's own process (where sys.stdout is Python's) file descriptor 1 stays stderr's to the end: what a model's code
+    prints at exit is no data either.  sys.stdout has the real one then."""
+    before, data = sys.stdout, None
+    if before is sys.__stdout__:
+        with suppress(OSError, ValueError):  # one of them is closed
+            sys.stdout.flush()
+            data = os.dup(1)
+            os.dup2(2, 1)
+    sys.stdout = sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = before
+        if data is not None:
+            with suppress(OSError, ValueError):
+                sys.__stdout__.flush()  # type: ignore[union-attr]  # what was printed through it
+            sys.stdout = open(data, "w", encoding=before.encoding, errors=before.errors, closefd=True)  # noqa: SIM115
+
+
 def say(text: str) -> None:
     """A message: one line on stderr."""
     sys.stderr.write(safe(text) + "\n")
+
+
+LONGEST = 800
+"""Characters of an error's text, or of a hint: ten lines of a terminal.  --json has all of it."""
+
+
+def folded(text: str) -> str:
+    """`text` on one line, cut at the end where it is too long to be read."""
+    words = " ".join(text.split())
+    more = len(words) - LONGEST
+    return words if more <= 0 else f"{words[:LONGEST].rstrip()} ... and {more} more characters (--json has all)"
 
 
 def complain(message: str, hint: str) -> None:
@@ -70,7 +105,7 @@ def complain(message: str, hint: str) -> None:
     for label, code, told in (("error: ", RED, message), ("hint: ", CYAN, hint)):
         if told:
             head = f"\x1b[{code}m{label}\x1b[0m" if colour else label
-            sys.stderr.write(f"{head}{safe(' '.join(told.split()))}\n")
+            sys.stderr.write(f"{head}{safe(folded(told))}\n")
 
 
 RED, CYAN = "1;31", "1;36"

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING
 
-from .output import console, duration, safe, say
+from .output import console, duration, safe, say, stdout_kept
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -45,12 +45,11 @@ OFTEN = 10.0
 
 @contextmanager
 def watching(quiet: bool, verbose: bool = False) -> Iterator[Watcher | None]:
-    """What a build or a benchmark tells of its stages: None where it is to be `quiet`."""
-    if quiet:
-        yield None
-        return
+    """What a build or a benchmark tells of its stages: None where it is to be `quiet`.  What the model's code prints meanwhile, and
+    what it starts, goes to stderr: stdout has our data alone."""
     with ExitStack() as stack:
-        yield Progress(stack, verbose)
+        stack.enter_context(stdout_kept())
+        yield None if quiet else Progress(stack, verbose)
 
 
 def begin(stage: str, text: str) -> None:

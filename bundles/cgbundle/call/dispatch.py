@@ -8,12 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import product
+from math import prod
 from typing import NamedTuple
 
 from ..errors import CallError
 from ..format.schema import Dimension
 
 POLICIES = ("pad", "chunk", "error")
+
+MOST_PIECES = 1 << 20
+"""Replays of one call: a call of more rows, as a broadcast array may have, would fill the memory with its plan alone."""
+
+_LARGE = "call it with parts of its inputs"
 
 
 class Cut(NamedTuple):
@@ -42,6 +48,8 @@ def plan(
             cuts.append(_cuts(dimension, size, on_miss))
         except CallError as error:
             raise CallError("key-missing", f"{where(dimension.name)}: {error}", error.hint) from None
+    if prod(map(len, cuts)) > MOST_PIECES:
+        raise CallError("key-missing", f"the call would take more than {MOST_PIECES} replays", _LARGE)
     return tuple(product(*cuts))
 
 
@@ -56,6 +64,9 @@ def _cuts(dimension: Dimension, size: int, on_miss: str) -> list[Cut]:
         raise CallError("key-missing", f"got {dimension.name}={size}: there is nothing to run", _EMPTY)
     if on_miss == "error":
         raise CallError("key-missing", f"expected a recorded {dimension.name} ({_list(dimension)}), got {size}", _NO_POLICY)
+    if size > MOST_PIECES * dimension.sizes[-1]:
+        most = MOST_PIECES * dimension.sizes[-1]
+        raise CallError("key-missing", f"expected at most {dimension.name}={most}, {MOST_PIECES} replays, got {size}", _LARGE)
     pads, smallest, largest = dimension.pad != "no", dimension.sizes[0], dimension.sizes[-1]
     if dimension.chunk and size > smallest and (on_miss == "chunk" or size > largest or not pads):
         largest_first = on_miss == "pad" and pads

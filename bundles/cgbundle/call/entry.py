@@ -103,21 +103,24 @@ class Entry:
         if library is None:
             library = self._libraries[type(first)] = library_of(first)
         values: list[Any] = []
-        found, shapes = [], []
+        found, shapes, casts = [], [], []
         for tensor, spec in zip(tensors, self.inputs, strict=True):
             try:
                 value, descriptor = library.take(tensor, spec.name)
             except CallError as error:
                 raise unreadable(error, spec, tensor) from None
             if descriptor[2] != spec.dtype:
-                place = len(values)
-                value, descriptor = self._cast_input(library, place, value, descriptor)
-                tensors = [*tensors[:place], value, *tensors[place + 1 :]]
+                self._check_cast(len(values), descriptor)
+                casts.append(len(values))
             values.append(value)
             found.append(descriptor)
             shapes.append(descriptor[1])
         device = common_device(self.inputs, found, self._backend.device) if found else None
         plan = self._plans.get(tuple(shapes)) or self._plan(tuple(shapes))
+        for place in casts:  # behind the plan, which refuses what would fill the memory
+            values[place] = value = library.cast(values[place], self.inputs[place].dtype)
+            found[place] = library.describe(value)
+            tensors = [*tensors[:place], value, *tensors[place + 1 :]]
         outputs, aliases, written = self._outputs, self._aliases, self._written
         shared = None if aliases is None else aliases.of_inputs(library, plan, tensors, values, found)
         targets = None if written is None else written.targets(library, tensors, values, found)
@@ -219,15 +222,13 @@ class Entry:
         line = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
         self._direct.add(tensors, Direct(library.like(tensors), line))
 
-    def _cast_input(self, library: Library, place: int, value: Any, found: Descriptor) -> tuple[Any, Descriptor]:
-        """An input that came in another dtype, cast as `cast=True` allows; raises input-dtype."""
+    def _check_cast(self, place: int, found: Descriptor) -> None:
+        """Raises input-dtype for an input of another dtype, unless `cast=True` allows the cast."""
         from ..tensors.casts import is_safe  # few calls need one
 
         spec, written = self.inputs[place], place in self.manifest.written
         if written or not self._cast or not is_safe(found[2], spec.dtype):
             raise wrong_dtype(spec, found[2], written=written)
-        value = library.cast(value, spec.dtype)
-        return value, library.describe(value)
 
     def _pieces(self, call: Call, plan: Plan, values: list[Any]) -> list[Any]:
         """The outputs of a call that is padded or cut."""

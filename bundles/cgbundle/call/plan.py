@@ -64,7 +64,7 @@ def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> P
 def number_of_key(manifest: Manifest, key: tuple[int, ...]) -> int:
     """The position of the program of an int_key.  Raises key-missing, with the keys that there are."""
     keys = [program.key for program in manifest.programs]
-    if key not in keys:
+    if not isinstance(key, tuple) or key not in keys:
         listed = ", ".join(map(str, keys[:12])) + (", ..." if len(keys) > 12 else "")
         raise CallError("key-missing", f"expected a recorded int_key ({listed}), got {key!r}")
     return keys.index(key)

@@ -65,9 +65,9 @@ class GraphExecutor:
             cu.cuGraphDestroy(graph)
             raise
         self._build = build if table.counts["conditionals"] else None
-        self.readers: Sequence[Reader] = build.readers(nodes, self._exec)
         self._graph = graph  # the executable one holds copies of everything; this one is for `join`
         try:
+            self.readers: Sequence[Reader] = build.readers(nodes, self._exec)
             if self._copies is not None:
                 self._copies.executable = self._exec
                 self._copies.off()

@@ -38,7 +38,8 @@ def one_entry(manifest: Manifest, name: str = "") -> Manifest:
 
 def missing_entry(name: str, entries: Collection[str]) -> EntryMissing:
     """The error of a name that none of `entries` has."""
-    return EntryMissing("entry-missing", f"the bundle has no entry {name!r}{meant(name, entries)}, but {', '.join(entries)}")
+    near = meant(name, entries) if isinstance(name, str) else ""
+    return EntryMissing("entry-missing", f"the bundle has no entry {name!r}{near}, but {', '.join(entries)}")
 
 
 def missing_attribute(owner: object, name: str, entries: Collection[str]) -> AttributeError:

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from ..errors import CallError
+from ..format.schema import DTYPES
 from .tensor import Tensor, decode, from_bytes
 
 _INTEGERS = {
@@ -38,6 +39,8 @@ def is_safe(source: str, target: str) -> bool:
     """Whether every value of dtype `source` has an equal one of dtype `target`."""
     if source == target:
         return True
+    if source not in DTYPES:
+        return False  # of a library's own
     if target in _PARTS:
         return is_safe(_PARTS.get(source, source), _PARTS[target])
     if source in _PARTS:

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+import operator
 import sys
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 from ..errors import CallError
+from ..format.schema import DTYPES
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 """DLDeviceType."""
@@ -49,6 +52,12 @@ READ_ONLY = 1
 IMMUTABLE = ("jax", "jaxlib")
 """Libraries whose arrays never change, whatever a capsule says."""
 
+MOST_AXES, ADDRESSES = 64, 1 << 57
+"""Of a tensor; and the addresses that a process can have."""
+
+REFUSALS = (BufferError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
+"""What methods of a caller's class raise where they do not do what DLPack says."""
+
 _Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
 
 _api = ctypes.pythonapi
@@ -65,27 +74,64 @@ def read(value: Any, name: str) -> tuple[int, str, Sequence[int], Sequence[int] 
 
     Raises input-kind for what cannot be read: other devices than CPU and CUDA, vector lanes, unknown dtypes.
     """
-    device_type, _ = value.__dlpack_device__()
+    device_type = _device_type(value, name)
     if device_type not in (CPU, CUDA, CUDA_HOST, CUDA_MANAGED):
         raise CallError("input-kind", f"input {name!r}: DLPack device type {device_type} is neither CPU nor CUDA")
     options = {"stream": LEGACY_STREAM} if device_type in (CUDA, CUDA_MANAGED) else {}
     try:
         capsule = value.__dlpack__(**options)
-    except (BufferError, RuntimeError) as error:
-        reason = (str(error).splitlines() or [""])[0]
+    except REFUSALS as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise CallError("input-kind", f"input {name!r}: its library does not share it: {reason}") from None
-    managed = _Managed.from_address(_capsule_pointer(capsule, b"dltensor"))
-    source = managed.tensor
+    if not _capsule_is(capsule, b"dltensor"):
+        kind = type(capsule).__name__
+        what = "one that is used up, or of another kind" if kind == "PyCapsule" else kind
+        raise CallError("input-kind", f"input {name!r}: expected a DLPack capsule called dltensor, got {what}")
+    source = _Managed.from_address(_capsule_pointer(capsule, b"dltensor")).tensor
     dtype = _CODES.get((source.code, source.bits))
     if dtype is None or source.lanes != 1:
         raise CallError(
             "input-kind",
             f"input {name!r}: DLPack dtype (code {source.code}, {source.bits} bits, {source.lanes} lanes) is not supported",
         )
+    if not 0 <= source.ndim <= MOST_AXES or (source.ndim and not source.shape):
+        told = f"{source.ndim} axes{'' if source.shape else ' and no shape'}"
+        raise CallError("input-kind", f"input {name!r}: its DLPack capsule has {told}")
     shape = source.shape[: source.ndim]
     strides = source.strides[: source.ndim] if source.strides else None
+    address = (source.data or 0) + source.byte_offset
+    check_place(address, dtype, shape, strides, name)
+    if source.device_type != device_type:
+        text = f"its DLPack capsule is for device type {source.device_type}, and its __dlpack_device__() says {device_type}"
+        raise CallError("input-kind", f"input {name!r}: {text}")
     on_host = device_type in (CPU, CUDA_HOST)
-    return (source.data or 0) + source.byte_offset, dtype, shape, strides, capsule, None if on_host else source.device_id
+    return address, dtype, shape, strides, capsule, None if on_host else source.device_id
+
+
+def _device_type(value: Any, name: str) -> int:
+    try:
+        device_type, number = value.__dlpack_device__()
+        return operator.index(device_type) + 0 * operator.index(number)
+    except REFUSALS:
+        raise CallError("input-kind", f"input {name!r}: its __dlpack_device__() gives no device type and number") from None
+
+
+def check_place(address: int, dtype: str, shape: Sequence[int], strides: Sequence[int] | None, name: str) -> None:
+    """Raises input-kind for a shape, strides or an address that no memory can have."""
+    fine = all(size >= 0 for size in shape) and (strides is None or len(strides) == len(shape))
+    if fine and 0 not in shape:
+        steps = zip(shape, dense_strides(shape) if strides is None else strides, strict=True)
+        ends = [(size - 1) * stride * DTYPES[dtype] for size, stride in steps]
+        first, last = address + sum(min(0, end) for end in ends), address + sum(max(0, end) for end in ends)
+        fine = first > 0 and last < ADDRESSES
+    if not fine:
+        told = f"shape {list(shape)}, strides {None if strides is None else list(strides)}, address {address:#x}"
+        raise CallError("input-kind", f"input {name!r}: no memory has {told}")
+
+
+def dense_strides(shape: Sequence[int]) -> list[int]:
+    """The strides of a row-major tensor."""
+    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def check_writable(value: Any, name: str) -> None:

@@ -14,6 +14,24 @@ from .library import Descriptor, Likeness, Wrapper, kind_of, likeness
 from .tensor import Tensor, copy, dense, empty
 
 
+def _check(value: Tensor, name: str) -> None:
+    """Raises input-kind for a tensor that the caller has made of what is none."""
+    numbers = [value.address, *value.shape, *value.strides, *(() if value.device is None else (value.device,))]
+    if value.dtype not in DTYPES or any([type(each) is not int for each in numbers]):
+        raise CallError("input-kind", f"input {name!r}: a cgbundle.Tensor of numbers and a dtype that are none")
+    if value.device is None:
+        dlpack.check_place(value.address, value.dtype, value.shape, value.strides, name)
+
+
+def can_be_asked(value: Any) -> bool:
+    """Whether an object of the caller's says without raising which attributes it has."""
+    try:
+        hasattr(value, "__dlpack__")
+    except dlpack.REFUSALS:
+        return False
+    return True
+
+
 class DLPack:
     """Tensors of our own; results go back to another library through its `from_dlpack`."""
 
@@ -21,8 +39,9 @@ class DLPack:
 
     def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
         if isinstance(value, Tensor):
+            _check(value, name)
             return value, self.describe(value)
-        if hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+        if can_be_asked(value) and hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
             taken = Tensor(*dlpack.read(value, name))
             return taken, self.describe(taken)
         raise CallError(

@@ -25,8 +25,10 @@ class Numpy:
             if not isinstance(value, self.module.generic):
                 raise CallError("input-kind", f"input {name!r}: expected a NumPy array like the first input, got {kind_of(value)}")
             value = self.module.asarray(value)
-        elif type(value) is not self.module.ndarray and hasattr(value, "mask"):
-            raise CallError("input-kind", f"input {name!r}: expected an array without a mask, got {kind_of(value)}")
+        elif type(value) is not self.module.ndarray:
+            if isinstance(value, self.module.ma.MaskedArray):
+                raise CallError("input-kind", f"input {name!r}: expected an array without a mask, got {kind_of(value)}")
+            value = self.module.asarray(value)  # a class of the caller's may say of itself what is not so
         if not value.dtype.isnative:
             raise CallError("input-kind", f"input {name!r}: expected native byte order, got dtype {value.dtype.str}")
         return value, self.describe(value)

@@ -38,7 +38,14 @@ class Torch:
             value = value.resolve_conj().resolve_neg()  # lazy: the memory holds other numbers
         if value.requires_grad:
             value = value.detach()
-        return value, self.describe(value)
+        try:
+            found = self.describe(value)
+        except RuntimeError as error:  # a nested tensor
+            reason = (str(error).splitlines() or [""])[0]
+            raise CallError("input-kind", f"input {name!r}: torch does not say where it lies: {reason}") from None
+        if not found[0] and value.numel():
+            raise CallError("input-kind", f"input {name!r}: expected a tensor with values, got {kind_of(value)} without memory")
+        return value, found
 
     def describe(self, value: Any) -> Descriptor:
         dtype = value.dtype

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import binascii
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
 from ..errors import CallError
@@ -29,6 +29,8 @@ PUBLIC = "openssl pkey -in PRIVATE.pem -pubout -out PUBLIC.pem, and give PUBLIC.
 
 def public_keys(given: Keys) -> tuple[bytes, ...]:
     """The keys, 32 bytes each.  Raises key-invalid, also where none is given."""
+    if not isinstance(given, str | bytes | os.PathLike | Iterable):
+        raise CallError("key-invalid", f"key: expected a path, 64 hexadecimal digits or 32 bytes, got {type(given).__name__}")
     several = [given] if isinstance(given, str | bytes | os.PathLike) else list(given)
     if not several:
         raise CallError("key-invalid", "key: an empty list of keys, which no bundle can be signed by")

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from torch.fx import GraphModule, Node
 
-from ...model.user_code import place
+from ...model.user_code import place, text_of
 from .conditionals import bodies, higher_order, is_conditional
 
 OPERATOR = re.compile(r"Higher Order Operator: (torch\.\w+)")
@@ -29,7 +29,7 @@ UNLIKE = re.compile(r"differ in '(\w+): (.+?) vs (.+?)'")
 
 def refused_body(error: BaseException | None) -> tuple[str, str]:
     """What torch refuses and what to do, where it is a body of a higher-order operator; else ("", "")."""
-    text = str(error or "")
+    text = text_of(error) if error is not None else ""
     operator = OPERATOR.search(text)
     if operator is None:
         return "", ""

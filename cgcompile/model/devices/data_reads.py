@@ -6,6 +6,7 @@ from collections.abc import Set
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from cgbundle.cpu.host_region import ASSERTS
 
@@ -79,7 +80,8 @@ class DataReads:
             value = self._reads[position] if replayed else called(func, args, kwargs)
             if replayed and position in self._asserted.reads:
                 self._assert(args[0], value)
-        self._effects.reads[position] = value
+        # a traced tensor's tolist() asks for one number after the other
+        self._effects.reads[position:] = tree_leaves(value) if func is torch.Tensor.tolist else [value]
         return value
 
     def _assert(self, tensor: torch.Tensor, value: bool | int) -> None:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from functools import partial
+from itertools import islice
+from types import CellType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
@@ -13,13 +17,16 @@ from ...errors import BuildError
 from ...util.raw_bytes import moved, seen_as, storage_bytes
 from ..source import CPU, Source
 from ..tracing.held_tensors import held_tensors
-from ..user_code import first_line
+from ..user_code import can_be_asked, first_line
 
 _Replaced = tuple[dict[str, Any], str, Any]
 """Parameters or buffers of a module, a name in it, and what stood there."""
 
-DEEP = 3
-"""How far down lists, tuples and dicts among a module's attributes are looked into for tensors."""
+DEEP, WIDE = 6, 256
+"""How far down and along containers, objects and functions among a module's attributes are looked into for tensors."""
+
+MOST = 20_000
+"""Objects that are looked into: an attribute may lead to all of a program."""
 
 
 @contextmanager
@@ -67,19 +74,53 @@ def _by_storage(model: torch.nn.Module, device: torch.device) -> Iterator[list[t
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[torch.Tensor]:
-    """Parameters, buffers, and what other attributes of the modules hold, and objects among these."""
+    """Parameters, buffers, and what other attributes of the modules hold, and objects, containers and functions among these."""
+    seen: set[int] = set()
     for module in model.modules():
-        yield from _within(list(vars(module).values()), DEEP)
+        for value in list(vars(module).values()):
+            yield from _within(value, DEEP, seen)
     for held in held_tensors(model):
         yield held.tensor
 
 
-def _within(value: Any, deep: int) -> Iterator[torch.Tensor]:
+def _within(value: Any, deep: int, seen: set[int]) -> Iterator[torch.Tensor]:
+    if not can_be_asked(value):
+        return
     if isinstance(value, torch.Tensor):
         yield value
-    elif deep and isinstance(value, list | tuple | dict):
-        for each in value.values() if isinstance(value, dict) else value:
-            yield from _within(each, deep - 1)
+    elif deep and len(seen) < MOST and id(value) not in seen:
+        seen.add(id(value))
+        for each in _parts(value):
+            yield from _within(each, deep - 1, seen)
+
+
+def _parts(value: Any) -> list[Any]:
+    """What a value holds: a container its elements, an object its attributes, a function what it was made with."""
+    if isinstance(value, torch.nn.Module | type | ModuleType | str | bytes):
+        return []
+    if isinstance(value, Mapping):
+        return [*value.keys(), *value.values()][:WIDE]
+    if isinstance(value, list | tuple | set | frozenset | deque):
+        return list(islice(value, WIDE))
+    if isinstance(value, partial):
+        return [value.func, *value.args, *value.keywords.values()]
+    if isinstance(value, FunctionType):
+        cells = [cell.cell_contents for cell in value.__closure__ or () if cell != CellType()]
+        return [*cells, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
+    if isinstance(value, MethodType):
+        return [value.__self__]
+    slots = [_slot(value, name) for kind in type(value).__mro__ for name in _names(vars(kind).get("__slots__", ()))]
+    return [*vars(value).values(), *slots][:WIDE] if hasattr(value, "__dict__") else slots[:WIDE]
+
+
+def _slot(value: Any, name: str) -> Any:
+    with suppress(Exception):  # of the user's class
+        return getattr(value, name)
+    return None
+
+
+def _names(slots: Any) -> tuple[str, ...]:
+    return (slots,) if isinstance(slots, str) else tuple(slots)
 
 
 def _plain(tensor: torch.Tensor) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ..source import written_method
-from ..user_code import is_user_file, line_of
+from ..user_code import can_be_asked, is_user_file, line_of
 
 DEEP, WIDE = 3, 256
 """How far down and along containers are looked into."""
@@ -119,6 +119,8 @@ def _visible(model: torch.nn.Module, entry: str) -> Iterator[Any]:
 
 
 def _within(value: Any, deep: int) -> Iterator[Any]:
+    if not can_be_asked(value):
+        return
     yield value
     if deep and isinstance(value, list | tuple):
         for each in value[:WIDE]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...util.tolerance import compare
+from ..devices.index_guard import FAILURES, guarded_indices
 from ..flat_module import FlatModule, run_eager
 from ..side_effects import Obstacle
 from ..source import SEED
@@ -23,9 +24,6 @@ ORDINARY = 4
 
 SPREADS = 4.0
 """On a GPU calls differ by rounding: what differs by more than so much of that does not."""
-
-FAILURES = (RuntimeError, ValueError, TypeError, LookupError, AssertionError, ArithmeticError)
-"""What a model may raise for another number."""
 
 
 def results(flat: FlatModule, tensors: Sequence[torch.Tensor]) -> Results:
@@ -108,7 +106,8 @@ def _drawn_decides(flat: FlatModule, tensors: Sequence[torch.Tensor], call: Obse
             for each, state in zip(call.moved, chosen, strict=False):
                 each.write(state)
             try:
-                again.append(results(flat, tensors))
+                with guarded_indices(flat.device):
+                    again.append(results(flat, tensors))
             except FAILURES:
                 return True
     one, other, *more = again

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from ..user_code import shown
+from ..user_code import can_be_asked, shown
 
 ATTRIBUTE_FIX = "register it as a buffer and write to that, or leave it out of forward()"
 
@@ -49,6 +49,8 @@ def changed(before: Marks, after: Marks) -> list[str]:
 
 
 def _mark(value: Any, deep: int, state: Set[int]) -> Any:
+    if not can_be_asked(value):
+        return id(value)
     if isinstance(value, torch.Tensor):
         return id(value), -1 if id(
             value

@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from ..user_code import can_be_asked
+
 DEEP, WIDE = 6, 256
 """How far down and along containers and objects are looked into."""
 
@@ -49,6 +51,8 @@ def held_tensors(model: torch.nn.Module) -> tuple[Held, ...]:
 
 
 def _within(module: torch.nn.Module, path: str, holder: Any, key: Any, value: Any, deep: int, seen: set[int]) -> Iterator[Held]:
+    if not can_be_asked(value):
+        return
     if isinstance(value, torch.Tensor):
         if type(value) is torch.Tensor and value.layout is torch.strided and holder is not None:
             yield Held(module=module, path=path, holder=holder, key=key, tensor=value)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.errors import CallError
+from cgbundle.errors import CallError, CgbundleError
 from cgbundle.format import file_names
 from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Exam, IntKey, Region, Target, Value, Weight
@@ -84,14 +84,18 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
             weights = write_weights(stage / file_names.WEIGHTS, tensors, weight_rows(tensors, spec.entries[0].prepared.state))
             (stage / file_names.HOST).mkdir()
-            regions: list[Region] = []
-            folded: set[str] = set()
-            exams: dict[str, list[KeyExam]] = {}
-            parts = []
-            for each in entries:
-                own = each.entry
-                exams[own.name] = eager_exam(own.source, own.prepared, own.sizes, weights)
-                parts.append(_entry_parts(each, exams[own.name], weights, regions, folded, stage))
+            exams = {
+                each.entry.name: eager_exam(each.entry.source, each.entry.prepared, each.entry.sizes, weights) for each in entries
+            }
+            try:
+                parts, regions, folded = _parts_of_all(entries, exams, weights, stage)
+            except CgbundleError:
+                if standalone is not None:
+                    raise
+                standalone = False  # where a function of ours fails, torch's may not
+                for each, told in zip(entries, each_named(tell, [entry.name for entry in spec.entries]), strict=True):
+                    _compile(each, scratch / "libtorch", told, changing, level, interface, standalone)
+                parts, regions, folded = _parts_of_all(entries, exams, weights, stage)
             write_exam(stage / file_names.EXAM, exams)
             tell.result(describe_size(stage))
     features = {feature for each in entries for compiled in each.compiled.values() for feature in compiled.features}
@@ -135,6 +139,16 @@ def _compile(
     return standalone
 
 
+def _parts_of_all(
+    entries: Sequence[_CompiledEntry], exams: Mapping[str, Sequence[KeyExam]], weights: tuple[Weight, ...], stage: Path
+) -> tuple[list[EntryParts], list[Region], set[str]]:
+    """The rows of all entries, their regions, and the weights whose values the code holds.  Runs the code once for each int_key."""
+    regions: list[Region] = []
+    folded: set[str] = set()
+    parts = [_entry_parts(each, exams[each.entry.name], weights, regions, folded, stage) for each in entries]
+    return parts, regions, folded
+
+
 def _entry_parts(
     each: _CompiledEntry,
     exams: Sequence[KeyExam],
@@ -156,7 +170,8 @@ def _entry_parts(
                 strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
             except CallError as error:
                 text = f"the compiled code fails with the example inputs, which eager PyTorch takes: {error}"
-                raise BuildError("compiler-failed", text) from error
+                own = each.compiled[key].standalone
+                raise BuildError("compiler-failed", text, "without --standalone torch's own code runs" if own else "") from error
         bound.region.close()
         folded |= bound.unbound
         shutil.copyfile(each.compiled[key].path, stage / each.file(key))

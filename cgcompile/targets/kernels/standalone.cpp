@@ -511,6 +511,21 @@ bool all_floats(std::initializer_list<const Tensor*> tensors, int64_t rank) {
   return std::all_of(tensors.begin(), tensors.end(), [rank](const Tensor* each) { return each->dtype == FLOAT && each->rank() == rank; });
 }
 
+// Whether `out` has the sizes of the product of `a` and `b`, matrices or as many of them.
+bool multiplies(const Tensor& a, const Tensor& b, const Tensor& out, int64_t rank) {
+  if (!all_floats({&a, &b, &out}, rank)) return false;
+  bool batches = rank < 3 || (a.sizes[0] == out.sizes[0] && b.sizes[0] == out.sizes[0]);
+  return batches && a.sizes[rank - 1] == b.sizes[rank - 2] && out.sizes[rank - 2] == a.sizes[rank - 2] && out.sizes[rank - 1] == b.sizes[rank - 1];
+}
+
+// Whether a tensor has the last of these sizes, or 1 there.
+bool broadcasts(const Tensor& tensor, const std::vector<int64_t>& sizes) {
+  int64_t more = static_cast<int64_t>(sizes.size()) - tensor.rank();
+  for (int64_t axis = 0; more >= 0 && axis < tensor.rank(); axis++)
+    if (tensor.sizes[axis] != 1 && tensor.sizes[axis] != sizes[axis + more]) return false;
+  return more >= 0;
+}
+
 }  // namespace
 
 namespace at {
@@ -624,20 +639,21 @@ GETTER(device_index, int32_t, (static_cast<void>(self), 0))
 
 AOTITorchError aoti_torch_cpu_addmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat1, AtenTensorHandle mat2, double beta, double alpha) {
   const Tensor& added = of(self);
-  if (!all_floats({&of(out), &of(mat1), &of(mat2)}, 2) || added.dtype != FLOAT || added.rank() < 1 || added.rank() > 2) return AOTI_TORCH_FAILURE;
-  Added from{beta == 0 ? nullptr : added.floats(), added.rank() == 2 ? added.step(0) : 0, added.step(added.rank() - 1), static_cast<float>(beta)};
+  if (!multiplies(of(mat1), of(mat2), of(out), 2) || added.dtype != FLOAT || !broadcasts(added, of(out).sizes)) return AOTI_TORCH_FAILURE;
+  int64_t rank = added.rank();  // 0 to 2
+  Added from{beta == 0 ? nullptr : added.floats(), rank == 2 ? added.step(0) : 0, rank ? added.step(rank - 1) : 0, static_cast<float>(beta)};
   product(matrix(of(mat1)), matrix(of(mat2)), matrix(of(out)), from, static_cast<float>(alpha), true);
   return AOTI_TORCH_SUCCESS;
 }
 
 AOTITorchError aoti_torch_cpu_mm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2) {
-  if (!all_floats({&of(out), &of(self), &of(mat2)}, 2)) return AOTI_TORCH_FAILURE;
+  if (!multiplies(of(self), of(mat2), of(out), 2)) return AOTI_TORCH_FAILURE;
   product(matrix(of(self)), matrix(of(mat2)), matrix(of(out)), {}, 1.f, true);
   return AOTI_TORCH_SUCCESS;
 }
 
 AOTITorchError aoti_torch_cpu_bmm_out(AtenTensorHandle out, AtenTensorHandle self, AtenTensorHandle mat2) {
-  if (!all_floats({&of(out), &of(self), &of(mat2)}, 3)) return AOTI_TORCH_FAILURE;
+  if (!multiplies(of(self), of(mat2), of(out), 3)) return AOTI_TORCH_FAILURE;
   int64_t batches = of(out).sizes[0];
 #pragma omp parallel for schedule(dynamic, 1)
   for (int64_t batch = 0; batch < batches; batch++)
@@ -652,12 +668,14 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
   const Tensor* mask = attn_mask && *attn_mask ? &of(*attn_mask) : nullptr;
   if (dropout != 0 || !all_floats({&q, &k, &v}, 4) || (mask && !all_floats({mask}, mask->rank() == 2 ? 2 : 4))) return AOTI_TORCH_FAILURE;
   int64_t batches = q.sizes[0], heads = q.sizes[1], rows = q.sizes[2], width = q.sizes[3], keys = k.sizes[2];
-  auto lacks = [&](const Tensor& each) { return (each.sizes[0] != batches && each.sizes[0] != 1) || (each.sizes[1] != heads && each.sizes[1] != 1) || each.sizes[2] != keys || each.sizes[3] != width; };
-  if (lacks(k) || lacks(v)) return AOTI_TORCH_FAILURE;
+  // Groups of query heads share a head of keys and one of values.
+  auto lacks = [&](const Tensor& each) { return (each.sizes[0] != batches && each.sizes[0] != 1) || each.sizes[1] == 0 || heads % each.sizes[1] || each.sizes[2] != keys || each.sizes[3] != width; };
+  if (lacks(k) || lacks(v) || (mask && !broadcasts(*mask, {batches, heads, rows, keys}))) return AOTI_TORCH_FAILURE;
   auto strides = strides_like(q);
   int64_t sums[] = {batches, rows, heads}, sum_strides[] = {rows * heads, heads, 1};
   if (allocated(4, q.sizes.data(), strides.data(), FLOAT, ret0) || allocated(3, sums, sum_strides, FLOAT, ret1)) return AOTI_TORCH_FAILURE;
   const Tensor& out = of(*ret0);
+  auto head_of = [&](const Tensor& each, int64_t batch, int64_t head) { return matrix(each, {batch, head / (heads / each.sizes[1])}); };
   float factor = static_cast<float>(scale ? *scale : 1 / std::sqrt(static_cast<double>(width)));
   int64_t bands = (rows + BAND - 1) / BAND, line = (keys + LANES - 1) / LANES * LANES;
 #pragma omp parallel for schedule(dynamic, 1)
@@ -665,7 +683,7 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
     int64_t batch = task / bands / heads, head = task / bands % heads, first = task % bands * BAND;
     int64_t count = std::min<int64_t>(BAND, rows - first);
     std::vector<float> memory(count * line, 0.f);
-    Matrix scores{memory.data(), count, keys, line, 1}, left = matrix(q, {batch, head}), right = matrix(k, {batch, head});
+    Matrix scores{memory.data(), count, keys, line, 1}, left = matrix(q, {batch, head}), right = head_of(k, batch, head);
     left.data = left.at(first, 0);
     product(left, {right.data, right.columns, right.rows, right.column, right.row}, scores, {}, factor, false);
     for (int64_t i = 0; i < count; i++) {
@@ -684,7 +702,7 @@ AOTITorchError aoti_torch_cpu__scaled_dot_product_flash_attention_for_cpu(AtenTe
     Matrix target = matrix(out, {batch, head});
     target.data = target.at(first, 0);
     target.rows = count;
-    product(scores, matrix(v, {batch, head}), target, {}, 1.f, false);
+    product(scores, head_of(v, batch, head), target, {}, 1.f, false);
   }
   return AOTI_TORCH_SUCCESS;
 }
@@ -796,6 +814,7 @@ AOTITorchError aoti_torch_cpu_topk(AtenTensorHandle self, int64_t k, int64_t dim
   if (from.dtype != FLOAT || k < 0 || k > length) return AOTI_TORCH_FAILURE;
   auto sizes = from.sizes;
   if (from.rank()) sizes[axis] = k;
+  else k = 1;  // torch gives a number of no axes whatever k is
   if (row_major(sizes, FLOAT, ret0) || row_major(sizes, INT64, ret1)) return AOTI_TORCH_FAILURE;
   if (k == 0) return AOTI_TORCH_SUCCESS;
   const float* given = from.floats();

@@ -10,7 +10,8 @@ import torch
 from torch.fx import Node
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
-from .padded_call import FAILURES, ChangedByPadding, PaddedCall, place_of
+from ...model.devices.index_guard import FAILURES
+from .padded_call import Body, ChangedByPadding, PaddedCall, place_of
 from .padded_values import PaddedDimension, PaddedValue, Spot, Variation, alike, front, padded_part, placed, same, same_spot, spots
 from .row_axes import kept_rows, moves
 
@@ -61,7 +62,7 @@ def _variations(
 ) -> Iterator[tuple[list[Any], list[Any]] | str | None]:
     """What other values give: at both sizes, "fails" where only the long size fails, None where both do."""
     entrywise = _pointwise(call.node)
-    ways = partial(Variation, indices=any(word in call.name for word in INDEXING), entrywise=entrywise, literal=_literal(call.node))
+    ways = partial(Variation, indices=_indexes(call), entrywise=entrywise, literal=_literal(call.node))
     for variation in [ways(0, mixed=True)] if moved else [ways(-1), ways(1), ways(0, mixed=call.name in ORDERING)]:
         given = {id(value): value.varied(variation, generator) for value in call.values}
         try:
@@ -75,6 +76,14 @@ def _variations(
             yield None if entrywise else "fails"
             continue
         yield (short, long) if structure == other == spec else "fails"
+
+
+def _indexes(call: PaddedCall) -> bool:
+    """Whether integers among the arguments may be positions: by the operator's name, or beside numbers or a body of its own."""
+    dtypes = [value.short.dtype for value in call.values if isinstance(value.short, torch.Tensor)]
+    integers = [not (each.is_floating_point or each.is_complex or each is torch.bool) for each in dtypes]
+    bodies = any(isinstance(leaf, Body) for leaf in tree_leaves(call.short))
+    return any(word in call.name for word in INDEXING) or (any(integers) and (bodies or not all(integers)))
 
 
 def _found(

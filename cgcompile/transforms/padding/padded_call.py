@@ -21,9 +21,6 @@ SHAPE_ONLY = frozenset(
 UNWRITTEN = frozenset({"empty", "new_empty", "empty_like", "empty_strided", "new_empty_strided", "empty_permuted"})
 """Operators whose result holds anything, and is written to before it is read: zeros here."""
 
-FAILURES = (RuntimeError, IndexError, ValueError, AssertionError, ZeroDivisionError)
-"""What operators raise that do not take the values they are tried with."""
-
 
 class ChangedByPadding(Exception):
     """A sentence about an operator."""

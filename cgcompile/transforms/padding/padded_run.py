@@ -11,8 +11,9 @@ import torch
 from torch.fx import GraphModule, Node, map_arg
 from torch.utils._pytree import tree_leaves, tree_map
 
+from ...model.devices.index_guard import FAILURES
 from .operator_trials import padded_operator, run_once
-from .padded_call import FAILURES, SHAPE_ONLY, Body, ChangedByPadding, PaddedCall, place_of
+from .padded_call import SHAPE_ONLY, Body, ChangedByPadding, PaddedCall, place_of
 from .padded_values import PaddedDimension, PaddedValue, alike, placed, same_spot
 
 BLOCKS = frozenset({"wrap_with_set_grad_enabled", "wrap_with_autocast"})

@@ -261,20 +261,37 @@ def _varied_integers(
     short: torch.Tensor, long: torch.Tensor, padded: torch.Tensor, variation: Variation, generator: torch.Generator
 ) -> tuple[torch.Tensor, torch.Tensor]:
     least, most = (int(each) for each in long.aminmax())
+    if variation.indices and not variation.entrywise:  # what is a position at the long size may be none at the short one
+        return _varied_indices(short, (least, most), padded, variation, generator)
     limits = torch.iinfo(short.dtype)
     if variation.entrywise and not variation.sign:
         number = min(max(int(variation.literal), limits.min), limits.max)
         return torch.zeros_like(short), torch.full_like(padded, number)
     if variation.entrywise:
         least, most = max(limits.min, -(10**6)), min(limits.max, 10**6)
-    elif not variation.indices:
+    else:
         least, most = min(least, 0), max(most, 1)
     if variation.sign:
         ends = {-1: least, 1: most}
         return torch.full_like(short, ends[variation.sign]), torch.full_like(padded, ends[-variation.sign])
-    drawn = [(_uniform(each, generator).to(torch.float64) * (most - least + 1)).floor() + least for each in (short, padded)]
-    made = [each.to(torch.int64).clamp(least, most).to(short.dtype) for each in drawn]
-    return made[0], made[1]
+    return _drawn(short, least, most, generator), _drawn(padded, least, most, generator)
+
+
+def _varied_indices(
+    short: torch.Tensor, ends: tuple[int, int], padded: torch.Tensor, variation: Variation, generator: torch.Generator
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The call's entries within the range that they have at the short size, the padded ones within that of the long size."""
+    own = tuple([int(each) for each in short.aminmax()]) if short.numel() else ends
+    if variation.sign:
+        higher = variation.sign > 0
+        return torch.full_like(short, own[higher]), torch.full_like(padded, ends[not higher])
+    return _drawn(short, own[0], own[1], generator), _drawn(padded, ends[0], ends[1], generator)
+
+
+def _drawn(like: torch.Tensor, least: int, most: int, generator: torch.Generator) -> torch.Tensor:
+    """Integers from `least` to `most`."""
+    drawn = (_uniform(like, generator).to(torch.float64) * (most - least + 1)).floor() + least
+    return drawn.to(torch.int64).clamp(least, most).to(like.dtype)
 
 
 def _uniform(like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:

@@ -21,6 +21,7 @@ import torch
 from cgbundle.format.schema import Dimension
 from cgbundle.format.size_expressions import evaluate, linear, names
 
+from ...model.devices.index_guard import FAILURES, guarded_indices
 from ...model.flat_module import PREFIX, run_eager
 from ...model.source import Source, sample
 from ...util.tolerance import compare
@@ -58,6 +59,13 @@ def prove_padding(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
 ) -> tuple[Dimension, ...]:
     """The declared dimensions, each with what was proved."""
+    with guarded_indices(source.device):
+        return _proved(source, prepared, sizes, tell)
+
+
+def _proved(
+    source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
+) -> tuple[Dimension, ...]:
     proved, made = [], cache(functional)
     for name, values in sizes.items():
         tell(name)
@@ -99,7 +107,7 @@ def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int
         zeros = [torch.zeros_like(tensor) for tensor in long]
         try:
             expected = run_eager(prepared.reference, short).outputs
-        except (RuntimeError, IndexError, ValueError, AssertionError) as failure:
+        except FAILURES as failure:
             return _Padding("no", f"the model fails ({type(failure).__name__}) at {name}={trial.short}")
         problem = _other_shape(prepared, trial.small, expected) or _compare(prepared, short, zeros, expected)
         if not problem and _compare(prepared, short, long, expected):
@@ -174,7 +182,7 @@ def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tenso
         filled.append(made)
     try:
         outputs = run_eager(prepared.reference, filled).outputs
-    except (RuntimeError, IndexError, ValueError, AssertionError) as failure:
+    except FAILURES as failure:
         return f"the model fails ({type(failure).__name__})"
     bounds = error_bounds(prepared)
     for spec, bound, want, output in zip(prepared.signature.outputs, bounds, expected, outputs, strict=True):
@@ -216,7 +224,7 @@ def _prove_cut(
                 for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, made, strict=True):
                     if changed := _changed(_range(want, spec.shape, name, start, stop), output, bound):
                         return False, f"output {spec.name!r} {changed} when {name}={long} is cut at {at}"
-        except (RuntimeError, IndexError, ValueError, AssertionError) as failure:
+        except FAILURES as failure:
             return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
     if why := _first(compared, fixed=False, last=True):
         return False, f"{why}; parts of a call were not proved to give the same"

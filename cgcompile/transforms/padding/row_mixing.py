@@ -21,10 +21,11 @@ from torch.fx import GraphModule, Interpreter
 
 from ...errors import ModelError
 from ...export.export import export
+from ...model.devices.index_guard import FAILURES
 from ...model.flat_module import traced_per_size
 from ...model.source import Source, sample
 from ..prepared import Prepared
-from .padded_call import FAILURES, ChangedByPadding
+from .padded_call import ChangedByPadding
 from .padded_run import PaddedRun, operators
 from .padded_values import PaddedDimension
 

@@ -24,95 +24,20 @@ from cgbundle.cpu import libtorch
 from cgbundle.cpu.processor import processor_flags
 from cgcompile.targets.kernels import standalone
 from cgcompile.targets.requirements import compiler
+from tests.helpers.own_functions import Code, own_functions
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
+from tests.operators.forms import forms, judged
 
 FLOAT = 6
 TOLERANCE = 2e-5
 
-VECTORS = """
-#include <cstring>
-#ifdef __AVX512F__
-#define LANES 16
-#define NAME(name, accuracy) Sleef_##name##f16_##accuracy
-#else
-#define LANES 8
-#define NAME(name, accuracy) Sleef_##name##f8_##accuracy
-#endif
-typedef float Vector __attribute__((vector_size(4 * LANES)));
-#define APPLIED(name, accuracy) \\
-  extern "C" Vector NAME(name, accuracy)(Vector); \\
-  extern "C" void name##_of(const float* from, float* into, long count) { \\
-    for (long at = 0; at < count; at += LANES) { \\
-      Vector value; \\
-      std::memcpy(&value, from + at, sizeof value); \\
-      value = NAME(name, accuracy)(value); \\
-      std::memcpy(into + at, &value, sizeof value); \\
-    } \\
-  }
-APPLIED(exp, u10) APPLIED(log, u10) APPLIED(log1p, u10) APPLIED(tanh, u10) APPLIED(sin, u35) APPLIED(cos, u35)
-"""
-"""Functions of vectors, which are no arguments of ctypes', over arrays of a multiple of 16 numbers."""
-
-
 needs_vectors = pytest.mark.skipif("avx2" not in processor_flags(), reason="without AVX2 there are no vectors of such names")
-
-
-class Code:
-    """The functions as a shared object of their own, called with torch's tensors."""
-
-    def __init__(self, path: Path) -> None:
-        self.library = ctypes.CDLL(str(path))
-
-    def handle(self, tensor: torch.Tensor) -> c_void_p:
-        sizes, strides = [(c_int64 * max(1, tensor.dim()))(*each) for each in (tensor.shape, tensor.stride())]
-        made = c_void_p()
-        create = self.library.aoti_torch_create_tensor_from_blob
-        create.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p)
-        code = libtorch.LibTorch(self.library).dtype(str(tensor.dtype).removeprefix("torch."))
-        assert create(tensor.data_ptr(), tensor.dim(), sizes, strides, 0, code, 0, 0, byref(made)) == 0
-        return made
-
-    def __call__(self, name: str, *arguments: Any) -> int:
-        handles = [self.handle(each) if isinstance(each, torch.Tensor) else each for each in arguments]
-        code = int(self.library[f"aoti_torch_cpu_{name}"](*handles))
-        for handle, argument in zip(handles, arguments, strict=True):
-            if isinstance(argument, torch.Tensor):
-                self.library.aoti_torch_delete_tensor_object(handle)
-        return code
-
-    def taken(self, handle: c_void_p, like: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor that it has made, which is deleted; laid out by its own strides."""
-        torch_library = libtorch.LibTorch(self.library)
-        _, shape, strides = torch_library.layout(handle.value or 0)
-        place = c_void_p()
-        assert torch_library.data_pointer(handle, byref(place)) == 0
-        count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
-        data = torch.frombuffer(bytearray(ctypes.string_at(place.value or 0, 4 * count)), dtype=torch.float32)
-        self.library.aoti_torch_delete_tensor_object(handle)
-        assert shape == tuple(like.shape)
-        return data.as_strided(shape, strides)
-
-    def dense(self, handle: c_void_p, like: torch.Tensor) -> torch.Tensor:
-        """A copy of a tensor that it has made, which is deleted; laid out as `like`, without gaps."""
-        torch_library, place = libtorch.LibTorch(self.library), c_void_p()
-        _, sizes, strides = torch_library.layout(handle.value or 0)
-        assert (tuple(sizes), tuple(strides)) == (tuple(like.shape), like.stride())
-        assert torch_library.data_pointer(handle, byref(place)) == 0
-        data = bytearray(ctypes.string_at(place.value or 0, like.nbytes))
-        self.library.aoti_torch_delete_tensor_object(handle)
-        return torch.frombuffer(data, dtype=like.dtype).view(like.shape) if data else torch.empty_like(like)
 
 
 @pytest.fixture(scope="module", params=["native", "x86-64-v3"] if os.uname().machine == "x86_64" else ["native"])
 def code(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Code:
-    target = tmp_path_factory.mktemp("standalone") / f"{request.param}.so"
-    vectors = target.with_suffix(".cpp")
-    vectors.write_text(VECTORS)
-    command = [word for word in standalone.command(compiler(), target) if word != "-c"]
-    command = [word.replace("=native", f"={request.param}") for word in command]
-    subprocess.run([*command, "-shared", *standalone.LINKED, str(vectors)], check=True)
-    return Code(target)
+    return own_functions(tmp_path_factory.mktemp("standalone") / f"{request.param}.so", request.param)
 
 
 @st.composite
@@ -148,6 +73,11 @@ def test_products_are_torchs(code: Code, data: st.DataObject, m: int, k: int, n:
     out = torch.full((n, m), float("nan")).mT if data.draw(st.booleans()) else torch.full((m, n), float("nan"))
     assert code("addmm_out", out, added, a, b, c_double(beta), c_double(alpha)) == 0
     torch.testing.assert_close(out, torch.addmm(added, a, b, beta=beta, alpha=alpha), atol=TOLERANCE * k, rtol=0)
+
+
+def test_forms_of_every_function_are_torchs_or_refused(code: Code) -> None:
+    wrong = {form.text: verdict for form in forms(code, 1, 40) if (verdict := judged(form)).startswith("wrong")}
+    assert not wrong
 
 
 def test_a_product_of_nothing_is_what_it_is_added_to(code: Code) -> None:
@@ -362,7 +292,7 @@ def test_what_it_cannot_do_is_an_error(code: Code) -> None:
     dropout = (c_double(0.5), c_int32(0), None, None, byref(c_void_p()), byref(c_void_p()))
     assert code("_scaled_dot_product_flash_attention_for_cpu", *[torch.zeros(1, 1, 2, 2)] * 3, *dropout)
     plain = (c_double(0), c_int32(0), None, None, byref(c_void_p()), byref(c_void_p()))
-    for other in ((1, 3, 2, 2), (3, 6, 2, 2), (1, 6, 2, 4)):  # heads of groups; rows, and numbers of another count
+    for other in ((1, 4, 2, 2), (3, 6, 2, 2), (1, 6, 2, 4)):  # heads that are no groups; rows, and numbers of another count
         given = torch.zeros(1, 6, 2, 2), torch.zeros(other), torch.zeros(other)
         assert code("_scaled_dot_product_flash_attention_for_cpu", *given, *plain)
 
@@ -381,19 +311,21 @@ def test_what_nobody_has_is_named_by_the_linker(tmp_path: Path) -> None:
 
 
 class Attention(nn.Module):
-    """Products, attention with either axis first, an exponential, a normalization, state."""
+    """Products, one plus a number of no axes, attention with either axis first and of grouped heads, an exponential, a
+    normalization, state."""
 
     def __init__(self) -> None:
         super().__init__()
         self.qkv, self.out, self.norm = nn.Linear(32, 96), nn.Linear(32, 5), nn.LayerNorm(32)
         self.sequence_first = nn.MultiheadAttention(32, 2, batch_first=True)
+        self.scale, self.shift = nn.Parameter(torch.randn(32, 32) / 6), nn.Parameter(torch.tensor(0.5))
         self.register_buffer("calls", torch.zeros(1))
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         self.calls.add_(1)
-        x = self.sequence_first(x, x, x, need_weights=False)[0]
+        x = self.sequence_first(x, x, x, need_weights=False)[0] @ self.scale + self.shift
         q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, 16)).permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+        mixed = F.scaled_dot_product_attention(q, k[:, :1], v[:, :1], enable_gqa=True).transpose(1, 2).flatten(2)
         return self.out(F.gelu(mixed)).softmax(-1), self.calls.clone()
 
 
@@ -447,6 +379,19 @@ def test_its_answers_beside_torch_in_the_same_process(standalone_bundle: tuple[P
         weight.mul_(2)
         torch.testing.assert_close(program(x)[0], model(x)[0], atol=1e-5, rtol=1e-5)
         weight.div_(2)
+
+
+class Doubles(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.double().topk(2, 1).values  # ours takes float32 alone, which the linker does not know
+
+
+def test_where_a_function_of_ours_fails_torchs_takes_its_place(tmp_path: Path) -> None:
+    model, path = Doubles().eval(), tmp_path / "doubles.cgb"
+    cgcompile.build(model, lambda batch: (torch.randn(batch, 5),), sizes=[2], out=path, target="cpu", progress="silent")
+    with cgbundle.load(path) as program:
+        x = torch.randn(2, 5)
+        assert program.manifest.target.torch and torch.equal(program(x), model(x))
 
 
 def test_code_without_its_own_functions_is_told_apart() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import collections
+import functools
+
 import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -51,6 +54,47 @@ def test_all_that_a_model_holds_moves_and_what_is_shared_still_is() -> None:
         low, high = model.low.untyped_storage(), model.high.untyped_storage()
         assert low._cdata == high._cdata and model.high.storage_offset() == 4
         assert model.across.stride() == (1, 5)
+
+
+class Slotted:
+    __slots__ = ("table",)
+
+    def __init__(self) -> None:
+        self.table = torch.ones(2)
+
+
+class Scale:
+    def __init__(self) -> None:
+        self.factor = torch.ones(2)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.factor
+
+
+class Odd:
+    @property
+    def __dict__(self) -> dict[str, object]:  # type: ignore[override]
+        raise ValueError("not to be looked at")
+
+
+class Scattered(torch.nn.Module):
+    """Tensors where no list or dict of a module's attributes has them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        inside, bound = torch.ones(2), torch.ones(2)
+        self.odd, self.slotted, self.scale = Odd(), Slotted(), Scale()
+        self.later, self.near = functools.partial(torch.add, bound), collections.deque([torch.ones(2)])
+        self.function = lambda x: x + inside
+        self.all = [self.slotted.table, self.scale.factor, bound, self.near[0], inside]
+
+
+def test_tensors_in_objects_and_functions_move_too() -> None:
+    model = Scattered()
+    tensors = model.__dict__.pop("all")
+    before = {tensor.data_ptr() for tensor in tensors}
+    with placed(source(model, owned=True), OTHER):
+        assert not before & {tensor.data_ptr() for tensor in tensors}
 
 
 def test_the_memory_of_an_owned_model_goes_while_it_is_moved() -> None:

@@ -1,0 +1,194 @@
+"""Code of the user's that raises where nobody expects it: exceptions of its own, objects that cannot be looked at, numbers that
+Python reads.  Each is one line, or no obstacle."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import cgcompile
+from cgbundle.errors import CgbundleError
+from cgcompile.model.tracing.attributes import marks
+from cgcompile.model.tracing.held_tensors import held_tensors
+from cgcompile.model.user_code import call_user, plain_errors
+from cgcompile_cli.output import complain
+from tests.helpers.raising import raises
+
+
+class NeedsArguments(Exception):
+    def __init__(self, one: int, *, two: int) -> None:
+        super().__init__(one, two)
+
+
+class NoException(BaseException):
+    pass
+
+
+class WithoutText(ValueError):
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+ERRORS = [NeedsArguments(1, two=2), NoException("of mine"), WithoutText(), SystemExit(3)]
+
+
+class Raising(nn.Module):
+    def __init__(self, error: BaseException, fails: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.error, self.fails = error, fails
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.fails(x):
+            raise self.error
+        return x + 1
+
+
+def inputs(batch: int) -> tuple[torch.Tensor]:
+    return (torch.rand(batch, 3),)
+
+
+def check(model: nn.Module, make: Callable[..., Any] = inputs) -> cgcompile.Report:
+    return cgcompile.check(model, make, sizes=[2, 4], target="cpu")
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
+def test_an_exception_of_the_models_own_is_told_with_its_line(error: BaseException) -> None:
+    with raises("eager-failed", match=rf"test_odd_code.py:\d+: .*{type(error).__name__}"):
+        check(Raising(error, lambda x: True))
+    with raises("size-excluded", match=type(error).__name__):
+        check(Raising(error, lambda x: x.shape[0] == 4))
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
+def test_one_that_is_raised_while_the_model_is_probed_is_an_assertion(error: BaseException) -> None:
+    assert [each.rule for each in check(Raising(error, lambda x: x.max() > 2)).findings] == ["asserted-value"]
+
+
+@pytest.mark.parametrize("error", ERRORS, ids=lambda each: type(each).__name__)
+def test_one_of_what_makes_inputs(error: BaseException) -> None:
+    def failing(batch: int) -> tuple[torch.Tensor]:
+        raise error
+
+    with raises("source-invalid", match=type(error).__name__):
+        check(nn.Identity(), failing)
+
+
+def test_interrupts_pass() -> None:
+    for error in (KeyboardInterrupt(), GeneratorExit()):
+        with pytest.raises(type(error)), plain_errors():
+            raise error
+
+
+def test_a_packages_own_error_has_the_users_line_beside_its_own(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "site-packages" / "someones"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text("def load(x):\n    return x['absent']\n")
+    (tmp_path / "model.py").write_text("import someones\n\n\ndef model():\n    return someones.load({})\n")
+    for path in (tmp_path, folder.parent):
+        monkeypatch.syspath_prepend(str(path))
+    import model  # type: ignore[import-not-found]
+
+    with pytest.raises(CgbundleError) as caught:
+        call_user(model.model, "model()", "model.py")
+    assert "model.py:5: someones/__init__.py:2: model() failed: KeyError" in str(caught.value)
+    assert caught.value.hint.startswith("someones raised this")
+
+
+METHODS = ("len", "eq", "bool", "hash", "repr", "iter", "contains", "getattr", "getattribute", "reduce")
+
+
+def odd(method: str) -> Any:
+    """An object whose method raises."""
+
+    def raising(self: Any, *arguments: Any) -> Any:
+        raise ValueError(f"no {method} of mine")
+
+    return type("Odd", (), {f"__{method}__": raising})()
+
+
+class Holding(nn.Module):
+    def forward(self, x: torch.Tensor, more: object = None) -> Any:
+        return (x + 1, more) if more is not None else x + 1
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_an_object_that_cannot_be_looked_at(method: str) -> None:
+    model = Holding()
+    vars(model)["odd"] = odd(method)
+    vars(model)["inside"] = {"one": [odd(method)]}
+    vars(model)["table"] = [torch.ones(2)]
+    assert [each.path for each in held_tensors(model)] == ["table.0"]
+    assert {"odd", "inside", "table"} <= marks(model).keys() and marks(model) == marks(model)
+    with raises("structure-unsupported", match=r"inputs\(\) gives"):
+        check(Holding(), lambda batch: (torch.rand(batch, 3), odd(method)))
+
+
+def test_odd_objects_in_attributes_are_no_obstacle() -> None:
+    model = Holding()
+    for method in METHODS:
+        if method != "getattribute":  # neither torch.nn.Module nor torch.export takes such
+            setattr(model, method, odd(method))
+    assert check(model).findings == ()
+
+
+class Listed(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        places = x.argmax(1).tolist()
+        return x * sum(places) + (1.0 if places[0] > 1 else 2.0)
+
+
+def test_a_list_of_numbers_that_python_branches_on_is_refused_by_name() -> None:
+    assert "data-dependent-branch" in [each.rule for each in check(Listed()).findings]
+
+
+PRINTS = """
+import atexit, os, subprocess, sys
+import torch
+from torch import nn
+
+def told(what):
+    print("print", what)
+    os.write(1, b"file descriptor 1\\n")
+    sys.__stdout__.write("its own stdout\\n")
+    subprocess.run(["echo", "a child"])
+
+atexit.register(told, "at exit")
+told("when imported")
+
+class Printing(nn.Module):
+    def forward(self, x):
+        told("in forward()")
+        return x + 1
+
+def model():
+    told("in model()")
+    return Printing()
+
+def inputs(batch):
+    told("in inputs()")
+    return (torch.rand(batch, 3),)
+"""
+
+
+def test_what_a_model_prints_goes_to_stderr(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text(PRINTS)
+    command = [sys.executable, "-m", "cgcompile_cli", "check", "model.py", "--sizes", "1,2", "--target", "cpu", "--json", "-q"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout)["refused"] is False
+    for what in ("when imported", "in model()", "in inputs()", "in forward()", "at exit", "file descriptor 1", "a child"):
+        assert what in done.stderr
+    assert done.stderr.count("its own stdout") == done.stderr.count("print ")
+
+
+def test_a_long_refusal_is_folded(capsys: pytest.CaptureFixture[str]) -> None:
+    complain("word " * 1000, "")
+    told = capsys.readouterr().err
+    assert len(told) < 900 and told.endswith("more characters (--json has all)\n") and told.count("\n") == 1

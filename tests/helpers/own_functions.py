@@ -1,0 +1,112 @@
+"""Functions that bundles for the CPU bring in libtorch's place, as a shared object of their own that takes torch's tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from ctypes import byref, c_int32, c_int64, c_void_p
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgbundle.cpu import libtorch
+from cgcompile.targets.kernels import standalone
+from cgcompile.targets.requirements import compiler
+
+VECTORS = """
+#include <cstring>
+#ifdef __AVX512F__
+#define LANES 16
+#define NAME(name, accuracy) Sleef_##name##f16_##accuracy
+#else
+#define LANES 8
+#define NAME(name, accuracy) Sleef_##name##f8_##accuracy
+#endif
+typedef float Vector __attribute__((vector_size(4 * LANES)));
+#define APPLIED(name, accuracy) \\
+  extern "C" Vector NAME(name, accuracy)(Vector); \\
+  extern "C" void name##_of(const float* from, float* into, long count) { \\
+    for (long at = 0; at < count; at += LANES) { \\
+      Vector value; \\
+      std::memcpy(&value, from + at, sizeof value); \\
+      value = NAME(name, accuracy)(value); \\
+      std::memcpy(into + at, &value, sizeof value); \\
+    } \\
+  }
+APPLIED(exp, u10) APPLIED(log, u10) APPLIED(log1p, u10) APPLIED(tanh, u10) APPLIED(sin, u35) APPLIED(cos, u35)
+"""
+"""Functions of vectors, which are no arguments of ctypes', over arrays of a multiple of 16 numbers."""
+
+DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8,
+    torch.bool, torch.complex64,
+)  # fmt: skip
+
+
+def own_functions(target: Path, level: str = "native") -> Code:
+    """Compiles them to `target` for processors of `level`."""
+    vectors = target.with_suffix(".cpp")
+    vectors.write_text(VECTORS)
+    command = [word for word in standalone.command(compiler(), target) if word != "-c"]
+    command = [word.replace("=native", f"={level}") for word in command]
+    subprocess.run([*command, "-shared", *standalone.LINKED, str(vectors)], check=True)
+    return Code(target)
+
+
+class Code:
+    """The functions as a shared object of their own, called with torch's tensors."""
+
+    def __init__(self, path: Path) -> None:
+        self.library = ctypes.CDLL(str(path))
+
+    def handle(self, tensor: torch.Tensor) -> c_void_p:
+        sizes, strides = [(c_int64 * max(1, tensor.dim()))(*each) for each in (tensor.shape, tensor.stride())]
+        made = c_void_p()
+        create = self.library.aoti_torch_create_tensor_from_blob
+        create.argtypes = (c_void_p, c_int64, c_void_p, c_void_p, c_int64, c_int32, c_int32, c_int32, c_void_p)
+        code = libtorch.LibTorch(self.library).dtype(str(tensor.dtype).removeprefix("torch."))
+        assert create(tensor.data_ptr(), tensor.dim(), sizes, strides, 0, code, 0, 0, byref(made)) == 0
+        return made
+
+    def __call__(self, name: str, *arguments: Any) -> int:
+        handles = [self.handle(each) if isinstance(each, torch.Tensor) else each for each in arguments]
+        code = int(self.library[f"aoti_torch_cpu_{name}"](*handles))
+        for handle, argument in zip(handles, arguments, strict=True):
+            if isinstance(argument, torch.Tensor):
+                self.library.aoti_torch_delete_tensor_object(handle)
+        return code
+
+    def taken(self, handle: c_void_p, like: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor that it has made, which is deleted; laid out by its own strides."""
+        torch_library = libtorch.LibTorch(self.library)
+        _, shape, strides = torch_library.layout(handle.value or 0)
+        place = c_void_p()
+        assert torch_library.data_pointer(handle, byref(place)) == 0
+        count = 1 + sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        data = torch.frombuffer(bytearray(ctypes.string_at(place.value or 0, 4 * count)), dtype=torch.float32)
+        self.library.aoti_torch_delete_tensor_object(handle)
+        assert shape == tuple(like.shape)
+        return data.as_strided(shape, strides)
+
+    def dense(self, handle: c_void_p, like: torch.Tensor) -> torch.Tensor:
+        """A copy of a tensor that it has made, which is deleted; laid out as `like`, without gaps."""
+        torch_library, place = libtorch.LibTorch(self.library), c_void_p()
+        _, sizes, strides = torch_library.layout(handle.value or 0)
+        assert (tuple(sizes), tuple(strides)) == (tuple(like.shape), like.stride())
+        assert torch_library.data_pointer(handle, byref(place)) == 0
+        data = bytearray(ctypes.string_at(place.value or 0, like.nbytes))
+        self.library.aoti_torch_delete_tensor_object(handle)
+        return torch.frombuffer(data, dtype=like.dtype).view(like.shape) if data else torch.empty_like(like)
+
+    def result(self, handle: c_void_p) -> torch.Tensor:
+        """A copy of a tensor that it has made, which is deleted: of its dtype, shape and strides."""
+        torch_library, place = libtorch.LibTorch(self.library), c_void_p()
+        number, shape, strides = torch_library.layout(handle.value or 0)
+        dtype = next(each for each in DTYPES if torch_library.dtype(str(each).removeprefix("torch.")) == number)
+        assert torch_library.data_pointer(handle, byref(place)) == 0
+        last = sum((size - 1) * stride for size, stride in zip(shape, strides, strict=True))
+        data = bytearray(ctypes.string_at(place.value or 0, dtype.itemsize * (last + 1))) if 0 not in shape else bytearray()
+        self.library.aoti_torch_delete_tensor_object(handle)
+        whole = torch.frombuffer(data, dtype=dtype) if data else torch.empty(0, dtype=dtype)
+        return whole.as_strided(shape, strides)
