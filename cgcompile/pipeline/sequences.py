@@ -227,7 +227,7 @@ def _programs(exported: Sequence[Exported], threads: int) -> Iterator[_Programs]
 def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels, call: Call, text: str) -> list[Obstacle]:
     """Obstacles that name what a call keeps for later ones, else one that says where results differ."""
     kept: list[Kept] = []
-    for seed in (EXAM_SEED, OTHER_SEED):
+    for seed in (EXAM_SEED, OTHER_SEED, EXAM_SEED):
         calls = [
             (
                 number,
@@ -237,13 +237,19 @@ def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels,
         ]
         with models.new([probe_sizes(each.sizes) for each in entries]) as model:
             kept.append(model.kept(calls))
-    one, other = kept
+    one, other, again = kept
     buffers = {name for name, _ in exported.source.model.named_buffers()}  # the build made some of counters
     one = replace(one, read=one.read - buffers)
     method = f"{exported.source.entry}()"
+    drawn_once = [name for name in one.first if name in one.read and one.first[name] != again.first.get(name)]
     values = [name for name in one.first if name in one.read and one.first[name] != other.first.get(name)]
     counts = [name for name in one.again if name in one.read and name not in values]
-    found = [(name, f"{method} sets {name!r} from the values of its inputs, and a later call reads it") for name in values]
+    found = [(name, f"{method} sets {name!r} to another value in every process, and later calls read it") for name in drawn_once]
+    found += [
+        (name, f"{method} sets {name!r} from the values of its inputs, and a later call reads it")
+        for name in values
+        if name not in drawn_once
+    ]
     found += [(name, f"{method} changes {name!r} with every call, and reads it") for name in counts]
     if not found:
         sizes = [name for name in one.first if name in one.read]

@@ -135,7 +135,7 @@ def test_what_changes_no_result_is_noted_at_most(function: Callable[..., Any], r
 def test_a_number_that_the_first_call_draws_is_refused_by_name() -> None:
     (found,) = findings(remembered)
     assert (found.rule, found.severity) == ("earlier-calls", "refuse")
-    assert "forward() sets 'scale' at its first call, and later calls read it" in found.message
+    assert "forward() sets 'scale' to another value in every process, and later calls read it" in found.message
 
 
 def test_a_build_refuses_it_and_leaves_generators_and_hooks_as_they_were(tmp_path: Any) -> None:
