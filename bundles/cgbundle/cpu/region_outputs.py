@@ -4,42 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from ctypes import Array, c_void_p
+from functools import lru_cache
 
-from . import libtorch
-from .output_layouts import OutputLayouts
+from ..format.open_files import when_gone
+from .libtorch import LibTorch
+
+
+@lru_cache(maxsize=256)
+def handles_type(count: int) -> type[Array[c_void_p]]:
+    """The array of so many handles of tensors."""
+    return c_void_p * count
 
 
 class RegionOutputs:
-    """The output tensors of one replay, in memory of torch's allocator until the last reference to this goes, or to what `own`
-    gives."""
+    """The `count` output tensors of one replay, in memory of torch's allocator until the last reference to this goes.
 
-    __slots__ = ("_handles", "_torch", "addresses")
+    The replay puts their handles into `handles`, which are 0 before: it may be interrupted at any point."""
+
+    __slots__ = ("__weakref__", "_torch", "addresses", "handles")
 
     device: int | None = None
     static = False
 
-    def __init__(self, torch: libtorch.LibTorch, handles: Array[c_void_p], layouts: OutputLayouts, given: Sequence[int]) -> None:
-        self._torch, self._handles = torch, handles
-        self.addresses = layouts.addresses(handles, given)
+    def __init__(self, torch: LibTorch, count: int) -> None:
+        self._torch, self.handles = torch, handles_type(count)()
+        self.addresses: Sequence[int] = ()
+        when_gone(self, map(torch.delete, filter(None, self.handles)))
 
-    def own(self, index: int) -> OwnOutput:
+    def own(self, index: int) -> RegionOutputs:
         """The tensor, which is no longer kept here."""
-        handle, self._handles[index] = self._handles[index], None
-        return OwnOutput(self._torch, handle)
-
-    def __del__(self) -> None:
-        for handle in self._handles:
-            if handle is not None:
-                self._torch.delete(handle)
-
-
-class OwnOutput:
-    """One output tensor, in memory of torch's allocator until the last reference to this goes."""
-
-    __slots__ = ("_handle", "_torch")
-
-    def __init__(self, torch: libtorch.LibTorch, handle: int | None) -> None:
-        self._torch, self._handle = torch, handle
-
-    def __del__(self) -> None:
-        self._torch.delete(self._handle)
+        made = RegionOutputs(self._torch, 1)
+        made.handles[0], self.handles[index] = self.handles[index], None
+        return made
