@@ -43,20 +43,24 @@ class Signals:
     """Sends SIGALRM some microseconds from now.  `sent`: how often the handler has raised."""
 
     def __init__(self) -> None:
-        self.sent = 0
+        self.sent, self._armed = 0, False
         signal.signal(signal.SIGALRM, self._raise)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGALRM,))
 
     def _raise(self, number: int, frame: object) -> None:
-        self.sent += 1
-        raise Interrupt
+        if self._armed:  # a system may deliver one after its timer was stopped
+            self._armed = False
+            self.sent += 1
+            raise Interrupt
 
     def during(self, act: Callable[[], Any], microseconds: float) -> tuple[bool, Any]:
         """Whether `act` ended before the signal came, and what it gave."""
         before = self.sent
         try:
+            self._armed = True
             signal.setitimer(signal.ITIMER_REAL, microseconds * 1e-6)
             made = act()
+            self._armed = False
             signal.setitimer(signal.ITIMER_REAL, 0)
         except Interrupt:
             assert self.sent == before + 1, "an interrupt was lost"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof
 from threading import RLock
@@ -43,8 +44,8 @@ def check_machine(target: Target) -> None:
     check_features(target.features, HINT)
 
 
-Run = tuple[Callable[..., None], int, OutputLayouts]
-"""The run of a program's region, the number of its outputs, and how they have to lie."""
+Run = tuple[Callable[..., None], int, OutputLayouts, deque[RegionOutputs]]
+"""The run of a program's region, the number of its outputs, how they have to lie, and outputs of replays that were released."""
 
 
 class BoundPrograms:
@@ -155,6 +156,7 @@ class CpuBackend:
                     regions[program.steps[0].region].run,
                     len(program.outputs),
                     OutputLayouts(self._torch, each, program, self.address),
+                    deque[RegionOutputs](maxlen=INSTANCES),
                 )
                 for each in each_entry(manifest)
                 for program in each.programs
@@ -188,8 +190,11 @@ class CpuBackend:
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: BoundPrograms) -> RegionOutputs:
         """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise.  Raises
         library-refused where they are not."""
-        run, outputs, layouts = stream.runs[program]
-        made = RegionOutputs(self._torch, outputs)
+        run, outputs, layouts, free = stream.runs[program]
+        try:
+            made = free.pop()
+        except IndexError:
+            made = RegionOutputs(self._torch, outputs, free)
         run(addresses, self._inputs[program], made.handles)
         made.addresses = layouts.addresses(made.handles, addresses)
         return made
@@ -285,7 +290,7 @@ class CpuBackend:
 
         names = [step_names(each, program)[0] for each in each_entry(self._use().manifest) for program in each.programs]
         rows = zip(names, bound.runs, strict=True)
-        timed = [(profile.timed(name, run), outputs, layouts) for name, (run, outputs, layouts) in rows]
+        timed = [(profile.timed(name, run), outputs, layouts, free) for name, (run, outputs, layouts, free) in rows]
         return BoundPrograms(timed, bound.regions, bound.weights)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:

@@ -10,13 +10,14 @@ import stat
 import struct
 from itertools import chain, count
 from operator import countOf
+from types import MethodType
 from weakref import ref
 
 from ..errors import BundleError
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
     from typing import Any
 
 CHUNK = 4 << 20
@@ -181,14 +182,8 @@ def make_calls(pending: Iterator[object]) -> None:
 def when_gone(owner: object, pending: Iterator[object], *, forked: bool = True) -> None:
     """`make_calls` when `owner` is gone.  `forked`: also in a forked process, of its copy."""
     key = next(_KEYS)
-    steps = chain(pending, map(_WAITING.pop, (key,), (None,)))
-    _WAITING[key] = ref(owner, _all_of(steps)), forked
-
-
-def _all_of(steps: Iterator[object]) -> Callable[[Any], object]:
-    from functools import partial  # a GPU's context is made before it is imported
-
-    return partial(countOf, steps)  # called with the reference: asks for all of them
+    # a callback is called with its reference: countOf(steps, reference)
+    _WAITING[key] = ref(owner, MethodType(countOf, chain(pending, map(_WAITING.pop, (key,))))), forked
 
 
 def _forget_parents() -> None:

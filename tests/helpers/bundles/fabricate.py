@@ -106,6 +106,9 @@ class FakeResults:
         self.buffers, self.static = buffers, static
         self.addresses = [ctypes.addressof(buffer) for buffer in buffers]
 
+    def release(self) -> None:
+        """Nothing: the memory goes with this object."""
+
     def own(self, index: int) -> object:
         assert not self.static
         owner, self.buffers = FakeResults(self.buffers[index : index + 1], static=False), list(self.buffers)
