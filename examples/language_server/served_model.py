@@ -17,8 +17,8 @@ from .metrics import Metrics
 from .scheduler import Request
 from .text import Language
 
-TEXTS, WAITING = 2, 64
-"""Prompts that are read at once, and that may be read or wait for that."""
+TEXTS, WAITING = 1, 64
+"""Prompts that are read at once, since most of it keeps the interpreter; and that may be read or wait for that."""
 
 USUAL, SLACK = 4, 64
 """Characters that a token usually has, and how many tokens more the beginning of a text may have by itself."""

@@ -15,6 +15,9 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+AT_ONCE = 16 << 10
+"""Bytes that are read of one connection before it is another one's turn.  asyncio reads 256 KiB, which many bodies add up."""
+
 
 class Held:
     """The bytes that a connection holds of a body."""
@@ -111,6 +114,8 @@ class BoundedConnection(H11Protocol):
         self._end: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if hasattr(transport, "max_size"):
+            transport.max_size = AT_ONCE
         super().connection_made(transport)
         self._watch()
 
