@@ -18,6 +18,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,9 @@ from starlette.responses import JSONResponse, Response
 MEMORY = 4 << 30
 """Bytes of loaded bundles in a replica, unless it is told otherwise."""
 
+LARGEST = 64 << 20
+"""Bytes of a body, and of all that a replica holds at once."""
+
 SCALING = {
     "min_replicas": 0, "max_replicas": 2, "initial_replicas": 0, "target_ongoing_requests": 32, "upscale_delay_s": 0.0,
     "downscale_delay_s": 60.0, "downscale_to_zero_delay_s": 300.0, "look_back_period_s": 2.0,
@@ -45,7 +49,7 @@ class Bundles:
 
     def __init__(self, folder: str, memory: int = MEMORY, wait: float = 2.0) -> None:
         self._cache = BundleCache(folder, memory, Options(wait=wait), poll=5.0)
-        self._began = time.time()
+        self._began, self._held = time.time(), 0  # bytes of bodies
 
     @serve.multiplexed(max_num_models_per_replica=-1)
     async def _version(self, name: str) -> str:
@@ -72,11 +76,22 @@ class Bundles:
 
     async def __call__(self, request: Request) -> Response:
         """Over HTTP."""
-        body = await request.body()
+        held = 0
         try:
-            return await self._answer(request, body)
+            parts = []
+            async for part in request.stream():
+                held += len(part)
+                self._held += len(part)
+                if held > LARGEST:
+                    raise Refusal(413, f"body: more than {LARGEST} bytes")
+                if self._held > LARGEST:
+                    raise Refusal(503, "body: the replica holds as many bytes of requests as it may", 1)
+                parts.append(part)
+            return await self._answer(request, b"".join(parts))
         except Refusal as refusal:
             return await refused(request, refusal)
+        finally:
+            self._held -= held
 
     async def _answer(self, request: Request, body: bytes) -> Response:
         match request.url.path.strip("/").split("/"):
@@ -92,7 +107,7 @@ class Bundles:
                 await self._serving(name)
                 return JSONResponse({"ready": True})
             case ["v2", "models", name, "infer"] if request.method == "POST":
-                return await infer(name, await self._serving(name), request, body)
+                return await infer(name, partial(self._serving, name), request, body)
         raise Refusal(404, "Not Found")
 
     async def _serving(self, name: str) -> Version:

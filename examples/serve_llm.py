@@ -46,8 +46,8 @@ import cgbundle
 REQUEST, IDLE, STOPPING = 30, 5, 120
 """Seconds that a connection has for a whole request, or to take an answer; between two requests; and at the server's end."""
 
-BYTES = 4 << 20
-"""A longer body is refused."""
+BYTES, TOGETHER = 4 << 20, 64 << 20
+"""A longer body is refused, and one for which all that are open leave no room."""
 
 
 class Server:
@@ -60,7 +60,7 @@ class Server:
         routes += [Route("/health", self._health), Route("/metrics", self._metrics)]
         self.app = Starlette(
             routes=routes,
-            middleware=[Middleware(BoundedBodies, largest=BYTES, field="error")],
+            middleware=[Middleware(BoundedBodies, largest=BYTES, field="error", together=TOGETHER)],
             exception_handlers={Refusal: refused, HTTPException: refused},
             lifespan=self._lifespan,
         )

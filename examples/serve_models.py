@@ -7,19 +7,22 @@
 
 GET /v2, /v2/health/live, /v2/health/ready, /v2/models/M[/versions/V][/ready], /metrics; POST /v2/models/M[/versions/V]/infer,
 /v2/repository/index, /v2/repository/models/M/load (look at the folder now).  Tensors travel as JSON or as binary data.  Errors are
-{"error": "..."}: 400 for what does not fit, 404 for what is not there, 413 too large, 429 with Retry-After where too many wait,
-503 with Retry-After where no version serves yet, 504 past the deadline.  Requests of one shape that come within 2 ms of each other
-go together.  A new version in the folder is loaded, examined and switched to (server/model_versions.py).  SIGTERM takes no more
-requests and answers those that wait; so does a GPU that fails, and then the status is 1.  For TLS and limits per client, put a
-proxy before it.
+{"error": "..."}: 400 for what does not fit, 404 for what is not there, 413 too large (more than 4 MiB of JSON, too), 429 with
+Retry-After where too many wait, 503 with Retry-After where no version serves yet, or all bodies together are too large, 504 past
+the deadline.  Requests of one shape that come within 2 ms of each other go together.  The server is ready when it can serve; each
+model has a readiness of its own.  A new version in the folder is loaded, examined and switched to (server/model_versions.py).
+SIGTERM takes no more requests and answers those that wait; so does a GPU that fails, and then the status is 1.  For TLS and limits
+per client, put a proxy before it.
 """
 
 from __future__ import annotations
 
 import argparse
+import asyncio
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -27,7 +30,7 @@ from typing import Any
 
 import uvicorn
 from server.http_limits import BoundedBodies, BoundedConnection
-from server.inference_protocol import ProtocolError, metadata, read_request, write_response
+from server.inference_protocol import ProtocolError, TooLarge, metadata, read_request, write_response
 from server.listening import listen
 from server.metrics import Metrics
 from server.model_repository import Repository
@@ -77,7 +80,7 @@ class Server:
         ]  # fmt: skip
         self.app = Starlette(
             routes=routes,
-            middleware=[Middleware(BoundedBodies, largest=largest, field="error")],
+            middleware=[Middleware(BoundedBodies, largest=largest, field="error", together=largest)],
             exception_handlers={Refusal: refused, HTTPException: refused},
             lifespan=self._lifespan,
         )
@@ -107,9 +110,9 @@ class Server:
         return JSONResponse({"live": True})
 
     async def _ready(self, _: Request) -> Response:
-        if not self.repository.ready:
-            raise Refusal(503, "not every model serves a version yet", 1)
-        return JSONResponse({"ready": True})
+        if self.failure is not None:
+            raise Refusal(503, _one_line(self.failure))
+        return JSONResponse({"ready": True})  # that the server can serve; of each model `/v2/models/M/ready` says so
 
     async def _model_ready(self, request: Request) -> Response:
         self._version(request)
@@ -143,12 +146,18 @@ class Server:
 
     async def _infer(self, request: Request) -> Response:
         body = await request.body()
-        version = self._version(request)  # no await between here and the queue: a switch comes before or after
+        version = self._version(request)
         name, number = request.path_params["model"], str(version.number)
+
+        async def serving() -> Version:
+            nonlocal version
+            version = self._version(request)
+            return version
+
         code = 499  # who asked went away
         try:
             with request_span(name, version.number, request.headers):
-                answer = await infer(name, version, request, body)
+                answer = await infer(name, serving, request, body)
             code = 200
             return answer
         except Refusal as refusal:
@@ -174,15 +183,24 @@ class Server:
         return model.current
 
 
-async def infer(name: str, version: Version, request: Request, body: bytes) -> Response:
-    """The answer to an inference request, whose body is `body`.  Raises Refusal."""
+async def infer(name: str, serving: Callable[[], Awaitable[Version]], request: Request, body: bytes) -> Response:
+    """The answer to an inference request, whose body is `body`, by the version that `serving` gives.  Raises Refusal."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refusal(415, "Content-Encoding: this server takes none")
-    served = version.served
+    version = await serving()
+    header = request.headers.get(HEADER)
     try:
-        asked = read_request(body, request.headers.get(HEADER), served.inputs, served.outputs)
+        while True:
+            served = version.served
+            asked = await beside(len(body), read_request, body, header, served.inputs, served.outputs)
+            version = await serving()  # no await between here and the queue: a switch comes before or after
+            if (version.served.inputs, version.served.outputs) == (served.inputs, served.outputs):
+                break
         tensors = await version.answer(asked.tensors, asked.timeout / 1e6)
-        text, length = write_response(name, str(version.number), asked, served.outputs, tensors)
+        size = sum(len(tensor.data) for tensor in tensors)
+        text, length = await beside(size, write_response, name, str(version.number), asked, served.outputs, tensors)
+    except TooLarge as error:
+        raise Refusal(413, str(error)) from None
     except ProtocolError as error:
         raise Refusal(400, str(error)) from None
     except cgbundle.CallError as error:
@@ -201,6 +219,20 @@ async def infer(name: str, version: Version, request: Request, body: bytes) -> R
     if length is None:
         return Response(text, media_type="application/json")
     return Response(text, media_type="application/octet-stream", headers={HEADER: str(length)})
+
+
+SMALL = 64 << 10
+"""Bytes up to which JSON is read and written at once; for more, other requests go on meanwhile."""
+
+BESIDE = ThreadPoolExecutor(1, "json")
+"""One thread: the parser keeps the interpreter to itself, and several would keep it from the event loop by turns."""
+
+
+async def beside(size: int, function: Callable[..., Any], *arguments: Any) -> Any:
+    """What the function gives, called in another thread where it works on many bytes."""
+    if size <= SMALL:
+        return function(*arguments)
+    return await asyncio.get_running_loop().run_in_executor(BESIDE, function, *arguments)
 
 
 def _one_line(error: Exception) -> str:

@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
 from .answer import Answer, Piece
-from .completions import Asked, Refusal, choice, joined, read_request, usage_of
+from .completions import Asked, Refusal, choice, joined, usage_of
 from .engine import Busy, ModelFailed, Stream
 from .served_model import ServedModel
 
@@ -34,8 +34,7 @@ class Completion(Response):
         metrics, code = self._served.metrics, 500
         began = time.perf_counter()
         try:
-            asked = read_request(self._body, chat=self._chat)
-            requests = await self._served.requests_of(asked)
+            asked, requests = await self._served.read(self._body, chat=self._chat)
             answers = [Answer(self._served.language.text, request.prompt, asked.stop) for request in requests]
             prompts = sum(len(request.prompt) for request in requests[:: asked.choices])
             async with self._served.engine.open(requests) as stream:

@@ -5,15 +5,23 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
-from .completions import Asked, Refusal
+from .completions import Asked, Refusal, read_request
 from .engine import Model
 from .engines import Engines
 from .metrics import Metrics
 from .scheduler import Request
 from .text import Language
+
+TEXTS, WAITING = 1, 64
+"""Prompts that are read at once, since most of it keeps the interpreter; and that may be read or wait for that."""
+
+USUAL, SLACK = 4, 64
+"""Characters that a token usually has, and how many tokens more the beginning of a text may have by itself."""
 
 
 class ServedModel:
@@ -26,6 +34,8 @@ class ServedModel:
         self.metrics = Metrics()
         self.engine = Engines(models, limit, self.metrics.watch)
         self.context = min(self.engine.limits.context, language.positions or self.engine.limits.context)
+        self.characters = self.context * language.longest
+        self._texts, self._reading = ThreadPoolExecutor(TEXTS, "text"), 0
         self._created = int(time.time())
 
     def about(self) -> dict[str, Any]:
@@ -37,13 +47,27 @@ class ServedModel:
         if name is not None and name != self.name:
             raise Refusal(404, f"no model {name!r}; there is {self.name}", "model", "model_not_found")
 
-    async def requests_of(self, asked: Asked) -> list[Request]:
+    async def read(self, body: bytes, *, chat: bool) -> tuple[Asked, list[Request]]:
+        """What a body asks for, and its requests, in a thread: templates and tokenizers take their time.  Raises Refusal."""
+        if self._reading >= WAITING:
+            raise Refusal(503, f"{WAITING} prompts wait to be read", again=1)
+        self._reading += 1
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._texts, partial(self._read, body, chat=chat))
+        finally:
+            self._reading -= 1
+
+    def _read(self, body: bytes, *, chat: bool) -> tuple[Asked, list[Request]]:
+        asked = read_request(body, chat=chat)
+        return asked, self.requests_of(asked)
+
+    def requests_of(self, asked: Asked) -> list[Request]:
         """A request for each choice of each prompt.  Raises Refusal."""
         self.check_name(asked.model)
         count = asked.choices * max(1, len(asked.prompts))
         if count > self.engine.limit:
             raise Refusal(400, f"n: {count} answers asked for; {self.engine.limit} requests may be open", "n")
-        prompts = [await self._chat(asked)] if asked.chat else [await self._prompt(each) for each in asked.prompts]
+        prompts = [self._chat(asked)] if asked.chat else [self._prompt(each) for each in asked.prompts]
         found = []
         for prompt in prompts:
             most = self.context - len(prompt) if asked.most is None else asked.most
@@ -55,9 +79,27 @@ class ServedModel:
                 found.append(Request(prompt=prompt, most=most, stop=self.language.stop, sampling=sampling))
         return found
 
-    async def _prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    def _check_length(self, text: str, field: str) -> None:
+        """Raises Refusal for a text of more characters than the longest tokens have together."""
+        if len(text) > self.characters:
+            told = f"the model takes {self.context} tokens, of {self.characters} characters at most; the prompt has {len(text)}"
+            raise Refusal(400, told, field, "context_length_exceeded")
+
+    def _tokens(self, text: str, field: str, *, special: bool) -> tuple[int, ...]:
+        """The tokens of a text.  Of a long one its beginning is tried first: a tokenizer takes seconds for megabytes, and hundreds
+        of bytes for a token.  Raises Refusal where the beginning is too long already."""
+        self._check_length(text, field)
+        tried = USUAL * self.context
+        while tried < len(text):
+            if len(self.language.tokens(text[:tried], special=special)) > self.context + SLACK:
+                told = f"the model takes {self.context} tokens; the first {tried} of the prompt's {len(text)} characters have more"
+                raise Refusal(400, told, field, "context_length_exceeded")
+            tried *= 2
+        return self.language.tokens(text, special=special)
+
+    def _prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            tokens = await asyncio.to_thread(self.language.tokens, prompt, special=True)
+            tokens = self._tokens(prompt, "prompt", special=True)
         elif not all(0 <= token < self.language.size for token in prompt):
             raise Refusal(400, f"prompt: expected tokens from 0 to {self.language.size - 1}", "prompt")
         else:
@@ -66,14 +108,15 @@ class ServedModel:
             raise Refusal(400, "prompt: no token", "prompt")
         return tokens
 
-    async def _chat(self, asked: Asked) -> tuple[int, ...]:
+    def _chat(self, asked: Asked) -> tuple[int, ...]:
         if self.language.chat is None:
             raise Refusal(400, "the tokenizer has no chat template; use /v1/completions", "messages")
+        self._check_length("".join([message["content"] for message in asked.messages]), "messages")
         try:
             text = self.language.chat.render(asked.messages)
         except ValueError as error:
             raise Refusal(400, f"messages: {error}", "messages") from None
-        tokens = await asyncio.to_thread(self.language.tokens, text, special=False)
+        tokens = self._tokens(text, "messages", special=False)
         if not tokens:
             raise Refusal(400, "messages: no token", "messages")
         return tokens

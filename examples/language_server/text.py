@@ -97,6 +97,8 @@ class Language:
         self.positions: int | None = text.get("max_position_embeddings")
         self.stop = self._stop_tokens(generation.get("eos_token_id", text.get("eos_token_id")), special.get("eos_token"))
         self.size = self._tokenizer.get_vocab_size()
+        self.longest = max(map(len, self._tokenizer.get_vocab()), default=1)
+        """Characters of a token at the most, as the vocabulary spells them: no fewer than those of its text."""
         written = place / "chat_template.jinja"
         template = written.read_text("utf-8") if written.is_file() else chosen(settings.get("chat_template"))
         self.chat: ChatTemplate | None = None
@@ -107,7 +109,8 @@ class Language:
 
     def tokens(self, text: str, *, special: bool) -> tuple[int, ...]:
         """The tokens of a text; `special`: with those that the tokenizer puts around it, which a chat template writes itself."""
-        return tuple(self._tokenizer.encode(text, add_special_tokens=special).ids)
+        (made,) = self._tokenizer.encode_batch([text], add_special_tokens=special)  # `encode` keeps the interpreter to itself
+        return tuple(made.ids)
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""

@@ -12,15 +12,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cgbundle.validate.bundle import checked_manifest
-
 from .model_repository import scan
 from .model_versions import Identity, Model, Options, Refused, Version, log
 
 
 class BundleCache:
     """At most `limit` bytes of loaded bundles, as their manifests count their memories; the one that was asked for longest ago goes
-    first.  The folder is looked at every `poll` seconds, while requests come."""
+    first.  The folder is looked at every `poll` seconds, while requests come.
+
+    Room is made for a model that has been loaded and examined, or that lacks memory alone, and not for one that cannot be served.
+    Why it cannot is remembered until its files are others."""
 
     def __init__(
         self, folder: str | Path, limit: int, options: Options, poll: float, tell: Callable[[dict[str, Any]], None] = log
@@ -30,6 +31,7 @@ class BundleCache:
         self._turn = asyncio.Lock()
         self._looked = time.monotonic()
         self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: dict[str, tuple[dict[int, tuple[Path, Identity]], str]] = {}
 
     @property
     def loaded(self) -> dict[str, int]:
@@ -66,21 +68,30 @@ class BundleCache:
 
     async def _open(self, name: str) -> None:
         found = (await asyncio.to_thread(scan, self._folder))[name]
-        await self._make_place(name, found)
+        if name in self._failed and self._failed[name][0] == found:
+            raise Refused(self._failed[name][1])
+        self._failed.pop(name, None)
         model = Model(name, self._options, lambda model, version, batch: None)
         await model.refresh(found, self._tell)
+        while model.current is None and model.short and self._models:
+            await self._evict(name)
+            model = Model(name, self._options, lambda model, version, batch: None)
+            await model.refresh(found, self._tell)
         if model.current is None:
             _, why = model.refused[max(model.refused)]
-            raise Refused(f"no version of {name!r} can be served: {why}")
+            text = f"no version of {name!r} can be served: {why}"
+            if not model.short:
+                self._failed[name] = found, text
+            raise Refused(text)
+        wanted = sum(model.current.memory.values())
+        while self._models and wanted + self._bytes() > self._limit:
+            await self._evict(name)
         self._models[name] = model
 
-    async def _make_place(self, name: str, found: dict[int, tuple[Path, Identity]]) -> None:
-        path, _ = found[max(found)]
-        wanted = sum(dict((await asyncio.to_thread(checked_manifest, str(path))).memories).values())
-        while self._models and wanted + self._bytes() > self._limit:
-            oldest, model = self._models.popitem(last=False)
-            self._tell({"event": "evicted", "model": oldest, "for": name})
-            await model.close()
+    async def _evict(self, name: str) -> None:
+        oldest, model = self._models.popitem(last=False)
+        self._tell({"event": "evicted", "model": oldest, "for": name})
+        await model.close()
 
     def _bytes(self) -> int:
         return sum(sum(model.current.memory.values()) for model in self._models.values() if model.current is not None)

@@ -15,28 +15,47 @@ from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+AT_ONCE = 16 << 10
+"""Bytes that are read of one connection before it is another one's turn.  asyncio reads 256 KiB, which many bodies add up."""
+
+
+class Held:
+    """The bytes that a connection holds of a body."""
+
+    __slots__ = ("bytes",)
+
+    def __init__(self) -> None:
+        self.bytes = 0
+
 
 class BoundedBodies:
     """ASGI middleware.  A body of more than `largest` bytes is answered 413: unread where its length is declared, else as soon as
-    it is too long.  While a request is answered, its client is watched: if it leaves, the work is cancelled.  `field` is what an
-    answer calls its error.
+    it is too long.  All connections hold `together` bytes of bodies at most, from their first byte until they are answered; one
+    that has no room is answered 503.  While a request is answered, its client is watched: if it leaves, the work is cancelled.
+    `field` is what an answer calls its error.
     """
 
-    def __init__(self, app: ASGIApp, largest: int, field: str = "detail") -> None:
+    def __init__(self, app: ASGIApp, largest: int, field: str = "detail", together: int | None = None) -> None:
         self.app, self.largest, self.field = app, largest, field
+        self._left = max(largest, together or 4 * largest)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
+        held = Held()
         try:
-            body = await self._body(scope, receive)
+            body = await self._body(scope, receive, held)
+            if isinstance(body, JSONResponse):
+                await body(scope, receive, send)
+            else:
+                await self._answer(body, scope, receive, send)
         except ClientDisconnect:
             return
-        if body is None:
-            answer = JSONResponse({self.field: f"body: more than {self.largest} bytes"}, 413)
-            await answer(scope, receive, send)
-            return
+        finally:
+            self._left += held.bytes
+
+    async def _answer(self, body: bytes, scope: Scope, receive: Receive, send: Send) -> None:
         unread = [body]
 
         async def whole() -> Message:
@@ -63,21 +82,25 @@ class BoundedBodies:
         finally:
             watching.cancel()
 
-    async def _body(self, scope: Scope, receive: Receive) -> bytes | None:
-        """The whole body, or None where it is too long.  Raises ClientDisconnect."""
-        declared = next((value for name, value in scope["headers"] if name == b"content-length"), b"0")
-        if int(declared) > self.largest:  # h11 refuses what is no number
-            return None
-        body, more = bytearray(), True
-        while more:
+    async def _body(self, scope: Scope, receive: Receive, held: Held) -> bytes | JSONResponse:
+        """The whole body, or the answer to one that is not taken.  Raises ClientDisconnect."""
+        declared = int(next((value for name, value in scope["headers"] if name == b"content-length"), b"0"))  # h11 checks it
+        parts, more = list[bytes](), True
+        while True:
+            if max(declared, held.bytes) > self.largest:
+                return JSONResponse({self.field: f"body: more than {self.largest} bytes"}, 413)
+            if self._left < 0 or declared - held.bytes > self._left:
+                text = "body: the server holds as many bytes of requests as it may"
+                return JSONResponse({self.field: text}, 503, {"Retry-After": "1"})
+            if not more:
+                return b"".join(parts)
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientDisconnect
-            body += message.get("body", b"")
+            parts.append(message.get("body", b""))
+            held.bytes += len(parts[-1])
+            self._left -= len(parts[-1])
             more = message.get("more_body", False)
-            if len(body) > self.largest:
-                return None
-        return bytes(body)
 
 
 class BoundedConnection(H11Protocol):
@@ -91,6 +114,8 @@ class BoundedConnection(H11Protocol):
         self._end: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        if hasattr(transport, "max_size"):
+            transport.max_size = AT_ONCE
         super().connection_made(transport)
         self._watch()
 

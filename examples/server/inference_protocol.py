@@ -35,8 +35,16 @@ AXES, ELEMENTS = 32, 1 << 40
 """Axes that a tensor may have, and elements: beyond that a number is a mistake."""
 
 
+JSON_BYTES = 4 << 20
+"""A request has no more of JSON: the parser stops all else for its time, and needs ten times as much memory."""
+
+
 class ProtocolError(Exception):
     """A request that does not fit the protocol or the model; its text is the answer's `error`."""
+
+
+class TooLarge(ProtocolError):
+    """A request with more JSON than is read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +63,7 @@ class Given:
     """A tensor as bytes, row-major and little-endian, of the datatype that its port has."""
 
     shape: tuple[int, ...]
-    data: bytes
+    data: bytes | memoryview
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +88,8 @@ class Request:
 def read_request(body: bytes, header: str | None, inputs: Sequence[Port], outputs: Sequence[Port]) -> Request:
     """A request's body; `header` is Inference-Header-Content-Length, None where the request has none.  Raises ProtocolError."""
     text, behind = _split(body, header)
+    if len(text) > JSON_BYTES:
+        raise TooLarge(f"the request has {len(text)} bytes of JSON, more than {JSON_BYTES}: send the tensors as binary data")
     try:
         request = json.loads(text, parse_constant=_refuse_constant)
     except (ValueError, RecursionError) as error:
@@ -150,12 +160,12 @@ def _refuse_constant(word: str) -> NoReturn:
     raise ValueError(f"{word} is none of JSON's numbers: send the tensor as binary data")
 
 
-def _split(body: bytes, header: str | None) -> tuple[bytes, bytes]:
+def _split(body: bytes, header: str | None) -> tuple[bytes, memoryview]:
     if header is None:
-        return body, b""
+        return body, memoryview(b"")
     if not (header.isascii() and header.isdigit()) or len(header) > 12 or int(header) > len(body):
         _refuse(f"Inference-Header-Content-Length: expected a number of at most {len(body)}, the bytes of the body")
-    return body[: int(header)], body[int(header) :]
+    return body[: int(header)], memoryview(body)[int(header) :]
 
 
 def _parameters(owner: Mapping[str, Any], where: str) -> dict[str, Any]:
@@ -175,7 +185,7 @@ def _rows(listed: object, where: str) -> list[tuple[str, dict[str, Any]]]:
     return list(rows.items())
 
 
-def _tensors(listed: object, behind: bytes, inputs: Sequence[Port]) -> tuple[Given, ...]:
+def _tensors(listed: object, behind: memoryview, inputs: Sequence[Port]) -> tuple[Given, ...]:
     ports, found, taken = {port.name: port for port in inputs}, {}, 0
     for name, row in _rows(listed, "inputs"):
         port = ports.get(name)
@@ -258,11 +268,11 @@ def _asked(listed: object, parameters: Mapping[str, Any], outputs: Sequence[Port
     return tuple(found)
 
 
-def _numbers(port: Port, data: bytes) -> list[Any]:
+def _numbers(port: Port, data: bytes | memoryview) -> list[Any]:
     if port.datatype not in CODES:
         _refuse(f"output {port.name!r}: {port.datatype} goes as binary data only: ask with binary_data")
     dtype = next(dtype for dtype, name in DATATYPES.items() if name == port.datatype)
-    numbers = decode(dtype, data)
+    numbers = decode(dtype, bytes(data))
     if port.datatype.startswith("FP") and not all(map(math.isfinite, numbers)):
         _refuse(f"output {port.name!r}: JSON has no NaN and no infinity: ask with binary_data")
     return numbers

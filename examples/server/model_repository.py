@@ -42,11 +42,6 @@ class Repository:
             await self._task
         await asyncio.gather(*[model.close() for model in self.models.values()])
 
-    @property
-    def ready(self) -> bool:
-        """Whether every model serves a version."""
-        return all(model.current is not None for model in self.models.values())
-
     async def refresh(self) -> None:
         """Looks at the folder now."""
         async with self._turn:
@@ -64,6 +59,8 @@ class Repository:
                 await self.refresh()
             except OSError as error:  # a folder far away that does not answer
                 self._tell({"event": "unreadable", "why": str(error)})
+            except Exception as error:  # noqa: BLE001  as too little memory for a version: the next look is another one
+                self._tell({"event": "failed", "why": f"{type(error).__name__}: {' '.join(str(error).split())}".rstrip(": ")})
 
 
 def scan(folder: Path) -> dict[str, dict[int, tuple[Path, Identity]]]:
@@ -77,8 +74,9 @@ def scan(folder: Path) -> dict[str, dict[int, tuple[Path, Identity]]]:
             if version.name.isascii() and version.name.isdigit() and version.name[0] != "0":
                 path = version / "model.cgb" if (version / "model.cgb").is_dir() else version
                 with suppress(OSError):  # no bundle there, or not yet: a bundle is whole or absent
-                    told = os.stat(path / "manifest.json")
-                    versions[int(version.name)] = (path, (told.st_dev, told.st_ino, told.st_mtime_ns))
+                    os.stat(path / "manifest.json")
+                    files = [file.stat() for file in sorted(path.rglob("*"))]  # one of them may be repaired in its place
+                    versions[int(version.name)] = (path, tuple([(told.st_ino, told.st_size, told.st_mtime_ns) for told in files]))
         if versions:
             found[model.name] = versions
     return found

@@ -30,8 +30,8 @@ from .request_queue import Batch, RequestQueue
 
 Loaded = cgbundle.Program | cgbundle.Replicas
 
-Identity = tuple[int, int, int]
-"""What tells a bundle from one that stands in its place later: device, number and time of its manifest."""
+Identity = tuple[tuple[int, int, int], ...]
+"""What tells a bundle from one that stands in its place later: number, size and time of each of its files."""
 
 
 GPU_FAILED = "driver-failed"
@@ -39,11 +39,11 @@ GPU_FAILED = "driver-failed"
 
 
 class Refused(Exception):
-    """A version that is not served; the text says why, `hint` what to do, or ""."""
+    """A version that is not served; the text says why, `hint` what to do, or "".  `memory`: for want of memory."""
 
-    def __init__(self, why: str, hint: str = "") -> None:
+    def __init__(self, why: str, hint: str = "", *, memory: bool = False) -> None:
         super().__init__(why)
-        self.hint = hint
+        self.hint, self.memory = hint, memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,7 +208,7 @@ class Version:
         try:
             program = cgbundle.load(path, devices=devices, replicas=True) if devices else cgbundle.load(path)
         except cgbundle.CgbundleError as error:
-            raise Refused(" ".join(str(error).split()), error.hint) from None
+            raise Refused(" ".join(str(error).split()), error.hint, memory=isinstance(error, cgbundle.OutOfMemory)) from None
         self.seconds["load"] = time.perf_counter() - began
         try:
             self.served = describe(program.manifest)
@@ -230,12 +230,13 @@ class Version:
 
 
 class Model:
-    """A model of the folder: the version that serves, None before the first, and why others do not."""
+    """A model of the folder: the version that serves, None before the first, and why others do not.  `short`: the last one that was
+    refused lacked memory."""
 
     def __init__(self, name: str, options: Options, watch: Callable[[str, Version, Batch], None]) -> None:
         self.name, self.current, self.refused = name, None, dict[int, tuple[Identity, str]]()
         self.current: Version | None
-        self._options = options
+        self._options, self.short = options, False
         self._watch = lambda version, batch: watch(name, version, batch)
         self._closing: set[asyncio.Task[None]] = set()
 
@@ -252,7 +253,7 @@ class Model:
             try:
                 await version.open(path, self._options, self._watch)
             except Refused as error:
-                self.refused[number] = (identity, str(error))
+                self.refused[number], self.short = (identity, str(error)), error.memory
                 told = {"why": str(error)} | ({"hint": error.hint} if error.hint else {})
                 tell({"event": "refused", "model": self.name, "version": number, **told, **_rounded(version.seconds)})
                 continue

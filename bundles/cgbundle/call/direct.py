@@ -11,6 +11,7 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..format.schema import DTYPES, TensorSpec
+from ..session.locks import during
 from ..tensors.library import Descriptor, Library, Likeness
 from .views import Epoch, View
 
@@ -103,17 +104,16 @@ def replay(
 
 def _by_steps(backend: Backend, program: int, device: int, caller: Caller) -> Replay:
     def line(addresses: list[int], given: Sequence[View]) -> list[Any]:
-        stream = backend.begin(caller.stream(device))
-        try:
-            for view in given:
-                view.tensor  # noqa: B018  raises stale-view where another thread's call came between
-            for count in caller.counts:
-                count.number += 1  # from here on the outputs of the last replay may be overwritten
-            backend.run(program, addresses, device, stream)
-            outputs: list[Any] = caller.finish(stream)
-            return outputs
-        finally:
-            backend.end(stream)
+        return during(backend, caller.stream(device), lambda stream: replayed(addresses, given, stream))
+
+    def replayed(addresses: list[int], given: Sequence[View], stream: Any) -> list[Any]:
+        for view in given:
+            view.tensor  # noqa: B018  raises stale-view where another thread's call came between
+        for count in caller.counts:
+            count.number += 1  # from here on the outputs of the last replay may be overwritten
+        backend.run(program, addresses, device, stream)
+        outputs: list[Any] = caller.finish(stream)
+        return outputs
 
     return line
 

@@ -125,22 +125,28 @@ class Entry:
         shared = None if aliases is None else aliases.of_inputs(library, plan, tensors, values, found)
         targets = None if written is None else written.targets(library, tensors, values, found)
         try:
-            with self._backend.locked(None if device is None else library.stream(device)) as stream:
-                _check_views(views.values())
-                outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
-                if outputs.own is not None:
-                    outputs.own.number += 1
-                call = (library, device, stream)
-                if plan.exact:
-                    addresses = []
-                    for index, (address, shape, _, strides, _) in enumerate(found):
-                        if strides is not None or not self._row_major[index]:
-                            address = lay_out(library, self.inputs[index].order, values, index, address, shape, strides)
-                        addresses.append(address)
-                    made = outputs.replay(call, plan.parts[0].program, addresses, None)
-                    self._remember(library, plan, tensors, found)
-                else:
-                    made = self._pieces(call, plan, values)
+            backend = self._backend
+            with backend.turn:
+                stream = backend.begin(None if device is None else library.stream(device))
+                try:
+                    if views:
+                        _check_views(views.values())
+                    outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                    if outputs.own is not None:
+                        outputs.own.number += 1
+                    call = (library, device, stream)
+                    if plan.exact:
+                        addresses = []
+                        for index, (address, shape, _, strides, _) in enumerate(found):
+                            if strides is not None or not self._row_major[index]:
+                                address = lay_out(library, self.inputs[index].order, values, index, address, shape, strides)
+                            addresses.append(address)
+                        made = outputs.replay(call, plan.parts[0].program, addresses, None)
+                        self._remember(library, plan, tensors, found)
+                    else:
+                        made = self._pieces(call, plan, values)
+                finally:
+                    backend.end(stream)
         except CgbundleError as error:
             from ..tensors.index_ranges import explained  # only where a call has failed
 

@@ -142,6 +142,7 @@ class Outputs:
         for index, (wrap, address) in enumerate(zip(self._wrappers_of(library, program), results.addresses, strict=True)):
             owner = results.own(index) if index in own else None
             given.append(copy(wrap(address, results)) if owner is None else wrap(address, owner))
+        results.release()
         return given
 
     def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:

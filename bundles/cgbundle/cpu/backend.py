@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from ctypes import Array, addressof, c_void_p
+from ctypes import addressof
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from ..format.schema import Target
 from ..format.spans import span
 from ..session.forks import forked
 from ..session.initial_state import InitialState
-from ..session.locks import ExclusiveLock, SharedLock, closed
+from ..session.locks import ExclusiveLock, Inside, SharedLock, Turn, closed, locked
 from ..validate import host_code
 from ..validate.state import STATE
 from . import libtorch
@@ -29,6 +30,8 @@ from .region_outputs import RegionOutputs
 from .weights import Weights, anonymous
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from ..session.profile import Profile
     from ..session.weight_contents import Contents, OpenFile
 
@@ -41,8 +44,8 @@ def check_machine(target: Target) -> None:
     check_features(target.features, HINT)
 
 
-Run = tuple[Callable[..., "Array[c_void_p]"], int, OutputLayouts]
-"""The run of a program's region, the number of its outputs, and how they have to lie."""
+Run = tuple[Callable[..., None], int, OutputLayouts, deque[RegionOutputs]]
+"""The run of a program's region, the number of its outputs, how they have to lie, and outputs of replays that were released."""
 
 
 class BoundPrograms:
@@ -115,7 +118,7 @@ class CpuBackend:
 
     def _open(self, shared: Shared, *, alone: bool) -> None:
         manifest = shared.manifest
-        self._shared: Shared | None = shared
+        self._shared: Shared | None = shared  # None: closed
         self._name = manifest.name
         self._torch, self._weights, self._initial = shared.torch, manifest.weights, shared.initial
         one_by_one = alone or shared.state > 0
@@ -153,6 +156,7 @@ class CpuBackend:
                     regions[program.steps[0].region].run,
                     len(program.outputs),
                     OutputLayouts(self._torch, each, program, self.address),
+                    deque[RegionOutputs](maxlen=INSTANCES),
                 )
                 for each in each_entry(manifest)
                 for program in each.programs
@@ -165,26 +169,35 @@ class CpuBackend:
 
     def _take(self, bound: BoundPrograms) -> None:
         """Calls that begin from now on use these."""
-        before, self._bound = self._bound, bound
+        self._bound = bound
         self._lock.value = self._watched(bound)
-        for region in before.regions if before else ():
-            region.close_when_unused()
 
-    def locked(self, stream: int | None) -> SharedLock | ExclusiveLock:
-        """Waits for nothing where replays share no memory: they run side by side.  It gives the call's BoundPrograms."""
-        return self._lock
+    @property
+    def turn(self) -> Turn | Inside:
+        """Waits for nothing where replays share no memory: they run side by side."""
+        return self._lock.turn
 
     def begin(self, stream: int | None) -> Any:
-        return self._lock.__enter__()
+        """The call's BoundPrograms."""
+        return self._lock.value
 
     def end(self, stream: Any) -> None:
-        self._lock.__exit__(None, None, None)
+        """Nothing: a replay on the CPU leaves nothing behind."""
+
+    def locked(self, stream: int | None) -> AbstractContextManager[Any]:
+        return locked(self, stream)
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: BoundPrograms) -> RegionOutputs:
         """Replays `program` on inputs at `addresses`, laid out as its values say; the outputs are laid out likewise.  Raises
         library-refused where they are not."""
-        run, outputs, layouts = stream.runs[program]
-        return RegionOutputs(self._torch, run(addresses, self._inputs[program], outputs), layouts, addresses)
+        run, outputs, layouts, free = stream.runs[program]
+        try:
+            made = free.pop()
+        except IndexError:
+            made = RegionOutputs(self._torch, outputs, free)
+        run(addresses, self._inputs[program], made.handles)
+        made.addresses = layouts.addresses(made.handles, addresses)
+        return made
 
     def direct(self, program: int, caller: object) -> None:
         """None: a call on the CPU takes a thousand times as long."""
@@ -277,7 +290,7 @@ class CpuBackend:
 
         names = [step_names(each, program)[0] for each in each_entry(self._use().manifest) for program in each.programs]
         rows = zip(names, bound.runs, strict=True)
-        timed = [(profile.timed(name, run), outputs, layouts) for name, (run, outputs, layouts) in rows]
+        timed = [(profile.timed(name, run), outputs, layouts, free) for name, (run, outputs, layouts, free) in rows]
         return BoundPrograms(timed, bound.regions, bound.weights)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
@@ -285,20 +298,22 @@ class CpuBackend:
 
     def close(self) -> None:
         """Waits for running replays, then frees what the backend holds; weights and state, when nothing looks at them any more.
-        Of several threads one frees.  In a forked process there is nothing to wait for, and code that a call was in the middle of
-        is left alone."""
+        Where it was interrupted, the next one goes on.  In a forked process there is nothing to wait for, and code that a call was
+        in the middle of is left alone.  What a call of this very thread uses is freed at its end."""
+        shared = self._shared
+        if shared is None:
+            return
         if not self._lock.inherited:
-            if not self._lock.close():
-                return
-            shared = self._shared
-            assert shared is not None  # it is the first who closes
+            left = self._lock.close()
             with shared.updating:
-                self._shared = None
-                if self._bound is not None:
+                if self._bound is not None and left:
                     _close(self._bound)
-        self._bound = self._lock.value = None
+                self._bound = self._lock.value = self._shared = None
+                if not left:
+                    return
+        self._bound = self._lock.value = self._shared = None
         self._buffers.clear()
-        self._shared, self._state = None, anonymous(0)
+        self._state = anonymous(0)
 
     def _use(self) -> Shared:
         if self._lock.inherited:

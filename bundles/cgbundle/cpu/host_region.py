@@ -6,17 +6,18 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
-from functools import lru_cache
-from weakref import finalize
+from itertools import chain
 
 from ..errors import CallError, MachineError, OutOfMemory
 from ..format.archive import Archive
+from ..format.open_files import make_calls, when_gone
 from ..format.schema import Region, Value, Weight
 from ..format.spans import span
 from ..session.forks import FORKS
 from ..validate.state import STATE
 from .libtorch import LibTorch, numbers
 from .libtorch import built_with as version_of
+from .region_outputs import handles_type
 from .shared_object import load_shared_object
 from .weights import Weights
 
@@ -115,15 +116,11 @@ def open_region(
     return opened
 
 
-@lru_cache(maxsize=256)
-def _handles(count: int) -> type[ctypes.Array[c_void_p]]:
-    return c_void_p * count
-
-
 class HostRegion:
     """One loaded shared object, from the bytes of its file.
 
-    Thread-safe: up to `instances` runs at a time, the rest wait.  Several of equal bytes share the code alone.
+    Thread-safe: up to `instances` runs at a time, the rest wait.  Several of equal bytes share the code alone.  Closed by `close`,
+    or when nobody holds it any more, as a run does; in a forked process by `close` alone.
 
     Raises image-invalid for a file that is cut off, library-refused, with the library's own message, when it cannot be loaded.
     `built_with`: the version of torch that made it, "" where it is not known.
@@ -136,18 +133,26 @@ class HostRegion:
         run = self._library.AOTInductorModelContainerRun
         run.argtypes = (c_void_p, c_void_p, c_size_t, c_void_p, c_size_t, c_void_p, c_void_p)
         self._run = torch.threaded(run)
-        self._container = c_void_p()
+        delete = self._library.AOTInductorModelContainerDelete
+        delete.argtypes = (c_void_p,)
+        release: Callable[[int], object] | None = getattr(self._library, "cgbundle_release", None)
+        if release is not None:
+            release.argtypes = (c_void_p,)  # type: ignore[attr-defined]
+        self._owned, self._handles, self._fixed = handles_type(1)(), list[int | None](), list[int]()
+        self._left = chain(
+            map(delete, filter(None, self._owned)), map(release or id, self._fixed), map(torch.delete, filter(None, self._handles))
+        )
+        when_gone(self, self._left, forked=False)
         create = self._library.AOTInductorModelContainerCreateWithDevice
-        self._check(create(byref(self._container), c_size_t(instances), b"cpu", None))
-        self._handles: list[c_void_p] = []
-        self._fixed: list[int] = []
+        self._check(create(byref(self._owned), c_size_t(instances), b"cpu", None))
+        self._container = c_void_p(self._owned[0])
 
     def fix(self, address: int, size: int) -> None:
         """Says that nobody writes there until this is closed: code that brings its own products keeps what it makes of them."""
         function = getattr(self._library, "cgbundle_fix", None)
         if function is not None:
-            function(c_void_p(address), ctypes.c_int64(size))
             self._fixed.append(address)
+            function(c_void_p(address), ctypes.c_int64(size))
 
     def constants(self) -> list[tuple[str, str]]:
         """(the shared object's name, the name in the model) of every constant."""
@@ -198,14 +203,14 @@ class HostRegion:
                 address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, byref(handle)
             ):
                 raise MachineError("library-refused", f"{self._where}: torch refused a constant")
-            self._handles.append(handle)
+            self._handles.append(handle.value)
             pair.name, pair.handle = name.encode(), handle.value
         update = self._library.AOTInductorModelContainerUpdateUserManagedConstantBufferPairs
         self._check(update(self._container, pairs, c_size_t(len(constants)), c_bool(False), c_bool(True)))
         if self._forgets:
             self._handles += self._own_handles()
 
-    def _own_handles(self) -> list[c_void_p]:
+    def _own_handles(self) -> list[int | None]:
         """The handles that the container made of ours."""
         entries, count = POINTER(_Pair)(), c_size_t()
         extract = getattr(self._library, "AOTInductorModelContainerExtractConstantsMapEntries", None)
@@ -214,7 +219,7 @@ class HostRegion:
                 "library-refused", f"{self._where}: is not of the torch that the bundle names", "build the bundle again"
             )
         self._check(extract(self._container, byref(entries), byref(count), c_bool(False)))
-        return [c_void_p(entries[index].handle) for index in range(count.value)]
+        return [entries[index].handle for index in range(count.value)]
 
     def check_counts(self, inputs: int, outputs: int) -> None:
         """Raises library-refused unless the region takes and gives so many tensors: `run` with another number ends the process."""
@@ -224,10 +229,10 @@ class HostRegion:
             if found.value != count:
                 raise MachineError("library-refused", f"{self._where}: has {found.value} {kind}, the bundle says {count}")
 
-    def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: int) -> ctypes.Array[c_void_p]:
-        """Runs on CPU memory; returns `outputs` tensor handles, which the caller must delete.  Raises what the model's code says:
-        assertion-failed, operation-refused; and out-of-memory."""
-        given = _handles(len(addresses))()
+    def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: ctypes.Array[c_void_p]) -> None:
+        """Runs on CPU memory; puts the handles of output tensors into `outputs`, for the caller to delete.  Raises what the model's
+        code says: assertion-failed, operation-refused; and out-of-memory."""
+        given = handles_type(len(addresses))()
         place = addressof(given)
         for address, layout in zip(addresses, layouts, strict=True):
             code = self._torch.create(
@@ -236,21 +241,13 @@ class HostRegion:
             if code:
                 raise MachineError("library-refused", f"{self._where}: torch refused an input tensor")
             place += POINTER_BYTES
-        made = _handles(outputs)()
         FORKS.threads = True
-        if self._run(self._container, given, len(addresses), made, outputs, None, None):
+        if self._run(self._container, given, len(addresses), outputs, len(outputs), None, None):
             raise self._failed_call()
-        return made
 
     def close(self) -> None:
         """Frees the container and the constants' handles; the shared object stays mapped (dlclose of C++ code is not safe)."""
-        container, self._container = self._container, c_void_p()
-        _free(self._library, container, self._torch.delete, self._handles, self._fixed)
-
-    def close_when_unused(self) -> None:
-        """`close`, as soon as nobody holds this object any more, as a run does.  Not in a forked process."""
-        left = (self._library, self._container, self._torch.delete, self._handles, self._fixed)
-        finalize(self, _free, *left, FORKS.number).atexit = False
+        make_calls(self._left)
 
     def _check(self, code: int) -> None:
         if code:
@@ -278,24 +275,3 @@ class HostRegion:
         if API_CALL in message:
             message = self._torch.last_exception().strip() or f"{message.partition(API_CALL)[0]} failed"
         return message.splitlines()[0] if message else ""
-
-
-def _free(
-    library: ctypes.CDLL,
-    container: c_void_p,
-    delete_tensor: Callable[[c_void_p], object],
-    handles: list[c_void_p],
-    fixed: list[int],
-    process: int | None = None,
-) -> None:
-    """`process`: the number of forks behind the process that may, None for any."""
-    if process not in (None, FORKS.number):
-        return
-    if container.value:
-        library.AOTInductorModelContainerDelete(container)
-    for address in fixed:
-        library.cgbundle_release(c_void_p(address))
-    fixed.clear()
-    for handle in handles:
-        delete_tensor(handle)
-    handles.clear()

@@ -11,7 +11,7 @@ import ctypes
 import fcntl
 import os
 from hashlib import sha256
-from threading import Lock
+from threading import RLock
 
 from ..errors import MachineError
 from ..validate.elf import SHARED_OBJECT, check_elf
@@ -19,7 +19,7 @@ from ..validate.elf import SHARED_OBJECT, check_elf
 _LOADED: dict[str, ctypes.CDLL] = {}
 """What this process has loaded, by SHA-256.  It stays: to unload C++ code is not safe."""
 
-_LOADING = Lock()
+_LOADING = RLock()  # the handler of a signal may load a bundle in the middle of a load
 
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 

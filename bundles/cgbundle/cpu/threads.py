@@ -35,13 +35,16 @@ def with_threads(run: Callable[..., int], library: ctypes.CDLL, threads: int) ->
 
     def threaded(*arguments: Any) -> int:
         first_use()
-        before, mkl_before = get_openmp(), set_mkl(threads)
-        set_openmp(threads)
+        before, mkl_before = get_openmp(), 0  # MKL's own number, where an interrupt comes before it is known
         try:
+            mkl_before = set_mkl(threads)
+            set_openmp(threads)
             return run(*arguments)
         finally:
-            set_openmp(before)
-            set_mkl(mkl_before)
+            try:
+                set_openmp(before)
+            finally:
+                set_mkl(mkl_before)
 
     return threaded
 

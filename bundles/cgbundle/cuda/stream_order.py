@@ -35,13 +35,13 @@ class StreamOrder:
     """Puts the work of every `begin` ... `end` behind that of the one before, whatever their streams.
 
     The end of the work is marked when another stream comes, if the last one is sure to exist then; else at every `end`.  Sure are
-    ours and the legacy default stream, which is torch's.
+    ours and the legacy default stream, which is torch's.  Where an interrupt left an `end` out, the whole GPU is waited for.
     `last` is the stream of the call before, where that lasts: whoever comes on it again needs neither `begin` nor `end`.
     `captured`: the call that was begun last is part of a caller's capture.  `default` is the stream of callers who name none.
     `refusal` says why no call can be captured, "" where it can.  The context must be current; `cleanup` gives the event back.
     """
 
-    __slots__ = ("_default_key", "_done", "_handle", "_lasting", "_passing", "_refusal", "captured", "default", "last")
+    __slots__ = ("_default_key", "_done", "_handle", "_lasting", "_passing", "_refusal", "_unmarked", "captured", "default", "last")
 
     def __init__(self, stream: Any, cleanup: ExitStack, refusal: str = "") -> None:
         self._done = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
@@ -50,6 +50,7 @@ class StreamOrder:
         self._default_key = int(stream)
         self.last, self._passing, self._lasting = self._default_key, NONE, True  # a stream that lasts, or may go; one of them
         self._handle = stream
+        self._unmarked = False  # work of a stream that may go has begun
         self.captured = False
 
     def begin(self, stream: int | None) -> Any:
@@ -60,7 +61,7 @@ class StreamOrder:
         if key == self._passing:
             answer = cu.cuStreamIsCapturing(self._handle)
             if not answer[0] and not answer[1]:
-                self.captured = False
+                self.captured, self._unmarked = False, True
                 return self._handle
         return self._changed(key, self.default if stream is None else stream)
 
@@ -70,9 +71,12 @@ class StreamOrder:
             error = cu.cuEventRecord(self._done, handle)
             if error:
                 check("cuEventRecord", error)
+            self._unmarked = False
 
     def wait(self) -> None:
         """Waits for the work before the last `end`, as far as the driver still can: what went wrong was reported or shows later."""
+        if self._unmarked:
+            cu.cuCtxSynchronize()
         if self._lasting:
             cu.cuEventRecord(self._done, self._handle)
         cu.cuEventSynchronize(self._done)
@@ -91,11 +95,14 @@ class StreamOrder:
             self.last = self._passing = NONE  # whoever comes next is asked
             return handle
         self.captured = False
+        if self._unmarked:
+            check("cuCtxSynchronize", cu.cuCtxSynchronize())
+            self._unmarked = False
         if self._lasting:
             check("cuEventRecord", cu.cuEventRecord(self._done, self._handle))
         check("cuStreamWaitEvent", cu.cuStreamWaitEvent(handle, self._done, 0))
         self.last, self._passing = (key, NONE) if lasting else (NONE, NONE if key == PER_THREAD else key)
-        self._handle, self._lasting = handle, lasting
+        self._handle, self._lasting, self._unmarked = handle, lasting, not lasting
         return handle
 
 

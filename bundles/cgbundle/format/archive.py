@@ -8,9 +8,8 @@ from __future__ import annotations
 import errno
 import hashlib
 import os
-import sys
 import threading
-from collections.abc import Callable
+from itertools import chain
 
 from ..errors import BundleError
 from . import limits, manifest_json
@@ -28,7 +27,7 @@ from .file_names import (
     folders,
     rank_folder,
 )
-from .open_files import CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces
+from .open_files import CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces, when_gone
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
 
@@ -52,12 +51,8 @@ class Archive:
         self._changed: dict[str, int] = {}
         self._reading = threading.RLock()  # a bundle that is loaded on several devices is read by a thread for each
         self._manifest: Manifest | None = None
+        when_gone(self, map(os.close, chain.from_iterable(map(dict.values, (self._files, self._folders)))))
         self.reopen()
-
-    # While the interpreter ends, modules' names are None.
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if not ending():
-            self.close()
 
     @property
     def manifest(self) -> Manifest:

@@ -1,18 +1,22 @@
 """Opening what a bundle holds: no link is followed but those of the Hub's cache, no pipe waited for, nothing read that is longer
-than the manifest says."""
+than the manifest says.  And what is done when an object is gone, as closing its files."""
 
 from __future__ import annotations
 
 import errno
 import os
 import stat
-import sys
+from itertools import chain, count
+from operator import countOf
+from types import MethodType
+from weakref import ref
 
 from ..errors import BundleError
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Iterator
+    from typing import Any
 
 CHUNK = 4 << 20
 """Bytes read at a time."""
@@ -36,16 +40,13 @@ FULL = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)
 class KeptFile:
     """A descriptor of its own of an open file, closed when this is forgotten, or by the system when the interpreter ends."""
 
-    __slots__ = ("descriptor",)
+    __slots__ = ("__weakref__", "descriptor")
 
     def __init__(self, descriptor: int) -> None:
-        self.descriptor = -1
-        self.descriptor = os.dup(descriptor)
-
-    # While the interpreter ends, modules' names are None.
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self.descriptor >= 0 and not ending():
-            os.close(self.descriptor)
+        opened = list[int]()
+        when_gone(self, map(os.close, opened))
+        opened.extend(map(os.dup, (descriptor,)))
+        self.descriptor = opened[0]
 
 
 def open_directory(path: str) -> int:
@@ -132,3 +133,38 @@ def copied(descriptor: int) -> int:
         raise
     os.close(descriptor)
     return copy
+
+
+# --- what is done when an object is gone, by functions of C alone ----------------------------------------------------
+#
+# An interrupt (a signal's handler that raises, PyThreadState_SetAsyncExc) lands wherever Python code runs.  In `__del__`, and in a
+# callback of `weakref` that is written in Python, it is printed and lost, and what should have been given back is not.
+
+_WAITING: dict[int, tuple[ref[Any], bool]] = {}
+"""What watches objects, and whether a forked process watches its copies of them too: an object and what watches it may be garbage
+together, and nothing would be done then."""
+
+_KEYS = count()
+
+
+def make_calls(pending: Iterator[object]) -> None:
+    """Makes the calls that nobody has made yet of `pending`, a `map` of a function of C.  No interrupt comes between one of its
+    arguments and the call: each is made once, whoever asks for it."""
+    countOf(pending, None)  # asks for all of them
+
+
+def when_gone(owner: object, pending: Iterator[object], *, forked: bool = True) -> None:
+    """`make_calls` when `owner` is gone.  `forked`: also in a forked process, of its copy."""
+    key = next(_KEYS)
+    # a callback is called with its reference: countOf(steps, reference)
+    _WAITING[key] = ref(owner, MethodType(countOf, chain(pending, map(_WAITING.pop, (key,))))), forked
+
+
+def _forget_parents() -> None:
+    """In the child, right after the fork."""
+    for key, (_, forked) in list(_WAITING.items()):
+        if not forked:
+            del _WAITING[key]
+
+
+os.register_at_fork(after_in_child=_forget_parents)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..cuda import driver, memory
@@ -23,7 +22,7 @@ from ..format.schema import KERNEL_CODE
 from ..format.spans import span
 from ..session.background import Background
 from ..session.forks import FORKS, forked
-from ..session.locks import AnyLock, SessionLock, closed
+from ..session.locks import ExclusiveLock, Inside, Turn, closed, during, locked
 from . import calls
 from .binding import DeviceOutputs, Executors, HostOutputs, static_buffers
 from .host_copies import HostCopies
@@ -31,6 +30,8 @@ from .programs import Programs
 from .shared import Shared
 
 if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
     from ..cpu.weights import Weights
     from ..cuda.weight_update import Copy
     from ..session.backend import Caller
@@ -95,9 +96,8 @@ class CudaBackend:
 
     def _start(self, shared: Shared, *, alone: bool, lazy: bool | None) -> None:
         """Begins with one share of what sessions share, which is given back where this fails."""
-        lock = self._session_lock = SessionLock(shared.manifest.name, shared.updating)
-        self._gate, self._forks = lock.inner, FORKS.number
-        self._lock: AnyLock = lock if alone else lock.inner
+        self._lock = ExclusiveLock(shared.manifest.name, alone=alone, updates=shared.updating)
+        self._gate, self._forks, self._left = self._lock.inner, FORKS.number, False
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
         self.device: int | None = shared.context.index
         self._context_handle = shared.context.handle
@@ -116,7 +116,6 @@ class CudaBackend:
                 shared.settle()  # and zeroed memories and state
                 driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
             undo.pop_all()
-        self.closed = False
         if lazy is None and now < count:
             self._background = Background(self._rest())
 
@@ -151,43 +150,38 @@ class CudaBackend:
 
     # --- running ----------------------------------------------------------------------------------------------
 
-    def locked(self, stream: int | None) -> LockedStream:
-        """Holds the memories for one call, and the context.  What is enqueued on the stream inside, by whomever, comes after the
-        call before and before the next one."""
-        return LockedStream(self, stream)
+    @property
+    def turn(self) -> Turn | Inside:
+        """Holds the memories for one call."""
+        return self._lock.turn
+
+    @property
+    def closed(self) -> bool:
+        return self._lock.closed
 
     def begin(self, stream: int | None) -> Any:
-        """What entering `locked` does, without an object for it: every microsecond of a call is measured."""
-        if self._forks != FORKS.number:
-            self._check_fork()
-        self._lock.acquire()
-        try:
-            if self.closed:
-                raise closed(self._manifest.name)
-            error = cu.cuCtxPushCurrent(self._context_handle)
-            if error:
-                driver.check("cuCtxPushCurrent", error)
-        except BaseException:
-            self._lock.release()
-            raise
+        """Makes the context current.  What is enqueued on the stream until `end`, by whomever, comes after the call before and
+        before the next one.  An interrupt right here may leave the context current, which is the one that other libraries use."""
+        error = cu.cuCtxPushCurrent(self._context_handle)
+        if error:
+            driver.check("cuCtxPushCurrent", error)
         try:
             return self._order.begin(stream)
         except BaseException:
-            self._leave()
+            cu.cuCtxPopCurrent(None)
             raise
 
     def end(self, stream: Any) -> None:
-        """What leaving `locked` does."""
+        """Gives the context back."""
         try:
             self._order.end(stream)
         finally:
-            self._leave()
+            error = cu.cuCtxPopCurrent(None)
+            if error:
+                driver.check("cuCtxPopCurrent", error)
 
-    def _leave(self) -> None:
-        error = cu.cuCtxPopCurrent(None)
-        self._lock.release()
-        if error:
-            driver.check("cuCtxPopCurrent", error)
+    def locked(self, stream: int | None) -> AbstractContextManager[Any]:
+        return locked(self, stream)
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
         """Replays, and copies back to the caller's memory the inputs that the model writes to, in the order of the stream.  Inputs
@@ -218,7 +212,7 @@ class CudaBackend:
         bound = self._bound.get(program)
         if bound is None or bound.chained or bound.written or len(bound.steps) != 1 or self._programs.watched:
             return None
-        return calls.in_one_piece(self, self._manifest.name, self._forks, bound, self._order, self._context, self._lock, caller)
+        return calls.in_one_piece(self._lock, self._forks, bound, self._order, self._context, caller)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes of the GPU's, in the order of the stream."""
@@ -228,18 +222,18 @@ class CudaBackend:
 
     def buffers(self, program: int) -> tuple[list[int], object]:
         """The addresses of the program's static input buffers, and what owns tensors over them."""
-        with self.locked(None):  # which raises where this was closed
+        with self.turn:  # which raises where this was closed
             return [address for address, _ in static_buffers(self._shared.programs[program], self._memories)], self
 
     def copy_out(self, address: int, size: int, stream: int | None) -> Output:
         """A copy of GPU memory that the next replay leaves alone, in the order of the stream."""
-        self._check_fork()
-        with self._lock, self._current() as context:
-            handle = self._order.begin(stream)
-            output = Output(context, size, handle)
+
+        def copied(handle: Any) -> Output:
+            output = Output(self._context, size, handle)
             memory.copy(output.address, address, size, handle)
-            self._order.end(handle)
             return output
+
+        return during(self, stream, copied)
 
     def populate(self) -> None:
         """Of weights on the GPU nothing is left to do; of those that the host's operations read.  Programs over inputs that lie
@@ -247,7 +241,7 @@ class CudaBackend:
         if self._shared.hosted is not None:
             self._shared.hosted.populate()
         if self._lazy and self._shared.chained:
-            with self.locked(None), Relaxed():
+            with self.turn, self._context, Relaxed():
                 self._programs.bind_chained()
         if self._background is not None:
             self._background.stop()
@@ -261,21 +255,16 @@ class CudaBackend:
 
     def watch(self, profile: Profile | None) -> None:
         self._check_fork()
-        with self._lock:
-            if profile is None and self.closed:
-                return
-            with self._current():
-                self._programs.watch(profile)
+        if profile is None and self.closed:
+            return
+        with self.turn, self._context:
+            self._programs.watch(profile)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Overwrites the arena, and with it outputs of earlier calls, and memory `host`: a sound replay reads nothing there that it
         has not written itself.  `reserved`: also what is reserved for outputs that a later call takes."""
-        self._check_fork()
-        with self._lock, self._current():
-            handle = self._order.begin(None)
-            spared = [] if reserved else [(row.offset, row.offset + row.bytes) for row in self._manifest.reserved]
-            self._memories.poison(byte, handle, spared)
-            self._order.end(handle)
+        spared = [] if reserved else [(row.offset, row.offset + row.bytes) for row in self._manifest.reserved]
+        during(self, None, lambda handle: self._memories.poison(byte, handle, spared))
 
     # --- what lasts from call to call -------------------------------------------------------------------------
 
@@ -366,18 +355,24 @@ class CudaBackend:
 
     def close(self) -> None:
         """Waits for what runs and gives back what is the session's own, and with the last session the rest, but Outputs not freed
-        yet; they keep the context.  Closing twice does nothing, and neither does closing in a forked process."""
+        yet; they keep the context.  Closing twice does nothing, nor does closing in a forked process.  Behind a call of
+        this very thread nothing is given back before it is closed once more, or forgotten."""
         if self._context.inherited:
             return
-        self._session_lock.ending = True
+        self._lock.end()
         if self._background is not None:
             self._background.stop()
+        if not self._lock.close():
+            return
         with self._gate:
-            if self.closed:
+            if self._left:
                 return
-            self.closed = True
+            self._left = True
             try:
                 self._give_back()
+            except BaseException:
+                self._give_back()  # goes on where an interrupt ended it
+                raise
             finally:
                 self._shared.release()
 
@@ -410,19 +405,3 @@ class CudaBackend:
                 with self._context, Relaxed():
                     self._programs.bind_one(number, elsewhere)
             yield
-
-
-class LockedStream:
-    """See `CudaBackend.locked`."""
-
-    __slots__ = ("_backend", "_handle", "_stream")
-
-    def __init__(self, backend: CudaBackend, stream: int | None) -> None:
-        self._backend, self._stream = backend, stream
-
-    def __enter__(self) -> Any:
-        self._handle = self._backend.begin(self._stream)
-        return self._handle
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._backend.end(self._handle)

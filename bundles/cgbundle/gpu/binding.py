@@ -41,6 +41,9 @@ class DeviceOutputs:
     def own(self, index: int) -> None:
         """None: the next replay writes there."""
 
+    def release(self) -> None:
+        """Nothing: they stay."""
+
 
 class HostOutputs:
     """Outputs copied to memory of the CPU that lives as long as this object."""
@@ -51,6 +54,9 @@ class HostOutputs:
     def __init__(self, sizes: Sequence[int]) -> None:
         self._memory = [_room(size) for size in sizes]
         self.addresses: Sequence[int] = [ctypes.addressof(memory) for memory in self._memory]
+
+    def release(self) -> None:
+        """Nothing: the memory goes with this object."""
 
     def own(self, index: int) -> object:
         """Each has memory of its own."""

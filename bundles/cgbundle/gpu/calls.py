@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from ..cuda import memory
 from ..cuda.driver import Context, check, cu
 from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
 from ..session.forks import FORKS, forked
-from ..session.locks import AnyLock, closed
+from ..session.locks import ExclusiveLock, closed
 from ..tensors.detection import caller_captures
 from .binding import BoundProgram, HostOutputs
 from .host_copies import HostCopies
 
 if TYPE_CHECKING:
     from ..session.backend import Caller
-
-
-class Closing(Protocol):
-    """What may be closed while callers still hold its calls."""
-
-    @property
-    def closed(self) -> bool: ...
 
 
 def join(bound: BoundProgram, addresses: Sequence[int], stream: Any) -> None:
@@ -84,31 +77,26 @@ def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:
 
 
 def in_one_piece(
-    owner: Closing,
-    name: str,
-    forks: int,
-    bound: BoundProgram,
-    order: StreamOrder,
-    context: Context,
-    lock: AnyLock,
-    caller: Caller,
+    lock: ExclusiveLock, forks: int, bound: BoundProgram, order: StreamOrder, context: Context, caller: Caller
 ) -> Callable[[list[int], Sequence[Any]], Any]:
-    """`Backend.direct` for a program of one step, which writes to no input, of a session that `owner` closes.
+    """`Backend.direct` for a program of one step, which writes to no input, of the session of `lock`.
 
-    `name` is the bundle's, `forks` the number of `FORKS` when it was loaded.  Every microsecond of such a call is measured.
+    `forks`: the number of `FORKS` when it was loaded.  Every microsecond of such a call is measured: it takes a `Turn` apart.
     """
     inputs, device, current_context = bound.inputs, context.index, context.handle
     stream, counts, finish, run = caller.stream, caller.counts, caller.finish, _launched(bound, caller)
-    acquire, release, push, pop = lock.acquire, lock.release, cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
+    owned, take, release = lock.plain.owned, lock.plain.take, lock.plain.release
+    push, pop = cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
     only = inputs[0] if len(inputs) == 1 else None
 
     def call(addresses: list[int], given: Sequence[Any]) -> Any:
         if forks != FORKS.number:
-            raise forked(name)
-        acquire()
+            raise forked(lock.name)
+        inside = owned()
         try:
-            if owner.closed:
-                raise closed(name)
+            inside or take()
+            if lock.closed:
+                raise closed(lock.name)
             error = push(current_context)
             if error:
                 check("cuCtxPushCurrent", error)
@@ -128,7 +116,11 @@ def in_one_piece(
                 if error:
                     check("cuCtxPopCurrent", error)
         finally:
-            release()
+            if not inside:
+                try:  # noqa: SIM105  a context of Python's could be interrupted
+                    release()
+                except RuntimeError:  # as in `Turn`
+                    pass
 
     def place_all(addresses: list[int], handle: Any) -> None:
         for address, place in zip(addresses, inputs):  # noqa: B905

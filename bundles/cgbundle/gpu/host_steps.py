@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
 from ..cpu.output_layouts import Found, check_layout
+from ..cpu.region_outputs import RegionOutputs
 from ..cuda.driver import check, cu
 from ..cuda.memory import Memories
 from ..format.archive import Archive
@@ -62,13 +63,13 @@ class HostSteps:
             error = cu.cuStreamSynchronize(stream)
             if error:
                 check("cuStreamSynchronize", error, f"before {where}")
-            made = regions[number].run(addresses, layouts, len(places))
+            made = RegionOutputs(torch, len(places))
             try:
-                for handle, place in zip(made, places, strict=True):
+                regions[number].run(addresses, layouts, made.handles)
+                for handle, place in zip(made.handles, places, strict=True):
                     _take(torch, handle or 0, place, where)
             finally:
-                for handle in made:
-                    torch.delete(handle)
+                del made  # which the trace of an error would keep
 
         return call
 

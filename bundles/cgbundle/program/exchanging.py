@@ -96,8 +96,9 @@ class ExchangingBackend(CudaBackend):
         """As `CudaBackend.close`; the memory that ranks share goes last."""
         if self._context.inherited:
             return
-        with self._gate:
-            self._outside.close()
+        if self._lock.close():
+            with self._shared.updating:
+                self._outside.close()
 
 
 def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 from ..cuda import memory
@@ -14,6 +15,7 @@ from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
 from ..gpu.binding import DeviceOutputs, HostOutputs
+from ..session.locks import during
 from ..tensors.detection import caller_captures
 from .exchanging import SECOND, ExchangingBackend, check_room, refused
 from .peer_memory import begin_part, create_part, map_part, reserve, within
@@ -97,8 +99,7 @@ class RanksBackend(ExchangingBackend):
         if device is None:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
             for other in self._others:
-                with other.locked(None) as own:
-                    check("cuStreamSynchronize", cu.cuStreamSynchronize(own))
+                during(other, None, lambda own: check("cuStreamSynchronize", cu.cuStreamSynchronize(own)))
             self._check_ranks()
         return made
 
@@ -115,7 +116,8 @@ class RanksBackend(ExchangingBackend):
 
     def _follow(self, number: int, other: CudaBackend, program: int, addresses: Sequence[int] | None) -> None:
         """A replay on a rank behind rank 0; `addresses` of inputs on the CPU, None where they were copied before."""
-        with other.locked(None) as own:
+
+        def replay(own: Any) -> None:
             bound = other._bound[program]
             if addresses is None:
                 check("cuStreamWaitEvent", cu.cuStreamWaitEvent(own, self._ready, 0))
@@ -126,6 +128,8 @@ class RanksBackend(ExchangingBackend):
                 step(own)
             self._note(number + 1, own)
             check("cuEventRecord", cu.cuEventRecord(self._done[number], own))
+
+        during(other, None, replay)
 
     def _place(self, rank: int) -> str:
         return f"rank {rank} on device {self._ranks[rank].index}"
@@ -138,14 +142,12 @@ class RanksBackend(ExchangingBackend):
             raise refused("state that is written from outside: each rank has its own")
         super().store(weight, address, device, stream)
         for other in self._others:
-            with other.locked(None) as own:
-                other.store(weight, address, device, own)
+            during(other, None, partial(other.store, weight, address, device))
 
     def reset(self, stream: Any) -> None:
         super().reset(stream)
         for other in self._others:
-            with other.locked(None) as own:
-                other.reset(own)
+            during(other, None, other.reset)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
         super().poison(byte, reserved=reserved)

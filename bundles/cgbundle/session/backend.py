@@ -41,6 +41,9 @@ class Results(Protocol):
     @property
     def static(self) -> bool: ...
 
+    def release(self) -> None:
+        """Nobody looks at the outputs any more, but at what `own` gave."""
+
     def own(self, index: int) -> object | None:
         """What alone keeps output `index` alive from now on, for a caller who is given its memory; None where it is not to be given
         away.  Asked for once."""
@@ -50,8 +53,9 @@ class Backend(Protocol):
     """Runs the programs of a bundle and keeps the memories of one session.
 
     `device` is the CUDA device whose tensors it takes beside those of the CPU, or None; `owner` keeps memories weights and state
-    alive.  `locked` is held from the first use of the memories to the last; what it gives is the `stream` of the other methods.
-    It raises ProgramClosed after `close`, and in a session SessionBusy while another thread holds it.
+    alive.  Whoever uses the memories has a `turn`, a context, and in it calls `begin` before the first use and `end` behind the
+    last, or calls `locked`, which does all three; what they give is the `stream` of the other methods.  It raises ProgramClosed
+    after `close`, and in a session SessionBusy while another thread has its turn.
     """
 
     @property
@@ -64,14 +68,18 @@ class Backend(Protocol):
     def code_bytes(self) -> int:
         """Bytes of the kernel images that every session loads for itself."""
 
-    def locked(self, stream: int | None) -> AbstractContextManager[Any]:
-        """The memories, for one call whose work goes to a stream of the device (None: the backend's own)."""
+    @property
+    def turn(self) -> AbstractContextManager[None]:
+        """The memories for one call.  Wherever it is interrupted, the next one may have its turn."""
 
     def begin(self, stream: int | None) -> Any:
-        """What entering `locked` does, and what that gives; `end` is to be called with it."""
+        """Begins work that goes to a stream of the device (None: the backend's own); `end` is to be called with what this gives."""
 
     def end(self, stream: Any) -> None:
-        """What leaving `locked` does."""
+        """Ends the work that was begun.  Where an interrupt left this out, the next `begin` waits for it."""
+
+    def locked(self, stream: int | None) -> AbstractContextManager[Any]:
+        """`turn`, `begin` and `end` as one context, for measurements and tests: an interrupt may come before it ends."""
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> Results:
         """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie there too."""

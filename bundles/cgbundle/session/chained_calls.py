@@ -21,6 +21,7 @@ from ..tensors.comparison import describe, difference
 from ..tensors.exam_tensors import is_exact, stored
 from ..tensors.tensor import Tensor, copy, empty, from_bytes
 from .backend import Backend
+from .locks import during
 from .state import State
 
 BETWEEN = 3
@@ -107,7 +108,8 @@ class _Calls:
         manifest, program = self.rows[number]
         backend = self.backend
         buffers, _ = backend.buffers(number)
-        with backend.locked(None) as stream:
+
+        def replayed(stream: Any) -> Any:
             addresses = []
             for index, buffer in enumerate(buffers):
                 data = given.get(index)
@@ -119,12 +121,13 @@ class _Calls:
                 addresses.append(data if isinstance(data, int) else buffer)
             return backend.run(number, addresses, backend.device, stream)
 
+        return during(backend, None, replayed)
+
     def read(self, number: int, output: int, results: Any) -> bytes:
         """The bytes of an output, from its first element to the last."""
         _, program = self.rows[number]
         size = span(program.values[program.outputs[output]])
-        with self.backend.locked(None) as stream:
-            return self.backend.read(results.addresses[output], size, stream)
+        return during(self.backend, None, lambda stream: self.backend.read(results.addresses[output], size, stream))
 
     def name(self, number: int) -> str:
         """`decode batch=8`."""

@@ -1,13 +1,21 @@
-"""Who may use a program's memory: replays side by side, one after the other, or of one thread alone; and a close that waits."""
+"""Who may use a program's memory: replays side by side, one after the other, or of one thread alone; and a close that waits.
+
+An interrupt, as of Ctrl-C, may land behind every call of a function and before the first line of one.  So a lock is taken where an
+exception gives it back whether or not it was taken, and given back by a function of C, which nothing lands before.
+"""
 
 from __future__ import annotations
 
-from threading import Condition, Lock, RLock, current_thread, enumerate, get_ident
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import RLock, current_thread, enumerate, get_ident
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ..errors import ProgramClosed, SessionBusy
 from .forks import FORKS, forked
+
+Result = TypeVar("Result")
 
 
 def closed(name: str) -> ProgramClosed:
@@ -15,131 +23,193 @@ def closed(name: str) -> ProgramClosed:
     return ProgramClosed("program-closed", f"program {name!r} was closed")
 
 
-class SharedLock:
-    """A context held by every replay of a program named `name`; any number may hold it.  `close` waits until none does; who enters
-    after that gets ProgramClosed, and in a forked process process-forked.  Who enters is given `value`, as it is then."""
-
-    __slots__ = ("_closed", "_forks", "_gate", "_held", "_name", "value")
-
-    def __init__(self, name: str) -> None:
-        self._gate, self._held, self._closed, self._name = Condition(Lock()), 0, False, name
-        self.value: Any = None
-        self._forks = FORKS.number
-
-    @property
-    def inherited(self) -> bool:
-        """Whether this process was forked since: who held the lock then is gone and never lets it go."""
-        return self._forks != FORKS.number
-
-    def __enter__(self) -> Any:
-        if self._forks != FORKS.number:
-            raise forked(self._name)
-        with self._gate:
-            if self._closed:
-                raise closed(self._name)
-            self._held += 1
-            return self.value
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        with self._gate:
-            self._held -= 1
-            if self._closed:
-                self._gate.notify_all()
-
-    def close(self) -> bool:
-        """No one enters any more; returns when the last has left.  True for who comes first, and has to free what it guards."""
-        with self._gate:
-            first, self._closed = not self._closed, True
-            self._gate.wait_for(lambda: not self._held)
-            return first
-
-
 class AnyLock(Protocol):
-    """A lock, of threading's kind or `SessionLock`."""
-
-    def acquire(self) -> object: ...
-
-    def release(self) -> None: ...
+    """A lock of threading's kind."""
 
     def __enter__(self) -> object: ...
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None, /) -> None: ...
 
 
-class SessionLock:
-    """The lock of a session of the program named `name`: one thread's at a time.  Another one that comes meanwhile is told so and
-    does not wait.  `inner` is the lock itself, for who may wait; `ending` is set by who waits for it to close the session.
+class Turn:
+    """A thread's use of `lock`, as a context.  `take` and `release` are its parts, for who cannot afford a context: see
+    `gpu.calls.in_one_piece`.  `owned` says whether this thread is in the middle of one.  Raises ProgramClosed."""
 
-    `updates` is held by whoever takes the inner lock for a moment, without being a user of the session: for that one waits."""
+    __slots__ = ("__exit__", "_lock", "lock", "owned", "release", "take")
 
-    __slots__ = ("_holder", "_name", "_updates", "ending", "inner")
+    __exit__: Callable[..., None]  # of C
 
-    def __init__(self, name: str, updates: AnyLock | None = None) -> None:
-        self.inner, self._name, self._holder, self.ending = RLock(), name, 0, False
-        self._updates = updates or RLock()
-
-    def acquire(self) -> None:
-        """Raises SessionBusy, and ProgramClosed while the session is being closed."""
-        if not self.inner.acquire(blocking=False):
-            self._acquire_after_update()
-        self._holder = get_ident()
-
-    def _acquire_after_update(self) -> None:
-        with self._updates:
-            if self.inner.acquire(blocking=False):
-                return
-            if self.ending:
-                raise closed(self._name)
-            holder = next((thread.name for thread in enumerate() if thread.ident == self._holder), "another")
-            raise SessionBusy(
-                "session-busy",
-                f"a session of program {self._name!r} is in use by thread {holder!r}, and thread {current_thread().name!r} used it "
-                "meanwhile",
-            )
-
-    def release(self) -> None:
-        self.inner.release()
+    def __init__(self, owner: SharedLock | ExclusiveLock, take: Callable[[], object] | None = None) -> None:
+        lock: Any = RLock()
+        self._lock, self.lock, self.owned = owner, lock, lock._is_owned
+        self.take, self.release, self.__exit__ = take or lock.acquire, lock.release, lock.__exit__
 
     def __enter__(self) -> None:
-        self.acquire()
+        try:
+            self.take()
+            if self._lock.closed:
+                raise closed(self._lock.name)
+        except BaseException:
+            try:  # noqa: SIM105  a context of Python's could be interrupted
+                self.release()
+            except RuntimeError:  # interrupted before the lock was taken, or somebody else has it
+                pass
+            raise
+
+    def wait(self) -> bool:
+        """Returns when the call that runs has ended; False, at once, where it is this thread's: it has to go on for that."""
+        if self.owned():
+            return False
+        with self.lock:
+            return True
+
+
+class Inside:
+    """The turn of a call inside of a call of the same thread, as a signal's handler makes: it has the lock."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self.inner.release()
+        return
+
+
+INSIDE = Inside()
+
+
+class SharedLock:
+    """The turns of replays of a program named `name`, which run side by side.  `close` waits until none runs; who comes after that
+    gets ProgramClosed, and in a forked process process-forked.  `value` is what replays use, as it is when they begin.
+
+    Each thread has a lock of its own, that nobody waits for but `close`: no count can be wrong.
+    """
+
+    __slots__ = ("_forks", "_turns", "closed", "name", "value")
+
+    def __init__(self, name: str) -> None:
+        self.name, self.closed, self._forks = name, False, FORKS.number
+        self.value: Any = None
+        self._turns: dict[int, Turn] = {}  # by the number of a thread, which another one may have later
+
+    @property
+    def inherited(self) -> bool:
+        """Whether this process was forked since: who held the lock then is gone and never lets it go."""
+        return self._forks != FORKS.number
+
+    @property
+    def turn(self) -> Turn | Inside:
+        """A turn of this thread."""
+        if self._forks != FORKS.number:
+            raise forked(self.name)
+        turn = self._turns.get(get_ident()) or self._turns.setdefault(get_ident(), Turn(self))
+        return INSIDE if turn.owned() else turn
+
+    def close(self) -> bool:
+        """No one enters any more; returns when the others have left.  False where a call of this very thread goes on behind it, as
+        where the handler of a signal closes: what it uses must stay."""
+        self.closed = True
+        return all([turn.wait() for turn in list(self._turns.values())])
 
 
 class ExclusiveLock:
-    """`SharedLock` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time.
-    Raises ProgramClosed, SessionBusy and process-forked."""
+    """`SharedLock` for replays that share memory: one at a time.  `alone`: a session's, whose memory is one thread's at a time;
+    another one that comes meanwhile is told so and does not wait.  Raises ProgramClosed, SessionBusy and process-forked.
 
-    __slots__ = ("_closed", "_forks", "_gate", "_lock", "_name", "_session", "value")
+    `inner` is the lock itself, for who may wait.  `updates` is held by whoever takes it for a moment without being a user of the
+    session: for that one waits."""
 
-    def __init__(self, name: str, *, alone: bool) -> None:
-        self._session = exclusive = SessionLock(name)
-        self._gate, self._closed, self._name = exclusive.inner, False, name
-        self._lock = exclusive if alone else self._gate
-        self._forks = FORKS.number
+    __slots__ = ("_ending", "_forks", "_holder", "_turn", "_updates", "closed", "name", "value")
+
+    def __init__(self, name: str, *, alone: bool, updates: AnyLock | None = None) -> None:
+        self.name, self.closed, self._forks = name, False, FORKS.number
         self.value: Any = None
+        self._turn = Turn(self, self._take if alone else None)
+        self._holder, self._ending = 0, False
+        self._updates = updates or RLock()
 
     @property
     def inherited(self) -> bool:
         """As of `SharedLock`."""
         return self._forks != FORKS.number
 
-    def __enter__(self) -> Any:
-        if self._forks != FORKS.number:
-            raise forked(self._name)
-        self._lock.acquire()
-        if self._closed:
-            self._lock.release()
-            raise closed(self._name)
-        return self.value
+    @property
+    def inner(self) -> Any:
+        return self._turn.lock
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        self._lock.release()
+    @property
+    def plain(self) -> Turn:
+        """The turn that nobody has yet: no fork was asked for, nor whether this thread is inside."""
+        return self._turn
+
+    @property
+    def turn(self) -> Turn | Inside:
+        """As of `SharedLock`."""
+        if self._forks != FORKS.number:
+            raise forked(self.name)
+        return INSIDE if self._turn.owned() else self._turn
+
+    def end(self) -> None:
+        """Who is refused from now on, because another thread holds the lock, is told that the session is being closed."""
+        self._ending = True
 
     def close(self) -> bool:
         """As `SharedLock.close`."""
-        self._session.ending = True
-        with self._gate:
-            first, self._closed = not self._closed, True
-            return first
+        self._ending = True
+        left = self._turn.owned()
+        with self.inner:
+            self.closed = True
+            return not left
+
+    def _take(self) -> None:
+        """Raises SessionBusy, and ProgramClosed while the session is being closed.  The lock may have been taken where this raises
+        anything else."""
+        if not self.inner.acquire(blocking=False):
+            self._take_after_update()
+        self._holder = get_ident()
+
+    def _take_after_update(self) -> None:
+        with self._updates:
+            if self.inner.acquire(blocking=False):
+                return
+            if self._ending:
+                raise closed(self.name)
+            holder = next((thread.name for thread in enumerate() if thread.ident == self._holder), "another")
+            raise SessionBusy(
+                "session-busy",
+                f"a session of program {self.name!r} is in use by thread {holder!r}, and thread {current_thread().name!r} used it "
+                "meanwhile",
+            )
+
+
+class Turns(Protocol):
+    """See `backend.Backend`."""
+
+    @property
+    def turn(self) -> Any: ...
+
+    def begin(self, stream: int | None) -> Any: ...
+
+    def end(self, stream: Any) -> None: ...
+
+
+def during(backend: Turns, stream: int | None, body: Callable[[Any], Result]) -> Result:
+    """What `body` gives, in a turn of the backend whose work goes to `stream`; it is given what `begin` gives."""
+    with backend.turn:
+        handle = backend.begin(stream)
+        try:
+            return body(handle)
+        finally:
+            backend.end(handle)
+
+
+@contextmanager
+def locked(backend: Turns, stream: int | None) -> Iterator[Any]:
+    """`Backend.locked`."""
+    with backend.turn:
+        handle = backend.begin(stream)
+        try:
+            yield handle
+        finally:
+            backend.end(handle)

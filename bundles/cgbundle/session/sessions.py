@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from threading import Lock
+from threading import RLock
 from typing import Any
 
 PER_SESSION = ("state", "inputs", "arena", "host")
@@ -16,7 +16,7 @@ class Sessions:
     __slots__ = ("_closed", "_lock", "_open", "_parts")
 
     def __init__(self) -> None:
-        self._lock, self._closed = Lock(), False
+        self._lock, self._closed = RLock(), False
         self._open: weakref.WeakSet[Any] = weakref.WeakSet()
         self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
 

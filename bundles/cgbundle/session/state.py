@@ -13,6 +13,7 @@ from ..tensors.detection import caller_captures, library_of
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor, from_bytes, is_dense, memory_order
 from ..validate.state import STATE
+from .locks import during
 
 if TYPE_CHECKING:
     from .backend import Backend
@@ -54,28 +55,26 @@ class State(Mapping[str, Tensor]):
             address = library.describe(value)[0]
         if device is None:
             self._refuse_capture()
-        with self._backend.locked(None if device is None else library.stream(device)) as stream:
-            self._backend.store(index, address, device, stream)
+        backend, caller = self._backend, None if device is None else library.stream(device)
+        during(backend, caller, lambda stream: backend.store(index, address, device, stream))
 
     def view(self, name: str) -> Tensor:
         """The state itself, where it lies: what is written to this tensor, the next call sees.  On a GPU the order against calls is
         the caller's to keep, and the tensor must not be used after the session was closed."""
         index, weight = self._row(name)
         backend = self._backend
-        with backend.locked(None):  # which raises where the session was closed
+        with backend.turn:  # which raises where the session was closed
             return Tensor(backend.address(index), weight.dtype, weight.shape, weight.strides, backend.owner, backend.device)
 
     def fetch(self, weight: int) -> bytes:
         """The bytes of number `weight` of the manifest's weights, in the order of memory, when the calls before are done."""
         self._refuse_capture()
-        with self._backend.locked(None) as stream:
-            return self._backend.fetch(weight, stream)
+        return during(self._backend, None, lambda stream: self._backend.fetch(weight, stream))
 
     def reset(self) -> None:
         """Brings back what all state held at first but that of the random numbers, in order with the calls."""
         self._refuse_capture()
-        with self._backend.locked(None) as stream:
-            self._backend.reset(stream)
+        during(self._backend, None, self._backend.reset)
 
     def seed(self, number: int) -> None:
         """Begins the random numbers anew, as `Program.seed`."""
@@ -85,8 +84,7 @@ class State(Mapping[str, Tensor]):
             raise ValueError(f"seed {number}: expected an integer from 0 to 2**63 - 1")
         self._refuse_capture()
         memory = ctypes.create_string_buffer(pack("<qq", number, 0), 16)
-        with self._backend.locked(None) as stream:
-            self._backend.store(self._random, ctypes.addressof(memory), None, stream)
+        during(self._backend, None, lambda stream: self._backend.store(self._random, ctypes.addressof(memory), None, stream))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -8,8 +8,8 @@ int_key is replayed on the inputs that the build has proved it with: made up num
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from ctypes import addressof, create_string_buffer
+from functools import partial
 from typing import Any, Protocol
 
 from ..format.file_names import EXAM
@@ -19,7 +19,7 @@ from ..format.schema import Manifest
 from ..tensors.exam_tensors import inputs_of
 from ..validate.state import STATE
 from .backend import Backend
-from .locks import closed
+from .locks import closed, during
 
 Call = tuple[Manifest, tuple[int, ...], Callable[[Sequence[Any]], object]]
 """What is replayed: a manifest, one of its int_keys, and the replay, which takes tensors in the order of the signature."""
@@ -41,17 +41,23 @@ def warm_up(session: Warmed, calls: Sequence[Call]) -> None:
     backend.populate()
     state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     stored = Mapped(exam.descriptor, EXAM)
+
+    def replay_all() -> None:
+        for own, key, replay in calls:
+            if state:
+                during(backend, None, backend.reset)
+            replay(inputs_of(stored, own, key))
+
     try:
-        with backend.locked(None) if state else nullcontext() as stream:
-            before = [(index, backend.fetch(index, stream)) for index in state]
+        if not state:
+            return replay_all()
+        with backend.turn:
+            before = [(index, during(backend, None, partial(backend.fetch, index))) for index in state]
             try:
-                for own, key, replay in calls:
-                    if state:
-                        backend.reset(stream)
-                    replay(inputs_of(stored, own, key))
+                replay_all()
             finally:
                 for index, data in before:
                     memory = create_string_buffer(data, max(1, len(data)))
-                    backend.store(index, addressof(memory), None, stream)
+                    during(backend, None, partial(backend.store, index, addressof(memory), None))
     finally:
         stored.close()

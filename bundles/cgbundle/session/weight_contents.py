@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from hashlib import sha256
 from math import prod
 from typing import Any, NamedTuple
@@ -17,6 +17,7 @@ from ..errors import BundleError, CallError
 from ..format import json_text, limits
 from ..format.archive import Archive
 from ..format.file_names import MANIFEST, WEIGHTS
+from ..format.open_files import when_gone
 from ..format.safetensors import read_header
 from ..format.schema import DTYPES, Weight
 from ..tensors.detection import library_of
@@ -34,20 +35,17 @@ PLAIN = {1: "uint8", 2: "int16", 4: "int32", 8: "int64", 16: "complex128"}
 class OpenFile:
     """A file of weights, open until it is forgotten or the interpreter ends."""
 
-    __slots__ = ("_changed", "descriptor", "path")
+    __slots__ = ("__weakref__", "_changed", "descriptor", "path")
 
     def __init__(self, path: str) -> None:
-        self.path, self.descriptor = path, -1
+        self.path, opened = path, list[int]()
+        when_gone(self, map(os.close, opened))
         try:
-            self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+            opened.extend(map(os.open, (path,), (os.O_RDONLY | os.O_CLOEXEC,)))
         except OSError as error:
             raise invalid(f"{path}: {error.strerror}", PATHS) from None
+        self.descriptor = opened[0]
         self._changed = os.fstat(self.descriptor).st_mtime_ns
-
-    # While the interpreter ends, modules' names are None.
-    def __del__(self, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-        if self.descriptor >= 0 and not ending():
-            os.close(self.descriptor)
 
     def read(self, begin: int, size: int, target: int) -> None:
         """Reads bytes of the file to an address.  Raises update-invalid where they are not there."""

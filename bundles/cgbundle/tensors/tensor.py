@@ -32,9 +32,6 @@ class Tensor:
         self.owner = owner
         self._capsule: object = None
 
-    def __del__(self) -> None:
-        self._capsule = None  # here, not later: see `dlpack.export`
-
     @property
     def contiguous(self) -> bool:
         """Whether the elements lie row-major without gaps."""
@@ -90,10 +87,9 @@ class Tensor:
         if numpy is not None and hasattr(source, "__array_interface__"):
             return numpy.asarray(source).__dlpack__()  # lets go in C: see `dlpack.export`
         owner = source.owner  # not the tensor itself, which holds the capsule
-        source._capsule = dlpack.export(
-            source.address, source.dtype, source.shape, source.strides, owner, source.__dlpack_device__()
-        )
-        return source._capsule
+        capsule = dlpack.export(source.address, source.dtype, source.shape, source.strides, owner, source.__dlpack_device__())
+        source._capsule = _Kept(capsule)
+        return capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
         return (dlpack.CPU, 0) if self.device is None else (dlpack.CUDA, self.device)
@@ -108,6 +104,19 @@ class Tensor:
             return Tensor(self.address + at * DTYPES[self.dtype], self.dtype, (), (), self.owner).tolist()
 
         return f"cgbundle.Tensor({_kind(self)}: {values(self.shape, self.strides, read)})"
+
+
+class _Kept:
+    """Keeps a capsule, and lets go of it here: see `dlpack.export`.  Only a tensor that is exported has one: an interrupt that
+    comes in `__del__` is lost."""
+
+    __slots__ = ("capsule",)
+
+    def __init__(self, capsule: object) -> None:
+        self.capsule: object = capsule
+
+    def __del__(self) -> None:
+        self.capsule = None
 
 
 def empty(dtype: str, shape: Sequence[int]) -> Tensor:

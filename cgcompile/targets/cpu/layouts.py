@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion, Layout
+from cgbundle.cpu.region_outputs import RegionOutputs
 from cgbundle.format.schema import Weight
 
 from ...errors import BuildError, ModelError
@@ -72,19 +73,16 @@ def output_strides(bound: Bound, inputs: Sequence[torch.Tensor], outputs: Sequen
     torch_library = bound.functions
     layouts = [Layout(torch_library.dtype(dtype_name(value.dtype)), value.shape, value.stride()) for value in inputs]
     bound.restore()
-    handles = bound.region.run([value.data_ptr() for value in inputs], layouts, len(outputs))
+    made = RegionOutputs(torch_library, len(outputs))
+    bound.region.run([value.data_ptr() for value in inputs], layouts, made.handles)
     found = []
-    try:
-        for index, (handle, expected) in enumerate(zip(handles, outputs, strict=True)):
-            dtype, shape, strides = torch_library.layout(handle or 0)
-            if shape != tuple(expected.shape) or dtype != torch_library.dtype(dtype_name(expected.dtype)):
-                raise BuildError(
-                    "compiler-failed",
-                    f"the compiled code gives output {index} the shape {list(shape)}, "
-                    f"eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}",
-                )
-            found.append(strides)
-    finally:
-        for handle in handles:
-            torch_library.delete(handle)
+    for index, (handle, expected) in enumerate(zip(made.handles, outputs, strict=True)):
+        dtype, shape, strides = torch_library.layout(handle or 0)
+        if shape != tuple(expected.shape) or dtype != torch_library.dtype(dtype_name(expected.dtype)):
+            raise BuildError(
+                "compiler-failed",
+                f"the compiled code gives output {index} the shape {list(shape)}, "
+                f"eager PyTorch {dtype_name(expected.dtype)} {list(expected.shape)}",
+            )
+        found.append(strides)
     return found

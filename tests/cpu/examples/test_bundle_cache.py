@@ -155,3 +155,23 @@ def test_a_new_version_is_found_while_requests_come(caching: ModuleType, folder:
         assert cache.loaded == {}
 
     used(caching, folder, 2 * size, session)
+
+
+def test_a_model_that_cannot_be_served_costs_no_other_its_place(caching: ModuleType, folder: Path, size: int) -> None:
+    """Nor is it read again, until one of its files is another."""
+    program = folder / "b" / "1" / "model.cgb" / file_names.PROGRAM
+    right = program.read_bytes()
+    program.write_bytes(b"damaged")
+
+    async def session(cache: Any) -> None:
+        assert await asked(cache, "a") == 1
+        for _ in range(3):
+            with pytest.raises(importlib.import_module("server.model_versions").Refused, match="no version of 'b' can be served"):
+                await cache.version("b")
+            assert cache.loaded == {"a": 1}
+        program.write_bytes(right)
+        assert await asked(cache, "b") == 1
+        assert cache.loaded == {"b": 1}
+
+    told = [event["event"] for event in used(caching, folder, size, session, poll=3600)]
+    assert told == ["serving", "refused", "serving", "evicted"]

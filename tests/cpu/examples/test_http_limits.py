@@ -403,3 +403,46 @@ def test_sigterm_answers_those_who_wait_and_takes_no_more(serve: ModuleType) -> 
         process.kill()
         process.wait()
         process.stderr.close()
+
+
+def test_bodies_have_a_bound_together(serve: ModuleType) -> None:
+    """Also unfinished ones, until their clients leave."""
+    limits = importlib.import_module("server.http_limits")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(len((await receive())["body"])).encode()})
+
+    async def session() -> None:
+        bounded, never = limits.BoundedBodies(app, 100, together=150), asyncio.Event()
+
+        async def ask(first: int, declared: int, rest: asyncio.Event | None = None) -> int:
+            unread = [{"type": "http.request", "body": b"x" * first, "more_body": rest is not None}]
+            told: list[Any] = []
+
+            async def receive() -> Any:
+                if unread:
+                    return unread.pop()
+                await (rest or never).wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                told.append(message)
+
+            headers = [(b"content-length", str(declared).encode())] if declared else []
+            await bounded({"type": "http", "headers": headers}, receive, send)
+            return told[0]["status"] if told else 0
+
+        left = asyncio.Event()
+        unfinished = [asyncio.create_task(ask(70, 75, left)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert await ask(10, 10) == 200
+        assert await ask(11, 11) == 503
+        assert await ask(11, 0) == 503
+        assert await ask(0, 101) == 413
+        left.set()
+        assert await asyncio.gather(*unfinished) == [0, 0]
+        assert await ask(100, 100) == 200
+
+    asyncio.run(session())

@@ -201,3 +201,14 @@ def test_nothing_that_comes_ends_in_another_error(protocol: ModuleType, text: An
         read(protocol, text, data.draw(st.binary(max_size=4)), header)
     except protocol.ProtocolError as error:
         assert str(error)
+
+
+def test_more_json_than_is_read(protocol: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bytes behind it do not count."""
+    monkeypatch.setattr(protocol, "JSON_BYTES", 200)
+    port = protocol.Port("x", "FP32", (-1,))
+    row = {"name": "x", "datatype": "FP32", "shape": [100], "parameters": {"binary_data_size": 400}}
+    text = json.dumps({"inputs": [row]}).encode()
+    assert protocol.read_request(text + bytes(400), str(len(text)), [port], [port]).tensors[0].shape == (100,)
+    with pytest.raises(protocol.TooLarge, match="more than 200: send the tensors as binary data"):
+        protocol.read_request(json.dumps({"inputs": [row | {"data": [0.5] * 100}]}).encode(), None, [port], [port])

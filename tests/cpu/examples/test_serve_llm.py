@@ -643,3 +643,32 @@ def test_openai_errors(client: Any, server: Running) -> None:
     with pytest.raises(openai.BadRequestError, match="the model takes 120 tokens") as caught:
         client.completions.create(model="script", prompt="abc", max_tokens=1000)
     assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
+
+
+def test_a_far_too_long_prompt_is_not_made_tokens(serve_llm: ModuleType, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that may fit, the beginning is tried first; health answers meanwhile."""
+    with running(serve_llm, folder) as server:
+        made: list[int] = []
+        language, gate = server.served.language, threading.Event()
+        tokens = language.tokens
+
+        def counted(text: str, *, special: bool) -> tuple[int, ...]:
+            assert gate.wait(60)
+            made.append(len(text))
+            return tokens(text, special=special)
+
+        monkeypatch.setattr(language, "tokens", counted)
+        context = server.served.context
+        with ThreadPoolExecutor(1) as clients:
+            asking = clients.submit(server.ask, "/v1/completions", {"prompt": "a" * server.served.characters})
+            assert server.ask("/health")[0] == 200
+            gate.set()
+            status, told, _ = asking.result()
+        assert status == 400 and told["error"]["code"] == "context_length_exceeded"
+        assert made in ([], [4 * context]) or max(made) <= server.served.characters
+        made.clear()
+        for body in ({"prompt": "a" * (server.served.characters + 1)}, {"prompt": ["a" * 100_000]}):
+            status, told, _ = server.ask("/v1/completions", body)
+            assert status == 400 and "characters" in told["error"]["message"]
+        assert not made
+        assert server.complete("abc")["choices"]

@@ -621,3 +621,40 @@ def test_a_server_whose_gpu_fails_ends_itself_with_the_drivers_error(folder: Fol
         ]
     finally:
         found.stop()
+
+
+def test_the_watch_of_the_folder_survives_what_a_look_raises(bundle: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    repository = importlib.import_module("server.model_repository")
+    scan, looks, told = repository.scan, list[int](), list[Any]()
+
+    def short(folder: Path) -> Any:
+        looks.append(1)
+        if len(looks) == 2:
+            raise MemoryError
+        return scan(folder)
+
+    monkeypatch.setattr(repository, "scan", short)
+    (tmp_path / "models").mkdir()
+
+    async def run() -> None:
+        options = repository.Options(wait=0.0)
+        async with repository.Repository(tmp_path / "models", options, 0.01, lambda *_: None, told.append) as served:
+            while len(looks) < 4:
+                await asyncio.sleep(0.01)
+            assert served.models == {}
+
+    asyncio.run(run())
+    assert told == [{"event": "failed", "why": "MemoryError"}]
+
+
+def test_one_bad_model_does_not_make_the_server_unready(bundle: Path, tmp_path: Path) -> None:
+    folder = Folder(tmp_path, bundle)
+    folder.put(1)
+    bad = tmp_path / "models" / "bad" / "1" / "model.cgb"
+    bad.mkdir(parents=True)
+    (bad / "manifest.json").write_text("{}")
+    with serving(tmp_path / "models") as server:
+        client = server.ready()
+        assert client.ask("GET", "/v2/models/tiny/ready")[0] == 200
+        assert client.ask("GET", "/v2/models/bad/ready")[0] == 503

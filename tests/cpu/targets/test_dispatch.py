@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import Layout
+from cgbundle.cpu.region_outputs import RegionOutputs
 from cgbundle.format.schema import Weight
 from cgcompile.model.pytree import dtype_name
 from cgcompile.targets.cpu import complex_numbers, dispatch, layouts
@@ -82,12 +83,11 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Tensor,
     scale = Weight(name="scale", tensor="scale", dtype="float32", shape=(), strides=(), memory="weights", offset=0)
     bound = layouts.bind_constants(compiled.path, program, [scale])
     made = [Layout(library.dtype(dtype_name(each.dtype)), each.shape, each.stride()) for each in given]
-    handles = bound.region.run([each.data_ptr() for each in given], made, len(expected))
+    outputs = RegionOutputs(library, len(expected))
     try:
-        found = [_read(library, handle, like) for handle, like in zip(handles, expected, strict=True)]
+        bound.region.run([each.data_ptr() for each in given], made, outputs.handles)
+        found = [_read(library, handle, like) for handle, like in zip(outputs.handles, expected, strict=True)]
     finally:
-        for handle in handles:
-            library.delete(handle)
         bound.region.close()
     return dict(zip((*CALLS, SCALE), zip(expected, found, strict=True), strict=True))
 

@@ -10,9 +10,7 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from itertools import product
@@ -23,7 +21,7 @@ from cgbundle.format.file_names import EXAM
 from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import evaluate
-from cgbundle.session.locks import SharedLock
+from cgbundle.session.locks import ExclusiveLock, SharedLock, locked
 from cgbundle.tensors.tensor import dense
 from tests.helpers.bundles import tiny_bundle
 
@@ -108,6 +106,9 @@ class FakeResults:
         self.buffers, self.static = buffers, static
         self.addresses = [ctypes.addressof(buffer) for buffer in buffers]
 
+    def release(self) -> None:
+        """Nothing: the memory goes with this object."""
+
     def own(self, index: int) -> object:
         assert not self.static
         owner, self.buffers = FakeResults(self.buffers[index : index + 1], static=False), list(self.buffers)
@@ -140,12 +141,20 @@ class FakeBackend:
         self.calls: list[tuple[tuple[int, ...], list[Numbers]]] = []
         self.closed = 0
         self.memory: dict[int, FakeResults] = {}
-        self.lock, self.running = threading.Lock(), SharedLock(manifest.name)
+        self.running: Any = ExclusiveLock(manifest.name, alone=False) if static else SharedLock(manifest.name)
 
-    @contextmanager
-    def locked(self, stream: int | None) -> Iterator[None]:
-        with self.running, self.lock if self.static else nullcontext():
-            yield
+    @property
+    def turn(self) -> Any:
+        return self.running.turn
+
+    def begin(self, stream: int | None) -> None:
+        """Nothing: calls have no streams."""
+
+    def end(self, stream: None) -> None:
+        """Likewise."""
+
+    def locked(self, stream: int | None) -> Any:
+        return locked(self, stream)
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: object) -> FakeResults:
         assert not self.closed, "a replay after close"

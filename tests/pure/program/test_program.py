@@ -378,18 +378,24 @@ def test_a_view_is_stale_when_another_threads_replay_came_after_its_own() -> Non
 
     run, backend = program(LINE, compute, outputs="view", static=True)
     made: dict[str, Any] = {}
-    lock = backend.lock
+    lock = backend.running.inner
 
     class Announced:
+        @property
+        def turn(self) -> Announced:
+            return self
+
         def __enter__(self) -> None:
-            if lock.locked():
+            if not lock.acquire(blocking=False):
                 second_waits.set()
-            lock.acquire()
+                lock.acquire()
 
         def __exit__(self, *unused: object) -> None:
             lock.release()
 
-    backend.locked = lambda stream: Announced()  # type: ignore[method-assign, assignment, return-value]
+        close = backend.running.close
+
+    backend.running = Announced()
     one = threading.Thread(target=lambda: made.update(one=run(numbers((2, 3)))[0]))
     two = threading.Thread(target=lambda: made.update(two=run(numbers((2, 3), first=7))[0]))
     one.start()

@@ -38,14 +38,14 @@ def met(use: Callable[[], object]) -> list[type[Exception]]:
 
 
 def enter(lock: Any) -> None:
-    with lock:
+    with lock.turn:
         pass
 
 
 def test_a_sessions_lock_that_is_waited_for_to_close_it() -> None:
     lock = ExclusiveLock("tiny", alone=True)
     found: list[type[Exception]] = []
-    with lock:
+    with lock.turn:
         closer = threading.Thread(target=lock.close)
         other = threading.Thread(target=lambda: found.extend(met(lambda: enter(lock))))
         closer.start()
@@ -64,7 +64,7 @@ def test_a_sessions_lock_that_is_waited_for_to_close_it() -> None:
 )
 def test_a_programs_lock_that_is_waited_for(make: Callable[[], Any]) -> None:
     lock, order = make(), []
-    with lock:
+    with lock.turn:
         closer = threading.Thread(target=lambda: (lock.close(), order.append("closed")))
         closer.start()
         closer.join(0.02)

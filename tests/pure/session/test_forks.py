@@ -31,7 +31,7 @@ def test_a_lock_that_another_thread_held_is_not_waited_for(lock: SharedLock | Ex
     held, over = threading.Event(), threading.Event()
 
     def hold() -> None:
-        with lock:
+        with lock.turn:
             held.set()
             over.wait(60)
 
@@ -40,7 +40,7 @@ def test_a_lock_that_another_thread_held_is_not_waited_for(lock: SharedLock | Ex
     held.wait(60)
     FORKS.count()
     assert lock.inherited
-    with raises("process-forked", match="program 'gpt' was loaded before this process was forked"), lock:
+    with raises("process-forked", match="program 'gpt' was loaded before this process was forked"), lock.turn:
         pass
     over.set()
     thread.join()
@@ -56,7 +56,7 @@ def test_a_program_for_a_gpu_is_its_parents_alone(tmp_path: Path, monkeypatch: p
     seen = len(fake.calls)
     for act in (
         backend.session,
-        lambda: backend.locked(None).__enter__(),
+        lambda: backend.turn,
         lambda: backend.poison(0),
         lambda: backend.copy_out(0, 4, None),
     ):

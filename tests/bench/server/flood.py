@@ -1,0 +1,194 @@
+"""`python -m tests.bench.server.flood [models] [language]`: health and memory of the example servers under far too large bodies.
+
+    models      five bodies of 60 MB of JSON, thirty of 60 MB that never end, twenty of 3 MB of JSON, two of 30 MB of binary data
+    language    twenty prompts of 4 MB, twenty lists of a million tokens, thirty bodies of 4 MB that never end
+
+All of them at once, over loopback.  Health is asked for every 50 ms, on a new connection.  `--examples FOLDER` takes other servers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import http.client
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from tests.helpers.models.tokenizers import write_tokenizer
+from tests.helpers.places import GOLDEN, ROOT
+
+EVERY, LONG = 0.05, 120.0
+"""Seconds between two looks at the server's health, and after which a client gives up."""
+
+LANGUAGE = """
+import sys, threading
+sys.path.insert(0, sys.argv[1])
+import serve_llm
+from language_server.scheduler import Limits, Token
+from language_server.served_model import ServedModel
+from language_server.text import Language
+
+class Model:
+    limits = Limits(page=16, pages=2049, slots=9, blocks=2048, readers=2, chunk=64, lanes=6, loop_lanes=4, turns=4)
+    def run(self, step):
+        return [[Token(65, -0.5, ())] * lane.most for lane in step.lanes]
+
+served = ServedModel([Model()], Language(sys.argv[2]), "flooded", 64)
+serve_llm.serve(serve_llm.Server(served), "127.0.0.1", int(sys.argv[3]))
+"""
+
+
+PROBE = """
+import http.client, json, select, sys, time
+port, path, every = int(sys.argv[1]), sys.argv[2], float(sys.argv[3])
+seen = []
+while not select.select([sys.stdin], [], [], every)[0]:
+    began, status = time.monotonic(), 0
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request("GET", path)
+        status = connection.getresponse().status
+    except OSError:
+        pass
+    connection.close()
+    seen.append((status, time.monotonic() - began))
+print(json.dumps(seen))
+"""
+"""Asks for the health from a process of its own: the flood keeps this one's interpreter busy."""
+
+
+class Flooded:
+    """A server in a process of its own, and who sends it what."""
+
+    def __init__(self, command: Sequence[str], health: str) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self.port = free.getsockname()[1]
+        self.health, self.statuses, self.latencies = health, Counter[str](), list[float]()
+        self.process = subprocess.Popen([*command, str(self.port)], stderr=subprocess.DEVNULL)
+        self._done = threading.Event()
+        self._threads: list[threading.Thread] = []
+        until = time.monotonic() + LONG
+        while self.ask() != 200:
+            if time.monotonic() > until or self.process.poll() is not None:
+                raise SystemExit(f"{command}: does not answer")
+            time.sleep(0.1)
+        probe = [sys.executable, "-c", PROBE, str(self.port), health, str(EVERY)]
+        self._probe = subprocess.Popen(probe, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+
+    def ask(self) -> int:
+        """The status of its health, 0 where it does not answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=LONG)
+        try:
+            connection.request("GET", self.health)
+            return connection.getresponse().status
+        except OSError:
+            return 0
+        finally:
+            connection.close()
+
+    def send(self, times: int, name: str, path: str, body: bytes, length: int | None = None, **headers: str) -> None:
+        """Sends a body from so many threads; one that claims a greater length stays unfinished."""
+        head = {"Content-Type": "application/json", "Content-Length": str(length or len(body))} | headers
+        lines = [f"POST {path} HTTP/1.1", "Host: here", *[f"{key.replace('_', '-')}: {value}" for key, value in head.items()]]
+        data = "\r\n".join([*lines, "", ""]).encode() + body
+        for _ in range(times):
+            thread = threading.Thread(target=self._send, args=(name, data), daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def _send(self, name: str, data: bytes) -> None:
+        status = "closed"
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=LONG) as client:
+                with suppress(OSError):  # it was answered before it was read
+                    client.sendall(data)
+                status = client.recv(12).decode()[9:] or "closed"
+        except OSError:
+            pass
+        self.statuses[f"{name}: {status}"] += 1
+
+    def watch(self, seconds: float) -> None:
+        """Waits until everybody was answered, or the time is over, and reads what PROBE saw."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until and any(thread.is_alive() for thread in self._threads):
+            time.sleep(EVERY)
+        told, _ = self._probe.communicate("end\n", LONG)
+        for status, latency in json.loads(told):
+            self.statuses[f"health: {status}"] += 1
+            self.latencies.append(latency)
+
+    def end(self) -> dict[str, Any]:
+        """What was seen."""
+        text = Path(f"/proc/{self.process.pid}/status").read_text()
+        peak = next(int(line.split()[1]) for line in text.splitlines() if line.startswith("VmHWM"))
+        self.process.kill()
+        self.process.wait()
+        return {"slowest_s": round(max(self.latencies), 3), "peak_mb": peak >> 10, "answers": dict(sorted(self.statuses.items()))}
+
+
+def models(examples: Path, folder: Path, seconds: float, size: int) -> dict[str, Any]:
+    """The Open Inference server; `size` stands for 60 MB."""
+    shutil.copytree(GOLDEN / "v1/cpu_mlp.cgb", folder / "models/tiny/1/model.cgb")
+    server = Flooded([sys.executable, str(examples / "serve_models.py"), str(folder / "models"), "--port"], "/v2/health/live")
+
+    def numbers(bytes_: int) -> bytes:
+        count = bytes_ // 160 * 16
+        row = {"name": "input", "datatype": "FP32", "shape": [count // 16, 16], "data": [0]}
+        return json.dumps({"inputs": [row]}).encode().replace(b"[0]", b"[" + b",".join([b"0.1234567"] * count) + b"]")
+
+    path, large = "/v2/models/tiny/infer", numbers(size)
+    rows = size // 128
+    binary = {"name": "input", "datatype": "FP32", "shape": [rows, 16], "parameters": {"binary_data_size": rows * 64}}
+    text = json.dumps({"inputs": [binary], "parameters": {"binary_data_output": True}}).encode()
+    server.send(5, "JSON of 60 MB", path, large)
+    server.send(30, "unfinished", path, large, length=len(large) + 1)
+    server.send(20, "JSON of 3 MB", path, numbers(size // 20))
+    server.send(2, "binary of 30 MB", path, text + bytes(rows * 64), Inference_Header_Content_Length=str(len(text)))
+    server.watch(seconds)
+    return server.end()
+
+
+def language(examples: Path, folder: Path, seconds: float, size: int) -> dict[str, Any]:
+    """The language server, whose model takes 32,768 tokens."""
+    write_tokenizer(folder)
+    server = Flooded([sys.executable, "-c", LANGUAGE, str(examples), str(folder)], "/health")
+    size //= 15
+    words = b'{"max_tokens": 1, "prompt": "' + b"the cat sat on the mat " * (size // 24) + b'"}'
+    tokens = b'{"max_tokens": 1, "prompt": [' + b",".join([b"65"] * (size // 4)) + b"]}"
+    server.send(20, "prompt of 4 MB", "/v1/completions", words)
+    server.send(20, "a million tokens", "/v1/completions", tokens)
+    server.send(30, "unfinished", "/v1/completions", words[:-2], length=len(words))
+    server.watch(seconds)
+    return server.end()
+
+
+SCENES = {"models": models, "language": language}
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints a line of JSON for each server."""
+    parser = argparse.ArgumentParser("tests.bench.server.flood", description=__doc__)
+    parser.add_argument("scenes", nargs="*", choices=[*SCENES, []], help="default: both")
+    parser.add_argument("--examples", type=Path, default=ROOT / "examples")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    given = parser.parse_args(arguments)
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(given.examples.parent / "bundles"), os.environ.get("PYTHONPATH", "")])
+    for name in given.scenes or SCENES:
+        with tempfile.TemporaryDirectory() as folder:
+            print(json.dumps({"server": name} | SCENES[name](given.examples, Path(folder), given.seconds, 60 << 20)), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

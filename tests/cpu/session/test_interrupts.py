@@ -1,0 +1,180 @@
+"""An interrupt, as of Ctrl-C, anywhere in a call on the CPU, a load or a close: it is raised, what comes next is right, and
+nothing stays locked or open."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+import cgbundle
+from cgbundle.call import outputs
+from cgbundle.cpu.host_region import INSTANCES
+from cgbundle.errors import ProgramClosed
+from cgbundle.format import open_files
+from tests.helpers.interrupts import Interrupt, at_every_point, interrupted_at
+from tests.helpers.places import GOLDEN, skip_older_torch
+
+numpy = pytest.importorskip("numpy")
+pytest.importorskip("torch")  # its libraries run the code
+
+SHARED, STATE = "v1/cpu_mlp", "v3/cpu_state"
+"""A bundle whose replays run side by side, and one whose replays share memory."""
+
+PATIENCE = 60
+
+
+@pytest.fixture(autouse=True)
+def lost(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What went wrong where nobody can be told: in `__del__`, or in a callback."""
+    skip_older_torch()
+    found: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", found.append)
+    yield found
+    assert not found
+
+
+def called(program: Any) -> Any:
+    """What a call gives; of a program with state, from its first state on."""
+    if len(program.state):
+        program.reset()
+        program.seed(0)
+    made = program(numpy.ones((1, 16), numpy.float32))
+    return [numpy.asarray(each).tolist() for each in (made if isinstance(made, list | tuple) else [made])]
+
+
+def elsewhere(act: Callable[[], Any]) -> Any:
+    """What it gives in another thread, which would wait for a lock that was left."""
+    made: list[Any] = []
+    thread = threading.Thread(target=lambda: made.append(act()), daemon=True)
+    thread.start()
+    thread.join(PATIENCE)
+    assert made, "locked"
+    return made[0]
+
+
+@pytest.mark.parametrize("large", [1, 128 << 10])
+@pytest.mark.parametrize(("golden", "alone"), [(SHARED, False), (SHARED, True), (STATE, False)])
+def test_a_call(golden: str, alone: bool, large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(outputs, "LARGE", large)
+    root = cgbundle.load(GOLDEN / f"{golden}.cgb")
+    program = root.session() if alone else root
+    expected = called(program)
+    waiting = len(open_files._WAITING)
+
+    def check(point: str) -> None:
+        assert elsewhere(lambda: called(program)) == expected, point
+
+    assert not at_every_point(lambda: called(program), check)
+    assert len(open_files._WAITING) <= waiting + INSTANCES, "outputs that nobody freed"
+    assert elsewhere(lambda: (program.close(), root.close()))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_close(alone: bool) -> None:
+    """Where it is interrupted, the next one goes on."""
+    made: list[Any] = []
+
+    def close() -> None:
+        for program in made:
+            program.close()
+
+    def check(point: str) -> None:
+        close()
+        for program in made:
+            assert program._backend._bound is None and program._backend._shared is None, point
+            with pytest.raises(ProgramClosed):
+                called(program)
+
+    number = 0
+    while True:
+        root = cgbundle.load(GOLDEN / f"{SHARED}.cgb")
+        made[:] = [root.session(), root] if alone else [root]
+        called(made[0])
+        met: list[str] = []
+        try:
+            with interrupted_at(number) as met:
+                close()
+        except Interrupt:
+            pass
+        else:
+            assert not met, f"lost at {met}"
+        check(str(met))
+        if not met:
+            return
+        number += 1
+
+
+def test_a_load_leaves_nothing() -> None:
+    """Descriptors and code of a load that was interrupted are given back."""
+    before = dict(open_files._WAITING)
+    number = 0
+    while True:
+        met: list[str] = []
+        try:
+            with interrupted_at(number) as met:
+                cgbundle.load(GOLDEN / f"{SHARED}.cgb").close()
+        except Interrupt:
+            number += 29  # a load has thousands of points
+            continue
+        assert not met, f"lost at {met}"
+        break
+    assert len(open_files._WAITING) <= len(before)
+
+
+@pytest.mark.parametrize("golden", [SHARED, STATE])
+def test_the_handler_of_a_signal_closes_the_program_that_it_interrupts(golden: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that ends a process does.  What the call uses stays until it ends."""
+    program = cgbundle.load(GOLDEN / f"{golden}.cgb")
+    called(program)
+    backend = program._backend
+    run, replies = type(backend).run, []
+
+    def interrupted(*arguments: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return run(backend, *arguments)
+
+    before = signal.signal(signal.SIGUSR1, lambda number, frame: program.close())
+    try:
+        monkeypatch.setattr(backend, "run", interrupted, raising=False)
+        monkeypatch.setattr(program, "_backend", backend)
+        replies.append(program(numpy.ones((1, 16), numpy.float32)))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    with pytest.raises(ProgramClosed):
+        called(program)
+    program.close()
+
+
+def test_a_thread_that_waits_for_its_turn() -> None:
+    """An interrupt while a thread waits changes nothing for those that come later."""
+    with cgbundle.load(GOLDEN / f"{STATE}.cgb") as program:
+        expected = called(program)
+        held, go_on = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with program._backend.turn:
+                held.set()
+                assert go_on.wait(PATIENCE)
+
+        holder = threading.Thread(target=hold)
+        holder.start()
+        assert held.wait(PATIENCE)
+        before = signal.signal(signal.SIGALRM, _raise)
+        try:
+            signal.setitimer(signal.ITIMER_REAL, 0.05)
+            with pytest.raises(Interrupt):
+                called(program)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        go_on.set()
+        holder.join(PATIENCE)
+        assert called(program) == expected
+
+
+def _raise(number: int, frame: object) -> None:
+    raise Interrupt
