@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -55,5 +55,5 @@ class Request:
     shift: bool
     written: dict[IntKey, tuple[int, ...]]
     exam_calls: dict[IntKey, int]
-    bounds: dict[IntKey, tuple[ErrorBound, ...]]
-    floors: dict[IntKey, float]
+    bounds: dict[IntKey, tuple[ErrorBound, ...]] = field(default_factory=dict)
+    floors: dict[IntKey, float] = field(default_factory=dict)
