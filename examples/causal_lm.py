@@ -19,19 +19,23 @@ CAUSAL_LM_DTYPE float32 (default), bfloat16 or float16; CAUSAL_LM_WEIGHTS=int8 k
 (language_model/int8.py); CAUSAL_LM_PAGES (65) and CAUSAL_LM_SLOTS (9) count pages of 16 tokens and
 slots, those of nobody among them; CAUSAL_LM_TURNS is 32, and 0 leaves `generate` out.
 
+Before a build, a small copy of the model is compared with transformers' `generate` (language_model/comparison.py), then the model
+with weights of its own on two short texts.  Another text, or a model that pages do not serve, is refused by name.
+
 In half precision the logits of two tokens may be so close that rounding decides between them: such a build needs
 `--waive mismatched-integers`.
 """
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable
 
 import torch
 from language_model import comparison
 from language_model.attention import PAGE, Lanes, Loop, Pages, empty_pages, write
-from language_model.configurations import configuration, network
+from language_model.configurations import CONFIGURATIONS, configuration, network
 from language_model.control_flow import while_loop
 from language_model.int8 import int8_weights
 from language_model.positions import depends_on_length, reread_length, ropes_by_length, temperatures_by_place, with_length
@@ -46,6 +50,9 @@ WEIGHTS = os.environ.get("CAUSAL_LM_WEIGHTS", "")
 PAGES, SLOTS, TURNS = [
     int(os.environ.get(f"CAUSAL_LM_{name}", value)) for name, value in (("PAGES", 65), ("SLOTS", 9), ("TURNS", 32))
 ]
+COMPARED = "CAUSAL_LM_COMPARED"
+"""Tells the processes that a build starts, which inherit it, that the first one has compared the model with transformers."""
+
 STOPS = 8
 """Stop tokens that a lane may have; -1 is none."""
 
@@ -64,6 +71,7 @@ class CausalLM(nn.Module):
         super().__init__()
         self.network = temperatures_by_place(ropes_by_length(network))
         self.by_length, self.reread_at = depends_on_length(network.config), reread_length(network)
+        self.keeps_rows = "logits_to_keep" in inspect.signature(network.forward).parameters
         self.turns = TURNS if turns is None else turns
         self.vocabulary = network.config.get_text_config().vocab_size
         weight = next(network.parameters())
@@ -176,13 +184,17 @@ class CausalLM(nn.Module):
         made = self.network(
             input_ids=ids.reshape(1, -1), position_ids=places.reshape(1, -1), use_cache=False, logits_to_keep=rows, cache=cache
         )
-        return made.logits[0].float()
+        return (made.logits[0] if self.keeps_rows else made.logits[0][rows]).float()
 
 
 def compare(config: PretrainedConfig) -> None:
     """Raises Refused where a small copy of a model gives another text than transformers."""
-    sizes = {"pages": comparison.PAGES, "slots": comparison.SLOTS, "turns": comparison.TURNS}
-    comparison.compare_small(config, lambda network: CausalLM(network, **sizes))
+    comparison.compare_small(config, small)
+
+
+def small(network: nn.Module) -> CausalLM:
+    """A model with a cache for a comparison."""
+    return CausalLM(network, comparison.PAGES, comparison.SLOTS, comparison.TURNS)
 
 
 def model() -> nn.Module:
@@ -191,8 +203,15 @@ def model() -> nn.Module:
         raise ValueError(f"CAUSAL_LM_DTYPE: expected one of {', '.join(DTYPES)}, got {DTYPE!r}")
     if WEIGHTS not in ("", "int8"):
         raise ValueError(f"CAUSAL_LM_WEIGHTS: expected int8 or nothing, got {WEIGHTS!r}")
-    compare(configuration(NAME))
+    process, _, compared = os.environ.get(COMPARED, "").partition(" ")
+    first = process == str(os.getpid()) or compared != f"{NAME} {DTYPE}"
+    if first:
+        compare(configuration(NAME))
     made = network(NAME, DTYPES[DTYPE])
+    if first:
+        if NAME not in CONFIGURATIONS:
+            comparison.compare_weights(made, small)
+        os.environ[COMPARED] = f"{os.getpid()} {NAME} {DTYPE}"
     return CausalLM(int8_weights(made) if WEIGHTS else made).eval()
 
 

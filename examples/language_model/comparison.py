@@ -37,6 +37,12 @@ PAGES, SLOTS = len(PROMPTS) * BLOCKS + 1, len(PROMPTS) + 1
 TOLERANCE = 0.02
 """How far the logarithm of a probability may be from transformers', in float32."""
 
+WEIGHTS_PROMPTS = (5, 18)
+"""Tokens of the prompts for real weights."""
+
+NEAR = {torch.float32: 0.002, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""Logits as near to the largest as this part of the largest's distance from the mean are a tie, which rounding decides."""
+
 SPREAD = 0.2
 """Standard deviation of what is added to the small copy's weights, so that different texts are continued differently."""
 
@@ -57,19 +63,51 @@ def compare_small(config: PretrainedConfig, served: Callable[[PreTrainedModel], 
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of work so small, more threads take longer
     try:
-        network, reference = small_networks(config)
-        model = served(network).eval()
-        check_independence(model)
-        order = random.Random(0)
-        prompts = [[order.randrange(4, model.vocabulary) for _ in range(length)] for length in PROMPTS]
-        for prompt, text in zip(prompts, texts_over_pages(model, prompts), strict=True):
-            expected = by_generate(copy.deepcopy(reference), prompt, len(text))  # a rope may remember the texts before
-            different = [place for place, pair in enumerate(zip(text, expected, strict=True)) if not same(*pair)]
-            if different:
-                what = f"text differs from transformers' generate at token {different[0]} of a prompt of length {len(prompt)}"
-                raise refusal(config, f"{what} (small copy; {features(network.config)})", "serve it with transformers")
+        with torch.device("cpu"):
+            compare_texts(config, served)
     finally:
         torch.set_num_threads(threads)
+
+
+def compare_texts(config: PretrainedConfig, served: Callable[[PreTrainedModel], nn.Module]) -> None:
+    """`compare_small` on the device and with the threads that are set."""
+    network, reference = small_networks(config)
+    model = served(network).eval()
+    check_independence(model)
+    order = random.Random(0)
+    prompts = [[order.randrange(4, model.vocabulary) for _ in range(length)] for length in PROMPTS]
+    for prompt, text in zip(prompts, texts_over_pages(model, prompts), strict=True):
+        expected = by_generate(copy.deepcopy(reference), prompt, len(text))  # a rope may remember the texts before
+        different = [place for place, pair in enumerate(zip(text, expected, strict=True)) if not same(*pair)]
+        if different:
+            what = f"text differs from transformers' generate at token {different[0]} of a prompt of length {len(prompt)}"
+            raise refusal(config, f"{what} (small copy; {features(network.config)})", "serve it with transformers")
+
+
+def compare_weights(network: PreTrainedModel, served: Callable[[PreTrainedModel], nn.Module]) -> None:
+    """Raises Refused where the model with its real weights chooses a token over pages that transformers finds clearly less likely.
+
+    Two short texts share the calls.  The network itself, with transformers' own attention, reads them one by one.
+    """
+    device = next(network.parameters()).device
+    with torch.device(device), torch.no_grad():
+        model = served(network).eval()
+        order = random.Random(0)
+        prompts = [[order.randrange(4, model.vocabulary) for _ in range(length)] for length in WEIGHTS_PROMPTS]
+        desk = Desk(model, prompts)
+        desk.take_chunks()
+        desk.take_step()
+        network.set_attn_implementation("eager")
+        try:
+            rows = [network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in desk.tokens]
+        finally:
+            network.set_attn_implementation("paged")
+    for tokens, logits, prompt in zip(desk.tokens, rows, prompts, strict=True):
+        for place in range(len(prompt), len(tokens)):
+            row = logits[place - 1]
+            if row.max() - row[tokens[place]] > NEAR[network.dtype] * (row.max() - row.mean()):
+                what = f"text differs from transformers at token {place - len(prompt)} of a prompt of length {len(prompt)}"
+                raise refusal(network.config, f"{what} (with its own weights)", "serve it with transformers")
 
 
 def same(mine: Written, right: Written) -> bool:
@@ -80,7 +118,7 @@ def same(mine: Written, right: Written) -> bool:
 def small_networks(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The small copy twice, with the same weights in float32: over pages, and as transformers runs it."""
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             options = {"dtype": torch.float32}
             reference = AutoModelForCausalLM.from_config(small_copy(config), attn_implementation="eager", **options).eval()
@@ -168,13 +206,17 @@ class Desk:
 def texts_over_pages(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[Written]]:
     """What the entries of a model over pages write behind the prompts, all of them together."""
     desk = Desk(model, prompts)
-    with torch.no_grad():
-        desk.take_chunks()
-        for _ in range(STEPS):
-            desk.take_step()
-        desk.take_loop()
-        for _ in range(STEPS):
-            desk.take_step()
+    try:
+        with torch.no_grad():
+            desk.take_chunks()
+            for _ in range(STEPS):
+                desk.take_step()
+            desk.take_loop()
+            for _ in range(STEPS):
+                desk.take_step()
+    except Exception as error:
+        what = f"its code does not run over pages: {told(error)}"
+        raise refusal(model.network.config, what, "serve it with transformers") from error
     return desk.written
 
 

@@ -94,7 +94,7 @@ class Probe:
             context = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 4096
             seen = window_and_chunk(mask.function, context)
             if seen is None:
-                what = "neither causal, nor causal in a sliding window or in chunks"
+                what = "neither causal, nor causal in a sliding window or in chunks (a prefix or blocks, say)"
                 raise refusal(self.config, f"the mask of layer {layer} is {what}", ANOTHER)
             self.rules[mask] = seen
         return self.rules[mask]
@@ -176,7 +176,7 @@ def check_kind(config: PretrainedConfig) -> None:
         raise refusal(config, "transformers has no causal language model of this type (AutoModelForCausalLM)", ANOTHER)
     kind = kind[0] if isinstance(kind, tuple) else kind
     if not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS") and not kind._supports_attention_backend:
-        what = f"{kind.__name__} computes attention by code of its own, and takes no other (AttentionInterface)"
+        what = f"{kind.__name__} takes no other attention than its own code's, or has none (AttentionInterface)"
         raise refusal(config, what, ANOTHER)
     prepare = kind.prepare_inputs_for_generation.__code__
     if "original_max_position_embeddings" in prepare.co_names and "next_sequence_length" not in prepare.co_consts:

@@ -43,21 +43,26 @@ def main() -> int:
 
 
 def judged(lm: ModuleType, name: str) -> str:
-    """`equal`, `refused: why`, `WRONG: where` or `traceback: what` of a model type or feature.
+    """`equal`, `refused: why`, `WRONG: where` or `traceback: what` of a model type or feature; `no configuration: why` where
+    transformers cannot make the default one.
 
     WRONG is a text that only the comparison knows to be another: no rule names what the model does.
     """
-    from language_model.refusal import Refused
+    from language_model.refusal import Refused, told
     from transformers import AutoConfig
 
     options = FEATURES.get(name) or {"model_type": name, **NEEDED.get(name, {})}
     try:
-        lm.compare(AutoConfig.for_model(**options))
+        config = AutoConfig.for_model(**options)
+    except Exception as error:  # noqa: BLE001 transformers' own
+        return f"no configuration: {told(error)}"
+    try:
+        lm.compare(config)
     except Refused as error:
         kind = "WRONG" if "text differs" in str(error) else "refused"
         return f"{kind}: {error}"
     except Exception as error:  # noqa: BLE001 what it is about
-        return f"traceback: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
+        return f"traceback: {told(error)}"
     return "equal"
 
 

@@ -47,7 +47,6 @@ NEEDED: dict[str, dict[str, Any]] = {
     ),
     **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), HEADS),
     "nemotron": {"num_key_value_heads": 8, **HEADS},
-    "gemma4_assistant": {"hidden_size_per_layer_input": 0},
     "lfm2_moe": {"layer_types": ["full_attention"] * 32, "num_hidden_layers": 32},
     "xmod": {**DECODER, "default_language": "en_XX"},
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1407},
