@@ -157,18 +157,18 @@ class Desk:
             ids = torch.tensor([chunk + [4] * (READ - len(chunk)) for chunk in chunks])
             count, start = torch.tensor([len(chunk) for chunk in chunks]), torch.tensor(self.read)
             lengths = [torch.tensor(self.length)] if self.model.by_length else []
-            made = self.model.prefill(ids, count, *self._lanes(count > 0, start), self.greedy, *lengths)
-            self._keep(count, made)
+            outputs = self.model.prefill(ids, count, *self._lanes(count > 0, start), self.greedy, *lengths)
+            self._keep(count, outputs)
 
     def take_step(self) -> None:
         """A token for every text.  Where the model says so, a text is read again instead, beside the others."""
         again = [self.model.reread_at and read == self.model.reread_at for read in self.read]
-        on = ~torch.tensor([bool(each) for each in again])
+        on = ~torch.tensor([bool(begins) for begins in again])
         ids = torch.tensor([tokens[-1:] for tokens in self.tokens])
-        made = self.model.decode(ids, on.long(), *self._lanes(on, torch.tensor(self.read)), self.greedy)
-        self._keep(on.long(), made)
-        for lane, each in enumerate(again):
-            if each:
+        outputs = self.model.decode(ids, on.long(), *self._lanes(on, torch.tensor(self.read)), self.greedy)
+        self._keep(on.long(), outputs)
+        for lane, begins in enumerate(again):
+            if begins:
                 self.read[lane], self.length[lane] = 0, len(self.tokens[lane])
         self._read_again(again)
 
@@ -176,8 +176,8 @@ class Desk:
         """As many tokens as the loop makes."""
         ids, start = torch.tensor([tokens[-1:] for tokens in self.tokens]), torch.tensor(self.read)
         none, limit = torch.full((len(ids), 8), -1), torch.full((len(ids),), TURNS)
-        made = self.model.generate(ids, start, self.pages, self.slot, self.greedy, none, limit)
-        rows = zip(made["tokens"].tolist(), made["logprobs"].tolist(), made["count"].tolist(), strict=True)
+        outputs = self.model.generate(ids, start, self.pages, self.slot, self.greedy, none, limit)
+        rows = zip(outputs["tokens"].tolist(), outputs["logprobs"].tolist(), outputs["count"].tolist(), strict=True)
         for lane, (tokens, logprobs, count) in enumerate(rows):
             self.read[lane] += count
             self.tokens[lane] += tokens[:count]
@@ -186,16 +186,16 @@ class Desk:
     def _read_again(self, again: Sequence[object]) -> None:
         """Reads the texts of some lanes from the start; the others wait."""
         others = [tokens for tokens in self.tokens]
-        self.tokens = [tokens if each else tokens[:read] for tokens, each, read in zip(others, again, self.read, strict=True)]
+        self.tokens = [tokens if begins else tokens[:read] for tokens, begins, read in zip(others, again, self.read, strict=True)]
         self.take_chunks()
-        self.tokens = [new if each else old for new, old, each in zip(self.tokens, others, again, strict=True)]
+        self.tokens = [new if begins else old for new, old, begins in zip(self.tokens, others, again, strict=True)]
 
     def _lanes(self, on: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return start * on, self.pages * on[:, None], self.slot * on
 
-    def _keep(self, count: Tensor, made: dict[str, Tensor]) -> None:
+    def _keep(self, count: Tensor, outputs: dict[str, Tensor]) -> None:
         """Notes what was read, and the token behind a text that is read to its end."""
-        rows = zip(count.tolist(), made["token"].tolist(), made["logprob"].tolist(), strict=True)
+        rows = zip(count.tolist(), outputs["token"].tolist(), outputs["logprob"].tolist(), strict=True)
         for lane, (read, token, logprob) in enumerate(rows):
             self.read[lane] += read
             if read and self.read[lane] == len(self.tokens[lane]):
@@ -225,15 +225,15 @@ def by_generate(network: PreTrainedModel, prompt: Sequence[int], count: int) -> 
     network.generation_config = GenerationConfig()
     ids = torch.tensor([prompt])
     try:
-        made = network.generate(
+        outputs = network.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None,
             output_logits=True, return_dict_in_generate=True,
         )  # fmt: skip
     except Exception as error:
         what = f"transformers' generate of its small copy fails, so that there is nothing to compare with: {told(error)}"
         raise refusal(network.config, what, "serve it with transformers") from error
-    tokens = made.sequences[0, len(prompt) :].tolist()
-    logprobs = [logits[0].float().log_softmax(-1) for logits in made.logits]
+    tokens = outputs.sequences[0, len(prompt) :].tolist()
+    logprobs = [logits[0].float().log_softmax(-1) for logits in outputs.logits]
     return [Written(token, row[token].item()) for token, row in zip(tokens, logprobs, strict=True)]
 
 

@@ -82,8 +82,8 @@ class Probe:
         window, chunk = self.seen(layer, mask)
         self.layers[layer] = Layer(key.shape[1], max(key.shape[-1], value.shape[-1]), window, chunk)
         groups = query.shape[1] // value.shape[1]
-        own = value + key.mean(-1, keepdim=True)
-        return (own.repeat_interleave(groups, 1) + query.mean(-1, keepdim=True)).transpose(1, 2).contiguous()
+        brought = value + key.mean(-1, keepdim=True)
+        return (brought.repeat_interleave(groups, 1) + query.mean(-1, keepdim=True)).transpose(1, 2).contiguous()
 
     def seen(self, layer: int, mask: Any) -> tuple[int, int]:
         """The window and the chunk of a layer's mask."""
@@ -117,12 +117,12 @@ def window_and_chunk(function: Callable[..., Tensor], longest: int) -> tuple[int
         near = [query + step for step in (-size - 1, -size, -size + 1, -1, 0, 1)]
         key = torch.cat([*near, query // size * size - 1, query // size * size]).clamp(0, longest - 1)
         query = query[:, None]
-        found, causal = shows(query, key), key <= query
-        if torch.equal(found, causal) and size == longest:
+        shown, causal = shows(query, key), key <= query
+        if torch.equal(shown, causal) and size == longest:
             return 0, 0
-        if torch.equal(found, causal & (key > query - size)):
+        if torch.equal(shown, causal & (key > query - size)):
             return size, 0
-        if torch.equal(found, causal & (key // size == query // size)):
+        if torch.equal(shown, causal & (key // size == query // size)):
             return 0, size
     except (IndexError, ZeroDivisionError, RuntimeError):  # a rule over the tokens of one call
         pass

@@ -20,7 +20,7 @@ def refusal(config: PretrainedConfig, feature: str, remedy: str) -> Refused:
 
 def told(error: BaseException) -> str:
     """The error and the line of transformers that raised it."""
-    frames = [each for each in traceback.extract_tb(error.__traceback__) if "/transformers/models/" in each.filename]
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/transformers/models/" in frame.filename]
     place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}{place}"

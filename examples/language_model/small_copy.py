@@ -86,9 +86,9 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
         values["per_layer_config"] = {
             layer: {
                 name: 2 * DIM if name == "head_dim" else 1 if name in KEY_HEADS else shrunk({name: value})[name]
-                for name, value in each.items()
+                for name, value in changes.items()
             }
-            for layer, each in layers.items()
+            for layer, changes in layers.items()
         }
     return small_context(values)
 
@@ -116,12 +116,12 @@ def fewer_layers(values: dict[str, Any]) -> dict[str, Any]:
     lists = {
         name: value for name, value in values.items() if isinstance(value, list) and len(value) == count and name not in INDEXES
     }
-    own = {int(layer): value for layer, value in (values.get("per_layer_config") or {}).items()}
+    overrides = {int(layer): value for layer, value in (values.get("per_layer_config") or {}).items()}
     producers = count - (values.get("num_kv_shared_layers") or 0)  # the last layers take others' keys
     kinds: dict[tuple[str, ...], int] = {}
     for layer in range(count):
         kind = [repr(value[layer]) for value in lists.values()]
-        kinds.setdefault((*kind, repr(own.get(layer)), str(layer < producers)), layer)
+        kinds.setdefault((*kind, repr(overrides.get(layer)), str(layer < producers)), layer)
     layers = sorted(kinds.values()) if len(kinds) > 1 else list(range(min(count, 2)))
     for name in LAYERS:
         if isinstance(values.get(name), int):
@@ -131,8 +131,8 @@ def fewer_layers(values: dict[str, Any]) -> dict[str, Any]:
     for name in INDEXES:
         if isinstance(values.get(name), list):
             values[name] = [number for number, layer in enumerate(layers) if layer in values[name]]
-    if own:
-        values["per_layer_config"] = {number: own[layer] for number, layer in enumerate(layers) if layer in own}
+    if overrides:
+        values["per_layer_config"] = {number: overrides[layer] for number, layer in enumerate(layers) if layer in overrides}
     if values.get("num_kv_shared_layers"):
         values["num_kv_shared_layers"] = sum(layer >= producers for layer in layers)
     return values
@@ -144,7 +144,7 @@ def small_context(values: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(ropes, dict):
         return values
     longest = values.get("max_position_embeddings")
-    for rope in [ropes] if "rope_type" in ropes or "type" in ropes else [each for each in ropes.values() if isinstance(each, dict)]:
+    for rope in [ropes] if "rope_type" in ropes or "type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]:
         kind = rope.get("rope_type", rope.get("type"))
         before = rope.get("original_max_position_embeddings") or longest
         if "original_max_position_embeddings" in rope:
@@ -164,6 +164,6 @@ def small_context(values: dict[str, Any]) -> dict[str, Any]:
 
 def sections(counts: list[int], total: int) -> list[int]:
     """The shares of `counts` in `total`."""
-    made = [max(1, math.floor(each * total / sum(counts))) for each in counts]
-    made[0] += total - sum(made)
-    return made
+    shares = [max(1, math.floor(count * total / sum(counts))) for count in counts]
+    shares[0] += total - sum(shares)
+    return shares

@@ -18,7 +18,8 @@ def long_rope(angles: int) -> dict[str, Any]:
     """A `longrope` of so many angles."""
     return {
         "rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 4096,
-        "short_factor": [1.0 + 0.1 * each for each in range(angles)], "long_factor": [1.0 + 0.7 * each for each in range(angles)],
+        "short_factor": [1.0 + 0.1 * angle for angle in range(angles)],
+        "long_factor": [1.0 + 0.7 * angle for angle in range(angles)],
     }  # fmt: skip
 
 
