@@ -231,7 +231,10 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
 
 
 def _cure(error: Exception) -> str:
-    """What to do where the user's own code raised this, or a package that it calls."""
+    """What to do where the user's own code raised this, or a package that it calls: the exception's last note, or what its class
+    suggests."""
+    if notes := getattr(error, "__notes__", None):
+        return str(notes[-1])
     if isinstance(error, ModuleNotFoundError) and error.name:
         return f"install {error.name.partition('.')[0]!r} in this environment, or put it into the folder of the model file"
     if "CUDA" in text_of(error) and not torch.cuda.is_available():

@@ -4,8 +4,8 @@ A page holds PAGE tokens of one request, for every layer.  A *block table* lists
 Page 0 is nobody's: what lanes that are off and tokens that do not count would write goes there, as zeros.
 
 transformers hands queries, keys and values of every layer to the function that is registered as `paged` (its AttentionInterface;
-transformers 5.17 and 5.23), with what the model's family adds: sliding windows, soft caps, sinks.  Weights, rotary embeddings and
-norms stay transformers' own, and attention and the cache are this file's.
+transformers 5.17 and 5.23), with what the model's family adds: soft caps, sinks.  Sliding windows and
+chunks come from probe.py.  Weights, rotary embeddings and norms stay transformers' own; attention and the cache are this file's.
 """
 
 from __future__ import annotations
@@ -16,11 +16,13 @@ from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from .decode_kernel import paged_decode, partials
 from .prefill_kernel import paged_prefill
+from .probe import Layer
 
 PAGE = 16
 """Tokens in a page."""
@@ -57,8 +59,13 @@ class Pages:
     `keys`, `values`: of each layer (pages, key heads, PAGE, dim); they are written in place.
     """
 
-    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], lanes: Lanes, seq: int) -> None:
-        self.keys, self.values, self.lanes, self.seq = keys, values, lanes, seq
+    def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], layers: Sequence[Layer], lanes: Lanes, seq: int) -> None:
+        self.keys, self.values, self.layers, self.lanes, self.seq = keys, values, layers, lanes, seq
+        self.batch = lanes.start.shape[0]
+
+    def places(self) -> Tensor:
+        """Where in its text every token is, int64 (batch, seq)."""
+        return self.lanes.positions(self.seq)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query (batch, seq, heads, dim), key and value (batch, seq, key heads, dim) -> (batch, seq, heads, dim)."""
@@ -81,10 +88,16 @@ class Loop:
     """
 
     def __init__(
-        self, keys: Sequence[Tensor], values: Sequence[Tensor], tail: Sequence[Tensor], pages: Tensor, start: Tensor, turn: Tensor
-    ) -> None:
-        self.keys, self.values, self.pages, self.start, self.turn = keys, values, pages, start, turn
+        self, keys: Sequence[Tensor], values: Sequence[Tensor], layers: Sequence[Layer], tail: Sequence[Tensor], pages: Tensor,
+        start: Tensor, turn: Tensor,
+    ) -> None:  # fmt: skip
+        self.keys, self.values, self.layers, self.pages, self.start, self.turn = keys, values, layers, pages, start, turn
+        self.batch = start.shape[0]
         self.tail = list(tail)
+
+    def places(self) -> Tensor:
+        """Where in its text every token is, int64 (batch, 1)."""
+        return (self.start + self.turn)[:, None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scores: Scores) -> Tensor:
         """query (batch, 1, heads, dim), key and value (batch, 1, key heads, dim) -> (batch, 1, heads, dim)."""
@@ -101,37 +114,50 @@ class Loop:
         seen = turns <= self.turn
         if scores.window:
             seen = seen & (turns > self.turn - scores.window)
-        new, more = partials(
-            query[:, 0], tail_keys, tail_values, seen.expand(query.shape[0], -1), None, scores.scale, scores.softcap
-        )
+        seen = seen.expand(self.batch, -1)
+        if scores.chunk:
+            place = self.start + self.turn
+            seen = seen & (self.start[:, None] + turns >= (place - place % scores.chunk)[:, None])
+        new, more = partials(query[:, 0], tail_keys, tail_values, seen, None, scores.scale, scores.softcap)
         share = torch.sigmoid(weight - more)[..., None]  # exp(weight) / (exp(weight) + exp(more))
         return (old * share + new * (1 - share))[:, None].to(query.dtype)
 
 
 class Scores(NamedTuple):
     """How a layer makes probabilities of products: times `scale`, then within `softcap` (0.0: as they are), of the last `window`
-    tokens (0: of all), beside `sinks` (heads,), which take a share of the probability for nothing."""
+    tokens (0: of all) or of the token's own `chunk` (0: of all), beside `sinks` (heads,), which take a share of the probability
+    for nothing."""
 
     scale: float
     window: int
+    chunk: int
     softcap: float
     sinks: Tensor | None
 
-    def numbers(self) -> tuple[float, int, float]:
-        return self.scale, self.window, self.softcap
+    def numbers(self) -> tuple[float, int, int, float]:
+        return self.scale, self.window, self.chunk, self.softcap
 
 
 def attention(
-    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, *,
-    scaling: float, cache: Pages | Loop, sliding_window: int | None = None, softcap: float | None = None,
-    s_aux: Tensor | None = None, dropout: float = 0.0, **_: object,
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
+    scaling: float, cache: Pages | Loop, softcap: float | None = None, s_aux: Tensor | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls: query (1, heads, tokens, dim), key and value (1, key heads, tokens, dim), lane behind lane in
-    `tokens` -> (1, tokens, heads, dim)."""
-    batch = cache.lanes.start.shape[0] if isinstance(cache, Pages) else cache.start.shape[0]
-    by_lane = [each[0].transpose(0, 1).unflatten(0, (batch, -1)) for each in (query, key, value)]
-    scores = Scores(scaling, sliding_window or 0, softcap or 0.0, s_aux)
-    return cache.attend(module.layer_idx, *by_lane, scores).flatten(0, 1)[None], None
+    `tokens` -> (1, tokens, heads, dim).
+
+    No mask is given, because none is registered as `paged`: `cache.layers` says what a token sees.
+    """
+    layer, dim = cache.layers[module.layer_idx], value.shape[-1]
+    by_lane = [as_wide(each, layer.dim)[0].transpose(0, 1).unflatten(0, (cache.batch, -1)) for each in (query, key, value)]
+    if (temperature := getattr(module, "temperature", None)) is not None:
+        by_lane[0] = temperature(by_lane[0], cache.places())
+    scores = Scores(scaling, layer.window, layer.chunk, softcap or 0.0, s_aux)
+    return cache.attend(module.layer_idx, *by_lane, scores).flatten(0, 1)[None, ..., :dim], None
+
+
+def as_wide(rows: Tensor, dim: int) -> Tensor:
+    """Zeros behind the last axis: keys and values of a cache are of one width."""
+    return rows if rows.shape[-1] == dim else F.pad(rows, (0, dim - rows.shape[-1]))
 
 
 AttentionInterface.register("paged", attention)

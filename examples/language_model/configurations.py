@@ -59,6 +59,8 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
 """By name: tiny ones of every family that was tried, and three shapes of Llama to measure with.  Tied, a tiny Gemma with random
 weights would repeat its last token for ever."""
 
+PAGED = {"attn_implementation": "paged", "experts_implementation": "batched_mm"}
+
 SPREAD = 0.2
 """Standard deviation of tiny models' weights: ten times the usual, so that different texts are continued differently."""
 
@@ -78,13 +80,17 @@ def configuration(name: str) -> PretrainedConfig:
 def network(name: str, dtype: torch.dtype) -> PreTrainedModel:
     """The model of transformers in eval mode, with attention over pages; weights of a folder's safetensors, or seeded ones.  Raises
     as `configuration` does."""
-    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": "paged", "experts_implementation": "batched_mm"}
     if name in CONFIGURATIONS:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
-            return without_collection(AutoModelForCausalLM.from_config(configuration(name), **options).eval())
-    options |= {"config": configuration(name), "local_files_only": True, "use_safetensors": True}
-    return without_collection(AutoModelForCausalLM.from_pretrained(name, **options).eval())
+            return over_pages(configuration(name), dtype)
+    options = {"config": configuration(name), "dtype": dtype, "local_files_only": True, "use_safetensors": True}
+    return without_collection(AutoModelForCausalLM.from_pretrained(name, **options, **PAGED).eval())
+
+
+def over_pages(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a configuration, with random weights and attention over pages."""
+    return without_collection(AutoModelForCausalLM.from_config(config, dtype=dtype, **PAGED).eval())
 
 
 def without_collection(network: PreTrainedModel) -> PreTrainedModel:

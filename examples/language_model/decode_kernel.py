@@ -25,21 +25,22 @@ PARTS = 64
 
 def paged_decode(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """query (batch, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> what the tokens
     before `length` (batch,) and up to `place` (batch,), the query's own, give: float32 (batch, heads, dim), and the logarithm of
     the sum that it was divided by, float32 (batch, heads); zeros and -inf where there is none.
 
-    `window`: how many tokens up to `place` are seen, 0 for all; `softcap`: 0.0 for none; `sinks`: (heads,).
+    `window`: how many tokens up to `place` are seen, 0 for all; `chunk`: those since its last multiple are seen, 0 for all;
+    `softcap`: 0.0 for none; `sinks`: (heads,).
     """
     way = plain if query.device.type == "cpu" else launch
-    return way(query, keys, values, pages, place, length, sinks, scale, window, softcap)
+    return way(query, keys, values, pages, place, length, sinks, scale, window, chunk, softcap)
 
 
 def plain(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same with PyTorch's operations, over the whole width of the block table."""
     key, value = [together(each, pages) for each in (keys, values)]
@@ -47,6 +48,8 @@ def plain(
     seen = (token < length[:, None]) & (token <= place[:, None])
     if window:
         seen = seen & (token > place[:, None] - window)
+    if chunk:
+        seen = seen & (token >= (place - place % chunk)[:, None])
     return partials(query, key, value, seen, sinks, scale, softcap)
 
 
@@ -79,7 +82,7 @@ def partials(
 
 def by_kernel(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`paged_decode` by two kernels."""
     query = query.contiguous()
@@ -95,12 +98,14 @@ def by_kernel(
     groups = heads // key_heads
     wrap_triton(read_part)[(parts, key_heads, batch)](
         query, keys, values, pages, place, length, sums, tops, pages.shape[1], parts,
-        SCALE=scale, WINDOW=window, SOFTCAP=softcap, GROUPS=groups, ROWS=max(16, triton.next_power_of_2(groups)), DIM=dim,
+        SCALE=scale, WINDOW=window, CHUNK=chunk, SOFTCAP=softcap, GROUPS=groups,
+        ROWS=max(16, triton.next_power_of_2(groups)), DIM=dim,
         WIDTH=width, PAGE=page, KEY_HEADS=key_heads, BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     wrap_triton(add_parts)[(batch, heads)](
         sums, tops, query if sinks is None else sinks, place, length, mixed, total,
-        SINKS=sinks is not None, WINDOW=window, DIM=dim, WIDTH=width, HEADS=heads, PARTS=parts, BLOCK=BLOCK, num_warps=4,
+        SINKS=sinks is not None, WINDOW=window, CHUNK=chunk, DIM=dim, WIDTH=width,
+        HEADS=heads, PARTS=parts, BLOCK=BLOCK, num_warps=4,
     )  # fmt: skip
     return mixed, total
 
@@ -112,7 +117,7 @@ launch.register_kernel("cpu")(plain)  # what a build for a GPU that is not here 
 @launch.register_fake
 def _(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, place: Tensor, length: Tensor, sinks: Tensor | None,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     return query.new_empty(query.shape, dtype=torch.float32), query.new_empty(query.shape[:2], dtype=torch.float32)
 
@@ -120,15 +125,15 @@ def _(
 @triton.jit
 def read_part(
     query, keys, values, pages, place, length, sums, tops, blocks, parts,
-    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr,
-    WIDTH: tl.constexpr, PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, BLOCK: tl.constexpr,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, GROUPS: tl.constexpr, ROWS: tl.constexpr,
+    DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, KEY_HEADS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Every `parts`-th block of the live tokens of one lane, for the GROUPS query heads of one key head."""
     part, head, lane = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2).to(tl.int64)
     here = tl.load(place + lane)
     end = tl.minimum(tl.load(length + lane), here + 1)
-    # a whole block; the rest is masked.  Without a window the first pages are known before the length is
-    begin = tl.maximum(here + 1 - WINDOW, 0) // BLOCK * BLOCK if WINDOW else 0
+    # a whole block; the rest is masked.  Where all tokens are seen the first pages are known before the length is
+    begin = first_seen(here, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
     first = begin + part * BLOCK
     step = tl.arange(0, BLOCK)
     table = pages + lane * blocks
@@ -153,7 +158,7 @@ def read_part(
         products = tl.dot(q, k, input_precision="ieee") * SCALE
         if SOFTCAP != 0.0:
             products = SOFTCAP * (1 - 2 / (1 + tl.exp(2 * products / SOFTCAP)))  # tanh
-        seen = live & (token > here - WINDOW) if WINDOW else live
+        seen = live & (token >= first_seen(here, WINDOW, CHUNK)) if WINDOW or CHUNK else live
         products = tl.where(seen[None], products, float("-inf"))
         higher = tl.maximum(tl.maximum(top, tl.max(products, 1)), -3.0e38)  # -inf where nothing is seen
         weights = tl.exp(products - higher[:, None])
@@ -171,14 +176,15 @@ def read_part(
 @triton.jit
 def add_parts(
     sums, tops, sinks, place, length, mixed, total,
-    SINKS: tl.constexpr, WINDOW: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HEADS: tl.constexpr, PARTS: tl.constexpr,
+    SINKS: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     """All parts of one lane and one head that have something."""
     lane, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     here = tl.load(place + lane)
     end = tl.minimum(tl.load(length + lane), here + 1)
-    begin = tl.maximum(here + 1 - WINDOW, 0) // BLOCK * BLOCK if WINDOW else 0
+    begin = first_seen(here, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
     part, column = tl.arange(0, PARTS), tl.arange(0, WIDTH)
     some = begin + part * BLOCK < end
     base = (lane * HEADS + head) * PARTS + part
@@ -197,3 +203,12 @@ def add_parts(
     made = tl.sum(rows * share[:, None], 0) / tl.where(all_of_it > 0, all_of_it, 1.0)
     tl.store(mixed + (lane * HEADS + head) * DIM + column, made, mask=column < DIM)
     tl.store(total + lane * HEADS + head, tl.log(all_of_it) + highest)
+
+
+@triton.jit
+def first_seen(here, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    """The first token that the one at `here` sees."""
+    if WINDOW:
+        return tl.maximum(here + 1 - WINDOW, 0)
+    else:
+        return here // CHUNK * CHUNK

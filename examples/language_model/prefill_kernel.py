@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from .decode_kernel import together
+from .decode_kernel import first_seen, together
 
 ROWS, BLOCK, WARPS, STAGES = 64, 64, 4, 2
 """Queries of a program, tokens that it reads at a time, and how Triton compiles it."""
@@ -23,21 +23,22 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 def paged_prefill(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
     """query (batch, seq, heads, dim), keys and values (pages, key heads, PAGE, dim), pages int64 (batch, blocks) -> the same shape
     and dtype as `query`.
 
-    Token i of a lane is at place `start + i` and sees all up to it, the last `window` of them where that is not 0; both int64
-    (batch,).  What is given for tokens beyond the first `count` counts nowhere.  `softcap` and `sinks` as in `paged_decode`.
+    Token i of a lane is at place `start + i` and sees all up to it, where it is not 0 the last `window` of them, or those since
+    the last multiple of `chunk`; `start` and `count` int64 (batch,).  Rows beyond the first `count` tokens are ignored.
+    `softcap` and `sinks` as in `paged_decode`.
     """
     way = launch if query.device.type == "cuda" and query.dtype != torch.float32 else plain  # whose products are exact
-    return way(query, keys, values, pages, start, count, sinks, scale, window, softcap)
+    return way(query, keys, values, pages, start, count, sinks, scale, window, chunk, softcap)
 
 
 def plain(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
     """The same with PyTorch's operations, over a copy of the whole width of the block table."""
     batch, seq, heads, _ = query.shape
@@ -49,6 +50,8 @@ def plain(
     seen = token <= place
     if window:
         seen = seen & (token > place - window)
+    if chunk:
+        seen = seen & (token >= place - place % chunk)
     rows = query.unflatten(2, (-1, groups)).permute(0, 2, 3, 1, 4).flatten(2, 3)  # (batch, key heads, groups * seq, dim)
     mask = seen[:, None, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
     if softcap or sinks is not None:
@@ -67,7 +70,7 @@ def plain(
 
 def by_kernel(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
     """`paged_prefill` by a kernel."""
     query = query.contiguous()
@@ -76,7 +79,8 @@ def by_kernel(
     made = torch.empty_like(query)
     wrap_triton(attend)[(triton.cdiv(seq, ROWS), heads, batch)](
         query, keys, values, pages, start, count, query if sinks is None else sinks, made, seq, pages.shape[1],
-        SCALE=scale, WINDOW=window, SOFTCAP=softcap, SINKS=sinks is not None, HEADS=heads, GROUPS=heads // key_heads, DIM=dim,
+        SCALE=scale, WINDOW=window, CHUNK=chunk, SOFTCAP=softcap, SINKS=sinks is not None,
+        HEADS=heads, GROUPS=heads // key_heads, DIM=dim,
         WIDTH=max(16, triton.next_power_of_2(dim)), PAGE=page, ROWS=ROWS, BLOCK=BLOCK, num_warps=WARPS, num_stages=STAGES,
     )  # fmt: skip
     return made
@@ -89,7 +93,7 @@ launch.register_kernel("cpu")(plain)  # what a build for a GPU that is not here 
 @launch.register_fake
 def _(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
-    scale: float, window: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
     return query.new_empty(query.shape)
 
@@ -97,7 +101,7 @@ def _(
 @triton.jit
 def attend(
     query, keys, values, pages, start, count, sinks, made, seq, blocks,
-    SCALE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr,
+    SCALE: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, HEADS: tl.constexpr,
     GROUPS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """ROWS queries of one lane and one head; those that see most come first."""
@@ -108,8 +112,8 @@ def attend(
     place = before + tl.minimum(row, most)
     first = before + tl.minimum(block, most)
     end = tl.where(block <= most, before + tl.minimum(block + ROWS - 1, most) + 1, 0)
-    begin = tl.maximum(first + 1 - WINDOW, 0) // BLOCK * BLOCK if WINDOW else 0
-    whole = begin if WINDOW else tl.minimum(first + 1, end) // BLOCK * BLOCK  # before it every row sees every token
+    begin = first_seen(first, WINDOW, CHUNK) // BLOCK * BLOCK if WINDOW or CHUNK else 0
+    whole = begin if WINDOW or CHUNK else tl.minimum(first + 1, end) // BLOCK * BLOCK  # before it every row sees every token
 
     inside = column < DIM
     here = ((lane * seq + row) * HEADS + head)[:, None] * DIM + column[None]
@@ -141,8 +145,8 @@ def attend(
         v = tl.load(values + rows[:, None] + column[None], mask=live[:, None] & inside[None], other=0.0)
         products = capped(tl.dot(q, k, input_precision="ieee"), SCALE, SOFTCAP)
         seen = token[None] <= place[:, None]
-        if WINDOW:
-            seen = seen & (token[None] > place[:, None] - WINDOW)
+        if WINDOW or CHUNK:
+            seen = seen & (token[None] >= first_seen(place, WINDOW, CHUNK)[:, None])
         products = tl.where(seen, products, float("-inf"))
         higher = tl.maximum(top, tl.max(products, 1))
         weights = tl.exp2(products - higher[:, None])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import cgbundle
@@ -30,6 +30,7 @@ class BundleModel:
             raise ValueError("expected a bundle of causal_lm.py: there is no cache keys_0, or no table `seen`")
         pages, _, page, _ = shapes["keys_0"]
         slots, self.vocabulary = shapes["seen"]
+        self._takes_length = any(spec.name == "length" for spec in self._entries["prefill"].inputs)
         self._sizes = {name: [sizes_of(entry, key) for key in entry.int_keys] for name, entry in self._entries.items()}
         blocks = min(max(each["blocks"] for each in self._sizes[name]) for name in ("prefill", "decode"))
         loops = [each["batch"] for each in self._sizes.get("generate", ()) if each["blocks"] >= blocks]
@@ -60,20 +61,23 @@ class BundleModel:
             most = vector("int64", [lane.most for lane in padded])
             made = self._entries["generate"](ids, start, pages, slot, sampling, stop, most)
             tokens, logprobs, counts = [made[name].tolist()[: len(lanes)] for name in ("tokens", "logprobs", "count")]
-            return [
+            rows = [
                 [Token(*each) for each in zip(row[:count], theirs, strict=False)]
                 for row, theirs, count in zip(tokens, logprobs, counts, strict=True)
             ]
+            return with_reread(rows, made)
         count = vector("int64", [len(lane.ids) for lane in padded])
-        made = self._entries[step.entry](ids, count, start, pages, slot, sampling)
+        lengths = [vector("int64", [lane.length for lane in padded])] if step.entry == "prefill" and self._takes_length else []
+        made = self._entries[step.entry](ids, count, start, pages, slot, sampling, *lengths)
         tokens, logprobs = made["token"].tolist(), made["logprob"].tolist()
         if not any(lane.sampling.alternatives for lane in lanes):
-            return [[Token(token, logprob)] for token, logprob, _ in zip(tokens, logprobs, lanes, strict=False)]
+            return with_reread([[Token(*pair)] for pair, _ in zip(zip(tokens, logprobs, strict=True), lanes, strict=False)], made)
         best, theirs = made["top_token"].tolist(), made["top_logprob"].tolist()
-        return [
+        rows = [
             [Token(tokens[row], logprobs[row], tuple(zip(best[row], theirs[row], strict=True))[: lane.sampling.alternatives])]
             for row, lane in enumerate(lanes)
         ]
+        return with_reread(rows, made)
 
     def _smallest(self, step: Step) -> dict[str, int]:
         """The cheapest recorded size that holds a step: the fewest tokens to compute, then the shortest tables."""
@@ -85,6 +89,14 @@ class BundleModel:
         }
         fitting = [size for size in self._sizes[step.entry] if all(value >= needed[name] for name, value in size.items())]
         return min(fitting, key=lambda size: (size["batch"] * size.get("seq", 1), size["blocks"]))
+
+
+def with_reread(rows: list[list[Token]], outputs: Mapping[str, Any]) -> list[list[Token]]:
+    """The tokens of every lane, the last of them marked where the entry says that the text is read again before it."""
+    if "reread" not in outputs:
+        return rows
+    flags = outputs["reread"].tolist()
+    return [[*row[:-1], row[-1]._replace(reread=bool(flag))] if row else row for row, flag in zip(rows, flags, strict=False)]
 
 
 def sizes_of(entry: Entry, key: Sequence[int]) -> dict[str, int]:

@@ -84,17 +84,19 @@ def check(request: Request, limits: Limits) -> None:
 
 
 class Token(NamedTuple):
-    """A token that was made, its log-probability, and the likeliest ones with theirs where the request asks for any."""
+    """A token that was made, its log-probability, and the likeliest ones with theirs where the request asks for any.  `reread`:
+    the model reads the whole text again before this token, because it outgrew a first context (long ropes)."""
 
     id: int
     logprob: float
     alternatives: tuple[tuple[int, float], ...] = ()
+    reread: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Lane:
-    """One request's part of a call: its new tokens `ids`, the `start` tokens that `pages` hold already, its slot, and how many
-    tokens may be made."""
+    """One request's part of a call: its new tokens `ids`, the `start` tokens that `pages` hold already, its slot, how many tokens
+    may be made, and the `length` of its prompt."""
 
     key: Hashable
     ids: tuple[int, ...]
@@ -104,6 +106,7 @@ class Lane:
     most: int
     stop: tuple[int, ...]
     sampling: Sampling
+    length: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +128,8 @@ class Progress:
 
 @dataclass(slots=True, eq=False)
 class _Text:
-    """A request's tokens; the first `read` of them are in its pages.  `slot` is 0 while it waits."""
+    """A request's tokens; the first `read` of them are in its pages.  `slot` is 0 while it waits.  `length`: of the prompt, or of
+    the text that was read again in its place."""
 
     key: Hashable
     request: Request
@@ -133,6 +137,7 @@ class _Text:
     read: int = 0
     pages: list[int] = field(default_factory=list)
     slot: int = 0
+    length: int = 0
 
     @property
     def reading(self) -> bool:
@@ -172,7 +177,7 @@ class Scheduler:
         check(request, self.limits)
         if key in self._open:
             raise ValueError(f"a request {key!r} is open already")
-        self._open[key] = text = _Text(key, request, list(request.prompt))
+        self._open[key] = text = _Text(key, request, list(request.prompt), length=len(request.prompt))
         self._waiting.append(text)
 
     def cancel(self, key: Hashable) -> None:
@@ -204,6 +209,8 @@ class Scheduler:
             if text.read < len(text.tokens):
                 continue  # what a chunk inside the prompt made is no part of the text
             text.tokens += [token.id for token in tokens]
+            if tokens[-1].reread:
+                text.read, text.length = 0, len(text.tokens)
             reason: Literal["stop", "length"] | None = None
             if tokens[-1].id in text.request.stop:
                 reason = "stop"
@@ -285,6 +292,16 @@ class Scheduler:
             if text.slot and self._holds(text, text.read + len(ids) + most - 1):
                 request = text.request
                 lanes.append(
-                    Lane(text.key, tuple(ids), text.read, tuple(text.pages), text.slot, most, request.stop, request.sampling)
+                    Lane(
+                        text.key,
+                        tuple(ids),
+                        text.read,
+                        tuple(text.pages),
+                        text.slot,
+                        most,
+                        request.stop,
+                        request.sampling,
+                        text.length,
+                    )
                 )
         return tuple(lanes)

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from collections.abc import Iterator
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,6 +22,7 @@ torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
 import cgbundle  # noqa: E402
+from tests.families.cases import FEATURES  # noqa: E402
 from tests.helpers.bundles.llama_bundle import llama_bundle  # noqa: E402
 from tests.helpers.models.causal_lm import (  # noqa: E402
     EXAMPLES,
@@ -210,6 +212,7 @@ def as_program(lm: ModuleType, model: Any) -> Any:
 
         call.int_keys = tuple(itertools.product(*sizes.values()))
         call.manifest = SimpleNamespace(dimensions=[SimpleNamespace(name=each) for each in sizes])
+        call.inputs = [SimpleNamespace(name="length")] * (name == "prefill" and model.by_length)
         call.outputs = [SimpleNamespace(name="count", shape=("batch",)), SimpleNamespace(name="tokens", shape=("batch", lm.TURNS))]
         return call
 
@@ -246,6 +249,29 @@ def test_scheduled_tokens_are_transformers(lm: ModuleType, monkeypatch: pytest.M
             texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
     assert texts == wanted and scheduler.pages.taken == 0 and nobodys_page_is_zero(llama)
     assert ("generate" in entries) == (turns > 1) and (scheduler.preempted > 0) == (pages == 10)
+
+
+@pytest.mark.parametrize("turns", [1, 8])
+@pytest.mark.parametrize("name", ["phi3, long rope", "llama, long rope", "llama, dynamic rope"])
+def test_scheduled_texts_pass_their_first_context(lm: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, turns: int) -> None:
+    """24 tokens: a Phi-3 reads a text again there; the others go on with other factors.  Requests share calls and lose pages."""
+    from language_model import comparison
+    from language_server.bundle_model import BundleModel
+    from language_server.scheduler import Request, Sampling, Scheduler
+
+    monkeypatch.setattr(lm, "TURNS", 8)
+    config = transformers.AutoConfig.for_model(**FEATURES[name])
+    network, reference = comparison.small_networks(config)
+    bundle = BundleModel(as_program(lm, lm.CausalLM(network)), turns)
+    scheduler = Scheduler(replace(bundle.limits, pages=8))
+    prompts, texts, expected = {length: prompt(length) for length in (5, 17, 24, 30, 40)}, {}, {}
+    for length, ids in prompts.items():
+        expected[length] = [token for token, _ in comparison.by_generate(deepcopy(reference), ids, 20)]
+        scheduler.add(length, Request(prompt=tuple(ids), most=20, sampling=Sampling(temperature=0.0)))
+    while (step := scheduler.next()) is not None:
+        for progress in scheduler.finish(step, bundle.run(step)):
+            texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
+    assert texts == expected and scheduler.preempted > 0 and scheduler.pages.taken == 0
 
 
 # --- the model file and the kernel -------------------------------------------------------------------------------------

@@ -11,12 +11,15 @@ CASES: dict[str, dict[str, Any]] = {
     "a head each, and a dim that is no power of two": {"dim": 24},
     "fewer dims than a product takes": {"dim": 8},
     "sinks, window and soft cap": {"heads": 4, "sinks": True, "window": 33, "softcap": 3.0},
+    "chunks": {"heads": 4, "chunk": 33},
+    "chunks that are no longer than a page": {"chunk": 7},
 }
 
 
 def case(
-    *, heads: int = 2, key_heads: int = 2, dim: int = 16, window: int = 0, softcap: float = 0.0, sinks: bool = False,
-    lengths: tuple[int, ...] = (1, 0, 65, 130), device: str = "cpu", dtype: torch.dtype = torch.float32, page: int = 16,
+    *, heads: int = 2, key_heads: int = 2, dim: int = 16, window: int = 0, chunk: int = 0, softcap: float = 0.0,
+    sinks: bool = False, lengths: tuple[int, ...] = (1, 0, 65, 130), device: str = "cpu", dtype: torch.dtype = torch.float32,
+    page: int = 16,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Arguments of `paged_decode`: lanes of these lengths, with pages in any order.  The third query lies behind its pages."""
     generator = torch.Generator().manual_seed(0)
@@ -29,14 +32,14 @@ def case(
     place[2] += 5
     sunk = torch.randn(heads, generator=generator).to(device, dtype) if sinks else None
     tensors = [each.to(device, dtype) for each in (query, *cache)]
-    return (*tensors, pages.to(device), place.to(device), length.to(device), sunk, dim**-0.5, window, softcap)
+    return (*tensors, pages.to(device), place.to(device), length.to(device), sunk, dim**-0.5, window, chunk, softcap)
 
 
 def prompt_case(*, seq: int = 40, **options: Any) -> tuple[Any, ...]:
     """Arguments of `paged_prefill`: the last `seq` tokens of each lane, or fewer, are new; at last, which of them count."""
-    query, keys, values, pages, _, length, sunk, scale, window, softcap = case(**options)
+    query, keys, values, pages, _, length, sunk, scale, window, chunk, softcap = case(**options)
     count = torch.minimum(length, torch.tensor([seq, seq, seq - 3, seq], device=length.device))
     generator = torch.Generator().manual_seed(1)
     rows = torch.randn(len(length), seq, *query.shape[1:], generator=generator).to(query.device, query.dtype)
     counts = torch.arange(seq, device=length.device) < count[:, None]
-    return rows, keys, values, pages, length - count, count, sunk, scale, window, softcap, counts
+    return rows, keys, values, pages, length - count, count, sunk, scale, window, chunk, softcap, counts

@@ -1,0 +1,244 @@
+"""The text of a model over pages beside transformers' own `generate`, for a small copy of its configuration.
+
+Prompts of different lengths share every call.  Their texts go beyond every window, chunk and original context of the small copy.
+What `generate` makes of each prompt alone is right.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
+
+from .configurations import over_pages
+from .independence import check_independence
+from .probe import check_kind
+from .refusal import refusal, told
+from .sampling import Sampling
+from .small_copy import small_copy
+
+PROMPTS = (3, 17, 30)
+"""Tokens of the prompts: within everything; beyond windows and chunks; beyond the original context, too."""
+
+STEPS, TURNS = 5, 8
+"""Tokens by steps, then by the loop, then by steps again: the second text passes the original context in the loop."""
+
+BLOCKS, READ = 4, 13
+"""Pages of each text; tokens of a prompt that a call reads."""
+
+PAGES, SLOTS = len(PROMPTS) * BLOCKS + 1, len(PROMPTS) + 1
+"""What the model over pages needs."""
+
+TOLERANCE = 0.02
+"""How far the logarithm of a probability may be from transformers', in float32."""
+
+WEIGHTS_PROMPTS = (5, 18)
+"""Tokens of the prompts for real weights."""
+
+NEAR = {torch.float32: 0.002, torch.bfloat16: 0.05, torch.float16: 0.01}
+"""Logits as near to the largest as this part of the largest's distance from the mean are a tie, which rounding decides."""
+
+SPREAD = 0.2
+"""Standard deviation of what is added to the small copy's weights, so that different texts are continued differently."""
+
+
+class Written(NamedTuple):
+    """A token of a text, and the logarithm of its probability."""
+
+    token: int
+    logprob: float
+
+
+def compare_small(config: PretrainedConfig, served: Callable[[PreTrainedModel], nn.Module]) -> None:
+    """Raises Refused where a small copy of the model gives another text over pages than by `generate`.
+
+    `served` makes the model over pages of a network; it needs PAGES, SLOTS and TURNS.
+    """
+    check_kind(config)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # of work so small, more threads take longer
+    try:
+        with torch.device("cpu"):
+            compare_texts(config, served)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def compare_texts(config: PretrainedConfig, served: Callable[[PreTrainedModel], nn.Module]) -> None:
+    """`compare_small` on the device and with the threads that are set."""
+    network, reference = small_networks(config)
+    model = served(network).eval()
+    check_independence(model)
+    order = random.Random(0)
+    prompts = [[order.randrange(4, model.vocabulary) for _ in range(length)] for length in PROMPTS]
+    for prompt, text in zip(prompts, texts_over_pages(model, prompts), strict=True):
+        expected = by_generate(copy.deepcopy(reference), prompt, len(text))  # a rope may remember the texts before
+        different = [place for place, pair in enumerate(zip(text, expected, strict=True)) if not same(*pair)]
+        if different:
+            what = f"text differs from transformers' generate at token {different[0]} of a prompt of length {len(prompt)}"
+            raise refusal(config, f"{what} (small copy; {features(network.config)})", "serve it with transformers")
+
+
+def compare_weights(network: PreTrainedModel, served: Callable[[PreTrainedModel], nn.Module]) -> None:
+    """Raises Refused where the model with its real weights chooses a token over pages that transformers finds clearly less likely.
+
+    Two short texts share the calls.  The network itself, with transformers' own attention, reads them one by one.
+    """
+    device = next(network.parameters()).device
+    with torch.device(device), torch.no_grad():
+        model = served(network).eval()
+        order = random.Random(0)
+        prompts = [[order.randrange(4, model.vocabulary) for _ in range(length)] for length in WEIGHTS_PROMPTS]
+        desk = Desk(model, prompts)
+        desk.take_chunks()
+        desk.take_step()
+        network.set_attn_implementation("eager")
+        try:
+            rows = [network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in desk.tokens]
+        finally:
+            network.set_attn_implementation("paged")
+    for tokens, logits, prompt in zip(desk.tokens, rows, prompts, strict=True):
+        for place in range(len(prompt), len(tokens)):
+            row = logits[place - 1]
+            if row.max() - row[tokens[place]] > NEAR[network.dtype] * (row.max() - row.mean()):
+                what = f"text differs from transformers at token {place - len(prompt)} of a prompt of length {len(prompt)}"
+                raise refusal(network.config, f"{what} (with its own weights)", "serve it with transformers")
+
+
+def same(mine: Written, right: Written) -> bool:
+    """Whether two tokens and their probabilities are the same, up to rounding."""
+    return mine.token == right.token and abs(mine.logprob - right.logprob) <= TOLERANCE
+
+
+def small_networks(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
+    """The small copy twice, with the same weights in float32: over pages, and as transformers runs it."""
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            options = {"dtype": torch.float32}
+            reference = AutoModelForCausalLM.from_config(small_copy(config), attn_implementation="eager", **options).eval()
+            with torch.no_grad():
+                for weight in reference.parameters():
+                    weight += torch.randn_like(weight) * SPREAD
+                reference(torch.tensor([[4, 5, 6]]))
+            network = over_pages(small_copy(config), torch.float32)
+            network.load_state_dict(reference.state_dict())
+            return network, reference
+    except Exception as error:
+        what = f"a part of it takes no other attention than its own: {told(error)}"
+        if error.args == ("paged",):
+            raise refusal(config, what, "serve it with transformers") from error
+        what = f"no small copy can be made of its configuration, to compare with transformers: {told(error)}"
+        raise refusal(config, what, "serve it with transformers") from error
+
+
+class Desk:
+    """Texts over the entries of a model over pages, each in a lane of its own."""
+
+    def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
+        self.model, lanes = model, len(prompts)
+        self.tokens, self.written = [list(prompt) for prompt in prompts], [[] for _ in prompts]
+        self.read = [0] * lanes
+        self.length = [len(prompt) for prompt in prompts]
+        order = torch.randperm(lanes * BLOCKS, generator=torch.Generator().manual_seed(0))
+        self.pages, self.slot = 1 + order.view(lanes, BLOCKS), torch.arange(1, lanes + 1)
+        self.greedy = Sampling(*[torch.full((lanes,), value) for value in (0.0, 0, 1.0, 1.0, 0, 0)])
+
+    def take_chunks(self) -> None:
+        """Reads what is not read of every text, by chunks; those that have one token left, too."""
+        ends = [len(tokens) for tokens in self.tokens]
+        while any(read < end for read, end in zip(self.read, ends, strict=True)):
+            chunks = [tokens[read : min(end, read + READ)] for read, tokens, end in zip(self.read, self.tokens, ends, strict=True)]
+            ids = torch.tensor([chunk + [4] * (READ - len(chunk)) for chunk in chunks])
+            count, start = torch.tensor([len(chunk) for chunk in chunks]), torch.tensor(self.read)
+            lengths = [torch.tensor(self.length)] if self.model.by_length else []
+            outputs = self.model.prefill(ids, count, *self._lanes(count > 0, start), self.greedy, *lengths)
+            self._keep(count, outputs)
+
+    def take_step(self) -> None:
+        """A token for every text.  Where the model says so, a text is read again instead, beside the others."""
+        again = [self.model.reread_at and read == self.model.reread_at for read in self.read]
+        on = ~torch.tensor([bool(begins) for begins in again])
+        ids = torch.tensor([tokens[-1:] for tokens in self.tokens])
+        outputs = self.model.decode(ids, on.long(), *self._lanes(on, torch.tensor(self.read)), self.greedy)
+        self._keep(on.long(), outputs)
+        for lane, begins in enumerate(again):
+            if begins:
+                self.read[lane], self.length[lane] = 0, len(self.tokens[lane])
+        self._read_again(again)
+
+    def take_loop(self) -> None:
+        """As many tokens as the loop makes."""
+        ids, start = torch.tensor([tokens[-1:] for tokens in self.tokens]), torch.tensor(self.read)
+        none, limit = torch.full((len(ids), 8), -1), torch.full((len(ids),), TURNS)
+        outputs = self.model.generate(ids, start, self.pages, self.slot, self.greedy, none, limit)
+        rows = zip(outputs["tokens"].tolist(), outputs["logprobs"].tolist(), outputs["count"].tolist(), strict=True)
+        for lane, (tokens, logprobs, count) in enumerate(rows):
+            self.read[lane] += count
+            self.tokens[lane] += tokens[:count]
+            self.written[lane] += map(Written, tokens[:count], logprobs[:count])
+
+    def _read_again(self, again: Sequence[object]) -> None:
+        """Reads the texts of some lanes from the start; the others wait."""
+        others = [tokens for tokens in self.tokens]
+        self.tokens = [tokens if begins else tokens[:read] for tokens, begins, read in zip(others, again, self.read, strict=True)]
+        self.take_chunks()
+        self.tokens = [new if begins else old for new, old, begins in zip(self.tokens, others, again, strict=True)]
+
+    def _lanes(self, on: Tensor, start: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return start * on, self.pages * on[:, None], self.slot * on
+
+    def _keep(self, count: Tensor, outputs: dict[str, Tensor]) -> None:
+        """Notes what was read, and the token behind a text that is read to its end."""
+        rows = zip(count.tolist(), outputs["token"].tolist(), outputs["logprob"].tolist(), strict=True)
+        for lane, (read, token, logprob) in enumerate(rows):
+            self.read[lane] += read
+            if read and self.read[lane] == len(self.tokens[lane]):
+                self.tokens[lane].append(token)
+                self.written[lane].append(Written(token, logprob))
+
+
+def texts_over_pages(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[Written]]:
+    """What the entries of a model over pages write behind the prompts, all of them together."""
+    desk = Desk(model, prompts)
+    try:
+        with torch.no_grad():
+            desk.take_chunks()
+            for _ in range(STEPS):
+                desk.take_step()
+            desk.take_loop()
+            for _ in range(STEPS):
+                desk.take_step()
+    except Exception as error:
+        what = f"its code does not run over pages: {told(error)}"
+        raise refusal(model.network.config, what, "serve it with transformers") from error
+    return desk.written
+
+
+def by_generate(network: PreTrainedModel, prompt: Sequence[int], count: int) -> list[Written]:
+    """What transformers writes behind a prompt, alone in its call."""
+    network.generation_config = GenerationConfig()
+    ids = torch.tensor([prompt])
+    try:
+        outputs = network.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0, eos_token_id=None,
+            output_logits=True, return_dict_in_generate=True,
+        )  # fmt: skip
+    except Exception as error:
+        what = f"transformers' generate of its small copy fails, so that there is nothing to compare with: {told(error)}"
+        raise refusal(network.config, what, "serve it with transformers") from error
+    tokens = outputs.sequences[0, len(prompt) :].tolist()
+    logprobs = [logits[0].float().log_softmax(-1) for logits in outputs.logits]
+    return [Written(token, row[token].item()) for token, row in zip(tokens, logprobs, strict=True)]
+
+
+def features(config: PretrainedConfig) -> str:
+    """What of a configuration text may hang on."""
+    values = config.get_text_config().to_dict()
+    names = ("sliding_window", "attention_chunk_size", "original_max_position_embeddings", "rope_parameters", "layer_types")
+    return ", ".join(f"{name}={values[name]}" for name in names if values.get(name)) or "no window, chunk or scaled rope"

@@ -1,0 +1,77 @@
+"""Whether a token's way through a model, attention left out, depends on its own id and place alone.
+
+Requests share calls, one lane behind the other in one row of tokens.  A convolution or a recurrence would mix them; positions that
+the model counts itself would be those of the row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .probe import ANOTHER, Probe
+from .refusal import Refused, refusal, told
+
+FAR = 90
+"""A place beyond every window, chunk and original context of a small copy."""
+
+
+def check_independence(model: Any) -> None:
+    """Raises Refused where a token's result depends on other tokens of the call.  `model`: a CausalLM, of a small copy."""
+    config = model.network.config
+    try:
+        model.network.set_attn_implementation("paged_probe")
+        plain, seen = run(model, [4, 5, 6], [5, 6, 7])
+        other, moved = run(model, [8, 9, 6], [1, FAR, 7])
+        first, _ = run(model, [6, 4, 5], [7, 5, 6])
+    except Refused:
+        raise
+    except (RuntimeError, IndexError, TypeError, AttributeError, ValueError) as error:
+        raise refusal(config, f"its code does not run over pages: {told(error)}", ANOTHER) from error
+    finally:
+        model.network.set_attn_implementation("paged")
+    if not torch.allclose(plain[2], other[2], rtol=1e-3, atol=1e-4):
+        name = next(name for name, rows in seen if not same_last(rows, moved, name))
+        part = model.network.get_submodule(name if "rope" in name or "rotary" in name else name.rpartition(".")[0])
+        what = f"a token's result depends on the other tokens of a call beside attention, in {type(part).__name__}"
+        raise refusal(config, what, "serve it with transformers; what a layer carries from token to token has no pages")
+    if not torch.allclose(plain[2], first[0], rtol=1e-3, atol=1e-4):
+        raise refusal(config, "it counts positions itself, instead of taking position_ids", ANOTHER)
+
+
+class AnyMask(Probe):
+    """A probe of calls with places in any order, of which masks say something else."""
+
+    def seen(self, layer: int, mask: object) -> tuple[int, int]:
+        return 0, 0
+
+
+def run(model: Any, ids: list[int], places: list[int]) -> tuple[Tensor, list[tuple[str, Tensor]]]:
+    """The logits of every token, and what each part of the model gave, by its name, in order."""
+    outputs: list[tuple[str, Tensor]] = []
+
+    def noting(name: str) -> Callable[..., None]:
+        def note(_: nn.Module, __: object, output: Any) -> None:
+            rows = output[0] if isinstance(output, tuple) and output else output
+            if isinstance(rows, Tensor) and rows.dim() == 3 and rows.shape[:2] == (1, len(ids)):
+                outputs.append((name, rows.detach().clone()))
+
+        return note
+
+    hooks = [module.register_forward_hook(noting(name)) for name, module in model.network.named_modules()]
+    try:
+        with torch.no_grad():
+            row = torch.arange(len(ids))
+            logits = model.logits(torch.tensor([ids]), torch.tensor([places]), AnyMask(model.network.config), row)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return logits, outputs
+
+
+def same_last(rows: Tensor, others: list[tuple[str, Tensor]], name: str) -> bool:
+    """Whether a part gave the last token the same in both runs."""
+    return any(name == other and torch.allclose(rows[0, -1], value[0, -1], rtol=1e-3, atol=1e-4) for other, value in others)

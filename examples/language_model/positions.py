@@ -1,0 +1,121 @@
+"""What depends on positions and not on a token's own alone: ropes by the length of the text, temperatures by a count of tokens.
+
+transformers chooses the factors of `longrope` and `dynamic` ropes by the longest position of a call, which is another request's
+where requests share a call.  What `generate` of a prompt alone would choose: for the prompt's tokens by the prompt's length, for a
+later token by its place.  So a token's number of position carries its text's length in the upper 32 bits.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+BY_LENGTH = ("longrope", "dynamic")
+
+
+def with_length(places: Tensor, length: Tensor | None) -> Tensor:
+    """Places (batch, seq) that carry the length of their text, `length` (batch,) or, where that is less, up to the token."""
+    lengths = places + 1
+    if length is not None:
+        lengths = torch.maximum(lengths, length[:, None])
+    return places + (lengths << 32)
+
+
+def depends_on_length(config: PretrainedConfig) -> bool:
+    """Whether a rope of the model depends on the length of the text."""
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    return any(rope.get("rope_type") in BY_LENGTH for rope in (ropes, *ropes.values()) if isinstance(rope, dict))
+
+
+def reread_length(network: PreTrainedModel) -> int:
+    """At how many tokens `generate` of the model reads a text once more from its start, with other factors; 0 for none."""
+    prepare = type(network).prepare_inputs_for_generation.__code__
+    config = network.config
+    if "original_max_position_embeddings" in prepare.co_names and depends_on_length(config):
+        return getattr(config, "original_max_position_embeddings", 0)
+    return 0
+
+
+def ropes_by_length(network: PreTrainedModel) -> PreTrainedModel:
+    """The model with ropes that take places with lengths."""
+    for name, module in list(network.named_modules()):
+        kind = getattr(module, "rope_type", None)
+        if kind in BY_LENGTH:
+            parent, _, attribute = name.rpartition(".")
+            setattr(network.get_submodule(parent), attribute, LongRope(module) if kind == "longrope" else DynamicRope(module))
+    return network
+
+
+class LongRope(nn.Module):
+    """`longrope`: one set of factors for texts up to the original context, another beyond it."""
+
+    def __init__(self, rope: Any) -> None:
+        super().__init__()
+        rope.config.standardize_rope_params()
+        values = rope.config.rope_parameters
+        self.origin, base = values["original_max_position_embeddings"], values["rope_theta"]
+        self.scales = (rope.attention_scaling, rope.attention_scaling)
+        frequencies = []
+        for factors in ("short_factor", "long_factor"):
+            scale = torch.tensor(values[factors], dtype=torch.float32, device=rope.inv_freq.device)
+            exponents = torch.arange(len(scale), device=scale.device).float() / len(scale)
+            frequencies.append(1.0 / (scale * base**exponents))
+        if "long_mscale" in inspect.unwrap(type(rope).forward).__code__.co_consts:  # Phi-3.5-MoE's: other scales alone
+            self.scales, frequencies[1] = (values["short_mscale"], values["long_mscale"]), frequencies[0]
+        self.register_buffer("short", frequencies[0], persistent=False)
+        self.register_buffer("long", frequencies[1], persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        place, long = (position_ids & 0xFFFFFFFF)[..., None].float(), ((position_ids >> 32) > self.origin)[..., None]
+        return rotation(place * torch.where(long, self.long, self.short), torch.where(long, *reversed(self.scales)), x.dtype)
+
+
+class DynamicRope(nn.Module):
+    """`dynamic` (NTK): the base grows with the length of the text, beyond the original context."""
+
+    def __init__(self, rope: Any) -> None:
+        super().__init__()
+        config = rope.config
+        config.standardize_rope_params()
+        self.origin, self.scaling = config.max_position_embeddings, rope.attention_scaling
+        self.factor, self.base = config.rope_parameters["factor"], config.rope_parameters["rope_theta"]
+        self.register_buffer("place", torch.arange(len(rope.inv_freq), device=rope.inv_freq.device).float(), persistent=False)
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
+        place, length = position_ids & 0xFFFFFFFF, (position_ids >> 32).clamp(min=self.origin)
+        dim = 2 * len(self.place)
+        base = self.base * ((self.factor * length / self.origin) - (self.factor - 1)) ** (dim / (dim - 2))
+        angles = place[..., None].float() / base[..., None] ** (2 * self.place / dim)
+        return rotation(angles, self.scaling, x.dtype)
+
+
+def rotation(angles: Tensor, scale: Tensor | float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of angles (batch, seq, dim / 2) for both halves of a head."""
+    both = torch.cat((angles, angles), -1)
+    return (both.cos() * scale).to(dtype), (both.sin() * scale).to(dtype)
+
+
+def temperatures_by_place(network: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose layers leave it to attention to scale queries by their place, as Llama 4 does where it has no rope: its own
+    code counts the tokens of the call instead."""
+    for module in network.modules():
+        if getattr(module, "attn_temperature_tuning", False) and not getattr(module, "use_rope", True):
+            module.attn_temperature_tuning = False
+            module.temperature = Temperature(module.floor_scale, module.attn_scale)
+    return network
+
+
+class Temperature(NamedTuple):
+    """Queries times 1 + `strength` * log(1 + the number of whole `step`s up to the token)."""
+
+    step: float
+    strength: float
+
+    def __call__(self, query: Tensor, places: Tensor) -> Tensor:
+        """query (batch, seq, heads, dim), places (batch, seq)."""
+        factor = torch.log1p(torch.floor((places.float() + 1.0) / self.step)) * self.strength + 1.0
+        return (query * factor[..., None, None]).to(query.dtype)

@@ -1,0 +1,203 @@
+"""What each layer of a model hands to attention, seen in one small call: heads, dims, and which tokens its mask shows.
+
+transformers says in masks alone which tokens attend to which: sliding windows, chunks, prefixes.  Attention over pages makes no
+masks.  So the probe takes the place of both functions, reads the rule that each layer's mask was to be made from, and refuses by
+name what attention over pages does not do.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AttentionInterface,
+    AttentionMaskInterface,
+    DynamicCache,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+from .refusal import Refused, refusal, told
+
+TOKENS = 3
+"""Tokens of the call: more than one, because models treat a single token differently."""
+
+HARMLESS = {
+    "dropout", "sliding_window", "position_ids", "use_cache", "is_causal", "output_attentions", "cache_position",
+    "output_router_logits", "output_hidden_states", "return_dict", "logits_to_keep", "layer_idx",
+}  # fmt: skip
+"""Arguments beside those of `attention` that change nothing, or are read from the mask."""
+
+KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Types of layers that keep keys and values of tokens."""
+
+ANOTHER = "serve it with transformers; attention over pages is causal, in sliding windows or in chunks"
+
+
+class Layer(NamedTuple):
+    """A layer's `heads` of keys, the `dim` of its keys and values, and what a token sees of those before: the last `window`, or
+    those of its own `chunk`; 0 for all."""
+
+    heads: int
+    dim: int
+    window: int
+    chunk: int
+
+
+class MaskRule:
+    """Stands for a mask: the function of (batch, head, query, key) that transformers makes masks from.  Whoever computes with it
+    gets a TypeError or AttributeError."""
+
+    def __init__(self, function: Callable[..., Tensor]) -> None:
+        self.function = function
+
+
+def mask_rule(*, mask_function: Callable[..., Tensor], **_: object) -> MaskRule:
+    """What transformers calls for a mask."""
+    return MaskRule(mask_function)
+
+
+class Probe:
+    """Stands for a cache, and notes what every layer would put into it.  Each token gets what it brought itself, and no other's."""
+
+    def __init__(self, config: PretrainedConfig) -> None:
+        self.config = config
+        self.layers: dict[int, Layer] = {}
+        self.rules: dict[MaskRule, tuple[int, int]] = {}
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, mask: Any, others: dict[str, Any]) -> Tensor:
+        layer = getattr(module, "layer_idx", None)
+        if not isinstance(layer, int):
+            raise refusal(self.config, f"{type(module).__name__} has no number of its layer (layer_idx)", ANOTHER)
+        if layer in self.layers:
+            raise refusal(self.config, f"layer {layer} attends twice, which takes two caches", ANOTHER)
+        unknown = sorted(name for name, value in others.items() if value is not None and name not in HARMLESS)
+        if unknown:
+            raise refusal(self.config, f"{type(module).__name__} gives attention its own {', '.join(unknown)}", ANOTHER)
+        window, chunk = self.seen(layer, mask)
+        self.layers[layer] = Layer(key.shape[1], max(key.shape[-1], value.shape[-1]), window, chunk)
+        groups = query.shape[1] // value.shape[1]
+        brought = value + key.mean(-1, keepdim=True)
+        return (brought.repeat_interleave(groups, 1) + query.mean(-1, keepdim=True)).transpose(1, 2).contiguous()
+
+    def seen(self, layer: int, mask: Any) -> tuple[int, int]:
+        """The window and the chunk of a layer's mask."""
+        if not isinstance(mask, MaskRule):
+            what = "no mask" if mask is None else "a mask of its own"
+            raise refusal(self.config, f"layer {layer} attends with {what}, and not with one of transformers' masks", ANOTHER)
+        if mask not in self.rules:
+            context = getattr(self.config.get_text_config(), "max_position_embeddings", None) or 4096
+            seen = window_and_chunk(mask.function, context)
+            if seen is None:
+                what = "neither causal, nor causal in a sliding window or in chunks (a prefix or blocks, say)"
+                raise refusal(self.config, f"the mask of layer {layer} is {what}", ANOTHER)
+            self.rules[mask] = seen
+        return self.rules[mask]
+
+
+def window_and_chunk(function: Callable[..., Tensor], longest: int) -> tuple[int, int] | None:
+    """The window and the chunk of a rule for masks, one of them 0 or both; None for another rule.  A longer window than the
+    `longest` text is none."""
+    longest = min(max(longest, 4096), 1 << 20)
+
+    def shows(query: Tensor, key: Tensor) -> Tensor:
+        return function(0, 0, query, key).expand(torch.broadcast_shapes(query.shape, key.shape))
+
+    try:
+        size = int(shows(torch.arange(longest, device="cpu"), torch.zeros(1, dtype=torch.int64, device="cpu")).sum())
+        generator = torch.Generator("cpu").manual_seed(0)
+        draw = torch.randint(longest, (60,), generator=generator, device="cpu")
+        marks = torch.tensor([0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 3 * size, longest - 1], device="cpu")
+        query = torch.cat([marks, draw, draw // size * size]).clamp(0, longest - 1)
+        near = [query + step for step in (-size - 1, -size, -size + 1, -1, 0, 1)]
+        key = torch.cat([*near, query // size * size - 1, query // size * size]).clamp(0, longest - 1)
+        query = query[:, None]
+        shown, causal = shows(query, key), key <= query
+        if torch.equal(shown, causal) and size == longest:
+            return 0, 0
+        if torch.equal(shown, causal & (key > query - size)):
+            return size, 0
+        if torch.equal(shown, causal & (key // size == query // size)):
+            return 0, size
+    except (IndexError, ZeroDivisionError, RuntimeError):  # a rule over the tokens of one call
+        pass
+    return None
+
+
+def probe_attention(
+    module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, *, cache: Probe | None = None,
+    scaling: float | None = None, softcap: float | None = None, s_aux: Tensor | None = None, **others: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """What transformers calls for attention."""
+    if cache is None:
+        what = f"{type(module).__name__} gets no argument that was given to the model: its layers pass none on"
+        raise refusal(module.config, what, ANOTHER)
+    return cache.attend(module, query, key, value, attention_mask, others), None
+
+
+AttentionInterface.register("paged_probe", probe_attention)
+AttentionMaskInterface.register("paged_probe", mask_rule)
+
+
+def probe_layers(network: PreTrainedModel) -> list[Layer]:
+    """The layers, by a call of `TOKENS` tokens.  Raises Refused for a model that attention over pages does not serve."""
+    config = network.config
+    probe = Probe(config)
+    places = torch.arange(TOKENS, device=next(network.parameters()).device)[None]
+    before = config._attn_implementation
+    try:
+        network.set_attn_implementation("paged_probe")
+        with torch.no_grad():
+            network(input_ids=places, position_ids=places, use_cache=False, cache=probe)
+    except Refused:
+        raise
+    except Exception as error:
+        what = "it computes with its mask" if "MaskRule" in str(error) else "its code does not run over pages"
+        raise refusal(config, f"{what}: {told(error)}", ANOTHER) from error
+    finally:
+        network.set_attn_implementation(before)
+    check_all(config, probe.layers)
+    return [probe.layers[layer] for layer in range(len(probe.layers))]
+
+
+def check_kind(config: PretrainedConfig) -> None:
+    """Raises Refused for a model that says what it is in its class or configuration: no weights are needed to know."""
+    try:
+        text = config.get_text_config()
+    except ValueError as error:
+        raise refusal(config, f"it has no one text model: {told(error)}", ANOTHER) from error
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if kind is None:
+        raise refusal(config, "transformers has no causal language model of this type (AutoModelForCausalLM)", ANOTHER)
+    kind = kind[0] if isinstance(kind, tuple) else kind
+    if not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS") and not kind._supports_attention_backend:
+        what = f"{kind.__name__} takes no other attention than its own code's, or has none (AttentionInterface)"
+        raise refusal(config, what, ANOTHER)
+    prepare = kind.prepare_inputs_for_generation.__code__
+    if "original_max_position_embeddings" in prepare.co_names and "next_sequence_length" not in prepare.co_consts:
+        what = "transformers' generate forgets the text before, where it passes original_max_position_embeddings tokens"
+        raise refusal(config, what, "try a later version of transformers: there is no right text to compare with")
+    others = sorted(set(getattr(text, "layer_types", None) or ()) - KINDS)
+    if others:
+        what = f"it has layers of type {', '.join(others)}, whose state is not keys and values of every token"
+        raise refusal(config, what, "serve it with transformers")
+
+
+def check_all(config: PretrainedConfig, layers: Mapping[int, Layer]) -> None:
+    """Raises Refused unless every layer attends over pages, to what `generate` lets it see."""
+    text = config.get_text_config()
+    count = max(getattr(text, "num_hidden_layers", 0), *layers, 1)
+    missing = [layer for layer in range(count) if layer not in layers]
+    if missing:
+        what = f"layers {', '.join(map(str, missing))} hand no keys to attention"
+        raise refusal(config, what, "serve it with transformers; a layer that keeps a state of its own has no pages")
+    for number, cache in enumerate(DynamicCache(config=text).layers):
+        kept = getattr(cache, "sliding_window", None)
+        if kept and number in layers and kept != (layers[number].window or layers[number].chunk):
+            what = f"the cache of layer {number} keeps {kept} tokens, and its mask shows {layers[number].window or 'all'}"
+            raise refusal(config, what, ANOTHER)

@@ -1,0 +1,26 @@
+"""Why a model cannot be served from pages: the model type, the feature, and what to do."""
+
+from __future__ import annotations
+
+import traceback
+
+from transformers import PretrainedConfig
+
+
+class Refused(ValueError):
+    """A model that would give other text than transformers does.  Its note says what to do."""
+
+
+def refusal(config: PretrainedConfig, feature: str, remedy: str) -> Refused:
+    """The error to raise for a model of this configuration."""
+    error = Refused(f"model_type {config.model_type}: {feature}")
+    error.add_note(remedy)
+    return error
+
+
+def told(error: BaseException) -> str:
+    """The error and the line of transformers that raised it."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/transformers/models/" in frame.filename]
+    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    lines = str(error).strip().splitlines() or ["no message"]
+    return f"{type(error).__name__}: {lines[0]}{place}"

@@ -1,0 +1,169 @@
+"""A small copy of a model's configuration: few layers, small widths, and windows, chunks and original contexts of a few tokens.
+
+What the copy computes has every feature of the model; what a long text shows in the model, a short one shows in the copy.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+from transformers import PretrainedConfig
+
+WINDOW, CHUNK, CONTEXT = 8, 12, 24
+"""Tokens of a sliding window, of a chunk of attention, and of the context that a rope was scaled from."""
+
+DIM, VOCABULARY = 16, 160
+
+FIXED: dict[str, int] = {
+    **dict.fromkeys(("sliding_window", "window_size", "local_window_size", "sliding_window_size", "swa_window_size"), WINDOW),
+    **dict.fromkeys(("attention_chunk_size", "floor_scale"), CHUNK),
+    "original_max_position_embeddings": CONTEXT,
+    **dict.fromkeys(
+        (
+            "head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "global_head_dim", "swa_head_dim",
+            "hidden_size_per_layer_input", "swa_v_head_dim", "index_head_dim", "kv_channels",
+        ),
+        DIM,
+    ),
+    "qk_head_dim": 2 * DIM,
+    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank"), 32),
+}  # fmt: skip
+"""What a number becomes."""
+
+MOST: dict[str, int] = {
+    **dict.fromkeys(
+        (
+            "intermediate_size", "intermediate_size_mlp", "moe_intermediate_size", "shared_expert_intermediate_size", "n_inner",
+            "ffn_dim", "decoder_ffn_dim", "encoder_ffn_dim", "d_ff", "ffn_hidden_size", "expert_ffn_hidden_size",
+            "moe_shared_expert_intermediate_size", "shared_intermediate_size", "dense_intermediate_size",
+        ),
+        64,
+    ),
+    **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4),
+    **dict.fromkeys(("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token"), 2),
+    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "zero_expert_num", "num_expert_groups"), 1),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
+    "rotary_dim": DIM, "max_window_layers": 1, "num_nextn_predict_layers": 0, "index_topk": 8, "index_n_heads": 2,
+}  # fmt: skip
+"""What a number becomes where it is more."""
+
+HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "encoder_attention_heads")
+KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
+WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size", "embed_dim")
+LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "depth")
+INDEXES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs", "kv_shared_layers")
+"""Lists of numbers of layers, and no values of each layer."""
+
+
+def small_copy(config: PretrainedConfig) -> PretrainedConfig:
+    """The configuration with everything small.  Raises what the configuration's class raises where sizes do not fit together."""
+    values = shrunk(config.to_dict())
+    return type(config)(**{name: value for name, value in values.items() if name not in ("transformers_version", "dtype")})
+
+
+def shrunk(values: dict[str, Any]) -> dict[str, Any]:
+    """The values of a configuration, those of its parts among them, made small."""
+    values = copy.deepcopy(values)
+    for name, value in values.items():
+        if isinstance(value, dict) and name not in ("rope_parameters", "rope_scaling", "per_layer_config"):
+            values[name] = shrunk(value)
+    values = fewer_layers(values)
+    values = fewer_heads(values)
+    for name, value in values.items():
+        if type(value) is int and name in FIXED:
+            values[name] = FIXED[name]
+        elif type(value) is int and name.endswith(("vocab_size", "vocab_size_per_layer_input")):
+            values[name] = VOCABULARY
+        elif type(value) is int and name in MOST:
+            values[name] = min(value, MOST[name])
+        elif type(value) is int and name.endswith(("token_id", "token_index", "_token")) and value >= VOCABULARY:
+            values[name] = 3
+        elif name in ("pad_token_id", "bos_token_id", "eos_token_id") and isinstance(value, list):
+            values[name] = 2
+    if isinstance(layers := values.get("per_layer_config"), dict):  # what some layers have instead
+        values["per_layer_config"] = {
+            layer: {
+                name: 2 * DIM if name == "head_dim" else 1 if name in KEY_HEADS else shrunk({name: value})[name]
+                for name, value in changes.items()
+            }
+            for layer, changes in layers.items()
+        }
+    return small_context(values)
+
+
+def fewer_heads(values: dict[str, Any]) -> dict[str, Any]:
+    """At most two heads of keys and three of queries for each, of DIM dims, and as wide as they are together."""
+    for prefix in ("", "swa_"):
+        heads = next((values[prefix + name] for name in HEADS if isinstance(values.get(prefix + name), int)), 0)
+        if not heads:
+            continue
+        key_heads = next((values[prefix + name] for name in KEY_HEADS if isinstance(values.get(prefix + name), int)), heads)
+        few, groups = min(key_heads, 2), min(max(1, heads // key_heads), 3)
+        small = dict.fromkeys(HEADS, few * groups) | dict.fromkeys(KEY_HEADS, few)
+        small |= {} if prefix else dict.fromkeys(WIDTHS, few * groups * DIM)
+        values |= {prefix + name: size for name, size in small.items() if isinstance(values.get(prefix + name), int)}
+    width = next((values[name] for name in WIDTHS if isinstance(values.get(name), int)), 0)
+    if "mamba_n_heads" in values:
+        values |= {"mamba_n_heads": 4, "mamba_d_head": values.get("mamba_expand", 2) * width // 4, "mamba_d_ssm": None}
+    return values
+
+
+def fewer_layers(values: dict[str, Any]) -> dict[str, Any]:
+    """One layer of every kind that there is, and at least two."""
+    count = next((values[name] for name in LAYERS if isinstance(values.get(name), int)), 0)
+    lists = {
+        name: value for name, value in values.items() if isinstance(value, list) and len(value) == count and name not in INDEXES
+    }
+    overrides = {int(layer): value for layer, value in (values.get("per_layer_config") or {}).items()}
+    producers = count - (values.get("num_kv_shared_layers") or 0)  # the last layers take others' keys
+    kinds: dict[tuple[str, ...], int] = {}
+    for layer in range(count):
+        kind = [repr(value[layer]) for value in lists.values()]
+        kinds.setdefault((*kind, repr(overrides.get(layer)), str(layer < producers)), layer)
+    layers = sorted(kinds.values()) if len(kinds) > 1 else list(range(min(count, 2)))
+    for name in LAYERS:
+        if isinstance(values.get(name), int):
+            values[name] = len(layers)
+    for name, value in lists.items():
+        values[name] = [value[layer] for layer in layers]
+    for name in INDEXES:
+        if isinstance(values.get(name), list):
+            values[name] = [number for number, layer in enumerate(layers) if layer in values[name]]
+    if overrides:
+        values["per_layer_config"] = {number: overrides[layer] for number, layer in enumerate(layers) if layer in overrides}
+    if values.get("num_kv_shared_layers"):
+        values["num_kv_shared_layers"] = sum(layer >= producers for layer in layers)
+    return values
+
+
+def small_context(values: dict[str, Any]) -> dict[str, Any]:
+    """Ropes that are scaled from CONTEXT tokens, by the factors that they had."""
+    ropes = values.get("rope_parameters") or values.get("rope_scaling")
+    if not isinstance(ropes, dict):
+        return values
+    longest = values.get("max_position_embeddings")
+    for rope in [ropes] if "rope_type" in ropes or "type" in ropes else [rope for rope in ropes.values() if isinstance(rope, dict)]:
+        kind = rope.get("rope_type", rope.get("type"))
+        before = rope.get("original_max_position_embeddings") or longest
+        if "original_max_position_embeddings" in rope:
+            rope["original_max_position_embeddings"] = CONTEXT
+        if kind == "dynamic":
+            values["max_position_embeddings"] = CONTEXT
+        elif kind == "longrope" and longest and before:
+            values["max_position_embeddings"] = max(CONTEXT, CONTEXT * longest // before)
+        angles = int(DIM * rope.get("partial_rotary_factor", 1.0)) // 2
+        for name in ("short_factor", "long_factor"):
+            if name in rope:
+                rope[name] = [rope[name][len(rope[name]) * number // angles] for number in range(angles)]
+        if "mrope_section" in rope:
+            rope["mrope_section"] = sections(rope["mrope_section"], angles)
+    return values
+
+
+def sections(counts: list[int], total: int) -> list[int]:
+    """The shares of `counts` in `total`."""
+    shares = [max(1, math.floor(count * total / sum(counts))) for count in counts]
+    shares[0] += total - sum(shares)
+    return shares

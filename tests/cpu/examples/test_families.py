@@ -1,0 +1,138 @@
+"""Families of decoders over pages: equal to transformers' `generate`, or refused by name; and a comparison that notices faults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+from tests.families.__main__ import judged  # noqa: E402
+from tests.families.cases import FEATURES  # noqa: E402
+from tests.helpers.models.causal_lm import model_file  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def lm() -> Iterator[ModuleType]:
+    with model_file() as imported:
+        yield imported
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "llama4_text", "gemma3_text", "deepseek_v3", "llama, dynamic rope", "llama, long rope", "phi3, long rope",
+        "phimoe, long rope", "ministral3, temperatures", "whisper",
+    ],
+)  # fmt: skip
+def test_text_is_transformers(lm: ModuleType, name: str) -> None:
+    assert judged(lm, name) == "equal"
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("bloom", "takes no other attention than its own"),
+        ("stablelm", "StableLmAttention gets no argument that was given to the model"),
+        ("bart", "it counts positions itself"),
+        ("mamba", "takes no other attention than its own"),
+        ("qwen3_next", "layers of type linear_attention"),
+        ("gemma3, both directions", "the mask of layer 0 is neither causal"),
+        ("diffllama", "layer 0 attends twice"),
+        ("moshi", "the cache of layer 0 keeps 8 tokens, and its mask shows all"),
+        ("doge", "it computes with its mask"),
+        ("phi4_multimodal", "generate forgets the text before"),
+        ("musicgen", "it has no one text model"),
+    ],
+)
+def test_refused_by_name(lm: ModuleType, name: str, why: str) -> None:
+    verdict = judged(lm, name)
+    assert verdict.startswith(f"refused: model_type {name.partition(',')[0].removesuffix('_text')}") and why in verdict
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "token"),
+    [
+        ("llama4_text", "chunk", "token 10 of a prompt of length 3"),
+        ("mistral", "window", "token 6 of a prompt of length 3"),
+        ("llama, long rope", "length", "token 0 of a prompt of length 30"),
+        ("llama, dynamic rope", "length", "token 0 of a prompt of length 30"),
+        ("phi3, long rope", "reread", "token 8 of a prompt of length 17"),
+        ("llama4_text", "temperature", "token 9 of a prompt of length 3"),
+    ],
+)
+def test_the_comparison_notices(lm: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, fault: str, token: str) -> None:
+    from language_model import positions
+
+    probe_layers = lm.probe_layers
+    if fault in ("chunk", "window"):
+        blind = lambda network: [layer._replace(**{fault: 0}) for layer in probe_layers(network)]  # noqa: E731
+        monkeypatch.setattr(lm, "probe_layers", blind)
+    elif fault == "length":
+        monkeypatch.setattr(lm, "with_length", lambda places, length: positions.with_length(places, None))
+    elif fault == "reread":
+        monkeypatch.setattr(lm, "reread_length", lambda network: 0)
+    else:
+        monkeypatch.setattr(lm, "temperatures_by_place", lambda network: network)
+    assert token in judged(lm, name)
+
+
+def test_a_ropes_factors_do_not_hang_on_neighbours(lm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As transformers has it: the longest place of the call chooses."""
+    monkeypatch.setattr(lm, "ropes_by_length", lambda network: network)
+    monkeypatch.setattr(lm, "depends_on_length", lambda config: False)
+    for name in ("llama, long rope", "llama, dynamic rope"):
+        assert "depends on the other tokens of a call beside attention, in LlamaRotaryEmbedding" in judged(lm, name)
+
+
+def test_windows_and_chunks_are_read_from_rules(lm: ModuleType) -> None:
+    from language_model.probe import window_and_chunk
+    from transformers import masking_utils as rules
+
+    padding = torch.zeros(1, dtype=torch.int64)
+    causal = rules.causal_mask_function
+    assert window_and_chunk(causal, 5000) == (0, 0)
+    assert window_and_chunk(rules.sliding_window_causal_mask_function(4096), 131072) == (4096, 0)
+    assert window_and_chunk(rules.sliding_window_causal_mask_function(1), 131072) == (1, 0)
+    assert window_and_chunk(rules.sliding_window_causal_mask_function(9000), 5000) == (0, 0), "longer than any text"
+    assert window_and_chunk(rules.chunked_causal_mask_function(8192, padding), 131072) == (0, 8192)
+    others: list[Any] = [
+        rules.bidirectional_mask_function, rules.or_masks(causal, lambda batch, head, query, key: key < 4),
+        rules.and_masks(causal, lambda batch, head, query, key: (key % 64 == 0) | (query - key < 64)),
+        rules.and_masks(causal, rules.padding_mask_function(torch.ones(1, 3, dtype=torch.bool))),
+    ]  # fmt: skip
+    assert [window_and_chunk(rule, 5000) for rule in others] == [None] * len(others)
+
+
+def test_a_small_copy_has_every_kind_of_layer(lm: ModuleType) -> None:
+    from language_model.small_copy import CHUNK, CONTEXT, WINDOW, small_copy
+
+    gemma = small_copy(transformers.AutoConfig.for_model("gemma3_text"))
+    assert gemma.layer_types == ["sliding_attention", "full_attention"] and gemma.sliding_window == WINDOW
+    llama = small_copy(transformers.AutoConfig.for_model("llama4_text"))
+    assert llama.layer_types == ["chunked_attention", "full_attention"] and llama.no_rope_layers == [1, 0]
+    assert llama.attention_chunk_size == llama.floor_scale == CHUNK
+    phi = small_copy(transformers.AutoConfig.for_model(**FEATURES["phi3, long rope"]))
+    assert phi.original_max_position_embeddings == phi.rope_parameters["original_max_position_embeddings"] == CONTEXT
+    assert phi.max_position_embeddings == CONTEXT * 32 and len(phi.rope_parameters["long_factor"]) == 8
+
+
+def test_a_build_shows_the_refusal_as_one_line(lm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    from language_model.refusal import refusal
+
+    import cgcompile
+    from cgcompile.errors import ModelError
+    from cgcompile.model.user_code import call_user
+
+    def model() -> None:
+        raise refusal(transformers.AutoConfig.for_model("bloom"), "its masks are its own", "serve it with transformers")
+
+    assert cgcompile
+    with pytest.raises(ModelError) as caught:
+        call_user(model, "model()", "causal_lm.py")
+    assert "model() failed: Refused: model_type bloom: its masks are its own" in str(caught.value)
+    assert caught.value.hint == "serve it with transformers"
