@@ -82,7 +82,8 @@ def reference(folder: str) -> None:
 
     tokenizer = Tokenizer.from_file(f"{folder}/tokenizer.json")
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    texts, first = [], 0.0
+    texts: list[str] = []
+    first = 0.0
     for prompt in PROMPTS:
         ids = torch.tensor([tokenizer.encode(prompt).ids])
         options = {"attention_mask": torch.ones_like(ids), "do_sample": False, "pad_token_id": 0}

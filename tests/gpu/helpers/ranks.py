@@ -59,7 +59,8 @@ class Ranks:
         made = []
         for rank in range(self.world):
             self._current(rank)
-            graph, before = check(driver.cuGraphCreate(0)), []
+            graph = check(driver.cuGraphCreate(0))
+            before: list[Any] = []
             for way, combine, inputs, outputs, stride, sender in collectives:
                 node = driver.CUDA_KERNEL_NODE_PARAMS()
                 node.func = check(driver.cuModuleGetFunction(self._modules[rank], symbol(way.way, combine).encode()))
