@@ -722,3 +722,9 @@ def test_what_is_checked_at_each_level_and_the_exam_where_code_does_not_say_its_
     assert {"check_weights", "check_host_code", "exam.safetensors hashed"} <= set(seen)
     assert (f"{file_names.WEIGHTS} hashed" in seen) == (level == "full")
     assert (f"{file_names.WEIGHTS} measured" in seen) == (level == "load")
+
+
+def test_no_two_entries_have_one_name(tmp_path: Path) -> None:
+    each = each_entry(chained_bundles.write(tmp_path / "chained.cgb"))
+    with raises("manifest-invalid", match=rf"^entries\[0\]\.name: '{each[0].entry}' stands twice"):
+        check_manifest(with_entries((each[0], replace(each[1], entry=each[0].entry), *each[2:])))

@@ -237,3 +237,10 @@ def test_edges(edges: tuple[Edge, ...], message: str) -> None:
 def test_module_states_are_checked(rows: list[ModuleState], message: str) -> None:
     with raises("table-invalid", match=message):
         check_module_states(rows, "graphs/modules.bin", MEMORIES, IMAGES)
+
+
+@pytest.mark.parametrize("position", [0, 2])
+def test_kernels_alone_write_to_what_ranks_share(position: int) -> None:
+    made = with_node(position, target=Address(memory=5, offset=0))
+    with raises("table-invalid", match="a memset or memcpy in memory peer"):
+        check_recording(Table(tables.encode(made), WHERE), {**MEMORIES, "peer": 1 << 21}, IMAGES)
