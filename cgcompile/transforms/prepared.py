@@ -94,7 +94,9 @@ def _exam_calls(exported: Exported, reference: Reference, state: Sequence[str]) 
     for key in all_keys(exported.sizes):
         tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
         try:
-            with guarded_indices(exported.source.device):  # the second call may be beyond the end of a cache
+            with guarded_indices(
+                exported.source.device, exported.programs.by_key.values()
+            ):  # the second call may be beyond the end of a cache
                 run_eager(reference, tensors, calls=2)
         except FAILURES:
             return 1
@@ -103,4 +105,5 @@ def _exam_calls(exported: Exported, reference: Reference, state: Sequence[str]) 
 
 def _spread(exported: Exported, reference: Reference) -> tuple[float, ...]:
     key = all_keys(exported.sizes)[0]
-    return eager_spread(reference, sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors)
+    tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
+    return eager_spread(reference, tensors, [exported.programs.at(key)])

@@ -6,11 +6,12 @@ operators that take positions are asked before they run.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.export import ExportedProgram
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from .tensor_places import CPU
@@ -44,13 +45,20 @@ ASSERTED = frozenset({"_assert_async"})
 
 
 @contextmanager
-def guarded_indices(device: torch.device) -> Iterator[None]:
-    """Inside, an index out of range raises IndexError on `device`, and leaves the device as it was."""
-    if device.type == CPU.type:
+def guarded_indices(device: torch.device, programs: Iterable[ExportedProgram] = ()) -> Iterator[None]:
+    """Inside, an index out of range raises IndexError on `device`, and leaves the device as it was.
+
+    Not where one of `programs`, those of the model that runs, has branches or loops.  PyTorch compiles these in eager mode too.  That
+    fails under a dispatch mode, and from then on without one (torch 2.11)."""
+    if device.type == CPU.type or any(map(_calls_graphs, programs)):
         yield
         return
     with IndexGuard():
         yield
+
+
+def _calls_graphs(program: ExportedProgram) -> bool:
+    return any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes)
 
 
 class IndexGuard(TorchDispatchMode):

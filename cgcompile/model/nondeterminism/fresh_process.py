@@ -225,6 +225,8 @@ def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> N
             (place,) = content
             sources = [replace(source, told=place.told, capability=place.capability) for source in sources]
             device = place.device
+            if device == CPU:
+                _leave_cuda_alone()
             _put(connection, (device == CPU or _cuda_works(), threads))
         elif process := os.fork():
             _, status = os.waitpid(process, 0)
@@ -256,6 +258,12 @@ def _call(connection: Connection, sources: Sequence[Source], device: torch.devic
                 _put(connection, calls.receive())
             else:
                 _put(connection, calls.kept(*content))
+
+
+def _leave_cuda_alone() -> None:
+    """Dynamo starts CUDA to keep the state of its generator around what it compiles, which a forked process may not."""
+    torch.cuda.get_rng_state = lambda device="cuda": torch.empty(0, dtype=torch.uint8)
+    torch.cuda.set_rng_state = lambda new_state, device="cuda": None
 
 
 def _cuda_works() -> bool:
