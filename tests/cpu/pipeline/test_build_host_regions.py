@@ -29,6 +29,7 @@ from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import KernelNode, Recording
 from cgbundle.tensors.exam_tensors import WAIVER
 from cgbundle.validate import bundle as verify
+from cgcompile.bundle.exam import KeyExam
 from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
@@ -41,7 +42,7 @@ from cgcompile.offline.interpret.interpret import Outcome
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lowered import Lowered, LoweredProgram
 from cgcompile.offline.lowering_jobs import region_jobs
-from cgcompile.offline.proof import Trial, proved
+from cgcompile.offline.proof import CROSSING, LEFT, Trial, proved
 from cgcompile.targets.architectures import arch
 from cgcompile.targets.cuda import host_regions
 from cgcompile.targets.cuda.host_regions import split_program
@@ -311,7 +312,8 @@ def again(name: str, folder: Path) -> None:
 
 
 def trial(crossing: torch.Tensor, output: torch.Tensor) -> Trial:
-    return Trial(key=(1,), stages=(), crossing=(crossing,), left=(output,))
+    exam = KeyExam(key=(1,), inputs=(), outputs=(output,))
+    return Trial(key=(1,), stages=(), crossing=(crossing,), left=(output,), exam=exam, early=(), order=(CROSSING, LEFT))
 
 
 @pytest.mark.parametrize(("flipped", "passes"), [(0, True), (1, True), (3, False)])
