@@ -268,7 +268,7 @@ def _topk(code: Code, draw: Draw) -> Form:
     def wanted() -> Sequence[Tensor]:
         return [each.contiguous() for each in torch.topk(x, k, dim, largest)]
 
-    return Form(text=_described("topk", x, k, dim, largest), run=run, wanted=wanted, plain=dtype is torch.float32)
+    return Form(text=_described("topk", x, k, dim, largest), run=run, wanted=wanted, plain=dtype in (torch.float32, torch.bfloat16))
 
 
 def _clone(code: Code, draw: Draw) -> Form:

@@ -32,7 +32,7 @@ namespace {
 
 // c10::ScalarType, by number: the bytes of an element; 0 for what no bundle holds.
 constexpr int64_t WIDTHS[] = {1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 2, 4, 8};
-constexpr int32_t INT32 = 3, INT64 = 4, FLOAT = 6, BOOL = 11;
+constexpr int32_t INT32 = 3, INT64 = 4, FLOAT = 6, BOOL = 11, BFLOAT16 = 15;
 constexpr int64_t ALIGNMENT = 64, HUGE_PAGE = 1 << 21;
 
 struct Tensor {
@@ -811,21 +811,36 @@ AOTITorchError aoti_torch_cpu_cumsum(AtenTensorHandle self, int64_t dim, int32_t
 AOTITorchError aoti_torch_cpu_topk(AtenTensorHandle self, int64_t k, int64_t dim, int32_t largest, int32_t sorted, AtenTensorHandle* ret0, AtenTensorHandle* ret1) {
   const Tensor& from = of(self);
   int64_t axis = axis_of(from, dim), length = from.rank() ? from.sizes[axis] : 1, stride = from.rank() ? from.strides[axis] : 0;
-  if (from.dtype != FLOAT || k < 0 || k > length) return AOTI_TORCH_FAILURE;
+  if ((from.dtype != FLOAT && from.dtype != BFLOAT16) || k < 0 || k > length) return AOTI_TORCH_FAILURE;
   auto sizes = from.sizes;
   if (from.rank()) sizes[axis] = k;
   else k = 1;  // torch gives a number of no axes whatever k is
-  if (row_major(sizes, FLOAT, ret0) || row_major(sizes, INT64, ret1)) return AOTI_TORCH_FAILURE;
+  if (row_major(sizes, from.dtype, ret0) || row_major(sizes, INT64, ret1)) return AOTI_TORCH_FAILURE;
   if (k == 0) return AOTI_TORCH_SUCCESS;
-  const float* given = from.floats();
-  float* values = of(*ret0).floats();
   int64_t* places = reinterpret_cast<int64_t*>(of(*ret1).data());
+  // the upper half of a float32's bits is a bfloat16
+  auto read = [&](int64_t index) {
+    if (from.dtype == FLOAT) return from.floats()[index];
+    uint32_t bits = uint32_t{reinterpret_cast<uint16_t*>(from.data())[index]} << 16;
+    float value;
+    std::memcpy(&value, &bits, sizeof value);
+    return value;
+  };
+  auto write = [&](int64_t index, float value) {
+    if (from.dtype == FLOAT) {
+      of(*ret0).floats()[index] = value;
+      return;
+    }
+    uint32_t bits;
+    std::memcpy(&bits, &value, sizeof bits);
+    reinterpret_cast<uint16_t*>(of(*ret0).data())[index] = static_cast<uint16_t>(bits >> 16);
+  };
   typedef std::pair<float, int64_t> Found;
   auto larger = [](const Found& one, const Found& other) { return (std::isnan(one.first) && !std::isnan(other.first)) || one.first > other.first; };
   auto smaller = [](const Found& one, const Found& other) { return (!std::isnan(one.first) && std::isnan(other.first)) || one.first < other.first; };
   lines(from, axis, k, [&](int64_t source, int64_t target, int64_t step) {
     std::vector<Found> found(length);
-    for (int64_t index = 0; index < length; index++) found[index] = {given[source + index * stride], index};
+    for (int64_t index = 0; index < length; index++) found[index] = {read(source + index * stride), index};
     auto take = [&](auto before) {
       if (k * 64 <= length) {
         std::partial_sort(found.begin(), found.begin() + k, found.end(), before);
@@ -836,7 +851,7 @@ AOTITorchError aoti_torch_cpu_topk(AtenTensorHandle self, int64_t k, int64_t dim
     };
     largest ? take(larger) : take(smaller);
     for (int64_t index = 0; index < k; index++) {
-      values[target + index * step] = found[index].first;
+      write(target + index * step, found[index].first);
       places[target + index * step] = found[index].second;
     }
   });

@@ -225,6 +225,8 @@ def test_the_largest_and_smallest_are_torchs_of_equal_ones_too(
         tensor = (tensor * 2).round()  # many are equal
     if data.draw(st.booleans()):
         tensor = torch.where(torch.rand(tensor.shape) < 0.1, torch.nan, tensor)
+    if data.draw(st.booleans()):
+        tensor = tensor.bfloat16()
     dim = data.draw(st.integers(-tensor.dim(), tensor.dim() - 1))
     k = data.draw(st.integers(0, tensor.shape[dim]))
     values, places, ordered = c_void_p(), c_void_p(), data.draw(st.booleans())
@@ -383,7 +385,7 @@ def test_its_answers_beside_torch_in_the_same_process(standalone_bundle: tuple[P
 
 class Doubles(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x.double().topk(2, 1).values  # ours takes float32 alone, which the linker does not know
+        return x.double().topk(2, 1).values  # ours takes no float64, which the linker does not know
 
 
 def test_where_a_function_of_ours_fails_torchs_takes_its_place(tmp_path: Path) -> None:
