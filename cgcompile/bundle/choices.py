@@ -13,7 +13,7 @@ from cgbundle.tensors.exam_tensors import exam_tensors
 
 from ..model.flat_module import PREFIX, ProgramModule, traced_per_size
 from ..transforms.error_bounds import ErrorBound, selection_floor
-from ..transforms.near_ties.judge import Run, Seen, Verdict, judged_beside
+from ..transforms.near_ties.judge import Run, Seen, Verdict, judged_beside, near_ties
 from ..transforms.prepared import Prepared
 from ..util.raw_bytes import copied
 from .exam import KeyExam, flat, from_bytes, state_after
@@ -26,6 +26,20 @@ def verdict(
     `exam`: what eager PyTorch gave of its own; `weights`: the manifest's rows."""
     expected = [*exam.outputs, *[value for _, value in exam.written], *[value for _, value in state_after(exam, prepared, weights)]]
     return judged_beside(_run(prepared, exam, weights), expected, got, bounds, selection_floor(prepared, bounds))
+
+
+def with_near_ties(
+    kept: Sequence[float], prepared: Prepared, exams: Sequence[KeyExam], bounds: Sequence[ErrorBound], weights: Sequence[Weight]
+) -> tuple[float, ...]:
+    """The bounds that a bundle keeps, those of indices at least the largest share with others that are as good: a processor that
+    rounds otherwise may select these."""
+    if not any(each.exact and each.rounded for each in bounds):
+        return tuple(kept)
+    floor = selection_floor(prepared, bounds)
+    shares = [near_ties(_run(prepared, exam, weights), floor) for exam in exams]
+    largest = [max(each) for each in zip(*shares, strict=True)]
+    pairs = zip(kept, largest, bounds, strict=True)
+    return tuple([max(bound, share) if each.exact else bound for bound, share, each in pairs])
 
 
 def _run(prepared: Prepared, exam: KeyExam, weights: Sequence[Weight]) -> Run:

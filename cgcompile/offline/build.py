@@ -15,7 +15,7 @@ from cgbundle.exam import key_text
 from cgbundle.format import file_names
 from cgbundle.format.schema import Exam, IntKey, Weight
 
-from ..bundle.choices import verdict
+from ..bundle.choices import verdict, with_near_ties
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, eager_exam, replace_exams, with_left, write_exam
 from ..bundle.proof import unproved
@@ -104,6 +104,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
                 tell.result("; ".join([_proved(spec, parts), *[each.told for each in chosen.values()]]))
     peer = [("peer", world.size * world.stride) for world in planned.world]
     driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
+    if spec.ranks is None:  # eager PyTorch needs all ranks for a run
+        parts = [
+            _with_near_ties(entry, part, exams[entry.name], written.weights)
+            for entry, part in zip(spec.entries, parts, strict=True)
+        ]
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
@@ -134,6 +139,12 @@ def _unproved(spec: BuildSpec, number: int, exams: Sequence[KeyExam], written: W
             proofs=tuple([unproved(exam.key, bounds) for exam in exams]),
         ),
     )  # fmt: skip
+
+
+def _with_near_ties(entry: EntrySpec, part: EntryParts, exams: Sequence[KeyExam], weights: Sequence[Weight]) -> EntryParts:
+    """The rows of an entry, whose bounds allow a GPU to select other indices that are as good."""
+    bounds = error_bounds(entry.prepared, weights)
+    return replace(part, exam=replace(part.exam, bounds=with_near_ties(part.exam.bounds, entry.prepared, exams, bounds, weights)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

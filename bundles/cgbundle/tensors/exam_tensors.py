@@ -21,6 +21,17 @@ Fix: return the floats that they follow from, or waive it.
 Source: the rule of comparison in cgbundle/tensors/comparison.py.
 """
 
+NEAR_TIES = "near-ties"
+"""Indices that another processor may select otherwise, of floats that are equal within tolerance.
+
+What it looks for: what `argmax`, `topk`, `sort`, `multinomial` and their like select in the exam, where another element is within
+tolerance of the selected one.
+Why: kernels of another processor round otherwise, and that decides between the two.
+Effect: the share of such indices is stored as the output's bound, and `cgcompile verify --run` allows as many to differ.
+Fix: nothing has to be done; where other indices than eager PyTorch's do harm, select among wider floats.
+Source: cgcompile/transforms/near_ties.
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class ExamTensor:

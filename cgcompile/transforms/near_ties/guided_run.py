@@ -24,20 +24,21 @@ Wanted = Mapping[int, Tensor]
 class Made:
     """A selection of a run.  `first`: the number of its first index among all of the run; `ranks`: indices in a row; `chosen`:
     those with which the run went on, flat; `expected`: those of eager PyTorch; `alternatives`, where they were asked for: other
-    ones that would have been as good, (distance, place, index)."""
+    ones that would have been as good, (distance, place, index); `ties`, where asked for: which of the expected have any, flat."""
 
     first: int
     ranks: int
     chosen: Tensor
     expected: Tensor
     alternatives: tuple[tuple[float, int, int], ...]
+    ties: Tensor | None = None
 
 
 class GuidedRun(TorchDispatchMode):
     """While it is entered, operators run in eager PyTorch, and selections take the `wanted` indices where these are as good.
 
-    `floor`: the least bound of computed floats.  `explore`: whether alternatives are looked for.  Branches and loops are run here,
-    so that what is in them is seen, too.
+    `floor`: the least bound of computed floats.  `explore`: whether alternatives are looked for; `ties`: whether there are any.
+    Branches and loops are run here, so that what is in them is seen, too.
 
     `made`: the selections, and the comparisons of floats.  `filters`: numbers of comparisons that kept a wanted index from being
     as good, or a better one in the way.
@@ -45,12 +46,12 @@ class GuidedRun(TorchDispatchMode):
 
     supports_higher_order_operators = True
 
-    def __init__(self, wanted: Wanted, floor: float = 0.0, explore: bool = False) -> None:
+    def __init__(self, wanted: Wanted, floor: float = 0.0, explore: bool = False, ties: bool = False) -> None:
         super().__init__()
         self.origins = Origins()
         self.made: list[Made] = []
         self.filters: set[int] = set()
-        self._wanted, self._floor, self._explore = wanted, floor, explore
+        self._wanted, self._floor, self._explore, self._ties = wanted, floor, explore, ties
         self._compared: tuple[Tensor, tuple[Any, Tensor, Tensor]] | None = None
         self._count = 0
 
@@ -93,7 +94,8 @@ class GuidedRun(TorchDispatchMode):
         ranks = expected.shape[1]
         others = selection.alternatives(bound) if self._explore and bound else []
         places = tuple([(distance, row * ranks + rank, index) for distance, row, rank, index in others])
-        self.made.append(Made(self._count, ranks, chosen.reshape(-1), expected.reshape(-1), places))
+        ties = selection.ties(bound).reshape(-1) if self._ties else None
+        self.made.append(Made(self._count, ranks, chosen.reshape(-1), expected.reshape(-1), places, ties))
         numbers = torch.arange(expected.numel(), device=expected.device).reshape(expected.shape) + self._count
         self._count += expected.numel()
         result = selection.results(chosen)

@@ -69,6 +69,15 @@ def judged(run: Run, got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
     return Verdict(differences=trial.differences, expected=expected, indices=counts)
 
 
+def near_ties(run: Run, floor: float = 0.0) -> tuple[float, ...]:
+    """Of each tensor that is compared the share of elements that are selected indices with another one as good: on another
+    processor rounding may select that one.  `floor` as in `judged`."""
+    guided = GuidedRun({}, floor, ties=True)
+    with torch.no_grad(), guided:
+        left = run().left
+    return tuple([_tied(guided, tensor) / max(1, tensor.numel()) for tensor in left])
+
+
 def judged_beside(
     run: Run, expected: Sequence[Tensor], got: Seen, bounds: Sequence[ErrorBound], floor: float = 0.0
 ) -> Verdict | None:
@@ -194,6 +203,16 @@ def _counted(trial: _Trial, tensor: Tensor) -> tuple[int, int]:
     numbers = numbers[numbers >= 0]
     chosen, expected = selected(trial.guided.made, numbers)
     return len(numbers), int((chosen != expected).sum())
+
+
+def _tied(guided: GuidedRun, tensor: Tensor) -> int:
+    """How many elements are selected indices with another one as good."""
+    origins = guided.origins.of(tensor)
+    if origins is None:
+        return 0
+    numbers = origins[0].reshape(-1).cpu()
+    ties = torch.cat([each.ties.cpu() for each in guided.made if each.ties is not None])
+    return int(ties[numbers[numbers >= 0]].sum())
 
 
 def indices_text(bounds: Sequence[ErrorBound], indices: Sequence[Sequence[tuple[int, int]]]) -> str:

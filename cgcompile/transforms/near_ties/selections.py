@@ -33,6 +33,9 @@ class Selection(Protocol):
     def alternatives(self, bound: float) -> list[tuple[float, int, int, int]]:
         """Other indices that are as good, closest first: (distance as a part of what is allowed, row, rank, index)."""
 
+    def ties(self, bound: float) -> Tensor:
+        """Which of the expected indices have another one that is as good, bool (rows, ranks)."""
+
     def results(self, chosen: Tensor) -> Any:
         """What the operator gives for these indices."""
 
@@ -87,6 +90,14 @@ class Ranked:
             for rank in range(min(last, 64)):
                 found += _listed(apart[:, rank : rank + 1], self.expected[:, rank + 1 : rank + 2], rank)
         return sorted(found)
+
+    def ties(self, bound: float) -> Tensor:
+        ordered, order = self.values.double().sort(1)
+        alike = (ordered[:, 1:] == ordered[:, :-1]) | (ordered[:, 1:].isnan() & ordered[:, :-1].isnan())
+        apart = torch.where(alike, 0.0, (ordered[:, 1:] - ordered[:, :-1]).nan_to_num(nan=float("inf"), posinf=float("inf")))
+        end = apart.new_full((apart.shape[0], 1), float("inf"))
+        nearest = torch.minimum(torch.cat([end, apart], 1), torch.cat([apart, end], 1))  # of neighbours in order one is nearest
+        return torch.empty_like(nearest).scatter(1, order, nearest).gather(1, self.expected) <= self._limits(bound)
 
     def results(self, chosen: Tensor) -> Any:
         indices = self.shaped(chosen)
@@ -159,6 +170,12 @@ class Interval:
                 found += _listed(apart[:, rank : rank + 1], (self.expected + step)[:, rank : rank + 1], rank)
         return sorted(found)
 
+    def ties(self, bound: float) -> Tensor:
+        infinite = self.edges.new_full((self.edges.shape[0], 1), float("inf"))
+        padded = torch.cat([-infinite, self.edges, infinite], 1)
+        apart = [(self.numbers - padded.gather(1, self.expected + edge)).abs() for edge in (0, 1)]
+        return torch.minimum(*apart) <= bound * _finite(self.edges).amax(1, keepdim=True)
+
     def results(self, chosen: Tensor) -> Tensor:
         return self.shaped(chosen).to(self.result.dtype)
 
@@ -187,6 +204,9 @@ class Comparison:
 
     def alternatives(self, bound: float) -> list[tuple[float, int, int, int]]:
         return []  # too many: they are turned over where a filter explains a choice
+
+    def ties(self, bound: float) -> Tensor:
+        return (self.apart <= bound * self.size).reshape(self.expected.shape)
 
     def results(self, chosen: Tensor) -> Tensor:
         return self.shaped(chosen)

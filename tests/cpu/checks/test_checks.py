@@ -294,7 +294,7 @@ def test_an_operator_that_needs_python_is_refused_where_the_host_runs_it() -> No
 def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
     own = {
         "sparse-output", "deterministic-scatter", "host-op", "overlapping-input", "non-tensor-input", "too-many-keys",
-        "small-region", "data-dependent-follower", "assert-scalar", "mismatched-integers",
+        "small-region", "data-dependent-follower", "assert-scalar", "mismatched-integers", "near-ties",
         "operator-without-code", "operator-without-kernel", "unknown-collective", "widened-bound", "earlier-calls",
     }  # fmt: skip
     assert {case[0].split()[1] for case in CASES} | own == {each.name for each in explanations() if each.kind == "finding"}

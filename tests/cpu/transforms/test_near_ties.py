@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from cgcompile.model.flat_module import ProgramModule
 from cgcompile.transforms.error_bounds import ErrorBound
-from cgcompile.transforms.near_ties.judge import Run, Seen, Verdict, indices_text, judged, judged_beside
+from cgcompile.transforms.near_ties.judge import Run, Seen, Verdict, indices_text, judged, judged_beside, near_ties
 from cgcompile.transforms.rng.rewrite import with_generator
 
 ROWS, WORDS = 4, 64
@@ -161,6 +161,26 @@ def test_the_report_counts_indices_that_differ() -> None:
     assert torch.equal(found.expected[0], got.left[0]) and torch.allclose(found.expected[1], got.left[1])
     text = "output 0: 4 of 4 indices differ from eager PyTorch's where the values are equal within tolerance"
     assert indices_text(bounds(got), [found.indices]) == text
+
+
+def test_the_share_of_indices_with_others_that_are_as_good() -> None:
+    def picked(module: nn.Module, y: Tensor) -> object:
+        shift = 0.4 * torch.arange(ROWS)[:, None].clamp(max=1)  # rows but the first have no ties
+        apart = y + shift * torch.arange(WORDS).remainder(2)
+        near = torch.cat([apart.argmax(-1), torch.arange(ROWS)])  # half of it are no indices
+        return near, apart.topk(4)[1].int(), y.max(-1).values, (y * 10).round().long()
+
+    assert near_ties(run_of(picked)) == (1 / (2 * ROWS), 1 / ROWS, 0.0, 0.0)
+    assert near_ties(run_of(picked, CLEAR)) == (0.0, 0.0, 0.0, 0.0)
+    assert near_ties(run_of(picked, CLEAR), floor=0.1) == (0.5, 1.0, 0.0, 0.0)
+
+
+def test_the_share_of_draws_at_the_edges_of_intervals() -> None:
+    def searched(module: nn.Module, y: Tensor) -> object:
+        sums = (y[:1] * 0 + 1).cumsum(-1)
+        return torch.searchsorted(sums, torch.tensor([[3.0, 3.5, 0.0, 64.001, 70.0]]))
+
+    assert near_ties(run_of(searched)) == (2 / 5,)
 
 
 def second_best(made: tuple[Tensor, ...]) -> None:

@@ -644,7 +644,7 @@ def test_module_states_that_reach_outside_their_memory_are_refused(tmp_path: Pat
         check_tables(ArchiveOf(tmp_path, replace(made, programs=(), memories=memories)))
 
 
-def test_only_a_waiver_lets_integers_differ() -> None:
+def test_only_a_waiver_or_near_ties_let_integers_differ() -> None:
     made = cpu()
     mask = replace(made.outputs[0], dtype="bool")
     values = [
@@ -659,6 +659,11 @@ def test_only_a_waiver_lets_integers_differ() -> None:
     check_manifest(replace(whole, waivers=("mismatched-integers",), exam=replace(made.exam, bounds=(1.0,))))  # all may differ
     more = replace(whole, waivers=("mismatched-integers",), exam=replace(made.exam, bounds=(1.5,)))
     reject(more, "exam.bounds[0]", "output y (bool) has to be equal, got 1.5")
+    note = Finding(rule="near-ties", severity="note", message="", node="", where="", source="", effect="", fix="")
+    check_manifest(tied := replace(whole, findings=(note,), exam=replace(made.exam, bounds=(1.0,))))
+    reject(replace(tied, exam=replace(tied.exam, bounds=(1.5,))), "exam.bounds[0]", "output y (bool) has to be equal, got 1.5")
+    bits = replace(tied, exam=replace(tied.exam, compare="bits"))
+    reject(bits, "exam.bounds[0]", "output y (bool) has to be equal, got 1.0")
 
 
 # --- both sides of limits ---------------------------------------------------------------------------------------------
