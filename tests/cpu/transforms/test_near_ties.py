@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 import torch
@@ -37,6 +38,7 @@ TIE, CLEAR = 1e-4, 0.5
 """The bound of float32 is 1e-4 of the largest score, 31."""
 
 
+@cache
 def run_of(then: Callable[..., object], ahead: float = TIE, draws: bool = False) -> Run:
     """Calls of the model by eager PyTorch: what a build does with the exported program."""
     with torch.no_grad():
