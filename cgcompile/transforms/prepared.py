@@ -94,9 +94,8 @@ def _exam_calls(exported: Exported, reference: Reference, state: Sequence[str]) 
     for key in all_keys(exported.sizes):
         tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
         try:
-            with guarded_indices(
-                exported.source.device, exported.programs.by_key.values()
-            ):  # the second call may be beyond the end of a cache
+            # the second call may be beyond the end of a cache
+            with guarded_indices(exported.source.device, exported.programs.by_key.values()):
                 run_eager(reference, tensors, calls=2)
         except FAILURES:
             return 1

@@ -48,8 +48,8 @@ ASSERTED = frozenset({"_assert_async"})
 def guarded_indices(device: torch.device, programs: Iterable[ExportedProgram] = ()) -> Iterator[None]:
     """Inside, an index out of range raises IndexError on `device`, and leaves the device as it was.
 
-    Not where one of `programs`, those of the model that runs, has branches or loops.  PyTorch compiles these in eager mode too.  That
-    fails under a dispatch mode, and from then on without one (torch 2.11)."""
+    Not where one of `programs`, those of the model that runs, has branches or loops.  PyTorch compiles these in eager mode too.
+    That fails under a dispatch mode, and from then on without one (torch 2.11)."""
     if device.type == CPU.type or any(map(_calls_graphs, programs)):
         yield
         return
