@@ -31,7 +31,7 @@ from ..export.signature.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
 from ..model.load import checked_chains, load_sources
-from ..model.nondeterminism.fresh_process import Place, copied_models, cuda_left_alone, forked_models
+from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_models, models_at
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
 from ..targets.architectures import capability_of
@@ -94,9 +94,8 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
                 device=chosen.device, told=CPU if chosen.recorder == "host" else CUDA, capability=capability_of(chosen.target)
             )
             first = stack.enter_context(placed(loaded[0], chosen.device))
-            if fresh and not fresh.begin(place):
-                fresh = copied_models([replace(source, model=first.model) for source in loaded], _again(model, options))
-                fresh.begin(place)
+            if fresh:
+                fresh = models_at(place, fresh, [replace(source, model=first.model) for source in loaded], _again(model, options))
             sources = [replace(source, device=first.device, told=place.told, capability=place.capability) for source in loaded]
             builder = BEST if options.lower == ALL_LOWERINGS else BUILDERS[chosen.recorder]
             with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others

@@ -27,7 +27,7 @@ from ..export.weights import weight_placeholders
 from ..model.declared_sizes import Given, Inputs, assumed_sizes, declared_sizes, sizes_of_entries
 from ..model.flat_module import PREFIX
 from ..model.load import load_sources
-from ..model.nondeterminism.fresh_process import FreshModels, Place, cuda_left_alone, forked_models
+from ..model.nondeterminism.fresh_process import FreshModels, Place, cuda_left_alone, forked_models, models_at
 from ..model.side_effects import BRANCH
 from ..model.source import CPU, CUDA, Source, sample
 from ..model.tracing.held_tensors import own_buffers
@@ -71,7 +71,7 @@ def check(
         stack.enter_context(own_buffers(sources[0].model))
         told = CPU if recorder_for(target) == "host" else CUDA
         if fresh:
-            fresh.begin(Place(device=CPU, told=told, capability=capability_of(target)))
+            fresh = models_at(Place(device=CPU, told=told, capability=capability_of(target)), fresh, sources, None)
         sources = tuple([replace(source, told=told, capability=capability_of(target)) for source in sources])
         found = [
             _report(source, each.get(source.entry), len(sources) > 1, target, fresh, strict, host_ops, max_keys)

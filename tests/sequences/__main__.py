@@ -41,15 +41,16 @@ def outcome(drawn: Drawn, folder: Path, target: str, seed: int) -> str:
 def compared(path: Path, bundle: Path, drawn: Drawn, target: str, seed: int) -> str:
     """A random sequence of calls of a bundle and of a new model, at declared sizes and others."""
     chance = random.Random(seed)
-    model = load_source(str(path)).model
+    weights = load_source(str(path)).model.state_dict()
     device = torch.device("cpu" if target == "cpu" else "cuda")
-    with cgbundle.load(str(bundle)) as program, torch.no_grad():
-        model.to(device)
+    with cgbundle.load(str(bundle)) as program, torch.no_grad(), device:
+        model = load_source(str(path)).model
+        model.load_state_dict(weights)
         for number in range(CALLS):
             key = tuple(
                 [chance.randint(1, sizes[-1]) if chance.random() < 0.4 else chance.choice(sizes) for sizes in drawn.sizes.values()]
             )
-            x = torch.randn(*key, 8, generator=torch.Generator().manual_seed(chance.randrange(1 << 30))).to(device)
+            x = torch.randn(*key, 8, generator=torch.Generator().manual_seed(chance.randrange(1 << 30)), device="cpu").to(device)
             try:
                 got = torch.as_tensor(program(x))
             except CallError:  # no size for it, and not to be padded

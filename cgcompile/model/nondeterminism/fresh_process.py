@@ -5,8 +5,10 @@ computes later may be what no new process computes.  So a process is forked befo
 every sequence of calls it forks another one, whose model is new.
 
 A forked process shares the memory of the weights, and needs no import.  libgomp's threads do not survive a fork: where this process
-has started some, the forked one computes with one thread.  CUDA does not survive a fork either: where it is in use, or cannot be
-used in the forked process, `copied_models` makes a second model in this process.
+has started some, the forked one computes with one thread.  CUDA does not survive a fork either: where this process uses it, or a
+forked one cannot, `copied_models` makes a second model in this process.
+
+Private interface: `torch.cuda._is_in_bad_fork` (2.11, 2.13).
 """
 
 from __future__ import annotations
@@ -152,8 +154,9 @@ class _Forked:
         return kept
 
     def close(self) -> None:
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError):  # it has not become a leader yet
             os.killpg(self._process, signal.SIGKILL)
+        os.kill(self._process, signal.SIGKILL)
         os.waitpid(self._process, 0)
         self._connection.close()
 
@@ -227,7 +230,8 @@ def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> N
             device = place.device
             if device == CPU:
                 _leave_cuda_alone()
-            _put(connection, (device == CPU or _cuda_works(), threads))
+            able = not torch.cuda._is_in_bad_fork() and (device == CPU or _cuda_works())
+            _put(connection, (able, threads))
         elif process := os.fork():
             _, status = os.waitpid(process, 0)
             if status:
@@ -261,7 +265,8 @@ def _call(connection: Connection, sources: Sequence[Source], device: torch.devic
 
 
 def _leave_cuda_alone() -> None:
-    """Dynamo starts CUDA to keep the state of its generator around what it compiles, which a forked process may not."""
+    """Dynamo would start CUDA for its generator's state and its stream, whatever it compiles: that takes memory and time."""
+    torch.accelerator.is_available = lambda: False
     torch.cuda.get_rng_state = lambda device="cuda": torch.empty(0, dtype=torch.uint8)
     torch.cuda.set_rng_state = lambda new_state, device="cuda": None
 
@@ -307,6 +312,16 @@ class _Copied:
         sources = [replace(source, told=self._place.told, capability=self._place.capability, owned=True) for source in self._make()]
         with placed(sources[0], self._place.device) as first:
             yield _Calls([replace(source, device=first.device) for source in sources], sizes)
+
+
+def models_at(
+    place: Place, models: FreshModels, sources: Sequence[Source], again: Callable[[], Sequence[Source]] | None
+) -> FreshModels:
+    """`models` at a place, or `copied_models` where they cannot be there."""
+    if not models.begin(place):
+        models = copied_models(sources, again)
+        models.begin(place)
+    return models
 
 
 def copied_models(sources: Sequence[Source], again: Callable[[], Sequence[Source]] | None) -> FreshModels:

@@ -318,6 +318,13 @@ def test_a_model_that_cannot_be_copied_is_named() -> None:
         copies(model)
 
 
+def test_a_process_that_uses_cuda_copies_its_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "_is_in_bad_fork", lambda: True)
+    (found,) = refusals(Lazy(), (8,))
+    assert found.message.startswith("forward() sets 'scale' from the values of its inputs")
+    assert refusals(Killed()) == [], "no other process calls it"
+
+
 class Killed(nn.Module):
     """Ends every process but one."""
 
@@ -348,6 +355,12 @@ def test_a_process_that_ends_is_one_line() -> None:
 def test_what_a_new_model_raises_is_one_line() -> None:
     with raises("eager-failed", match=r"test_sequences.py:\d+: forward\(\) failed: ValueError: not here"):
         cgcompile.check(Raising().eval(), rows, sizes=[2], target="cpu")
+
+
+def test_a_process_that_has_just_begun_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "setpgid", lambda process, group: None)  # as long as the child has not come to it
+    with forked_models(load_sources(nn.Linear(4, 4), rows)):
+        pass
 
 
 def test_no_process_is_left() -> None:
