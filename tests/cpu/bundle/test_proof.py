@@ -36,7 +36,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
                 title=BOUND.title, error=error, bound=1e-5, exact=not error, text="1 of 8 values differ" if error else ""
             )
             rows.append(Result(entry="forward", key=(size,), tensors=(tensor,)).plain(compare))
-        monkeypatch.setattr(proof, "fresh", lambda path: {"results": rows, "torch_imported": False})
+        monkeypatch.setattr(proof, "fresh", lambda path, outputs="": {"results": rows, "torch_imported": False})
 
     return answer
 
@@ -44,7 +44,7 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_beside_a_recording_both_distances_are_kept(answers: Any) -> None:
     """The error against eager PyTorch, measured when it was recorded, and how far the replay was from the recording."""
     answers("tolerance", 1e-6, 0.0)
-    (exam,) = proof.replay(Path("nowhere"), made("recording"), [[BOUND]], ())
+    (exam,) = proof.replay(Path("nowhere"), made("recording"), [[BOUND]], ()).exams
     assert [(each.method, each.error, each.errors, each.distance) for each in exam.proofs] == [
         ("replay", 4e-6, (4e-6,), 1e-6), ("replay", 4e-6, (4e-6,), 0.0),
     ]  # fmt: skip
@@ -52,7 +52,7 @@ def test_beside_a_recording_both_distances_are_kept(answers: Any) -> None:
 
 def test_without_a_recording_the_replay_is_what_is_compared_with_eager(answers: Any) -> None:
     answers("tolerance", 1e-6, 2e-6)
-    (exam,) = proof.replay(Path("nowhere"), made("eager"), [[BOUND]], ())
+    (exam,) = proof.replay(Path("nowhere"), made("eager"), [[BOUND]], ()).exams
     assert [(each.method, each.error, each.tolerance, each.errors, each.distance) for each in exam.proofs] == [
         ("replay", 1e-6, 1e-5, (1e-6,), 0.0), ("replay", 2e-6, 1e-5, (2e-6,), 0.0),
     ]  # fmt: skip
