@@ -174,8 +174,8 @@ class _Forked:
         return answer
 
 
-def _ended() -> BuildError:
-    return BuildError("fresh-failed", "the process that calls the model as `model()` made it ended: it was killed, or crashed")
+def _ended() -> ModelError:
+    return ModelError("fresh-failed", "the process that calls the model as `model()` made it ended: it was killed, or crashed")
 
 
 @contextmanager

@@ -39,7 +39,9 @@ def test_handles_that_a_container_forgets_are_asked_for(
     library = Library()
     monkeypatch.setattr(host_region, "load_shared_object", lambda data, where, functions: library)
     monkeypatch.setattr(host_region, "version_of", lambda given: own)
-    made = HostRegion(b"", SimpleNamespace(threaded=lambda run: run), "host/model.so", built_with=built_with)  # type: ignore[arg-type]
+    made = HostRegion(
+        b"", SimpleNamespace(threaded=lambda run: run, delete=lambda handle: 0), "host/model.so", built_with=built_with
+    )  # type: ignore[arg-type]
     made.bind({})
     assert ("ExtractConstantsMapEntries" in library.asked) == asked
     made._container = None  # type: ignore[assignment]

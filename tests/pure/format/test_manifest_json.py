@@ -123,7 +123,7 @@ def test_added_bytes_are_caught() -> None:
 def test_two_seals_are_refused() -> None:
     data = manifest_json.encode(manifest())
     line = data[data.index(b'\n"sha256"') : data.index(b"\n", data.index(b'\n"sha256"') + 1)]
-    with raises("manifest-invalid", match="^sha256: missing"):
+    with raises("manifest-invalid", match="'sha256' stands twice"):
         manifest_json.decode(data.replace(line, line + line))
 
 
