@@ -83,10 +83,12 @@ def _fill_caches(
     source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], calls: list[SideEffects]
 ) -> list[EagerShapes]:
     """Calls the model at its smallest and largest sizes.  A buffer that these calls fill, and that calls with other inputs leave as
-    it is, is a cache.  Attributes may say by now that it is filled, so its contents are kept.  All other buffers are put back.
+    it is, is a cache where they change attributes too: these say by now that it is filled, so its contents are kept.  All other
+    buffers are put back.
 
     Raises size-excluded, eager-failed, structure-unsupported.
     """
+    before = marks(source.model)
     try:
         shapes = try_eager(source, flat, sizes, keep=True)
     except ModelError:
@@ -101,6 +103,8 @@ def _fill_caches(
         try:
             try_eager(source, flat, sizes, OTHER_SEED, keep=True)
         except ModelError:
+            written = []
+        if not changed(before, marks(source.model)):
             written = []
         flat.watch = watch
         now = flat.snapshot.current()

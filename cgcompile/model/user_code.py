@@ -99,7 +99,9 @@ def plain_errors() -> Iterator[None]:
             raise
         base = next((each for each in BASES if isinstance(error, each)), RuntimeError)
         plain = type(type(error).__name__, (base,), {"__module__": "builtins"})
-        raise plain(text_of(error)).with_traceback(error.__traceback__) from error
+        made = plain(text_of(error)).with_traceback(error.__traceback__)
+        made.__notes__ = list(getattr(error, "__notes__", ()))  # `_cure` shows the last one
+        raise made from error
 
 
 def _handled(error: BaseException) -> bool:

@@ -66,7 +66,8 @@ def check(
     each = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
     with ExitStack() as stack:
         mode = stack.enter_context(evaluated(sources[0], train))
-        fresh = None if sources[0].saved else stack.enter_context(forked_models(sources))
+        # entries are called in turns by a build: what one sets, another may read
+        fresh = None if sources[0].saved or len(sources) > 1 else stack.enter_context(forked_models(sources))
         target = resolved(target)  # after the fork: it may start CUDA
         stack.enter_context(own_buffers(sources[0].model))
         told = CPU if recorder_for(target) == "host" else CUDA

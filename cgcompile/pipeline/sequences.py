@@ -89,7 +89,10 @@ def between(exported: Sequence[Exported]) -> list[Call]:
 
 def _compared(exported: Sequence[Exported], models: FreshModels) -> tuple[Call, str] | None:
     """The first call at which a program differs from the model, and how, in words."""
-    with models.new([probe_sizes(each.sizes) for each in exported]) as model, _programs(exported, model.threads) as programs:
+    with (
+        models.new({each.source.entry: probe_sizes(each.sizes) for each in exported}) as model,
+        _programs(exported, model.threads) as programs,
+    ):
         for number, call in enumerate(sequence(exported)):
             if text := _difference(exported[call.entry], programs, model, call, number):
                 return call, text
@@ -235,7 +238,7 @@ def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels,
             )
             for number, each in enumerate(entries)
         ]
-        with models.new([probe_sizes(each.sizes) for each in entries]) as model:
+        with models.new({each.source.entry: probe_sizes(each.sizes) for each in entries}) as model:
             kept.append(model.kept(calls))
     one, other, again = kept
     buffers = {name for name, _ in exported.source.model.named_buffers()}  # the build made some of counters

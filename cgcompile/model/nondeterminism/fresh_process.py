@@ -20,7 +20,7 @@ import pickle
 import signal
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from multiprocessing import Pipe
@@ -81,19 +81,20 @@ class FreshModels(Protocol):
     def begin(self, place: Place) -> bool:
         """Where all new models will run.  Whether they can."""
 
-    def new(self, sizes: Sequence[dict[str, int]]) -> Any:
-        """A context manager that gives a FreshModel.  `sizes`: of an example call of every entry."""
+    def new(self, sizes: Mapping[str, dict[str, int]]) -> Any:
+        """A context manager that gives a FreshModel.  `sizes`: of an example call, by entry; entries are numbered in this order."""
 
 
 class _Calls:
     """Calls of a model in this process."""
 
-    def __init__(self, sources: Sequence[Source], sizes: Sequence[dict[str, int]]) -> None:
+    def __init__(self, sources: Sequence[Source], sizes: Mapping[str, dict[str, int]]) -> None:
         self.threads = torch.get_num_threads()
-        self._sources = sources
+        by_entry = {source.entry: source for source in sources}
+        self._sources = [by_entry[entry] for entry in sizes]
         self._flats = [
             FlatModule(source.model, sample(source, chosen), source.device, source.told, source.entry, source.capability)
-            for source, chosen in zip(sources, sizes, strict=True)
+            for source, chosen in zip(self._sources, sizes.values(), strict=True)
         ]
         self._called = Called()
 
@@ -134,7 +135,7 @@ class _Forked:
         return bool(able)
 
     @contextmanager
-    def new(self, sizes: Sequence[dict[str, int]]) -> Iterator[_Forked]:
+    def new(self, sizes: Mapping[str, dict[str, int]]) -> Iterator[_Forked]:
         self._ask("new", sizes)
         try:
             yield self
@@ -242,7 +243,7 @@ def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> N
             os._exit(0)
 
 
-def _call(connection: Connection, sources: Sequence[Source], device: torch.device, sizes: Sequence[dict[str, int]]) -> None:
+def _call(connection: Connection, sources: Sequence[Source], device: torch.device, sizes: Mapping[str, dict[str, int]]) -> None:
     """In a process whose model is new: carries out calls until the `end`."""
     with ExitStack() as stack:
         try:
@@ -308,7 +309,7 @@ class _Copied:
         return True
 
     @contextmanager
-    def new(self, sizes: Sequence[dict[str, int]]) -> Iterator[FreshModel]:
+    def new(self, sizes: Mapping[str, dict[str, int]]) -> Iterator[FreshModel]:
         sources = [replace(source, told=self._place.told, capability=self._place.capability, owned=True) for source in self._make()]
         with placed(sources[0], self._place.device) as first:
             yield _Calls([replace(source, device=first.device) for source in sources], sizes)

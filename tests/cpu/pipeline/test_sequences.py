@@ -236,6 +236,11 @@ def test_what_one_entry_sets_and_another_reads_is_refused() -> None:
     assert [each.rule for each in (*encode.obstacles, *decode.obstacles)].count("earlier-calls") == 1
 
 
+def test_a_report_of_several_entries_leaves_their_sequence_to_the_build() -> None:
+    report = cgcompile.check(Remembering().eval(), {"encode": rows, "decode": rows}, target="cpu")
+    assert not [each for each in report.findings if each.severity == "refuse"]
+
+
 def test_every_int_key_is_called_with_new_inputs_and_in_both_orders() -> None:
     made = export(load_source(nn.Linear(4, 4), rows), {"batch": (2, 4)})
     calls = sequence([made])
@@ -297,7 +302,7 @@ def test_tensors_with_gradients_are_copied() -> None:
     model.computed = torch.ones(1, requires_grad=True) * 2  # type: ignore[assignment]
     models = copies(model)
     models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
-    with models.new([{"batch": 2}]) as new:
+    with models.new({"forward": {"batch": 2}}) as new:
         new.send(0, rows(2), SEED)
         assert not new.receive().raised
 

@@ -131,7 +131,7 @@ def test_an_index_of_a_trial_ends_no_build(
             raise
 
     monkeypatch.setattr(index_guard, "_check", noted)
-    monkeypatch.setattr(proof, "guarded_indices", lambda device: IndexGuard())
+    monkeypatch.setattr(proof, "guarded_indices", lambda device, programs: IndexGuard())
     source = load_source(model.eval(), inputs)
     sizes = {name: (4, 6) for name in source.dimensions}
     exported = export(source, sizes)
