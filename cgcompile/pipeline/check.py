@@ -27,7 +27,7 @@ from ..export.weights import weight_placeholders
 from ..model.declared_sizes import Given, Inputs, assumed_sizes, declared_sizes, sizes_of_entries
 from ..model.flat_module import PREFIX
 from ..model.load import load_sources
-from ..model.nondeterminism.fresh_process import FreshModels, Place, cuda_left_alone, forked_models, models_at
+from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_models, models_at
 from ..model.side_effects import BRANCH
 from ..model.source import CPU, CUDA, Source, sample
 from ..model.tracing.held_tensors import own_buffers
@@ -63,20 +63,25 @@ def check(
     """See `cgcompile.check`."""
     with cuda_left_alone():
         sources = load_sources(model, inputs)
-    each = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
+    several = len(sources) > 1
+    by_entry = sizes_of_entries(sizes, {source.entry: source.dimensions for source in sources}) if sizes else {}
     with ExitStack() as stack:
         mode = stack.enter_context(evaluated(sources[0], train))
-        # entries are called in turns by a build: what one sets, another may read
-        fresh = None if sources[0].saved or len(sources) > 1 else stack.enter_context(forked_models(sources))
+        fresh = None if sources[0].saved else stack.enter_context(forked_models(sources))
         target = resolved(target)  # after the fork: it may start CUDA
         stack.enter_context(own_buffers(sources[0].model))
         told = CPU if recorder_for(target) == "host" else CUDA
         if fresh:
             fresh = models_at(Place(device=CPU, told=told, capability=capability_of(target)), fresh, sources, None)
         sources = tuple([replace(source, told=told, capability=capability_of(target)) for source in sources])
+        wanted = [_wanted(source, by_entry.get(source.entry), several) for source in sources]
+        exported = [_exported(source, own, alone=not several) for source, own in zip(sources, wanted, strict=True)]
+        whole = [one for one in exported if isinstance(one, Exported)]
+        if len(whole) == len(exported):  # entries are called in turns: what one sets, another may read
+            exported = list(with_sequences(whole, fresh))
         found = [
-            _report(source, each.get(source.entry), len(sources) > 1, target, fresh, strict, host_ops, max_keys)
-            for source in sources
+            _report(source, own, one, target, strict, host_ops, max_keys, assumed=source.entry not in by_entry)
+            for source, own, one in zip(sources, wanted, exported, strict=True)
         ]
     reports, entries = [report for report, _ in found], [entry for _, entry in found if entry is not None]
     if len(entries) == len(sources):
@@ -84,36 +89,45 @@ def check(
     return replace(reports[0], mode=mode, others=tuple([replace(report, mode=mode) for report in reports[1:]]))
 
 
+def _wanted(source: Source, sizes: Given | None, several: bool) -> dict[str, tuple[int, ...]]:
+    """The sizes of one entry: those that were given for it, else assumed ones."""
+    if sizes is None:
+        return assumed_sizes(tuple(source.dimensions), source.saved, ASSUMED)
+    return declared_sizes(sizes, source.dimensions, source.saved, source.entry if several else "")
+
+
+def _exported(source: Source, sizes: dict[str, tuple[int, ...]], *, alone: bool) -> Exported | Finding:
+    """The entry, exported, or the finding of the rule at which torch.export stopped."""
+    try:
+        return export(source, sizes, alone=alone)
+    except ModelError as error:
+        if error.code not in ("export-failed", "data-dependent-branch", "data-dependent-shape"):
+            raise
+        return _stopped(error)
+
+
 def _report(
     source: Source,
-    sizes: Given | None,
-    several: bool,
+    wanted: dict[str, tuple[int, ...]],
+    exported: Exported | Finding,
     target: str,
-    fresh: FreshModels | None,
     strict: bool,
     host_ops: Sequence[str],
     max_keys: int,
+    *,
+    assumed: bool,
 ) -> tuple[Report, EntrySpec | None]:
-    """The report of one entry, and what a build would know of it, None where there can be none; `sizes` are those that were given
-    for it, None where none were for any."""
+    """The report of one entry, and what a build would know of it, None where there can be none."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
-    assumed = tuple(source.dimensions) if sizes is None else ()
-    wanted = assumed_sizes(assumed, source.saved, ASSUMED)
-    if sizes is not None:
-        wanted = declared_sizes(sizes, source.dimensions, source.saved, source.entry if several else "")
     found: list[Finding] = []
     axes: tuple[tuple[str, str], ...] = ()
     regions: tuple[RegionReport, ...] = ()
     returned: tuple[tuple[str, int], ...] = ()
     unpartitioned = per_size = ""
     entry: EntrySpec | None = None
-    try:
-        (exported,) = with_sequences([export(source, wanted, alone=not several)], fresh)
-    except ModelError as error:
-        if error.code not in ("export-failed", "data-dependent-branch", "data-dependent-shape"):
-            raise
-        found.append(_stopped(error))
+    if isinstance(exported, Finding):
+        found.append(exported)
         unpartitioned = "the model cannot be exported"
     else:
         per_size = exported.programs.reason
@@ -143,7 +157,8 @@ def _report(
         found = [replace(finding, severity="refuse") if finding.severity == "host" else finding for finding in found]
     found.sort(key=lambda finding: ("refuse", "host", "note").index(finding.severity))
     report = Report(
-        name=source.name, entry=source.entry, others=(), target=target, sizes=tuple(wanted.items()), axes=axes, assumed=assumed,
+        name=source.name, entry=source.entry, others=(), target=target, sizes=tuple(wanted.items()), axes=axes,
+        assumed=tuple(wanted) if assumed else (),
         findings=tuple(found), regions=regions, returned=returned, unpartitioned=unpartitioned, per_size=per_size,
     )  # fmt: skip
     return report, entry

@@ -22,7 +22,6 @@ from cgcompile.export.functionalization import functional
 from cgcompile.model.load import load_source, load_sources
 from cgcompile.model.nondeterminism.fresh_process import FreshModels, Place, copied_models, forked_models
 from cgcompile.model.source import CPU, EXAM_SEED, OTHER_SEED, SEED, sample
-from cgcompile.pipeline.build import export_entries
 from cgcompile.pipeline.sequences import Call, drawn, sequence, with_sequences
 from tests.helpers.raising import raises
 from tests.sequences.drawn import FAITHFUL, UNFAITHFUL, draw
@@ -228,17 +227,10 @@ def test_a_bundle_counts_as_the_model_does(tmp_path: Path) -> None:
 
 
 def test_what_one_entry_sets_and_another_reads_is_refused() -> None:
-    sources = load_sources(Remembering().eval(), {"encode": rows, "decode": rows})
-    sizes = {"encode": {"batch": (2, 4)}, "decode": {"batch": (2, 4)}}
-    with forked_models(sources) as models:
-        models.begin(Place(device=CPU, told=CPU, capability=(8, 0)))
-        encode, decode = with_sequences(export_entries(sources, sizes, lambda text: None), models)
-    assert [each.rule for each in (*encode.obstacles, *decode.obstacles)].count("earlier-calls") == 1
-
-
-def test_a_report_of_several_entries_leaves_their_sequence_to_the_build() -> None:
-    report = cgcompile.check(Remembering().eval(), {"encode": rows, "decode": rows}, target="cpu")
-    assert not [each for each in report.findings if each.severity == "refuse"]
+    report = cgcompile.check(Remembering().eval(), {"encode": rows, "decode": rows}, sizes=(2, 4), target="cpu")
+    found = [finding for one in (report, *report.others) for finding in one.findings if finding.severity == "refuse"]
+    assert [finding.rule for finding in found] == ["earlier-calls"]
+    assert "'found'" in found[0].message and found[0].source == "self.found = x * 2"
 
 
 def test_every_int_key_is_called_with_new_inputs_and_in_both_orders() -> None:
