@@ -238,9 +238,7 @@ def _per_size(
         by_key[key] = program
         obstacles += found
     (programs,) = with_shared_constants([Programs(by_key=by_key, dynamic=False, reason=reason)])
-    return _Made(
-        programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *_probed(source, flat, sizes, programs))
-    )
+    return _Made(programs=programs, obstacles=tuple(dict.fromkeys(obstacles)), eager_shapes=(*seen, *_probed(source, flat, sizes)))
 
 
 def _branched(obstacles: Sequence[Obstacle]) -> bool:
@@ -248,7 +246,7 @@ def _branched(obstacles: Sequence[Obstacle]) -> bool:
     return any(obstacle.rule == "data-dependent-branch" for obstacle in obstacles)
 
 
-def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]], programs: Programs) -> list[EagerShapes]:
+def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...]]) -> list[EagerShapes]:
     """The shapes of the outputs between the declared sizes, where eager PyTorch runs: what is padded comes from there."""
     found = []
     for name, values in sizes.items():
@@ -257,7 +255,7 @@ def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...
         for size in between[::step] if between else ():
             chosen = {**{other: each[0] for other, each in sizes.items()}, name: size}
             try:
-                with guarded_indices(source.device, programs.by_key.values()):  # a table of positions may end before such a size
+                with guarded_indices(source.device):  # a table of positions may end before such a size
                     found.append((chosen, eager_shapes(source, flat, chosen, sample(source, chosen).tensors)))
             except ModelError:
                 continue  # no declared size: the proof of padding finds out what a call there gets

@@ -7,7 +7,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
-from torch.export import ExportedProgram
 
 from ..model.devices.index_guard import FAILURES, guarded_indices
 from ..model.flat_module import Reference, run_eager
@@ -18,9 +17,7 @@ WIDE = (torch.float64, torch.complex128)
 """A step of the inputs says nothing of arithmetic that is finer than they are."""
 
 
-def eager_spread(
-    reference: Reference, tensors: Sequence[torch.Tensor], programs: Sequence[ExportedProgram] = ()
-) -> tuple[float, ...]:
+def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[float, ...]:
     """By output, the largest error of other runs of eager PyTorch beside a first: one whose float32 inputs are a rounding step
     off, and on a GPU a second one and one without TF32.
 
@@ -29,7 +26,7 @@ def eager_spread(
     """
     first = run_eager(reference, tensors).outputs
     try:
-        with guarded_indices(tensors[0].device if tensors else CPU, programs):  # a model may make positions of floats
+        with guarded_indices(tensors[0].device if tensors else CPU):  # a model may make positions of floats
             stepped = run_eager(reference, [_stepped(tensor) for tensor in tensors]).outputs
     except FAILURES:
         stepped = first  # the model asserts what its inputs are

@@ -95,7 +95,7 @@ def _exam_calls(exported: Exported, reference: Reference, state: Sequence[str]) 
         tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
         try:
             # the second call may be beyond the end of a cache
-            with guarded_indices(exported.source.device, exported.programs.by_key.values()):
+            with guarded_indices(exported.source.device):
                 run_eager(reference, tensors, calls=2)
         except FAILURES:
             return 1
@@ -105,4 +105,4 @@ def _exam_calls(exported: Exported, reference: Reference, state: Sequence[str]) 
 def _spread(exported: Exported, reference: Reference) -> tuple[float, ...]:
     key = all_keys(exported.sizes)[0]
     tensors = sample(exported.source, dict(zip(exported.sizes, key, strict=True))).tensors
-    return eager_spread(reference, tensors, [exported.programs.at(key)])
+    return eager_spread(reference, tensors)

@@ -6,18 +6,23 @@ operators that take positions are asked before they run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.export import ExportedProgram
+from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from .tensor_places import CPU
 
 FAILURES = (RuntimeError, LookupError, ValueError, TypeError, AttributeError, AssertionError, ArithmeticError)
 """What operators, and a model's own code, raise that do not take what they are tried with."""
+
+VALUELESS = (FakeTensor, FunctionalTensor)
+"""Tensors of a trace, which have a shape and no values."""
 
 LISTED = frozenset({"index", "_unsafe_index", "index_put", "index_put_", "_unsafe_index_put", "_index_put_impl_"})
 """Take a list of positions, one for each of the first axes; from the end too."""
@@ -45,26 +50,25 @@ ASSERTED = frozenset({"_assert_async"})
 
 
 @contextmanager
-def guarded_indices(device: torch.device, programs: Iterable[ExportedProgram] = ()) -> Iterator[None]:
-    """Inside, an index out of range raises IndexError on `device`, and leaves the device as it was.
-
-    Not where one of `programs`, those of the model that runs, has branches or loops.  PyTorch compiles these in eager mode too.
-    That fails under a dispatch mode, and from then on without one (torch 2.11)."""
-    if device.type == CPU.type or any(map(_calls_graphs, programs)):
+def guarded_indices(device: torch.device) -> Iterator[None]:
+    """Inside, an index out of range raises IndexError on `device`, and leaves the device as it was."""
+    if device.type == CPU.type:
         yield
         return
     with IndexGuard():
         yield
 
 
-def _calls_graphs(program: ExportedProgram) -> bool:
-    return any(isinstance(node.target, torch._ops.HigherOrderOperator) for node in program.graph.nodes)
-
-
 class IndexGuard(TorchDispatchMode):
     """Asks every operator that takes positions, of tensors on any device."""
 
     supports_higher_order_operators = True  # their bodies are not asked
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Branches, loops and flex_attention compile themselves in eager mode.  Under a mode that does not say this, they fail, and
+        from then on without a mode too (torch 2.11, 2.13)."""
+        return True
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         given = kwargs or {}
@@ -77,8 +81,10 @@ def _check(func: torch._ops.OpOverload, args: Sequence[Any], kwargs: Mapping[str
     name = func._schema.name.partition("::")[2]
     if name not in KINDS:
         return
-    names = [each.name for each in func._schema.arguments]
+    names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
+    if any(isinstance(value, VALUELESS) for value in tree_leaves(given)):  # a trial may trace
+        return
     if name in ASSERTED and not bool(given["self"].all()):
         raise RuntimeError(given.get("assert_msg", "an assertion of the model does not hold"))
     for positions, low, high, ignored in _ranges(name, given):

@@ -59,7 +59,7 @@ def prove_padding(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], tell: Callable[[str], None]
 ) -> tuple[Dimension, ...]:
     """The declared dimensions, each with what was proved."""
-    with guarded_indices(source.device, prepared.programs.by_key.values()):
+    with guarded_indices(source.device):
         return _proved(source, prepared, sizes, tell)
 
 
