@@ -41,7 +41,7 @@ class GuidedRun(TorchDispatchMode):
     Branches and loops are run here, so that what is in them is seen, too.
 
     `made`: the selections, and the comparisons of floats.  `filters`: numbers of comparisons that kept a wanted index from being
-    as good, or a better one in the way.
+    as good.
     """
 
     supports_higher_order_operators = True
@@ -107,14 +107,19 @@ class GuidedRun(TorchDispatchMode):
         return result
 
     def _explain(self, selection: Selection, operand: Tensor, wanted: Tensor, chosen: Tensor) -> None:
-        """Notes the comparisons that put the wanted and the chosen elements where they are, of indices that were not as good."""
+        """Notes comparisons that kept a wanted index from being as good: the one that left the wanted element out, which then has
+        the least or the largest float of its row, else the one that kept the chosen element in."""
         origins = self.origins.of(operand)
         refused = (wanted != NONE) & (chosen != wanted)
-        there = None if origins is None else selection.rows(origins[2])
-        if there is None or not bool(refused.any()):
+        there, values = (None, None) if origins is None else (selection.rows(origins[2]), selection.rows(operand))
+        if there is None or values is None or not bool(refused.any()):
             return
         inside = wanted.clamp(0, there.shape[1] - 1)
-        self.filters |= {number for index in (inside, chosen) for number in there.gather(1, index)[refused].tolist() if number >= 0}
+        least, largest = values.aminmax(dim=1, keepdim=True)
+        float_there = values.gather(1, inside)
+        left_out = (float_there == least) | (float_there == largest)
+        numbers = there.gather(1, torch.where(left_out, inside, chosen))[refused]
+        self.filters |= {number for number in numbers.tolist() if number >= 0}
 
     def _counted(self, func: Any, args: Any, result: Any) -> Selection | None:
         """The selection that a sum of the comparison just before it makes."""
