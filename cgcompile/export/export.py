@@ -30,6 +30,7 @@ from .eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .exported import EagerShapes, Exported, memory_order
 from .first_calls import Counter, first_calls, sample_at
 from .functionalization import size_from_a_float
+from .paths.explore import PathsRefused
 from .paths.program import MAX_PATHS, with_paths
 from .programs import Programs, coarsest, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
@@ -125,7 +126,7 @@ def refuse_branches(exported: Exported) -> None:
     """Raises data-dependent-branch where Python branched on the value of a tensor."""
     for obstacle in exported.obstacles:
         if obstacle.rule == "data-dependent-branch":
-            raise branch(obstacle.where or exported.source.label, obstacle.source)
+            raise branch(obstacle.where or exported.source.label, obstacle.source, obstacle.message)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -194,7 +195,13 @@ def _made(
         if sizes:
             with suppress(ModelError):
                 return _per_size(source, flat, sizes, calls, _reason(source, obstacles), None)
-        return _paths(source, flat, shapes, sizes, calls, max_paths) or dynamic
+        try:
+            return _paths(source, flat, shapes, sizes, calls, max_paths) or dynamic
+        except PathsRefused as error:
+            if error.code != "data-dependent-branch":
+                raise
+            others = tuple([each for each in obstacles if each.rule != error.code])
+            return replace(dynamic, obstacles=(error.obstacle, *others))
     if not sizes:
         made = _paths(source, flat, shapes, sizes, calls, max_paths) if why.code == "data-dependent-branch" else None
         if made is None:

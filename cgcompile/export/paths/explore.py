@@ -10,8 +10,12 @@ from torch.export import ExportedProgram
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
 from ...model.paths.way import Question, Spot, TooManyTurns
+from ...model.side_effects import Obstacle
 from .joins import Join, joins
 from .lines import Line, Raised, trace_line
+
+ENDLESS = "loop over range(N) with a break, or with torch.while_loop; --max-paths says how many turns are tried"
+TOO_MANY = "let --max-paths be larger, or choose with torch.where"
 
 RESTARTS = 3
 """How often the lines are traced anew because another one shows more tensors apart."""
@@ -26,7 +30,12 @@ class Branch:
 
 
 class PathsRefused(ModelError):
-    """The ways through a model cannot become one program."""
+    """The ways through a model cannot become one program; `obstacle` says why, with the line that asks."""
+
+    def __init__(self, code: str, question: Question | TooManyTurns, reason: str, hint: str = "") -> None:
+        where, line = question.where or "model", question.line
+        super().__init__(code, f"{where}: {code}: {reason}: {line}", hint)
+        self.obstacle = Obstacle(rule=code, message=reason, where=where, source=line)
 
 
 class _Restart(Exception):
@@ -110,8 +119,8 @@ class Ways:
                     question = line.questions[number]
                     raise PathsRefused(
                         "structure-unsupported",
-                        f"{question.where}: the two ways of this branch give results of different nesting or constants: "
-                        f"{line.result} and {other.result}",
+                        question,
+                        f"the ways give results of different nesting or constants: {line.result} and {other.result}",
                         "return tensors in the same structure on every way",
                     )
                 return Branch(other=other, join=join)
@@ -135,11 +144,12 @@ class Ways:
         answers = forced
         while True:
             if len(self._lines) + len(self._raising) >= self._most:
-                raise self._refused()
+                raise self._too_many()
             try:
                 line, questions = trace_line(self._flat, self._attempt, answers, self._preferred, self._most)
             except TooManyTurns as error:
-                raise self._endless(error.where, error.line) from error
+                reason = f"nothing bounds the turns of this loop: it asked {self._most} times"
+                raise PathsRefused("data-dependent-branch", error, reason, ENDLESS) from error
             self._seen += questions
             if isinstance(line, Line):
                 return line
@@ -154,17 +164,7 @@ class Ways:
             else:
                 return line
 
-    def _refused(self) -> PathsRefused:
-        places = list(dict.fromkeys([f"{question.where}: {question.line}" for question in self._seen])) or ["model"]
-        return PathsRefused(
-            "data-dependent-branch",
-            f"{places[0]}: data-dependent-branch: there are more than {self._most} paths; others ask at {'; '.join(places[1:4])}",
-            "let --max-paths be larger, or choose with torch.where",
-        )
-
-    def _endless(self, where: str, line: str) -> PathsRefused:
-        return PathsRefused(
-            "data-dependent-branch",
-            f"{where}: data-dependent-branch: nothing bounds the turns of this loop (more than {self._most}): {line}",
-            "loop over range(N) with a break, or with torch.while_loop; --max-paths says how many turns are tried",
-        )
+    def _too_many(self) -> PathsRefused:
+        places = list(dict.fromkeys([question.where for question in self._seen[1:]]))
+        reason = f"there are more than {self._most} paths, which also ask at {', '.join(places[:4])}"
+        return PathsRefused("data-dependent-branch", self._seen[0], reason, TOO_MANY)

@@ -20,7 +20,7 @@ from cgbundle.format.schema import Tree
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
-from ...model.paths.way import ASKED, Question, Spot, TracedWay
+from ...model.paths.way import ASKED, Question, Spot, TooManyTurns, TracedWay
 from ...model.user_code import first_line, place, user_place
 from ...util.raw_bytes import raw
 from ..functionalization import functional_form
@@ -90,6 +90,8 @@ def trace_line(
     try:
         program = attempt()
     except ModelError as error:
+        if isinstance(way.raised, TooManyTurns):
+            raise way.raised from error
         if way.raised is None or isinstance(way.raised, TORCH_STOPS) or _of_torch(way.raised):
             raise
         raised = way.raised.__cause__ or way.raised

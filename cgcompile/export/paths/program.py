@@ -13,9 +13,9 @@ from ...model.side_effects import NOTHING, Obstacle, SideEffects
 from ...model.source import CPU
 from ..programs import Programs, coarsest
 from .explore import PathsRefused
-from .lines import Raised
+from .shown import forks
 from .tree import Tree, tree
-from .verify import verify
+from .verify import reached, verify
 
 MAX_PATHS = 64
 """Ways through a model's Python that are exported at most, unless the caller says otherwise."""
@@ -50,19 +50,13 @@ def with_paths(
     finally:
         flat.result = result
     other = [each for call in calls[before:] for each in call.obstacles]
-    return made.program, tuple(dict.fromkeys([*other, *_notes(made)]))
+    return made.program, tuple(dict.fromkeys([*other, *_notes(made, samples)]))
 
 
-def _notes(made: Tree) -> Iterator[Obstacle]:
-    """A note for every question."""
-    for line, number, branch in made.branches():
-        question = line.questions[number]
-        if isinstance(branch.other, Raised):
-            where = branch.other.where or question.where
-            yield Obstacle(
-                rule="asserted-value", message=f"{RAISES}: {branch.other.message}", where=where, source=branch.other.line
-            )
-        else:
-            yield Obstacle(
-                rule="path", message="Python asks a tensor: both ways are in the bundle", where=question.where, source=question.line
-            )
+def _notes(made: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> Iterator[Obstacle]:
+    """A note for every question: where both ways lead to, or that the model raises on one of them."""
+    for fork in forks(made, reached(made, samples)):
+        where, line = fork.question.where, fork.question.line
+        if fork.raised is not None:
+            yield Obstacle(rule="asserted-value", message=f"{RAISES}: {fork.raised.message}", where=where, source=line)
+        yield Obstacle(rule="path", message=fork.text, where=where, source=line)

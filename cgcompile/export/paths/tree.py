@@ -59,8 +59,8 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
             question = root.questions[0]
             raise PathsRefused(
                 "data-dependent-branch",
-                f"{question.where}: data-dependent-branch: a branch holds what torch cannot trace there, as a number that Python "
-                f"reads: {first_line(error)}: {question.line}",
+                question,
+                f"a branch holds what torch cannot trace there, as a number that Python reads: {first_line(error)}",
             ) from error
         else:
             return Tree(program=program, whole=whole, ways=ways, root=root)

@@ -102,7 +102,7 @@ class _ForcedModule(torch.nn.Module):
         super().__init__()
         self.snapshot = module.snapshot
         self._program: Any = module.programs[0]
-        questions = [node.meta["question"] for node in conditionals(tree.whole)]
+        questions = [node.meta.get("question") for node in conditionals(tree.whole)]
         own = list(conditionals(self._program))
         if len(own) != len(questions):
             raise ModelError("export-failed", "the program has not as many branches as the model has questions")
@@ -128,6 +128,35 @@ class _Forced(Interpreter):
 
     def _given(self, value: Any) -> Any:
         return torch.fx.node.map_arg(value, lambda node: self.env[node])
+
+
+class _Noting(Interpreter):
+    """Runs a program, and notes the answers of its branches."""
+
+    def __init__(self, module: Any, questions: Mapping[Node, Any], answers: dict[Any, set[bool]]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._questions, self._answers = questions, answers
+
+    def run_node(self, node: Node) -> Any:
+        if self._questions.get(node) is None:
+            return super().run_node(node)
+        asked, true, false, operands = [torch.fx.node.map_arg(each, lambda inner: self.env[inner]) for each in node.args]
+        self._answers.setdefault(self._questions[node], set()).add(bool(asked))
+        return _Noting(true if asked else false, self._questions, self._answers).run(*operands)
+
+
+def reached(tree: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> dict[tuple[bool, ...], set[bool]]:
+    """The answers that the questions of a tree get with these inputs."""
+    answers: dict[tuple[bool, ...], set[bool]] = {}
+    module = ProgramModule([tree.program])
+    program: Any = module.programs[0]
+    own, questions = list(conditionals(program)), [node.meta.get("question") for node in conditionals(tree.whole)]
+    noting = _Noting(program, dict(zip(own, questions, strict=True)), answers)
+    for tensors in samples:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            noting.run(*[tensor.clone() for tensor in tensors])
+        module.snapshot.restore()
+    return answers
 
 
 def conditionals(module: GraphModule) -> Iterator[Node]:
