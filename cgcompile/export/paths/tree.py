@@ -53,9 +53,9 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
             program, whole = merged(ways, root, told_gpu)
         except Unjoinable as error:
             ways.forbid(error.line, error.number, error.position)
-        except Exception as error:
-            if not type(error).__module__.startswith("torch."):
-                raise
+        except ModelError:
+            raise
+        except Exception as error:  # whatever torch raises for what it cannot trace inside of a branch
             question = root.questions[0]
             raise PathsRefused(
                 "data-dependent-branch",
