@@ -61,7 +61,9 @@ class TracedReads(DataReads):
         asked = called(lambda: predicate(func, args, kwargs), [], {})
         if asked is None:
             return bool(called(func, args, kwargs))  # torch's own error, or False for two shapes
-        return self._asked(asked, tensors_in((args, kwargs)) if func in ONE_TENSOR else ())
+        if func in ONE_TENSOR:
+            return self._asked(asked, tensors_in((args, kwargs)))
+        return self._asked(asked, (), by_itself=False)
 
     def read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """One of NUMBERS."""
@@ -91,8 +93,8 @@ class TracedReads(DataReads):
         self._way.asks.append(answer)
         return answer
 
-    def _asked(self, asked: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-        """The answer to a question; one that is asked of the same tensor again keeps it."""
+    def _asked(self, asked: torch.Tensor, tensors: Sequence[torch.Tensor], by_itself: bool = True) -> bool:
+        """The answer to a question; one that is asked of the same tensor again keeps it.  `by_itself` as for PythonState."""
         way = self._way
         for tensor in tensors:
             if (known := way.answered(tensor)) is not None:
@@ -101,7 +103,7 @@ class TracedReads(DataReads):
         where, line = here()
         spot = spot_of(frames)
         answer = way.next_answer(spot, where, line)
-        state = PythonState(frames, self._model, self._inputs)
+        state = PythonState(frames, self._model, self._inputs, by_itself)
         called(ASKED, [[asked, *[tensor for _, tensor in state.tensors]], len(way.questions)], {})
         kept = tuple([(name, way.answered(tensor)) for name, tensor in state.tensors])
         question = Question(
