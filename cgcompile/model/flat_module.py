@@ -16,7 +16,6 @@ from cgbundle.format.schema import Tree
 from ..errors import ModelError
 from ..util.raw_bytes import copied, put_back, same_bits
 from .devices.tracking import track_devices
-from .paths.way import ForcedWay, TracedWay, noting_errors
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import NOTHING, SideEffects
 from .source import CPU, CUDA, Sample, entry_method, written_method
@@ -24,6 +23,7 @@ from .tracing.attribute_reads import early_reads
 from .tracing.conversions import needless_conversions_left_out
 from .tracing.held_tensors import current_buffers, held_buffers, held_tensors
 from .tracing.questions import told_eager
+from .tracing.way import ForcedWay, TracedWay, noting_errors
 from .user_code import definition, plain_errors
 
 PREFIX = "model."

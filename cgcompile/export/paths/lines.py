@@ -20,7 +20,7 @@ from cgbundle.format.schema import Tree
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
-from ...model.paths.way import ASKED, Question, Spot, TooManyTurns, TracedWay
+from ...model.tracing.way import ASKED, Question, Spot, TooManyTurns, TracedWay
 from ...model.user_code import first_line, place, user_place
 from ...util.raw_bytes import raw
 from ..functionalization import functional_form

@@ -18,11 +18,11 @@ import torch
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..paths.predicates import predicate, truth_of
-from ..paths.python_state import TORCH, PythonState, model_frames, spot_of
-from ..paths.tracked_numbers import tracked
-from ..paths.way import ASKED, ForcedWay, Question, TracedWay
 from ..side_effects import NOTHING, SideEffects
+from ..tracing.predicates import predicate, truth_of
+from ..tracing.python_state import TORCH, PythonState, model_frames, spot_of
+from ..tracing.tracked_numbers import tracked
+from ..tracing.way import ASKED, ForcedWay, Question, TracedWay
 from ..user_code import here
 from .data_reads import ONE_TENSOR, DataReads
 from .known_values import KnownValues, is_known

@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 
-from ..tracing.attributes import own_attributes
 from ..user_code import OURS
+from .attributes import own_attributes
 from .bytecode import kept
 from .way import Spot
 
