@@ -21,6 +21,8 @@ CONDITIONAL = (
     "PyTorch records the parts before and after it, and asks the condition on the CPU; a bundle's graph has a conditional node"
 )
 
+BRANCHES = "PyTorch breaks its graph where Python asks a tensor; here every way through Python is a branch of one program"
+
 DIFFERENCES: dict[str, str] = {
     # we say less
     "cache-in-an-input": COPIED,
@@ -43,6 +45,9 @@ DIFFERENCES: dict[str, str] = {
     ),
     "cond": CONDITIONAL,
     "while-loop": CONDITIONAL,
+    "branch-on-sum": BRANCHES,
+    "early-exit": BRANCHES,
+    "compare-whole": BRANCHES,
     # we say more
     "custom-operator-on-the-host": "the user asked for it with --host-op",
     "add-by-index-in-order": DETERMINISTIC,

@@ -50,6 +50,7 @@ class TracedReads(DataReads):
     ) -> None:
         super().__init__(places, values, SideEffects(), frozenset(), NOTHING)
         self._way, self._model, self._inputs, self._entry = way, model, inputs, entry
+        self._read: set[Any] = set()
         for tensor in inputs:
             for size in tensor.shape:
                 if isinstance(size, torch.SymInt):
@@ -80,6 +81,7 @@ class TracedReads(DataReads):
         kept = called(lambda: tensor.detach().to(exact, copy=True), [], {})
         for place, number in enumerate(tree_leaves(value)):
             if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+                self._read |= number.node.expr.free_symbols
                 for symbol in number.node.expr.free_symbols:
                     self._way.symbols.setdefault(symbol, lambda place=place: kept.reshape(-1)[place])
         self._way.reads.append(True)
@@ -88,6 +90,8 @@ class TracedReads(DataReads):
     def number_truth(self, number: Any) -> bool | None:
         """Whether a number of a trace is true; None where it follows from nothing that was read out of a tensor."""
         expression = number.node.expr
+        if expression.free_symbols.isdisjoint(self._read):
+            return None  # a size, which torch knows more of
         with _pop_mode_temporarily():  # what is computed here is none of the model's operations
             asked = called(lambda: truth_of(expression, self._way.symbols), [], {})
             return None if asked is None else self._asked(asked, ())
