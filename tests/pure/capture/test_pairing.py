@@ -20,6 +20,7 @@ from cgcompile.capture.take import (
     RawMemcpy,
     RawMemset,
     RawModuleState,
+    RawSetCondition,
     RawValue,
     Reading,
     Take,
@@ -301,6 +302,18 @@ def test_a_place_of_weights_in_one_process_alone_is_no_address(kept: int, elsewh
         place_of(mine.words[0], theirs.words[0], PAIRED, "a memset")
 
 
+def test_a_word_is_read_by_the_ranges_of_its_own_process() -> None:
+    """The driver tells one process of a range that the other one does not have."""
+    ranges = (*RANGES[:6], Range(kind="torch", start=8500, size=64), *RANGES[6:])
+    paired = replace(PAIRED, ranges=(RANGES, ranges), hosts=(frozenset({8}), frozenset({9})))
+    mine = Block(data=b"\1" * 8, words=(word((0, 8)),))
+    theirs = Block(data=b"\2" * 8, words=(word((9, 0)),))
+    assert classify(mine, theirs, paired, spot).undefined == ((0, 8),)
+    said = "torch of 512 bytes, 8 into it; in the other process torch of 64 bytes, 8 into it$"
+    with raises("address-disagrees", match=said):
+        place_of(word((6, 8)), word((6, 8)), paired, "a memset")
+
+
 def test_pinned_memory_in_both_processes_is_refused() -> None:
     paired = replace(PAIRED, hosts=(frozenset({8}), frozenset({7})))
 
@@ -394,6 +407,11 @@ def test_nodes_differ() -> None:
         take(fill), take(copy), "int_key (4,), node 0 (memset): the kind is RawMemset in one recording and RawMemcpy in the other"
     )
     differ(take(kernel(), kernel()), take(kernel()), "int_key (4,): 2 nodes in one recording, 1 in the other")
+    first, second = [RawSetCondition(conditional=number, byte=word((0, 0))) for number in (0, 1)]
+    compare(take(first), take(replace(first, byte=word((0, 8)))))
+    differ(
+        take(first), take(second), "int_key (4,), node 0 (condition): the branch or loop is 0 in one recording and 1 in the other"
+    )
 
 
 def test_graphs_differ() -> None:

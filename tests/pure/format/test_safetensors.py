@@ -57,6 +57,14 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read(write(tmp_path / "w", SAMPLE)) == SAMPLE
 
 
+def test_a_header_says_where_the_data_of_each_tensor_begins(tmp_path: Path) -> None:
+    data = write(tmp_path / "w", SAMPLE).read_bytes()
+    places = safetensors.write_header(io.BytesIO(), {name: (dtype, shape) for name, (dtype, shape, _) in SAMPLE.items()})
+    assert {name: data[place:][: len(SAMPLE[name][2])] for name, place in places.items()} == {
+        name: contents for name, (_, _, contents) in SAMPLE.items()
+    }
+
+
 tensors_of_any_kind = st.dictionaries(
     st.text(st.characters(exclude_categories=["C", "Z"]), max_size=6).filter(lambda name: name != "__metadata__"),
     st.tuples(st.sampled_from(sorted(CODES)), st.lists(st.integers(0, 5), max_size=3).map(tuple)),

@@ -127,6 +127,9 @@ def test_a_part_is_its_entrys_to_the_last_byte(manifest: Manifest) -> None:
     for number, row in ((MAKE, make), (AGAIN, again)):
         last = row.offset + row.bytes - size
         check_chains(each_entry(value(manifest, number, 1, offset=last)))
+        late = replace(row, offset=row.offset + 4, bytes=row.bytes - 4)
+        rows = (late, again) if number == MAKE else (make, late)
+        bad(replace(manifest, reserved=rows), r"outputs\[0\]: is chained, and lies outside")
         bad(value(manifest, number, 1, offset=last + 4), r"outputs\[0\]: is chained, and lies outside|reserved for another entry")
 
 

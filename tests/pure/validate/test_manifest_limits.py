@@ -193,6 +193,12 @@ def written(*places: int, pad: str = "no", chunk: bool = False) -> Manifest:
     return replace(made, files=FILES, written=places, exam=replace(made.exam, bounds=bounds))
 
 
+def test_on_the_cpu_an_output_that_shares_memory_has_an_offset() -> None:
+    made = put(aliases=(Alias(output=0, memory="inputs", index=0),))(put_value(1, offset=4)(cpu()))
+    check_manifest(made)
+    reject(replace(made, aliases=()), "programs[1].values[1].offset", "a value in host memory has none")
+
+
 def test_inputs_that_a_call_changes() -> None:
     for places in ((), (0,), (2,), (0, 1, 2)):
         check_manifest(written(*places))
@@ -262,7 +268,9 @@ def test_what_an_alias_lies_in_is_written() -> None:
     exam = replace(made.exam, bounds=made.exam.bounds * 2, proofs=proofs)
     base = replace(made, outputs=outputs, result=result, programs=tuple(grown), exam=exam)
     reject(base, "programs[0].outputs[1]", "value 6, which nothing has written")
-    check_manifest(replace(base, aliases=(Alias(output=1, memory="outputs", index=0),)))
+    again = replace(base, aliases=(Alias(output=1, memory="outputs", index=0),))
+    check_manifest(again)
+    reject(put_value(6, offset=32)(again), "programs[1].outputs[1]", "lies outside of what it shares memory with")
     short = replace(grown[0], outputs=(5,))
     for aliases in ((), (Alias(output=1, memory="outputs", index=0),)):
         made = replace(base, aliases=aliases, programs=(short, grown[1]))
