@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
+import mmap
 import random
 import struct
 from pathlib import Path
@@ -63,6 +65,26 @@ def test_a_header_says_where_the_data_of_each_tensor_begins(tmp_path: Path) -> N
     assert {name: data[place:][: len(SAMPLE[name][2])] for name, place in places.items()} == {
         name: contents for name, (_, _, contents) in SAMPLE.items()
     }
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["Linux 5.14", "older"])
+def test_the_kernel_is_asked_for_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+    path, calls = write(tmp_path / "w", SAMPLE), []
+
+    class Libc:
+        def __init__(self, name: None) -> None: ...
+
+        def madvise(self, address: ctypes.c_void_p, size: ctypes.c_size_t, advice: int) -> int:
+            calls.append((address.value, size.value, advice))
+            return -1 if refuses and advice == 22 else 0
+
+    mapped = Mapped(str(path), "weights")
+    begin = mapped.address("big") - mapped.entries["big"].begin
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", Libc)
+        mapped.populate()
+    mapped.close()
+    assert calls == [(begin, path.stat().st_size, advice) for advice in ((22, mmap.MADV_WILLNEED) if refuses else (22,))]
 
 
 tensors_of_any_kind = st.dictionaries(

@@ -10,8 +10,9 @@ import pytest
 
 from cgbundle.format import file_names
 from cgbundle.format.archive import Archive
+from cgbundle.format.manifest_json import encode
 from cgbundle.format.schema import Alias, File, Finding, Manifest, Region, TensorSpec
-from cgbundle.validate.bundle import check_bundle, check_manifest, examine
+from cgbundle.validate.bundle import check_bundle, check_manifest, checked_manifest, examine
 from cgbundle.validate.contents import check_weights
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.fabricate import dimension, signature, spec
@@ -287,6 +288,15 @@ def damage(path: Path, name: str) -> None:
     data = bytearray((path / name).read_bytes())
     data[-1] ^= 1
     (path / name).write_bytes(data)
+
+
+def test_a_manifest_that_is_read_is_checked(tmp_path: Path) -> None:
+    path = write_bundle(tmp_path / "tiny.cgb")
+    made = checked_manifest(str(path))
+    assert made == Archive(str(path)).manifest
+    (path / file_names.MANIFEST).write_bytes(encode(replace(made, memories=(("heap", 1),))))
+    with raises("manifest-invalid", match="^memories: "):
+        checked_manifest(str(path))
 
 
 def test_loading_hashes_all_but_the_weights(tmp_path: Path) -> None:
