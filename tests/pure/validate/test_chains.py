@@ -105,6 +105,8 @@ def test_what_is_reserved(manifest: Manifest) -> None:
     for changes in ({"offset": -256}, {"offset": -1, "bytes": 2}, {"offset": -1}, {"bytes": -1}, {"offset": 256, "bytes": -256}):
         bad(replace(manifest, reserved=(replace(make, **changes), again)), r"reserved\[0\]: outside memory arena")
     nothing = replace(manifest, reserved=tuple([replace(row, offset=0, bytes=0) for row in manifest.reserved]))
+    one = replace(nothing, reserved=(replace(make, offset=0, bytes=1), nothing.reserved[1]))
+    bad(replace(one, memories=()), r"reserved\[0\]: outside memory arena")
     bad(replace(nothing, memories=()), r"outputs\[0\]: is chained, and lies outside of its entry's reserved part")
     bad(replace(manifest, reserved=(replace(make, bytes=AGAIN_AT + 1), again)), r"reserved\[1\]: overlaps another row")
     bad(replace(manifest, target=replace(manifest.target, kind="cpu")), r"reserved: is for .* the chains' sources are \[\]")

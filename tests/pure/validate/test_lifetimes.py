@@ -85,6 +85,14 @@ def test_the_message_names_the_two_values(begin: int) -> None:
         check_lifetimes(program, "p")
 
 
+def test_the_message_names_the_two_values_of_a_step() -> None:
+    step = Step(kind="host", region=0, file="", inputs=(), outputs=(0, 1))
+    values = (value("arena", 0, 4), value("arena", 3, 4))
+    program = Program(key=(), values=values, inputs=(), outputs=(), steps=(step,), arena=8, static=0)
+    with raises("manifest-invalid", match=r"^p.steps\[0\]: value 1, an output, lies over value 0 of this step$"):
+        check_lifetimes(program, "p")
+
+
 @given(st.lists(places, max_size=8), places)
 def test_a_piece_is_found_among_others(rows: list[tuple[str, int, int]], asked: tuple[str, int, int]) -> None:
     spans = Spans((memory, begin, begin + size, number) for number, (memory, begin, size) in enumerate(rows))

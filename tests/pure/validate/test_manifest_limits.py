@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import file_names
+from cgbundle.format import file_names, limits
 from cgbundle.format.archive import Archive
 from cgbundle.format.manifest_json import encode
 from cgbundle.format.schema import Alias, File, Finding, Manifest, Region, TensorSpec
@@ -140,6 +140,17 @@ def test_a_path_on_another_system_is_no_path() -> None:
 def test_dimensions(pad: str) -> None:
     made = signature([dimension("n", 1, pad=pad), dimension("m", 2, 3, 900)], [spec("x", "n", "m")], [spec("y", "n", "m")])
     check_manifest(replace(made, files=FILES))
+
+
+def test_dimensions_are_limited() -> None:
+    names = [f"n{number}" for number in range(limits.DIMENSIONS + 1)]
+    for chosen in (names, names[1:]):
+        made = signature([dimension(name, 1) for name in chosen], [spec(f"x{name}", name) for name in chosen], [spec("y", *chosen)])
+        made = replace(made, files=FILES)
+        if chosen is names:
+            reject(made, "dimensions", f"{len(names)}, more than the limit of {limits.DIMENSIONS}")
+        else:
+            check_manifest(made)
 
 
 def test_two_dimensions_of_one_axis_each() -> None:
@@ -369,6 +380,7 @@ def test_a_range_is_of_whole_numbers_alone() -> None:
         return put_row("inputs", 0, range=bounds)(replace(made, files=FILES))
 
     check_manifest(ranged("int64", 0, 100))
+    reject(put_row("outputs", 0, range=(0, 100))(ranged("int64")), "outputs[0].range", "is no range of indices")
     check_manifest(ranged("float32"))
     reject(ranged("float32", 0, 100), "inputs[0].range", "is no range of indices")
     for bounds in ((0,), (0, 0), (5, 4), (0, 1, 2)):
