@@ -110,6 +110,11 @@ def in_target(mine: Word, theirs: Word) -> tuple[Take, Take]:
     return take(takes[0]), take(takes[1], ranges=TURNED)
 
 
+def in_condition(mine: Word, theirs: Word) -> tuple[Take, Take]:
+    takes = [RawSetCondition(conditional=0, byte=each) for each in (mine, theirs)]
+    return take(takes[0]), take(takes[1], ranges=TURNED)
+
+
 def in_input(mine: Word, theirs: Word) -> tuple[Take, Take]:
     return take(inputs=(value(mine),)), take(inputs=(value(theirs),), ranges=TURNED)
 
@@ -124,7 +129,7 @@ def in_state(mine: Word, theirs: Word) -> tuple[Take, Take]:
 
 
 @pytest.mark.parametrize("place", [3, 4, 6, 7])
-@pytest.mark.parametrize("where", [in_kernel, in_memset, in_source, in_target, in_input, in_output, in_state])
+@pytest.mark.parametrize("where", [in_kernel, in_memset, in_source, in_target, in_condition, in_input, in_output, in_state])
 def test_a_pointer_anywhere_pairs_the_ranges_that_it_points_into(where: Any, place: int) -> None:
     mine, theirs = where(*seen(place, 64))
     assert pair_ranges(mine, theirs) == {0: 0, 1: 1, 2: 2, place: SWAPPED[place]}
@@ -140,6 +145,8 @@ def test_nodes_of_two_kinds_say_nothing() -> None:
         (RawMemset(target=word((3, 8)), shape=shape), kernel(word((4, 8)))),
         (RawMemset(target=word((3, 8)), shape=shape), RawMemcpy(source=word((4, 8)), target=word((4, 8)), shape=shape)),
         (RawMemcpy(source=word((3, 8)), target=word((3, 8)), shape=shape), RawMemset(target=word((4, 8)), shape=shape)),
+        (RawSetCondition(conditional=0, byte=word((3, 8))), kernel(word((4, 8)))),
+        (kernel(word((3, 8))), RawSetCondition(conditional=0, byte=word((4, 8)))),
         (RawEmpty(), kernel(word((4, 8)))),
         (RawEmpty(), RawEmpty()),
     ):
@@ -274,6 +281,14 @@ def test_a_word_that_is_an_address_in_one_process_is_none() -> None:
     for mine, theirs in ((address, plain), (plain, address)):
         found = classify(mine, theirs, PAIRED, spot)
         assert found.relocations == () and found.undefined == ((0, 8),) and found.data == bytes(8)
+
+
+def test_words_behind_one_that_is_no_address_are_classified() -> None:
+    last = word((0, 8), at=8)
+    mine = Block(data=b"\1" * 16, words=(word((0, 8)), last))
+    for words in ((last,), (word((6, 8)), last)):  # the first: an address in one process alone, and stale
+        found = classify(mine, Block(data=b"\2" * 16, words=words), PAIRED, spot)
+        assert found.relocations == ((8, Reading(range=0, offset=8)),) and found.undefined == ((0, 8),)
 
 
 def test_weights_at_different_places_are_no_address() -> None:

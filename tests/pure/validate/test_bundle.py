@@ -385,6 +385,11 @@ def test_an_input_without_elements_may_lie_anywhere_and_others_in_memory_inputs(
     for memory in ("arena", "state"):  # there is no memory state
         check_manifest(second(empty, shape=(0,), strides=(1,), memory=memory, offset=0))
     reject(second(made.inputs[1], memory="arena", offset=0), "programs[0].inputs[1]", "lies in memory arena, not in inputs")
+    with_empty = second(empty, shape=(0,), strides=(1,))
+    turned = [replace(program, inputs=(6, 0)) for program in with_empty.programs]
+    moved = replace(turned[0], values=(replace(turned[0].values[0], memory="arena"), *turned[0].values[1:]))
+    behind = replace(with_empty, inputs=with_empty.inputs[::-1], programs=(moved, *turned[1:]))
+    reject(behind, "programs[0].inputs[1]", "lies in memory arena, not in inputs")
 
 
 def test_a_weight_for_the_host_may_be_one_tensor_with_one_on_the_gpu() -> None:
@@ -406,6 +411,15 @@ def tried(**changes: Any) -> Change:
 
 def test_what_was_tried_is_sound() -> None:
     check_manifest(tried()(cuda()))
+
+
+def test_every_lowering_is_checked() -> None:
+    eager, inductor, traced = tried()(cuda()).programs[1].lowerings
+    for rows, path, message in (
+        ((eager, replace(traced, microseconds=(1.0, 2.0))), "[1]", "it has a reason why it was left out, and was not"),
+        ((traced, eager, replace(inductor, microseconds=(1.0, -2.0))), "[2].microseconds", "a negative time"),
+    ):
+        reject(put_row("programs", 1, lowerings=rows)(cuda()), f"programs[1].lowerings{path}", message)
 
 
 BROKEN_CUDA: list[tuple[str, Change, str, str]] = [

@@ -93,6 +93,7 @@ def test_an_output_that_is_other_memory_and_an_input_that_is_written(manifest: M
     for memory in ("inputs", "weights", "state"):
         shared = entry(manifest, MAKE, aliases=(Alias(output=0, memory=memory, index=0),))
         bad(shared, r"chains\[2\].output: shares memory with an input, a weight or state")
+    check_chains(each_entry(entry(manifest, MAKE, aliases=(Alias(output=1, memory="inputs", index=0),))))  # of another output
     bad(entry(manifest, AGAIN, written=(0,)), r"chains\[0\].input: calls write to it")
 
 
@@ -119,6 +120,11 @@ def test_chained_outputs_lie_in_their_own_part_and_nothing_elses(manifest: Manif
         value(manifest, TAKE, 2, offset=MAKE_AT + 4), r"entries\[1\].programs\[0\].values\[2\]: lies in a part of the arena that is"
     )
     bad(value(manifest, TAKE, 2, offset=SHARED_AT - 4), r"entries\[1\].programs\[0\].values\[2\]: lies in a part")
+    bad(value(manifest, MAKE, 1, memory="weights"), r"programs\[0\].outputs\[0\]: is chained, and lies outside")
+    empty = manifest
+    for number, index in ((MAKE, 1), (AGAIN, 0), (AGAIN, 1), (TAKE, 0), (TAKE, 1)):
+        empty = value(empty, number, index, shape=(0,), offset=SHARED_AT)
+    check_chains(each_entry(empty))
     bad(value(manifest, AGAIN, 1, offset=MAKE_AT), r"entries\[0\].programs\[0\].values\[1\]: lies in a part")
 
 

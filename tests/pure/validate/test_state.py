@@ -230,6 +230,10 @@ def test_an_output_does_not_share_memory_with_a_weight_of_the_host(manifest: Man
     words = "output 5 shares memory with a weight that is not on the GPU"
     bad(check_alias_spans, row(manifest, "offsets", offset=HOST_ONLY), words)
     check_alias_spans(row(on_cpu(manifest), "offsets", offset=HOST_ONLY))
+    others = replace(manifest, aliases=tuple([alias for alias in manifest.aliases if alias.memory in ("inputs", "outputs")]))
+    assert len({alias.memory for alias in others.aliases}) == 2
+    for weight in others.weights:  # numbers of inputs and outputs are none of weights
+        check_alias_spans(row(others, weight.name, offset=HOST_ONLY))
 
 
 def test_what_an_alias_shares_memory_with(manifest: Manifest) -> None:
