@@ -67,6 +67,17 @@ def test_a_header_says_where_the_data_of_each_tensor_begins(tmp_path: Path) -> N
     }
 
 
+def test_an_open_file_is_mapped_from_its_first_byte_and_unmapped_by_close(tmp_path: Path) -> None:
+    path = write(tmp_path / "w", SAMPLE)
+    with open(path, "rb") as file:
+        file.read(3)
+        mapped = Mapped(file.fileno(), "weights")
+    assert bytes(mapped.data("b")) == SAMPLE["b"][2]
+    assert str(path) in Path("/proc/self/maps").read_text()
+    mapped.close()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
 @pytest.mark.parametrize("refuses", [False, True], ids=["Linux 5.14", "older"])
 def test_the_kernel_is_asked_for_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
     path, calls = write(tmp_path / "w", SAMPLE), []

@@ -129,6 +129,20 @@ def test_files_may_be_empty_and_lie_in_folders() -> None:
         reject(put(files=(*FILES, File(path="x", bytes=0, sha256=sha)))(cpu()), "files[4].sha256", "is no SHA-256")
 
 
+def test_paths_and_tables_are_limited() -> None:
+    def listed(*paths: str) -> Manifest:
+        return put(files=(*FILES, *[File(path=path, bytes=1, sha256=SHA) for path in paths]))(cpu())
+
+    check_manifest(listed("a/" + "x" * limits.PATH_PART))
+    reject(listed("a/" + "x" * (limits.PATH_PART + 1)), "files[4].path", "is no path inside the bundle")
+    reject(listed("a", "a/b"), "files", "'a' is a file and a folder")
+    check_manifest(put_row("files", 0, bytes=limits.TABLE_BYTES + 1)(cpu()))
+    table = len(FILES)
+    check_manifest(put_row("files", table, bytes=limits.TABLE_BYTES)(cuda()))
+    more = limits.TABLE_BYTES + 1
+    reject(put_row("files", table, bytes=more)(cuda()), f"files[{table}].bytes", f"a table of {more} bytes, more than the limit")
+
+
 def test_a_path_on_another_system_is_no_path() -> None:
     reject(put(files=(*FILES, File(path="a/./b", bytes=0, sha256=SHA)))(cpu()), "files[4].path", "is no path inside the bundle")
 
