@@ -411,6 +411,7 @@ def tried(**changes: Any) -> Change:
 
 def test_what_was_tried_is_sound() -> None:
     check_manifest(tried()(cuda()))
+    check_manifest(tried(microseconds=(0.0, 0.5))(cuda()))
 
 
 def test_every_lowering_is_checked() -> None:
