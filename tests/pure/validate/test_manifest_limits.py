@@ -394,7 +394,7 @@ def test_a_range_is_of_whole_numbers_alone() -> None:
         return put_row("inputs", 0, range=bounds)(replace(made, files=FILES))
 
     check_manifest(ranged("int64", 0, 100))
-    reject(put_row("outputs", 0, range=(0, 100))(ranged("int64")), "outputs[0].range", "is no range of indices")
+    reject(put_row("outputs", 0, dtype="int64", range=(0, 100))(ranged("int64")), "outputs[0].range", "is no range of indices")
     check_manifest(ranged("float32"))
     reject(ranged("float32", 0, 100), "inputs[0].range", "is no range of indices")
     for bounds in ((0,), (0, 0), (5, 4), (0, 1, 2)):
