@@ -40,6 +40,7 @@ RULES: tuple[Rule, ...] = (
     devices.pinned_memory,
     scalars.assert_scalar,
     scalars.asserted_value,
+    scalars.path,
     writes.overlapping_input,
     writes.aliased_output,
     sizes.non_tensor_input,

@@ -90,6 +90,20 @@ def asserted_value(context: RuleContext) -> Iterable[Finding]:
         )  # fmt: skip
 
 
+def path(context: RuleContext) -> Iterable[Finding]:
+    """Python that branches on the value of a tensor, where every way through it is in the bundle.
+
+    What it looks for: Python asks a tensor for its truth during the export (`if`, `while`, `and`, `assert`, a comparison of
+    `.item()`).
+    Why CUDA cares: a graph is a fixed order of kernels: each such question becomes a branch like torch.cond.
+    Effect: the model is exported once for each way that is not the rest of another; every path is compared with eager PyTorch.
+    Fix: none needed.
+    Source: export/paths.
+    """
+    for obstacle in context.obstacles("path"):
+        yield finding("path", NOTE, obstacle.message, obstacle, "a branch of the program, as torch.cond is one", "none needed")
+
+
 def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
     """Python that branches on the value of a tensor: `if x.sum() > 0:`, `while error > bound:`, `assert mask.all()`.
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 
 from torch.export import ExportedProgram
@@ -29,6 +30,8 @@ from .eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .exported import EagerShapes, Exported, memory_order
 from .first_calls import Counter, first_calls, sample_at
 from .functionalization import size_from_a_float
+from .paths.explore import PathsRefused
+from .paths.program import MAX_PATHS, with_paths
 from .programs import Programs, coarsest, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
 from .weights import reaches_a_result
@@ -46,18 +49,19 @@ PROBES = 8
 """Sizes of a dimension, beside the declared ones, at which eager PyTorch is asked for the shapes of the outputs."""
 
 
-def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = True) -> Exported:
+def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = True, max_paths: int = MAX_PATHS) -> Exported:
     """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
 
     Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
     tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.  `alone`: the model has no other entry,
     which might write to a buffer that this one asks for its values, and no error has to say which entry it means.
+    `max_paths`: so many ways through its Python are exported at most.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
     """
     try:
-        return _exported(source, sizes, alone)
+        return _exported(source, sizes, alone, max_paths)
     except ModelError as error:
         named = error if alone else _of_entry(error, source)
         if named is error:
@@ -65,7 +69,7 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
         raise named from error.__cause__
 
 
-def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool) -> Exported:
+def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source)
@@ -77,13 +81,13 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool)
     flat.constants = seen.constants if alone else []
     left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
-        made = _as_eager(source, flat, shapes, sizes, calls)
+        made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
         unread = _unread_counters(made.programs, seen.counters) if alone else []
         for name in unread:
             make_attribute(source.model, name, seen.counters[name][1])
         if unread:
             flat.follow_buffers()
-            made = _as_eager(source, flat, shapes, sizes, calls)
+            made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -122,7 +126,7 @@ def refuse_branches(exported: Exported) -> None:
     """Raises data-dependent-branch where Python branched on the value of a tensor."""
     for obstacle in exported.obstacles:
         if obstacle.rule == "data-dependent-branch":
-            raise branch(obstacle.where or exported.source.label, obstacle.source)
+            raise branch(obstacle.where or exported.source.label, obstacle.source, obstacle.message)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -140,11 +144,12 @@ def _as_eager(
     shapes: Sequence[tuple[Size, ...]],
     sizes: Mapping[str, tuple[int, ...]],
     calls: list[SideEffects],
+    max_paths: int,
 ) -> _Made:
     """Where a program differs from eager PyTorch, the model is exported again and told that nothing traces it."""
     first = flat.earlier
     try:
-        return _made(source, flat, shapes, sizes, calls)
+        return _made(source, flat, shapes, sizes, calls, max_paths)
     except ModelError as error:
         if error.code not in ("export-differs", "numpy-untraceable"):
             raise
@@ -152,7 +157,7 @@ def _as_eager(
     for questions in (FLAGS_ALONE, KNOWN, ALL):
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, questions
         try:
-            return _made(source, flat, shapes, sizes, calls)
+            return _made(source, flat, shapes, sizes, calls, max_paths)
         except ModelError as error:
             if error.code == "data-dependent-branch":
                 raise
@@ -165,6 +170,7 @@ def _made(
     shapes: Sequence[tuple[Size, ...]],
     sizes: Mapping[str, tuple[int, ...]],
     calls: Sequence[SideEffects],
+    max_paths: int,
 ) -> _Made:
     """Dynamic, else per size; where neither works, what the dynamic export said, which names the user's line.
 
@@ -179,22 +185,54 @@ def _made(
             raise branch(*next((each.where, each.source) for each in obstacles if each.rule == "asserted-value"))
         check_dynamic(source, flat, program, shapes, sizes, branched=_branched(obstacles))
     except ModelError as error:
-        if error.code not in (*OF_SHAPES, *OF_VALUES) or not sizes:
+        if error.code not in (*OF_SHAPES, *OF_VALUES):
             raise
         why = error
     else:
         dynamic = _Made(programs=Programs(by_key=dict.fromkeys(all_keys(sizes), program), dynamic=True), obstacles=obstacles)
-        if not _branched(obstacles) or not sizes:
+        if not _branched(obstacles):
             return dynamic
+        if sizes:
+            with suppress(ModelError):
+                return _per_size(source, flat, sizes, calls, _reason(source, obstacles), None)
         try:
-            return _per_size(source, flat, sizes, calls, _reason(source, obstacles), branches=False)
-        except ModelError:
-            return dynamic
+            return _paths(source, flat, shapes, sizes, calls, max_paths) or dynamic
+        except PathsRefused as error:
+            if error.code != "data-dependent-branch":
+                raise
+            others = tuple([each for each in obstacles if each.rule != error.code])
+            return replace(dynamic, obstacles=(error.obstacle, *others))
+    if not sizes:
+        made = _paths(source, flat, shapes, sizes, calls, max_paths) if why.code == "data-dependent-branch" else None
+        if made is None:
+            raise why
+        return made
     try:
-        return _per_size(source, flat, sizes, calls, str(why), branches=why.code in OF_SHAPES)
+        return _per_size(source, flat, sizes, calls, str(why), max_paths if why.code in OF_SHAPES else None)
     except ModelError as error:
+        if why.code == "data-dependent-branch" and (made := _paths(source, flat, shapes, sizes, calls, max_paths)):
+            return made
         known = error.code == why.code and str(error).startswith(f"{source.label}:")
         raise (why if known or why.code in OF_VALUES else error) from why.__cause__
+
+
+def _paths(
+    source: Source,
+    flat: FlatModule,
+    shapes: Sequence[tuple[Size, ...]],
+    sizes: Mapping[str, tuple[int, ...]],
+    calls: Sequence[SideEffects],
+    max_paths: int,
+) -> _Made | None:
+    """One program for all sizes with every way through the model's Python."""
+    keys = all_keys(sizes)
+    samples = [sample(source, dict(zip(sizes, key, strict=True))).tensors for key in dict.fromkeys([keys[0], keys[-1]])]
+    made = with_paths(flat, calls, lambda: export_dynamic(source, flat, shapes, sizes), samples, max_paths)
+    if made is None:
+        return None
+    program, obstacles = made
+    check_dynamic(source, flat, program, shapes, sizes, branched=False)
+    return _Made(programs=Programs(by_key=dict.fromkeys(keys, program), dynamic=True), obstacles=obstacles)
 
 
 def _same(asserted: Asserted, small: SideEffects, large: SideEffects) -> bool:
@@ -214,11 +252,12 @@ def _per_size(
     sizes: Mapping[str, tuple[int, ...]],
     calls: Sequence[SideEffects],
     reason: str,
-    branches: bool,
+    max_paths: int | None,
 ) -> _Made:
-    """A program for each int_key.  At each the model runs in eager PyTorch first: a branch on data takes the way that it took.
+    """A program for each int_key, with so many ways through the model's Python at most.  At each the model runs in eager PyTorch
+    first.
 
-    Without `branches` such a branch raises data-dependent-branch."""
+    Without `max_paths` a branch on data raises data-dependent-branch."""
     by_key: dict[IntKey, ExportedProgram] = {}
     obstacles: list[Obstacle] = []
     seen: list[EagerShapes] = []
@@ -231,9 +270,12 @@ def _per_size(
         check_result(source, result, flat.result)
         flat.earlier = calls[-1]
         program, found = past_branches(flat, calls, tensors, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
+        if _branched(found) and max_paths is not None:
+            attempt = lambda tensors=tensors: export_static(source, flat, tensors)  # noqa: E731
+            program, found = with_paths(flat, calls, attempt, [tensors], max_paths) or (program, found)
         if not _branched(found):
             check_static(source, flat, program, chosen, tensors)
-        elif not branches:
+        elif max_paths is None:
             raise next(branch(each.where, each.source) for each in found if each.rule == "data-dependent-branch")
         by_key[key] = program
         obstacles += found

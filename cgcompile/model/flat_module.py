@@ -16,6 +16,7 @@ from cgbundle.format.schema import Tree
 from ..errors import ModelError
 from ..util.raw_bytes import copied, put_back, same_bits
 from .devices.tracking import track_devices
+from .paths.way import ForcedWay, TracedWay, noting_errors
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import NOTHING, SideEffects
 from .source import CPU, CUDA, Sample, entry_method, written_method
@@ -41,7 +42,7 @@ class FlatModule(torch.nn.Module):
     of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, takes the reads from it that
     `known` names by position, and asserts what `asserted` names; of what `as_eager` names the user's code is told that nothing is
     traced.  `constants` are buffers, (module, name in it, value), that Python may ask while they are traced.  `assigned` are
-    attributes that are watched: whether a call reads them before it assigns them.
+    attributes that are watched: whether a call reads them before it assigns them.  `way`: the answers that a call gets are forced.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
@@ -70,6 +71,7 @@ class FlatModule(torch.nn.Module):
         self.constants: list[tuple[Any, str, torch.Tensor]] = []
         self.as_eager = ""
         self.assigned: tuple[str, ...] = ()
+        self.way: TracedWay | ForcedWay | None = None
         self.watch: Callable[[SideEffects], None] = unwatched
         self.follow_buffers()
 
@@ -98,10 +100,12 @@ class FlatModule(torch.nn.Module):
                 self.capability,
                 self.asserted,
                 [(owner._buffers[leaf], value) for owner, leaf, value in self.constants],
+                self.way,
+                self.model,
             ) as effects,  # fmt: skip
         ):
             self.watch(effects)
-            with early_reads(self.model, self.assigned, effects.early), plain_errors():
+            with noting_errors(self.way), early_reads(self.model, self.assigned, effects.early), plain_errors():
                 made = entry_method(self.model, self.entry)(*args, **kwargs)
         for owner, leaf, tensor in before:
             _write_back(owner, leaf, tensor)

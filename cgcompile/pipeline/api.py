@@ -22,6 +22,7 @@ PROVE_BUDGET = 120.0
 """Seconds that interpreting the int_keys of a bundle may take, whose GPU is not here."""
 
 MAX_KEYS = 64
+MAX_PATHS = 64
 """int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
 
 
@@ -79,6 +80,7 @@ def build(
     standalone: bool | None = None,
     force: bool = False,
     max_keys: int = MAX_KEYS,
+    max_paths: int = MAX_PATHS,
     chains: Sequence[tuple[str, str]] = (),
     world: int | None = None,
     split: str | None = None,
@@ -105,7 +107,8 @@ def build(
     `standalone`: whether a bundle for the CPU brings the functions of torch's libraries that its code calls, so that no torch is
     needed where it is served.  By default it does where it can (float32 products, attention, what is compiled); with True the rest
     is refused by name, with False torch's own run.  `force`: replace an existing bundle.
-    `max_keys`: the most int_keys that are built.  `chains`: pairs of an output of one entry and an input that takes it where it
+    `max_keys`: the most int_keys that are built.  `max_paths`: the most ways through the model's Python (`if`, `while`, `assert` on
+    tensors) that are exported.  `chains`: pairs of an output of one entry and an input that takes it where it
     lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `chains` for it.
     `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,
     and `forward` calls functional collectives of torch.distributed.  The launches are traced, whatever GPU is here.
@@ -124,7 +127,7 @@ def build(
         options = Options(
             sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, budget=budget, train=train, host_ops=tuple(host_ops),
-            standalone=standalone, force=force, max_keys=max_keys, chains=chains, world=world, split=split,
+            standalone=standalone, force=force, max_keys=max_keys, max_paths=max_paths, chains=chains, world=world, split=split,
             progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
@@ -148,6 +151,7 @@ def check(
     strict: bool = False,
     host_ops: Sequence[str] = (),
     train: bool = False,
+    max_paths: int = MAX_PATHS,
     progress: Progress = None,
 ) -> Report:
     """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
@@ -156,7 +160,7 @@ def check(
     `build`, auto too; cuda is checked without a GPU as well.
 
     `strict`: findings that put operations on the host refuse.  `host_ops`: operators that are kept on
-    the host, e.g. "mylib::op".  `train`: as for `build`.  `progress` as for `build`: what takes long is torch's
+    the host, e.g. "mylib::op".  `train` and `max_paths` as for `build`.  `progress` as for `build`: what takes long is torch's
     import.
 
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
@@ -165,4 +169,7 @@ def check(
     with watcher(progress) as tell, with_torch(tell, f"{__package__}.check"):
         from .check import check as run  # late: it imports torch
 
-        return run(model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, train=train, max_keys=MAX_KEYS)
+        return run(
+            model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, train=train, max_keys=MAX_KEYS,
+            max_paths=max_paths,
+        )  # fmt: skip

@@ -26,6 +26,7 @@ from ..checks.repeatability import widened_bound
 from ..errors import BuildError
 from ..export.export import export, refuse_branches
 from ..export.exported import Exported
+from ..export.paths.program import MAX_PATHS
 from ..export.programs import Programs, with_shared_constants
 from ..export.signature.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
@@ -113,7 +114,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
 
             build_parts = partial(build_parts, interface=stack.enter_context(begun_interface()))
         with stages("export") as tell:
-            exported = with_sequences(export_entries(sources, sizes, tell), fresh)
+            exported = with_sequences(export_entries(sources, sizes, tell, options.max_paths), fresh)
             fresh = None
             uncalled.close()  # it holds the weights once more
             signatures = [describe_signature(each) for each in exported]
@@ -263,14 +264,16 @@ def _sizes(sources: Sequence[Source], given: Given) -> dict[str, dict[str, tuple
     }
 
 
-def export_entries(sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]], tell: Tell) -> list[Exported]:
+def export_entries(
+    sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]], tell: Tell, max_paths: int = MAX_PATHS
+) -> list[Exported]:
     """Every entry exported over the one model; a constant's name means the same in all.
 
     What one entry writes to becomes a buffer with its export: entries that were exported before are exported again.
     """
-    made = _exported(sources, sizes, tell)
+    made = _exported(sources, sizes, tell, max_paths)
     while len(made[0].flat.snapshot.owners()) < len(made[-1].flat.snapshot.owners()):
-        made = _exported(sources, sizes, tell)
+        made = _exported(sources, sizes, tell, max_paths)
     for each in made:
         refuse_branches(each)
     if len(made) == 1:
@@ -279,11 +282,13 @@ def export_entries(sources: Sequence[Source], sizes: Mapping[str, dict[str, tupl
     return [replace(each, programs=programs) for each, programs in zip(made, shared, strict=True)]
 
 
-def _exported(sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]], tell: Tell) -> list[Exported]:
+def _exported(
+    sources: Sequence[Source], sizes: Mapping[str, dict[str, tuple[int, ...]]], tell: Tell, max_paths: int
+) -> list[Exported]:
     made = []
     for source, own in zip(sources, each_named(tell, [source.entry for source in sources]), strict=True):
         own("torch.export")
-        made.append(export(source, sizes[source.entry], alone=len(sources) == 1))
+        made.append(export(source, sizes[source.entry], alone=len(sources) == 1, max_paths=max_paths))
     return made
 
 

@@ -59,6 +59,7 @@ def check(
     host_ops: Sequence[str],
     train: bool,
     max_keys: int,
+    max_paths: int,
 ) -> Report:
     """See `cgcompile.check`."""
     with cuda_left_alone():
@@ -75,7 +76,7 @@ def check(
             fresh = models_at(Place(device=CPU, told=told, capability=capability_of(target)), fresh, sources, None)
         sources = tuple([replace(source, told=told, capability=capability_of(target)) for source in sources])
         wanted = [_wanted(source, by_entry.get(source.entry), several) for source in sources]
-        exported = [_exported(source, own, alone=not several) for source, own in zip(sources, wanted, strict=True)]
+        exported = [_exported(source, own, max_paths, alone=not several) for source, own in zip(sources, wanted, strict=True)]
         whole = [one for one in exported if isinstance(one, Exported)]
         if len(whole) == len(exported):  # entries are called in turns: what one sets, another may read
             exported = list(with_sequences(whole, fresh))
@@ -96,10 +97,10 @@ def _wanted(source: Source, sizes: Given | None, several: bool) -> dict[str, tup
     return declared_sizes(sizes, source.dimensions, source.saved, source.entry if several else "")
 
 
-def _exported(source: Source, sizes: dict[str, tuple[int, ...]], *, alone: bool) -> Exported | Finding:
+def _exported(source: Source, sizes: dict[str, tuple[int, ...]], max_paths: int, *, alone: bool) -> Exported | Finding:
     """The entry, exported, or the finding of the rule at which torch.export stopped."""
     try:
-        return export(source, sizes, alone=alone)
+        return export(source, sizes, alone=alone, max_paths=max_paths)
     except ModelError as error:
         if error.code not in ("export-failed", "data-dependent-branch", "data-dependent-shape"):
             raise

@@ -39,6 +39,7 @@ class Options:
     standalone: bool | None
     force: bool
     max_keys: int
+    max_paths: int
     chains: Sequence[tuple[str, str]]
     world: int | None
     split: str | None

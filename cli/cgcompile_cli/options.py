@@ -86,6 +86,13 @@ AnyTarget = Annotated[
 ]
 """Of commands that build nothing."""
 
+MaxPaths = Annotated[
+    int,
+    typer.Option(
+        "--max-paths", min=1, metavar="N", help="The most ways through the model's Python (if, while on tensors) to follow."
+    ),
+]
+
 HostOps = Annotated[
     list[str] | None,
     typer.Option("--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated."),

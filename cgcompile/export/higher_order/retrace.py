@@ -12,7 +12,7 @@ from ..torch_program import with_graph
 
 def traced_again(program: ExportedProgram) -> ExportedProgram:
     """`program` without autocast and vmap, its writes still operations of its graph."""
-    return _in_place(_without_dead(program.run_decompositions({})), program)
+    return in_place(_without_dead(program.run_decompositions({})), program)
 
 
 def _without_dead(program: ExportedProgram) -> ExportedProgram:
@@ -27,7 +27,7 @@ def _without_dead(program: ExportedProgram) -> ExportedProgram:
     return program
 
 
-def _in_place(functional: ExportedProgram, program: ExportedProgram) -> ExportedProgram:
+def in_place(functional: ExportedProgram, program: ExportedProgram) -> ExportedProgram:
     """The functional form of `program` with its writes as operations again, as torch.export leaves them and what follows wants."""
     root, signature = functional.graph_module, functional.graph_signature
     output = root.graph.output_node()

@@ -13,8 +13,9 @@ and, where tensors are on the CPU and told to be on a GPU, autocast, since autoc
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import FunctionType
 from typing import Any
 
@@ -23,11 +24,13 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from ..paths.way import ForcedWay, TracedWay
 from ..side_effects import NOTHING, Asserted, SideEffects
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
 from .known_values import KnownValues
 from .operations import histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
+from .path_reads import ForcedReads, TracedReads, numbers_asked
 from .tensor_places import CPU, CUDA, TensorPlaces
 
 _Handler = Callable[[TensorPlaces, Any, list[Any], dict[str, Any]], Any]
@@ -116,11 +119,14 @@ def track_devices(
     capability: tuple[int, int] = (8, 0),
     asserted: Asserted = NOTHING,
     constants: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    way: TracedWay | ForcedWay | None = None,
+    model: torch.nn.Module | None = None,
 ) -> Iterator[SideEffects]:
     """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
 
     `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier`,
-    `known` and `asserted` are those of `DataReads`, and `constants` traced tensors with their values.  Fake tensors answer
+    `known` and `asserted` are those of `DataReads`, and `constants` traced tensors with their values.  `way`: the answers that the
+    call of `model` gets are forced.  Fake tensors answer
     `.device` by a property that asks no mode.  While the user's own code runs, the property asks this one; in what that code calls,
     the mode is off the stack.
     """
@@ -128,7 +134,16 @@ def track_devices(
     values = KnownValues(real)
     for tensor, value in constants:
         values.hold(tensor, value)
-    mode = DeviceTracking(places, DataReads(places, values, earlier, known, asserted), values)
+    reads = DataReads(places, values, earlier, known, asserted)
+    asked_by: AbstractContextManager[None] = nullcontext()
+    if isinstance(way, TracedWay):
+        assert model is not None
+        way.begin()
+        reads = traced = TracedReads(places, values, way, model, tuple(inputs), sys._getframe(2).f_code)
+        asked_by = numbers_asked(traced.number_truth)
+    elif way is not None:
+        reads = ForcedReads(places, values, way)
+    mode = DeviceTracking(places, reads, values)
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
     asked = torch.cuda.get_device_capability
 
@@ -146,7 +161,7 @@ def track_devices(
         torch.autocast.__init__ = on_the_cpu
         torch.cuda.get_device_capability = lambda device=None: capability
     try:
-        with mode:
+        with mode, asked_by:
             yield places.effects
     finally:
         FakeTensor.device = fake

@@ -12,7 +12,7 @@ import typer
 
 from ..errors import UsageError
 from ..int_keys import spell
-from ..options import HostOps, ModelName, rule_names, target_names
+from ..options import HostOps, MaxPaths, ModelName, rule_names, target_names
 from ..output import duration, first_lines, listed, record, show, write_json
 from ..progress import watching
 
@@ -104,6 +104,7 @@ def build(
     max_keys: Annotated[
         int, typer.Option("--max-keys", min=1, metavar="N", help="The most int_keys (product of the sizes) to build.")
     ] = 64,
+    max_paths: MaxPaths = 64,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
     verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also a line for every step of a stage.")] = False,
@@ -135,7 +136,8 @@ def build(
         built = cgcompile.build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
             specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, budget=budget, train=train,
-            host_ops=tuple(host_ops or ()), standalone=standalone, force=force, max_keys=max_keys, world=world, split=split,
+            host_ops=tuple(host_ops or ()), standalone=standalone, force=force, max_keys=max_keys, max_paths=max_paths, world=world,
+            split=split,
             progress=progress or "silent",
         )  # fmt: skip
     if not quiet:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
-from ..options import AnyTarget, HostOps, ModelName, chosen_by_default
+from ..options import AnyTarget, HostOps, MaxPaths, ModelName, chosen_by_default
 from ..output import count, listed, record, safe, show, size, write_json
 from ..progress import watching
 
@@ -39,6 +39,7 @@ def check(
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
     host_ops: HostOps = None,
     train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,
+    max_paths: MaxPaths = 64,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what takes long.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
 ) -> None:
@@ -59,7 +60,7 @@ def check(
     with watching(quiet) as progress:
         report = cgcompile.check(
             model, sizes=list(sizes or ()), target=target, strict=strict, host_ops=tuple(host_ops or ()), train=train,
-            progress=progress or "silent",
+            max_paths=max_paths, progress=progress or "silent",
         )  # fmt: skip
     if as_json:
         write_json(asdict(report) | {"refused": report.refused})

@@ -69,11 +69,14 @@ def ended_early(model: Model, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.parametrize("function", [ended_by_data, ended_early])
-def test_a_loop_that_data_ends_is_told_of_while_loop(function: Callable[..., Any]) -> None:
-    made = report(Model(function), "cuda")
-    (found,) = [each for each in made.findings if each.severity == "refuse"]
+def test_a_loop_that_data_ends_is_told_of_while_loop() -> None:
+    (found,) = [each for each in report(Model(ended_by_data), "cuda").findings if each.severity == "refuse"]
     assert found.rule == "data-dependent-branch" and "torch.while_loop" in found.fix
+
+
+def test_a_bounded_loop_that_data_ends_early_is_several_paths() -> None:
+    made = report(Model(ended_early), "cuda")
+    assert not made.refused and [each.rule for each in made.findings].count("path") == 3
 
 
 @pytest.mark.parametrize(

@@ -91,6 +91,7 @@ def test_models_that_cannot_be_split(tmp_path: Path, body: str, reason: str) -> 
     options = Options(
         sizes=(), out=None, target="sm_90", strict=False, waive=(), lower="inductor", specialize="size", record="trace",
         prove="none", prove_budget=1.0, budget=None, train=False, host_ops=(), standalone=False, force=False, max_keys=16,
+        max_paths=64,
         chains=(), world=2, split="layers", progress=lambda event: None,
     )  # fmt: skip
     with raises("split-refused", match=reason):

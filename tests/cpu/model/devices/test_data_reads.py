@@ -15,17 +15,17 @@ from cgcompile.model.load import load_source
 from tests.cpu.model.devices.function_model import Model, obstacle, operations, rows, traced
 from tests.helpers.raising import raises
 
-BRANCHES: list[tuple[str, Callable[..., Any]]] = [
-    ("an if", lambda m, x: x + 1 if x.sum() > 0 else x - 1),
-    ("an if on a number", lambda m, x: x + 1 if x.sum().item() > 0 else x - 1),
-    ("equal", lambda m, x: x + 1 if torch.equal(x, x) else x - 1),
-    ("int of a float", lambda m, x: x * int(x.sum())),
+BRANCHES: list[tuple[str, Callable[..., Any], str]] = [
+    ("an if", lambda m, x: x + 1 if x.sum() > 0 else x - 1, "path"),
+    ("an if on a number", lambda m, x: x + 1 if x.sum().item() > 0 else x - 1, "path"),
+    ("equal", lambda m, x: x + 1 if torch.equal(x, x) else x - 1, "path"),
+    ("int of a float", lambda m, x: x * int(x.sum()), "data-dependent-branch"),
 ]
 
 
-@pytest.mark.parametrize("function", [case[1] for case in BRANCHES], ids=[case[0] for case in BRANCHES])
-def test_obstacles_have_a_place(function: Callable[..., Any]) -> None:
-    assert obstacle(function, __file__) == "data-dependent-branch"
+@pytest.mark.parametrize(("function", "rule"), [case[1:] for case in BRANCHES], ids=[case[0] for case in BRANCHES])
+def test_obstacles_have_a_place(function: Callable[..., Any], rule: str) -> None:
+    assert obstacle(function, __file__) == rule
 
 
 def branches(model: Model, x: torch.Tensor) -> torch.Tensor:
@@ -43,7 +43,8 @@ def test_a_trace_branches_as_the_inputs_did_and_sees_what_comes_after() -> None:
     found = operations(made)
     assert "sin" not in found and "cos" in found and "mul" in found
     assert found.count("item") == 1, "the number that decides a branch is gone, the other is there"
-    assert len({obstacle.where for obstacle in made.obstacles}) == 3
+    (loop,) = made.obstacles
+    assert loop.source == "while x.sum() < 100:" and "nothing bounds the turns" in loop.message
 
 
 def test_a_loop_that_the_inputs_did_not_enter_ends() -> None:
@@ -52,10 +53,11 @@ def test_a_loop_that_the_inputs_did_not_enter_ends() -> None:
             x = x + 1
         return x * 2
 
-    assert operations(traced(function))[-1] == "mul"
+    made = traced(function)
+    assert operations(made)[-1] == "mul" and [each.rule for each in made.obstacles] == ["data-dependent-branch"]
 
 
-@pytest.mark.parametrize("function", [branches, BRANCHES[0][1], BRANCHES[1][1]])
+@pytest.mark.parametrize("function", [branches, BRANCHES[3][1]])
 def test_nothing_is_built_from_one_branch_of_several(function: Callable[..., Any]) -> None:
     with raises("data-dependent-branch", match=r"test_data_reads.py:\d+: data-dependent-branch: ") as caught:
         refuse_branches(export(load_source(Model(function), rows), {"batch": (1, 8)}))
@@ -129,8 +131,8 @@ def test_the_one_way_to_go_on_is_asserted_on_the_host(function: Callable[..., An
             program(torch.full_like(x, bad))
 
 
-@pytest.mark.parametrize("function", [chosen, counted])
-def test_where_there_is_another_way_nothing_is_asserted(function: Callable[..., Any]) -> None:
+@pytest.mark.parametrize(("function", "rule"), [(chosen, "path"), (counted, "data-dependent-branch")])
+def test_where_there_is_another_way_nothing_is_asserted(function: Callable[..., Any], rule: str) -> None:
     made = traced(function)
-    assert {obstacle.rule for obstacle in made.obstacles} == {"data-dependent-branch"}
+    assert {obstacle.rule for obstacle in made.obstacles} == {rule}
     assert torch.ops.aten._assert_async.msg not in targets(made)

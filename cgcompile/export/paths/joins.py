@@ -1,0 +1,148 @@
+"""Where two ways that part at a question meet again: what follows is the same function of the tensors that Python keeps there."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from ...model.user_code import place
+from .lines import Line, Slot, nodes_of
+
+Pair = tuple[Any, Any]
+"""A value of the main line, and what stands for it on the other one: the same, or another."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Join:
+    """The other line goes on at position `other` as the main line does at `main`, with `pairs` of values for what follows.
+
+    `question`: the number of the main line's question there, None behind the last one.  `ends`: they meet in their outputs alone.
+    """
+
+    main: int
+    other: int
+    question: int | None
+    pairs: tuple[Pair, ...]
+    ends: bool = False
+
+
+def joins(main: Line, other: Line, parted: int) -> Iterator[Join | None]:
+    """The possible joins of two lines that part at question `parted`, the nearest first; the last one, at the end, is always
+    possible where both give the same structure.  None: they would meet if `other` were the main line."""
+    for at in range(parted + 1, len(other.questions)):
+        for to in range(parted + 1, len(main.questions)):
+            if _same_rest(main, to, other, at):
+                pairs = [(main.live[to][name], other.live[at][name]) for name in main.live[to]]
+                if (distinct := _distinct(main, other, pairs)) is not None:
+                    yield Join(main=main.markers[to], other=other.markers[at], question=to, pairs=distinct)
+                elif _distinct(other, main, [(right, left) for left, right in pairs]) is not None:
+                    yield None
+    if (tail := _tail(main, other, parted)) is not None:
+        yield tail
+    yield Join(main=main.end, other=other.end, question=None, pairs=(), ends=True)
+
+
+def output(line: Line, slot: Slot) -> Any:
+    """An output of a line: what a buffer or an input held before, where the line does not write it."""
+    if slot in line.outputs:
+        return line.outputs[slot]
+    signature = line.program.graph_signature
+    names = {target: name for name, target in signature.inputs_to_buffers.items()}
+    name = names.get(slot[1], slot[1])
+    return next(node for node in line.program.graph.find_nodes(op="placeholder") if node.name == name)
+
+
+def _same_rest(main: Line, to: int, other: Line, at: int) -> bool:
+    """Whether Python keeps the same at two questions, and asked the same afterwards on these two ways."""
+    left, right = main.questions[to], other.questions[at]
+    if left.spot != right.spot or left.state != right.state or left.names != right.names:
+        return False
+    if (main.writes or other.writes) and left.memory != right.memory:
+        return False
+    rests = [[(each.spot, each.answer) for each in rest] for rest in (main.questions[to:], other.questions[at:])]
+    return rests[0] == rests[1] and main.result == other.result
+
+
+def _distinct(main: Line, other: Line, pairs: Sequence[Pair]) -> tuple[Pair, ...] | None:
+    """The pairs, each value of the main line once; None where one of these stands for several of the other line."""
+    known: dict[Hashable, Hashable] = {}
+    distinct: dict[Hashable, Pair] = {}
+    for left, right in pairs:
+        one, two = main.keys[left], other.keys[right]
+        if known.setdefault(one, two) != two:
+            return None
+        distinct[one] = left, right
+    return tuple(distinct.values())
+
+
+def _tail(main: Line, other: Line, parted: int) -> Join | None:
+    """The longest common end of the operations behind the last questions: the same lines of the model, with other values."""
+    if main.outputs.keys() != other.outputs.keys() or main.result != other.result:
+        return None
+    behind = [line.markers[-1] if line.markers else -1 for line in (main, other)]
+    longest = min(main.end - behind[0], other.end - behind[1]) - 1
+    count = 0
+    while count < longest and _alike(main.nodes[-1 - count], other.nodes[-1 - count]):
+        count += 1
+    for length in range(count, 0, -1):
+        if (pairs := _boundary(main, other, length)) is not None:
+            return Join(main=main.end - length, other=other.end - length, question=None, pairs=pairs)
+    return None
+
+
+def _alike(left: Node, right: Node) -> bool:
+    if left.target != right.target or left.op != "call_function" or place(left) != place(right) or not place(left)[0]:
+        return False
+    arguments = [repr(map_arg((node.args, node.kwargs), lambda _: None)) for node in (left, right)]
+    return arguments[0] == arguments[1] and _meta(left) == _meta(right)
+
+
+def _boundary(main: Line, other: Line, length: int) -> tuple[Pair, ...] | None:
+    """The values that the last operations of both lines take from before; None where the ends do not correspond."""
+    first = main.end - length, other.end - length
+    pairs: list[Pair] = []
+    ends = [
+        *zip(main.nodes[first[0] :], other.nodes[first[1] :], strict=True),
+    ]
+    uses = [
+        pair
+        for left, right in ends
+        for pair in zip(nodes_of((left.args, left.kwargs)), nodes_of((right.args, right.kwargs)), strict=True)
+    ]
+    for slot in main.outputs:
+        left, right = main.outputs[slot], other.outputs[slot]
+        if isinstance(left, Node) != isinstance(right, Node) or (not isinstance(left, Node) and left != right):
+            return None
+        if isinstance(left, Node):
+            uses.append((left, right))
+    for left, right in uses:
+        inside = main.at.get(left, -1) - first[0], other.at.get(right, -1) - first[1]
+        if max(inside) >= 0:
+            if inside[0] != inside[1]:
+                return None
+        elif main.keys[left] != other.keys[right] and ("get_attr" in (left.op, right.op) or _meta(left) != _meta(right)):
+            return None
+        else:
+            pairs.append((left, right))
+    found = _distinct(main, other, pairs)
+    if found is None:
+        return None
+    tensors = [(left, right) for left, right in found if hasattr(left.meta.get("val"), "stride")]
+    same = all(main.keys[left] == other.keys[right] for left, right in found if not hasattr(left.meta.get("val"), "stride"))
+    return tuple(tensors) if same else None
+
+
+def _meta(node: Node) -> Hashable:
+    """What has to be the same for two values that one stands for the other."""
+    values = tree_leaves(node.meta.get("val"))
+    return tuple(
+        [
+            (str(value.dtype), str(tuple(value.shape)), str(value.stride())) if hasattr(value, "stride") else str(type(value))
+            for value in values
+        ]
+    )

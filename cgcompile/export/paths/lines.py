@@ -1,0 +1,224 @@
+"""A line: the straight program of one way through a model's Python, in its functional form, with a marker at every question."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Hashable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, UnsupportedOperatorException
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, OutputKind
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from cgbundle.format.schema import Tree
+
+from ...errors import ModelError
+from ...model.flat_module import FlatModule
+from ...model.paths.way import ASKED, Question, Spot, TooManyTurns, TracedWay
+from ...model.user_code import first_line, place, user_place
+from ...util.raw_bytes import raw
+from ..functionalization import functional_form
+from .numbers import with_tensors
+
+TORCH_STOPS = (
+    GuardOnDataDependentSymNode,
+    DynamicOutputShapeException,
+    DataDependentOutputException,
+    UnsupportedOperatorException,
+)
+"""What torch raises inside of the model's code where it cannot trace that."""
+
+Slot = tuple[str, Any]
+"""An output of a line: a buffer or an input that it writes, or a result by its number."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Raised:
+    """A way on which the model raises: what, and the user's line."""
+
+    message: str
+    where: str
+    line: str
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Line:
+    """The program of one way.
+
+    `markers` are the positions among `nodes` of the questions, `live` the tensors that Python keeps at each, by name, with
+    what it asks as "asked".  `keys` are equal for nodes of all lines that surely have the same value.  `exported` is the
+    program before it became functional; `writes`: the model's code writes to tensors in place.
+    """
+
+    answers: tuple[bool, ...]
+    asks: tuple[bool, ...]
+    reads: tuple[bool, ...]
+    questions: tuple[Question, ...]
+    exported: ExportedProgram
+    program: ExportedProgram
+    result: Tree | None
+    writes: bool
+    nodes: tuple[Node, ...]
+    markers: tuple[int, ...]
+    live: tuple[Mapping[str, Any], ...]
+    keys: Mapping[Node, Hashable]
+    at: Mapping[Node, int]
+    outputs: Mapping[Slot, Any]
+
+    @property
+    def end(self) -> int:
+        """The position behind the last operation."""
+        return len(self.nodes)
+
+
+def trace_line(
+    flat: FlatModule,
+    attempt: Callable[[], ExportedProgram],
+    forced: tuple[bool, ...],
+    preferred: Mapping[Spot, bool],
+    limit: int,
+) -> tuple[Line | Raised, tuple[Question, ...]]:
+    """The line of the way that begins with the answers `forced`, or what the model raises on it, and the questions so far."""
+    way = TracedWay(forced, preferred, limit)
+    before, flat.way = flat.way, way
+    try:
+        program = attempt()
+    except ModelError as error:
+        if isinstance(way.raised, TooManyTurns):
+            raise way.raised from error
+        if way.raised is None or isinstance(way.raised, TORCH_STOPS) or _of_torch(way.raised):
+            raise
+        raised = way.raised.__cause__ or way.raised
+        where, line = user_place(way.raised)
+        message = f"{type(raised).__name__}: {first_line(raised)}"
+        return Raised(message=message, where=where or error.where, line=line), tuple(way.questions)
+    finally:
+        flat.way = before
+    return _line(program, way, flat.result), tuple(way.questions)
+
+
+def _of_torch(error: BaseException) -> bool:
+    return type(error).__module__.startswith(("torch.", "cgcompile."))
+
+
+def _line(exported: ExportedProgram, way: TracedWay, result: Tree | None) -> Line:
+    program = functional_form(exported)
+    with_tensors(program.graph)
+    nodes = tuple([node for node in program.graph.nodes if node.op not in ("placeholder", "output")])
+    markers = tuple([index for index, node in enumerate(nodes) if node.target is ASKED])
+    assert len(markers) == len(way.questions), (len(markers), len(way.questions))
+    kept = [tuple(nodes[index].args[0]) for index in markers]
+    live = tuple(
+        [dict(zip(("asked", *question.names), values, strict=True)) for question, values in zip(way.questions, kept, strict=True)]
+    )
+    return Line(
+        answers=tuple([question.answer for question in way.questions]), asks=tuple(way.asks), reads=tuple(way.reads),
+        questions=tuple(way.questions), exported=exported, program=program, result=result, nodes=nodes, markers=markers,
+        writes=any(map(_writes, exported.graph.nodes)),
+        live=live, keys=_keys(program, way), outputs=_outputs(program),
+        at={node: index for index, node in enumerate(nodes)},
+    )  # fmt: skip
+
+
+def _writes(node: Node) -> bool:
+    """Whether a line of the model writes to a tensor in place."""
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and schema.is_mutable and bool(place(node)[0])
+
+
+def _outputs(program: ExportedProgram) -> dict[Slot, Any]:
+    slots: dict[Slot, Any] = {}
+    values = program.graph.output_node().args[0]
+    user = 0
+    for value, spec in zip(values, program.graph_signature.output_specs, strict=True):
+        if spec.kind is OutputKind.USER_OUTPUT:
+            slots["result", user] = value
+            user += 1
+        else:
+            slots[spec.kind.name, spec.target] = value
+    return slots
+
+
+def placeholders(program: ExportedProgram) -> dict[Node, Hashable]:
+    """The inputs of a program with what is the same in the programs of all ways."""
+    made: dict[Node, Hashable] = {}
+    nodes = program.graph.find_nodes(op="placeholder")
+    for number, (node, spec) in enumerate(zip(nodes, program.graph_signature.input_specs, strict=True)):
+        if spec.kind is InputKind.USER_INPUT:
+            made[node] = "input", spec.arg.name
+        elif spec.kind is InputKind.CONSTANT_TENSOR:
+            value = program.constants[spec.target]
+            digest = hashlib.sha256(raw(value.detach().cpu().contiguous()).numpy().tobytes()).hexdigest()
+            made[node] = "constant", str(value.dtype), tuple(value.shape), digest
+        else:
+            made[node] = "weight", spec.target if spec.target is not None else number
+    return made
+
+
+def is_pure(node: Node) -> bool:
+    """Whether a node may be computed anywhere, any number of times, and gives the same."""
+    if node.op == "get_attr":
+        return True
+    target = node.target
+    if isinstance(target, torch._ops.HigherOrderOperator):
+        return False
+    if isinstance(target, torch._ops.OpOverload):
+        if torch.Tag.nondeterministic_seeded in target.tags or target._schema.is_mutable or target is ASKED:
+            return False
+        return target.namespace in ("aten", "prims") and bool(target._schema.returns) and not node.is_impure()
+    return True
+
+
+def _keys(program: ExportedProgram, way: TracedWay) -> dict[Node, Hashable]:
+    """Hashes of what each node computes; operations that are not pure are told apart by the answers before them and their number
+    since the last one."""
+    keys: dict[Node, Hashable] = dict(placeholders(program))
+    answers: tuple[bool, ...] = ()
+    count = 0
+    for node in program.graph.nodes:
+        if node.op in ("placeholder", "output"):
+            continue
+        if node.target is ASKED:
+            answers, count = tuple([question.answer for question in way.questions[: len(answers) + 1]]), 0
+            continue
+        if node.op == "get_attr":
+            keys[node] = _digest(("graph", _text(getattr(program.graph_module, str(node.target)))))
+            continue
+        args = map_arg((node.args, node.kwargs), lambda each: _Key(keys[each]))
+        place: tuple[Any, ...] = ()
+        if not is_pure(node):
+            place = answers, count
+            count += 1
+        keys[node] = _digest((str(node.target), repr(args), place))
+    return keys
+
+
+class _Key:
+    def __init__(self, key: Hashable) -> None:
+        self.key = key
+
+    def __repr__(self) -> str:
+        return f"%{self.key}"
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(repr(value).encode()).hexdigest()
+
+
+def _text(module: Any) -> str:
+    """What a graph that an operator calls computes."""
+    if not isinstance(module, GraphModule):
+        return str(id(module))
+    inner = [_text(getattr(module, str(node.target))) for node in module.graph.find_nodes(op="get_attr")]
+    return f"{module.graph} {inner}"
+
+
+def nodes_of(value: Any) -> list[Node]:
+    """The nodes among the arguments of a node."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Node)]

@@ -1,0 +1,363 @@
+"""One program of all lines: common operations once, and a `torch.cond` at every question, whose bodies are the lines until they
+join.
+
+Private interfaces (torch 2.11, 2.13): the order of the arguments of `torch.cond` as an operator, `FakeTensor.fake_mode`.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
+from torch.fx import Graph, GraphModule, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from cgbundle.cpu.host_region import ASSERTS
+
+from ...model.devices.markers import TO_HOST
+from ..assertions import SAID, spell_conditions
+from ..functionalization import functional_form
+from ..higher_order.retrace import in_place
+from ..higher_order.shared_memory import copy_shared
+from ..torch_program import with_graph
+from .explore import Ways
+from .joins import Join, output
+from .lines import Line, Raised, Slot, is_pure, placeholders
+
+aten = torch.ops.aten
+
+
+class Unjoinable(Exception):
+    """What follows a join needs a value that only one of the ways computes."""
+
+    def __init__(self, line: Line, number: int, position: int) -> None:
+        super().__init__(number)
+        self.line, self.number, self.position = line, number, position
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Closed:
+    """The operations of `line` behind question `number` until the join are inside of a branch; `common` are those of both ways."""
+
+    line: Line
+    number: int
+    join: Join
+    common: frozenset[Hashable]
+
+    def hides(self, line: Line, position: int) -> bool:
+        """Whether an operation of a line that begins as this one does is inside."""
+        if line is self.line:
+            return line.markers[self.number] < position < self.join.main
+        question = self.join.question
+        return (
+            question is not None and len(line.markers) > question and line.markers[self.number] < position < line.markers[question]
+        )
+
+
+class _Body:
+    """A graph that is made: the program, or a branch of it."""
+
+    def __init__(self, parent: _Body | None, mode: Any) -> None:
+        self.graph = Graph()
+        self.module = torch.nn.Module()
+        self.parent = parent
+        self.mode = mode
+        self.values: dict[Hashable, Node] = {}
+        self.joined: set[Hashable] = set()
+        self.taken: dict[Node, Node] = {}
+        self.given: set[Node] = set()
+        self.closed: list[_Closed] = list(parent.closed) if parent else []
+
+    def known(self, key: Hashable) -> Node | None:
+        """The node here of a value, which a branch takes from the graph around it."""
+        if key in self.values or self.parent is None:
+            return self.values.get(key)
+        outer = self.parent.known(key)
+        if outer is None or not isinstance(outer.meta.get("val"), torch.Tensor):
+            return None  # numbers are read or measured again: a branch takes tensors
+        self.values[key] = self.taking(outer)
+        return self.values[key]
+
+    def taking(self, outer: Node) -> Node:
+        """The input of this branch that is `outer` in the graph around it."""
+        if outer not in self.taken:
+            first = next(iter(self.graph.nodes), None)
+            with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
+                made = self.graph.placeholder(f"taken_{outer.name}")
+            made.meta = {"val": outer.meta["val"]}
+            self.taken[outer] = made
+        return self.taken[outer]
+
+    def value(self, line: Line, node: Node) -> Node:
+        """The node here of a line's node, which is copied where it is not known."""
+        key = line.keys[node]
+        if (found := self.known(key)) is not None:
+            return found
+        assert node.op != "placeholder", node
+        if not isinstance(node.meta.get("val"), torch.SymInt):
+            for closed in self.closed:
+                if closed.hides(line, line.at[node]) and key not in closed.common:
+                    raise Unjoinable(closed.line, closed.number, closed.join.main)
+            if not is_pure(node):
+                raise AssertionError(f"{node} is not computed before it is needed")
+        return self.copied(line, node)
+
+    def copied(self, line: Line, node: Node) -> Node:
+        """A copy of an operation, with what it takes."""
+        if node.op == "get_attr":
+            made = self.attribute(operator.attrgetter(str(node.target))(line.program.graph_module))
+        else:
+            made = self.graph.node_copy(node, lambda each: self.value(line, each))
+            made.meta = dict(node.meta)
+            if "val" in node.meta:
+                made.meta["val"] = self._computed(made, node.meta["val"])
+        self.values[line.keys[node]] = made
+        return made
+
+    def attribute(self, module: Any) -> Node:
+        """A node that names a graph of this module."""
+        name = f"branch_{len(self.module._modules)}"
+        self.module.add_module(name, module)
+        node = self.graph.get_attr(name)
+        node.meta = {}
+        return node
+
+    def add(self, target: Any, args: tuple[Any, ...], like: Node, value: Any = None) -> Node:
+        """A new operation at the line of `like`."""
+        made = self.graph.call_function(target, args)
+        made.meta = {name: like.meta[name] for name in ("stack_trace", "nn_module_stack") if name in like.meta}
+        made.meta["val"] = self._computed(made, None) if value is None else value
+        return made
+
+    def _computed(self, node: Node, otherwise: Any) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), self._value_of)
+        if any(isinstance(leaf, torch.nn.Module) for leaf in tree_leaves((args, kwargs))):
+            return otherwise
+        with self.mode, torch.no_grad():
+            return node.target(*args, **kwargs)
+
+    def _value_of(self, node: Node) -> Any:
+        return getattr(self.module, str(node.target)) if node.op == "get_attr" else node.meta["val"]
+
+
+def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, GraphModule]:
+    """The program of all lines, and the graph that it was made of, whose branches have the answers before their question as
+    `meta["question"]`.  Raises Unjoinable."""
+    program = root.program
+    inputs = placeholders(program)
+    mode = next(value.fake_mode for node in inputs for value in [node.meta.get("val")] if hasattr(value, "fake_mode"))
+    body = _Body(None, mode)
+    specs = list(program.graph_signature.input_specs)
+    constants = dict(program.constants)
+    first: dict[Hashable, tuple[Line, Node]] = {}
+    for line in [root, *ways.lines]:
+        for node, key in placeholders(line.program).items():
+            first.setdefault(key, (line, node))
+    for key, (line, node) in first.items():
+        made = body.graph.placeholder(node.name if line is root else f"{node.name}_way")
+        made.meta = dict(node.meta)
+        if line is not root:
+            with mode:
+                value = line.program.constants[_spec(line, node).target]
+                made.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+            target = f"way_constant_{len(constants)}"
+            constants[target] = value
+            specs.insert(
+                _constants_end(specs), InputSpec(kind=InputKind.CONSTANT_TENSOR, arg=TensorArgument(name=made.name), target=target)
+            )
+        body.values[key] = made
+    _order_inputs(body.graph, specs)
+    slots = _emit(ways, body, root, 0, root.end, told_gpu)
+    output_specs, values = _outputs(body, root, slots)
+    body.graph.output(tuple(values))
+    module = GraphModule(body.module, body.graph)
+    _without_dead(module)
+    copy_shared(module)
+    module.graph.lint()
+    whole = with_graph(program, module, {}, input_specs=specs, constants=constants, output_specs=output_specs)
+    result = in_place(functional_form(whole), root.exported)
+    spell_conditions(result.graph_module)
+    return result, module
+
+
+def _without_dead(module: GraphModule) -> None:
+    """Takes out what nothing uses, in the branches too."""
+    for part in [each for each in module.modules() if isinstance(each, GraphModule)]:
+        part.graph.eliminate_dead_code()
+        part.recompile()
+
+
+def _spec(line: Line, node: Node) -> InputSpec:
+    return next(spec for spec in line.program.graph_signature.input_specs if spec.arg.name == node.name)
+
+
+def _constants_end(specs: Sequence[InputSpec]) -> int:
+    """Where the inputs of the user begin: constants come before them."""
+    return next((number for number, spec in enumerate(specs) if spec.kind is InputKind.USER_INPUT), len(specs))
+
+
+def _order_inputs(graph: Graph, specs: Sequence[InputSpec]) -> None:
+    """Puts the inputs of a graph, which has nothing else yet, into the order of `specs`."""
+    nodes = {node.name: node for node in graph.nodes}
+    for spec in reversed(specs):
+        first = next(iter(graph.nodes))
+        if first is not nodes[spec.arg.name]:
+            first.prepend(nodes[spec.arg.name])
+
+
+def _outputs(body: _Body, root: Line, slots: dict[Slot, Any]) -> tuple[list[OutputSpec], list[Any]]:
+    """The outputs of the program: what it writes, then its results."""
+    results = [spec for spec in root.program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    specs, values = [], []
+    for slot in [each for each in slots if each[0] != "result"]:
+        specs.append(OutputSpec(kind=OutputKind[slot[0]], arg=TensorArgument(name=slots[slot].name), target=slot[1]))
+        values.append(slots[slot])
+    for number, spec in enumerate(results):
+        value = slots["result", number]
+        argument = TensorArgument(name=value.name) if isinstance(value, Node) else spec.arg
+        specs.append(OutputSpec(kind=spec.kind, arg=argument, target=spec.target))
+        values.append(value)
+    return specs, values
+
+
+def _emit(ways: Ways, body: _Body, line: Line, start: int, stop: int, told_gpu: bool) -> dict[Slot, Any]:
+    """Adds the operations of a line between two positions, and the branches there.  Gives the outputs where that is the end."""
+    numbers = {position: number for number, position in enumerate(line.markers)}
+    position = start
+    while position < stop:
+        node = line.nodes[position]
+        number = numbers.get(position)
+        if number is None:
+            _copy(body, line, node)
+        else:
+            branch = ways.branch(line, number)
+            if isinstance(branch.other, Raised):
+                _assert(body, line, number, branch.other, told_gpu)
+            else:
+                assert branch.join is not None
+                ends = _branch(ways, body, line, number, branch.other, branch.join, told_gpu)
+                if branch.join.ends:
+                    return ends
+                position = branch.join.main
+                continue
+        position += 1
+    if stop < line.end:
+        return {}
+    values = {slot: output(line, slot) for slot in _slots(ways, line)}
+    return {slot: body.value(line, value) if isinstance(value, Node) else value for slot, value in values.items()}
+
+
+def _slots(ways: Ways, line: Line) -> list[Slot]:
+    """The outputs of every way: all buffers and inputs that any way writes, then the results."""
+    written = [slot for each in ways.lines for slot in each.outputs if slot[0] != "result"]
+    return list(dict.fromkeys([*sorted(written), *[slot for slot in line.outputs if slot[0] == "result"]]))
+
+
+def _copy(body: _Body, line: Line, node: Node) -> None:
+    if is_pure(node):
+        body.value(line, node)
+    else:
+        body.copied(line, node)
+
+
+def _assert(body: _Body, line: Line, number: int, raised: Raised, told_gpu: bool) -> None:
+    """The call fails where the question has the answer on which the model raises."""
+    marker = line.nodes[line.markers[number]]
+    asked = body.value(line, line.live[number]["asked"])
+    if told_gpu:  # on a GPU a failed assertion would end the process's use of it
+        asked = body.add(TO_HOST, (asked,), marker)
+    if not line.answers[number]:
+        asked = body.add(aten.logical_not.default, (asked,), marker)
+    said = f"{raised.where or line.questions[number].where}: {ASSERTS}: the model raises {raised.message}"
+    text = "".join([each if " " <= each <= "~" and each not in '"\\' else "'" for each in said])[:SAID]
+    made = body.graph.call_function(aten._assert_async.msg, (asked, text))
+    made.meta = {name: marker.meta[name] for name in ("stack_trace", "nn_module_stack") if name in marker.meta}
+    made.meta["val"] = None
+
+
+def _branch(ways: Ways, body: _Body, line: Line, number: int, other: Line, join: Join, told_gpu: bool) -> dict[Slot, Any]:
+    """Adds the branch at a question.  Gives the outputs where the ways join at their end."""
+    marker = line.nodes[line.markers[number]]
+    asked = body.value(line, line.live[number]["asked"])
+    inners, ends = [], []
+    for own, stop in ((line, join.main), (other, join.other)):
+        inners.append(_Body(body, body.mode))
+        ends.append(list(_emit(ways, inners[-1], own, own.markers[number] + 1, stop, told_gpu).values()))
+    pairs = [(left, right) for left, right in join.pairs if _changes(inners, line.keys[left], other.keys[right])]
+    if not join.ends:
+        ends = [[inners[0].value(line, left) for left, _ in pairs], [inners[1].value(other, right) for _, right in pairs]]
+    sides = list(zip(inners, ends, strict=True))
+    constants = _constants(sides[0][1], sides[1][1])
+    kept = [place for place in range(len(sides[0][1])) if place not in constants]
+    results = [[_new(inner, values[place], marker) for place in kept] for inner, values in sides]
+    _same_strides(sides, results, marker)
+    if not kept:  # what is left are assertions: a branch gives something
+        results = [[inner.add(aten.clone.default, (inner.taking(asked),), marker)] for inner, _ in sides]
+    taken = list(dict.fromkeys([outer for inner, _ in sides for outer in inner.taken]))
+    modules = []
+    for (inner, _), values in zip(sides, results, strict=True):
+        for outer in reversed(taken):
+            place = inner.taking(outer)
+            first = next(iter(inner.graph.nodes))
+            if first is not place:
+                first.prepend(place)
+        inner.graph.output(tuple(values))
+        modules.append(GraphModule(inner.module, inner.graph))
+    if not line.answers[number]:
+        modules.reverse()
+    functions = [body.attribute(module) for module in modules]
+    with body.mode:
+        likes = tuple([_like(each.meta["val"]) for each in results[0]])
+    made = body.add(torch.ops.higher_order.cond, (asked, *functions, tuple(taken)), marker, likes)
+    made.meta["question"] = line.answers[:number]
+    given = [body.add(operator.getitem, (made, at), marker, value) for at, value in enumerate(likes)]
+    found = dict(zip(kept, given, strict=False)) | constants
+    if join.ends:
+        return {slot: found[place] for place, slot in enumerate(_slots(ways, line))}
+    for place, (left, _) in enumerate(pairs):
+        body.values[line.keys[left]] = found[place]
+        body.joined.add(line.keys[left])
+    common = frozenset([other.keys[node] for node in other.nodes[: join.other] if node in other.keys])
+    body.closed.append(_Closed(line=line, number=number, join=join, common=common))
+    return {}
+
+
+def _changes(inners: Sequence[_Body], left: Hashable, right: Hashable) -> bool:
+    """Whether a value is not the same behind a branch: the ways differ, or one of them has branches of its own that do."""
+    return left != right or any(left in inner.joined for inner in inners)
+
+
+def _like(value: torch.Tensor) -> torch.Tensor:
+    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+
+
+def _constants(left: Sequence[Any], right: Sequence[Any]) -> dict[int, Any]:
+    """The places of results that are no tensors, which are the same on both sides: the result's structure has them."""
+    return {place: one for place, (one, _) in enumerate(zip(left, right, strict=True)) if not isinstance(one, Node)}
+
+
+def _new(body: _Body, value: Node, marker: Node) -> Node:
+    """A result of a branch, in memory of its own."""
+    schema = getattr(value.target, "_schema", None)
+    whole = value.op == "call_function" and schema is not None and all(each.alias_info is None for each in schema.returns)
+    if whole and value not in body.given:
+        body.given.add(value)
+        return value
+    return body.add(aten.clone.default, (value,), marker)
+
+
+def _same_strides(sides: Sequence[tuple[_Body, Any]], results: list[list[Node]], marker: Node) -> None:
+    """Makes results of different layouts contiguous on both sides."""
+    for place, (left, right) in enumerate(zip(*results, strict=True)):
+        if str(left.meta["val"].stride()) != str(right.meta["val"].stride()):
+            for (inner, _), values in zip(sides, results, strict=True):
+                made = inner.graph.call_function(aten.clone.default, (values[place],), {"memory_format": torch.contiguous_format})
+                made.meta = dict(values[place].meta)
+                made.meta["val"] = values[place].meta["val"].contiguous()
+                values[place] = made

@@ -1,0 +1,127 @@
+"""Numbers that Python read out of tensors and computed with, as tensors without dimensions: a branch can hold these.
+
+Python computes with numbers of 64 bits; an operation casts a number to the type that it computes in, and so does the tensor's form.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.fx import Graph, Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+
+READS = (aten.item.default, aten._local_scalar_dense.default)
+
+PYTHON: Mapping[Any, Any] = {
+    operator.add: aten.add.Tensor, operator.sub: aten.sub.Tensor, operator.mul: aten.mul.Tensor,
+    operator.truediv: aten.div.Tensor, operator.neg: aten.neg.default, operator.abs: aten.abs.default,
+}  # fmt: skip
+"""What Python computes, as operations on tensors."""
+
+BINARY: Mapping[Any, Any] = {
+    aten.add.Tensor: aten.add.Tensor, aten.add.Scalar: aten.add.Tensor, aten.sub.Tensor: aten.sub.Tensor,
+    aten.sub.Scalar: aten.sub.Tensor, aten.mul.Tensor: aten.mul.Tensor, aten.mul.Scalar: aten.mul.Tensor,
+    aten.div.Tensor: aten.div.Tensor, aten.div.Scalar: aten.div.Tensor, aten.gt.Scalar: aten.gt.Tensor,
+    aten.ge.Scalar: aten.ge.Tensor, aten.lt.Scalar: aten.lt.Tensor, aten.le.Scalar: aten.le.Tensor, aten.eq.Scalar: aten.eq.Tensor,
+    aten.ne.Scalar: aten.ne.Tensor,
+}  # fmt: skip
+"""Operations of a tensor and a number, which are the same with a tensor of no dimensions in the type that they compute in."""
+
+ROUNDED = frozenset({torch.float16, torch.bfloat16})
+"""Types whose operations compute in 32 bits."""
+
+
+def with_tensors(graph: Graph) -> None:
+    """Changes a graph in place: reads that only operations above take become tensors."""
+    for node in list(graph.nodes):
+        if node.target in READS:
+            _Number(graph, node).settle()
+    graph.lint()
+
+
+class _Number:
+    """A number of a graph, and everything that Python computes from it."""
+
+    def __init__(self, graph: Graph, read: Node) -> None:
+        self._graph, self._read = graph, read
+        self._tensors: dict[Node, Node] = {}
+
+    def settle(self) -> None:
+        """Replaces the number, if all that takes it can take a tensor."""
+        numbers, users = [self._read], []
+        self._drop_range()
+        for number in numbers:
+            for user in number.users:
+                if user.target in PYTHON:
+                    others = [leaf for leaf in user.all_input_nodes if leaf not in numbers]
+                    if others:
+                        return
+                    numbers.append(user) if user not in numbers else None
+                elif user.target in BINARY and not user.kwargs and user.args[1] is number and isinstance(user.args[0], Node):
+                    users.append(user)
+                else:
+                    return
+        (source,) = self._read.all_input_nodes
+        value = source.meta["val"]
+        if value.is_complex():
+            return
+        exact = torch.float64 if value.is_floating_point() else torch.int64
+        if any(type(node.meta["val"]) is torch.SymFloat for node in numbers):
+            exact = torch.float64
+        with self._graph.inserting_before(self._read):
+            flat = self._call(self._read, aten.reshape.default, (source, []))
+            self._tensors[self._read] = self._call(self._read, aten._to_copy.default, (flat,), {"dtype": exact})
+        for number in numbers[1:]:
+            with self._graph.inserting_before(number):
+                args = map_arg(number.args, lambda each: self._tensors[each])
+                self._tensors[number] = self._call(number, PYTHON[number.target], tuple(args))
+        for user in users:
+            self._replace(user)
+        for number in reversed(numbers):
+            self._graph.erase_node(number)
+
+    def _drop_range(self) -> None:
+        """Takes out torch's own assertion that a truth value is 0 or 1."""
+        if self._read.all_input_nodes[0].meta["val"].dtype is not torch.bool:
+            return
+        for choice in [user for user in self._read.users if user.target is torch.sym_ite]:
+            conditions = [user for user in choice.users if user.target in (operator.ge, operator.le)]
+            for condition in conditions:
+                for assertion in [user for user in condition.users if user.target is aten._assert_scalar.default]:
+                    self._graph.erase_node(assertion)
+            for node in [*[each for each in conditions if not each.users], choice]:
+                if not node.users:
+                    self._graph.erase_node(node)
+
+    def _replace(self, user: Node) -> None:
+        """An operation with the tensor in place of the number."""
+        tensor, number = user.args[:2]
+        assert isinstance(tensor, Node) and isinstance(number, Node)
+        value, made = tensor.meta["val"], user.meta["val"]
+        stand_in = 1.0 if type(number.meta["val"]) is torch.SymFloat else 1
+        dtype = torch.result_type(value, stand_in)
+        wide = torch.float32 if dtype in ROUNDED else dtype
+        with self._graph.inserting_before(user):
+            left = tensor if value.dtype == wide else self._call(user, aten._to_copy.default, (tensor,), {"dtype": wide})
+            right = self._call(user, aten._to_copy.default, (self._tensors[number],), {"dtype": wide})
+            result = self._call(user, BINARY[user.target], (left, right, *user.args[2:]))
+            if result.meta["val"].dtype != made.dtype:
+                result = self._call(user, aten._to_copy.default, (result,), {"dtype": made.dtype})
+        user.replace_all_uses_with(result)
+        self._graph.erase_node(user)
+
+    def _call(self, like: Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Node:
+        node = self._graph.call_function(target, args, dict(kwargs or {}))
+        node.meta = {name: like.meta[name] for name in ("stack_trace", "nn_module_stack") if name in like.meta}
+        values: Callable[..., Any] = lambda each: each.meta["val"]  # noqa: E731
+        given = map_arg((args, dict(kwargs or {})), values)
+        mode = next(value.fake_mode for value in tree_leaves(given) if hasattr(value, "fake_mode"))
+        with mode, torch.no_grad():
+            node.meta["val"] = target(*given[0], **given[1])
+        return node

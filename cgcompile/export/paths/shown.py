@@ -1,0 +1,84 @@
+"""A tree as text, as PyTorch's CUDA graph trees are shown: `Graph[0] -> Graph[1] if (y.sum() > 0)`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+
+from ...model.paths.way import Question
+from .explore import Ways
+from .lines import Line, Raised
+from .tree import Tree
+
+Asked = tuple[bool, ...]
+"""A question of a tree, by the answers before it."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fork:
+    """What a question leads to, and where the model asks it.  `raised`: the model raises on one of the answers."""
+
+    question: Question
+    text: str
+    raised: Raised | None
+
+
+def forks(tree: Tree, reached: Mapping[Asked, Set[bool]]) -> list[Fork]:
+    """A line of text for every question.  `reached`: the answers that it got with the example inputs."""
+    shown = _Shown(tree.ways, reached)
+    shown.along(tree.root, 0, tree.root.end, shown.new())
+    return sorted(shown.forks, key=lambda fork: int(re.findall(r"\d+", fork.text)[0]))
+
+
+def condition(line: str) -> str:
+    """What a line of source asks: `y.sum() > 0` of `if y.sum() > 0:`."""
+    found = re.match(r"(?:if|elif|while|assert)\b\s*(.*?)(?::(?:\s.*)?)?$", line)
+    return found[1] if found else line
+
+
+class _Shown:
+    def __init__(self, ways: Ways, reached: Mapping[Asked, Set[bool]]) -> None:
+        self._ways, self._reached = ways, reached
+        self._graphs = 0
+        self.forks: list[Fork] = []
+
+    def new(self) -> str:
+        """The next graph."""
+        self._graphs += 1
+        return f"Graph[{self._graphs - 1}]"
+
+    def along(self, line: Line, start: int, stop: int, graph: str) -> None:
+        """The questions of a line from number `start` to position `stop`; the first is asked behind `graph`."""
+        number = start
+        while number < len(line.questions) and line.markers[number] < stop:
+            question, branch = line.questions[number], self._ways.branch(line, number)
+            asked = condition(question.line)
+            number += 1
+            if isinstance(branch.other, Raised):
+                wrong = f"not ({asked})" if question.answer else f"({asked})"
+                self.forks.append(
+                    Fork(question=question, text=f"{graph} -> {branch.other.message} if {wrong}", raised=branch.other)
+                )
+                continue
+            assert branch.join is not None
+            other, join = branch.other, branch.join
+            sides = {question.answer: (line, join.main), not question.answer: (other, join.other)}
+            empty = {side: own.markers[number - 1] + 1 >= end for side, (own, end) in sides.items()}
+            inside = {side: "" if empty[side] else self.new() for side in (True, False)}
+            behind = "" if join.ends else self.new()
+            said = [
+                f"{inside[True] or behind or 'the end'} if ({asked})",
+                f"{inside[False] or behind or 'the end'} if not",
+                *([f"then {behind}"] if behind else []),
+            ]
+            answers = self._reached.get(line.answers[: number - 1], set())
+            took = "both" if len(answers) == 2 else "no" if not answers else "the first" if True in answers else "the second"
+            text = f"{graph} -> {', '.join(said)}; example inputs took {took} way{'s' if took == 'both' else ''}"
+            self.forks.append(Fork(question=question, text=text, raised=None))
+            for side in (True, False):
+                own, end = sides[side]
+                self.along(own, number, end, inside[side] or graph)
+            if join.question is None:
+                return
+            number, graph = join.question, behind

@@ -1,0 +1,66 @@
+"""The program of a model whose Python asks tensors for their truth."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+from torch.export import ExportedProgram
+from torch.fx import GraphModule
+
+from ...errors import ModelError
+from ...model.flat_module import FlatModule
+from ...model.user_code import first_line
+from .explore import Branch, PathsRefused, Ways
+from .lines import Line, Raised
+from .merge import Unjoinable, merged
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class Tree:
+    """A program with a branch at every question, and the ways that it was made of; `whole` is the graph of `merged`."""
+
+    program: ExportedProgram
+    whole: GraphModule
+    ways: Ways
+    root: Line
+
+    def branches(self) -> Iterator[tuple[Line, int, Branch]]:
+        """Every question once: its line, its number there, and what the other answer leads to."""
+        yield from self._branches(self.root, 0, len(self.root.questions))
+
+    def _branches(self, line: Line, start: int, stop: int) -> Iterator[tuple[Line, int, Branch]]:
+        for number in range(start, stop):
+            branch = self.ways.branch(line, number)
+            yield line, number, branch
+            if isinstance(branch.other, Line) and branch.join is not None:
+                behind = [at for at, marker in enumerate(branch.other.markers) if marker < branch.join.other]
+                yield from self._branches(branch.other, number + 1, len(behind))
+
+
+def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, told_gpu: bool) -> Tree | None:
+    """Exports every way by `attempt`, at most so many, and joins them; None for a model that asks nothing.
+
+    Raises data-dependent-branch, structure-unsupported, and what `attempt` raises."""
+    ways = Ways(flat, attempt, most)
+    root = ways.root()
+    if isinstance(root, Raised):
+        raise ModelError("export-failed", f"{root.where or 'model'}: the model raises on every way: {root.message}")
+    if not root.questions:
+        return None
+    while True:
+        try:
+            program, whole = merged(ways, root, told_gpu)
+        except Unjoinable as error:
+            ways.forbid(error.line, error.number, error.position)
+        except ModelError:
+            raise
+        except Exception as error:  # whatever torch raises for what it cannot trace inside of a branch
+            question = root.questions[0]
+            raise PathsRefused(
+                "data-dependent-branch",
+                question,
+                f"a branch holds what torch cannot trace there, as a number that Python reads: {first_line(error)}",
+            ) from error
+        else:
+            return Tree(program=program, whole=whole, ways=ways, root=root)

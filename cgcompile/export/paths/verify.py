@@ -1,0 +1,213 @@
+"""Every path is compared with eager PyTorch, whose questions get the same answers, whatever the inputs hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.fx import GraphModule, Interpreter, Node
+
+from ...errors import ModelError
+from ...model.flat_module import FlatModule, ProgramModule, Reference, run_eager
+from ...model.paths.way import ForcedWay
+from ...model.source import SEED
+from ...util.tolerance import compare
+from ..higher_order.conditionals import COND, higher_order
+from .explore import Ways
+from .lines import Line
+from .tree import Tree
+
+MOST = 64
+"""Paths of a tree that are compared: all, or so many by chance, each answer and each pair of answers among them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Path:
+    """One way through a tree: the answers at its questions, by the answers before each in its line, and all that Python asks and
+    reads."""
+
+    answers: tuple[tuple[tuple[bool, ...], bool], ...]
+    asks: tuple[bool, ...]
+    reads: tuple[bool, ...]
+
+
+class _Walk:
+    """Goes down a tree, with `choose` at every question."""
+
+    def __init__(self, ways: Ways, choose: Callable[[int], bool]) -> None:
+        self._ways, self._choose = ways, choose
+        self.answers: list[tuple[tuple[bool, ...], bool]] = []
+        self.asks: list[bool] = []
+        self.reads: list[bool] = []
+        self.choices: list[bool] = []
+
+    def along(self, line: Line, start: int, stop: int, asks: int, reads: int) -> bool:
+        """Follows a line from question `start` to question `stop`, or to its end, from these of its asks and reads on.  False where
+        the path ends inside."""
+        number = start
+        while number < min(stop, len(line.questions)):
+            question = line.questions[number]
+            branch = self._ways.branch(line, number)
+            self.asks += line.asks[asks : question.asks]
+            self.reads += line.reads[reads : question.reads]
+            asks, reads = question.asks, question.reads
+            turned = False
+            if isinstance(branch.other, Line):
+                turned = self._choose(len(self.choices))
+                self.choices.append(turned)
+            self.answers.append((line.answers[:number], question.answer != turned))
+            if not turned:
+                number += 1
+                self.asks.append(question.answer)
+                asks += 1
+                continue
+            assert isinstance(branch.other, Line) and branch.join is not None
+            other, join = branch.other, branch.join
+            self.asks.append(not question.answer)
+            meets = other.markers.index(join.other) if join.question is not None else len(other.questions)
+            if not self.along(other, number + 1, meets, question.asks + 1, question.reads) or join.question is None:
+                return False
+            met = line.questions[join.question]
+            number, asks, reads = join.question, met.asks, met.reads
+        last = line.questions[stop] if stop < len(line.questions) else None
+        self.asks += line.asks[asks : last.asks if last else None]
+        self.reads += line.reads[reads : last.reads if last else None]
+        return last is not None
+
+
+def paths(tree: Tree, most: int = MOST) -> Iterator[Path]:
+    """The paths of a tree on which the model does not raise, all of them where there are at most so many."""
+    seen: set[tuple[bool, ...]] = set()
+    pending: list[tuple[bool, ...]] = [()]
+    chance = random.Random(0)
+    while pending and len(seen) < most:
+        prefix = pending.pop(chance.randrange(len(pending)))
+        walk = _Walk(tree.ways, lambda at, prefix=prefix: prefix[at] if at < len(prefix) else False)  # type: ignore[misc]
+        walk.along(tree.root, 0, len(tree.root.questions), 0, 0)
+        choices = tuple(walk.choices)
+        if choices in seen:
+            continue
+        seen.add(choices)
+        pending += [(*choices[:at], True) for at in range(len(prefix), len(choices))]
+        yield Path(answers=tuple(walk.answers), asks=tuple(walk.asks), reads=tuple(walk.reads))
+
+
+class _ForcedModule(torch.nn.Module):
+    """The program with forced answers: `taken` by the answers before the question, in the line where it is asked."""
+
+    def __init__(self, module: ProgramModule, tree: Tree, taken: Mapping[tuple[bool, ...], bool]) -> None:
+        super().__init__()
+        self.snapshot = module.snapshot
+        self._program: Any = module.programs[0]
+        questions = [node.meta.get("question") for node in conditionals(tree.whole)]
+        own = list(conditionals(self._program))
+        if len(own) != len(questions):
+            raise ModelError("export-failed", "the program has not as many branches as the model has questions")
+        self._taken = {node: taken.get(question) for node, question in zip(own, questions, strict=True) if question is not None}
+
+    def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result: tuple[torch.Tensor, ...] = tuple(_Forced(self._program, self._taken).run(*tensors))
+        return result
+
+
+class _Forced(Interpreter):
+    def __init__(self, module: Any, taken: Mapping[Node, bool | None]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._taken = taken
+
+    def run_node(self, node: Node) -> Any:
+        if node in self._taken:
+            _, true, false, operands = [self._given(each) for each in node.args]
+            return _Forced(true if self._taken[node] else false, self._taken).run(*operands)
+        if node.target in (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default):
+            return None
+        return super().run_node(node)
+
+    def _given(self, value: Any) -> Any:
+        return torch.fx.node.map_arg(value, lambda node: self.env[node])
+
+
+class _Noting(Interpreter):
+    """Runs a program, and notes the answers of its branches."""
+
+    def __init__(self, module: Any, questions: Mapping[Node, Any], answers: dict[Any, set[bool]]) -> None:
+        super().__init__(module, garbage_collect_values=False)
+        self._questions, self._answers = questions, answers
+
+    def run_node(self, node: Node) -> Any:
+        if self._questions.get(node) is None:
+            return super().run_node(node)
+        asked, true, false, operands = [torch.fx.node.map_arg(each, lambda inner: self.env[inner]) for each in node.args]
+        self._answers.setdefault(self._questions[node], set()).add(bool(asked))
+        return _Noting(true if asked else false, self._questions, self._answers).run(*operands)
+
+
+def reached(tree: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> dict[tuple[bool, ...], set[bool]]:
+    """The answers that the questions of a tree get with these inputs."""
+    answers: dict[tuple[bool, ...], set[bool]] = {}
+    module = ProgramModule([tree.program])
+    program: Any = module.programs[0]
+    own, questions = list(conditionals(program)), [node.meta.get("question") for node in conditionals(tree.whole)]
+    noting = _Noting(program, dict(zip(own, questions, strict=True)), answers)
+    for tensors in samples:
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            noting.run(*[tensor.clone() for tensor in tensors])
+        module.snapshot.restore()
+    return answers
+
+
+def conditionals(module: GraphModule) -> Iterator[Node]:
+    """The branches of a program, the outer ones before those inside of them."""
+    for node in module.graph.nodes:
+        if higher_order(node) == COND:
+            yield node
+            for body in node.args[1:3]:
+                yield from conditionals(getattr(module, str(body.target)))
+
+
+def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor]], bound: float) -> int:
+    """Compares every path with eager PyTorch, and gives how many there were.  Raises export-differs with the questions of one that
+    differs."""
+    exported = ProgramModule([tree.program])
+    count = 0
+    for path in paths(tree):
+        forced = _ForcedModule(exported, tree, dict(path.answers))
+        for tensors in samples:
+            way = ForcedWay(asks=iter(path.asks), reads=iter(path.reads))
+            before, flat.way = flat.way, way
+            try:
+                wanted = _seeded(flat, tensors)
+            except ModelError:
+                raise
+            except Exception:  # noqa: BLE001  the model does not accept what these inputs hold on this path
+                continue
+            finally:
+                flat.way = before
+            if not way.ended():
+                raise ModelError("export-differs", f"{_named(tree, path)}: eager PyTorch asks for other values than its trace")
+            if _differ(wanted, _seeded(forced, tensors), bound):
+                raise ModelError("export-differs", f"{_named(tree, path)}: the model computes something else than its program")
+        count += 1
+    return count
+
+
+def _named(tree: Tree, path: Path) -> str:
+    first = tree.root.questions[0]
+    return f"{first.where}: the path of the answers {', '.join([str(answer) for _, answer in path.answers])}"
+
+
+def _seeded(reference: Reference, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """The outputs, what a call writes to its inputs, and the buffers."""
+    with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
+        torch.manual_seed(SEED)
+        made = run_eager(reference, tensors)
+    return [*made.outputs, *made.given, *[made.state[name] for name in sorted(made.state)]]
+
+
+def _differ(wanted: Sequence[torch.Tensor], made: Sequence[torch.Tensor], bound: float) -> bool:
+    return len(wanted) != len(made) or any(
+        want.shape != got.shape or compare(want, got).error > bound for want, got in zip(wanted, made, strict=False)
+    )

@@ -1,0 +1,156 @@
+"""The questions of a call whose answers are forced: traced, with a marker in the graph at each, or with real tensors.
+
+Replaced while such a call is traced: `__bool__` of torch.SymBool, torch.SymInt and torch.SymFloat, since a comparison of a number
+that was read out of a tensor is one of these (torch 2.11, 2.13).  Torch's own code gets torch's answer.
+Private interface: `torch.overrides._pop_mode_temporarily`.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+import torch
+from torch.overrides import _pop_mode_temporarily
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ..paths.predicates import predicate, truth_of
+from ..paths.python_state import TORCH, PythonState, model_frames, spot_of
+from ..paths.tracked_numbers import tracked
+from ..paths.way import ASKED, ForcedWay, Question, TracedWay
+from ..side_effects import NOTHING, SideEffects
+from ..user_code import here
+from .data_reads import ONE_TENSOR, DataReads
+from .known_values import KnownValues, is_known
+from .operations import run_at
+from .tensor_places import DEVICE, TensorPlaces
+from .tracing import called, has_no_data, tensors_in
+
+NUMBERS = (torch.SymBool, torch.SymInt, torch.SymFloat)
+
+
+class TracedReads(DataReads):
+    """The questions of a traced call of `model`, whose caller's code is `entry`."""
+
+    def __init__(
+        self,
+        places: TensorPlaces,
+        values: KnownValues,
+        way: TracedWay,
+        model: torch.nn.Module,
+        inputs: tuple[torch.Tensor, ...],
+        entry: CodeType,
+    ) -> None:
+        super().__init__(places, values, SideEffects(), frozenset(), NOTHING)
+        self._way, self._model, self._inputs, self._entry = way, model, inputs, entry
+        for tensor in inputs:
+            for size in tensor.shape:
+                if isinstance(size, torch.SymInt):
+                    self._way.symbols[size.node.expr] = lambda size=size: torch.scalar_tensor(size, dtype=torch.float64)
+
+    def truth(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
+        """One of BRANCHES."""
+        if not any(has_no_data(tensor) for tensor in tensors_in((args, kwargs))):
+            return self._noted(bool(run_at(self._places, func, args, kwargs, DEVICE)))
+        if is_known(value := self._values.result(func, args, kwargs)):
+            return self._noted(bool(value))
+        asked = called(lambda: predicate(func, args, kwargs), [], {})
+        if asked is None:
+            return bool(called(func, args, kwargs))  # torch's own error, or False for two shapes
+        return self._asked(asked, tensors_in((args, kwargs)) if func in ONE_TENSOR else ())
+
+    def read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """One of NUMBERS."""
+        value = self._values.result(func, args, kwargs)
+        if is_known(value):
+            self._way.reads.append(False)
+            return value
+        tensor = args[0]
+        exact = torch.float64 if tensor.is_floating_point() else torch.int64
+        value = called(func, args, kwargs)
+        kept = called(lambda: tensor.detach().to(exact, copy=True), [], {})
+        for place, number in enumerate(tree_leaves(value)):
+            if isinstance(number, torch.SymInt | torch.SymFloat | torch.SymBool):
+                for symbol in number.node.expr.free_symbols:
+                    self._way.symbols.setdefault(symbol, lambda place=place: kept.reshape(-1)[place])
+        self._way.reads.append(True)
+        return value
+
+    def number_truth(self, number: Any) -> bool | None:
+        """Whether a number of a trace is true; None where it follows from nothing that was read out of a tensor."""
+        expression = number.node.expr
+        with _pop_mode_temporarily():  # what is computed here is none of the model's operations
+            asked = called(lambda: truth_of(expression, self._way.symbols), [], {})
+            return None if asked is None else self._asked(asked, ())
+
+    def _noted(self, answer: bool) -> bool:
+        self._way.asks.append(answer)
+        return answer
+
+    def _asked(self, asked: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
+        """The answer to a question; one that is asked of the same tensor again keeps it."""
+        way = self._way
+        for tensor in tensors:
+            if (known := way.answered(tensor)) is not None:
+                return self._noted(known)
+        frames = model_frames(self._entry)
+        where, line = here()
+        spot = spot_of(frames)
+        answer = way.next_answer(spot, where, line)
+        state = PythonState(frames, self._model, self._inputs)
+        called(ASKED, [[asked, *[tensor for _, tensor in state.tensors]], len(way.questions)], {})
+        kept = tuple([(name, way.answered(tensor)) for name, tensor in state.tensors])
+        question = Question(
+            answer=answer, where=where, line=line, spot=spot, state=(state.value, kept), memory=state.memory,
+            names=tuple([name for name, _ in state.tensors]), asks=len(way.asks), reads=len(way.reads),
+        )  # fmt: skip
+        way.questions.append(question)
+        way.answers += [(tensor, tensor._version, answer) for tensor in tensors]
+        return self._noted(answer)
+
+
+class ForcedReads(DataReads):
+    """The questions of a call with real tensors that goes the way of a traced one."""
+
+    def __init__(self, places: TensorPlaces, values: KnownValues, way: ForcedWay) -> None:
+        super().__init__(places, values, SideEffects(), frozenset(), NOTHING)
+        self._way = way
+
+    def truth(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> bool:
+        """One of BRANCHES."""
+        return self._way.ask(False)
+
+    def read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """One of NUMBERS."""
+        value = called(func, args, kwargs)
+        return tree_map(lambda leaf: tracked(leaf, self._way.ask), value) if self._way.read() else value
+
+
+@contextmanager
+def numbers_asked(answer: Callable[[Any], bool | None]) -> Iterator[None]:
+    """Meanwhile `answer` says whether a number of a trace is true, where the model's code asks."""
+    before = {kind: kind.__bool__ for kind in NUMBERS if hasattr(kind, "__bool__")}
+
+    def replaced(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
+        def __bool__(number: Any) -> bool:
+            file = sys._getframe(1).f_code.co_filename
+            found = None if _inside_torch(file) or not number.node.expr.free_symbols else answer(number)
+            return original(number) if found is None else found
+
+        return __bool__
+
+    for kind, original in before.items():
+        kind.__bool__ = replaced(original)
+    try:
+        yield
+    finally:
+        for kind, original in before.items():
+            kind.__bool__ = original
+
+
+def _inside_torch(file: str) -> bool:
+    return os.path.abspath(file).startswith(TORCH) or f"{os.sep}sympy{os.sep}" in file

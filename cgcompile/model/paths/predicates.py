@@ -1,0 +1,77 @@
+"""Questions as tensors: what `if`, `torch.equal` and comparisons of numbers that were read out of tensors compute."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from functools import reduce
+from typing import Any
+
+import sympy  # type: ignore[import-untyped]
+import torch
+
+EQUAL = frozenset({torch.equal, torch.Tensor.equal})
+CLOSE = frozenset({torch.allclose, torch.Tensor.allclose})
+
+
+def predicate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
+    """The truth that Python asks for as a tensor without dimensions; None where that is not known how."""
+    if func in EQUAL:
+        one, other = args
+        return (one == other).all() if one.shape == other.shape else None
+    if func in CLOSE:
+        return torch.isclose(*args, **kwargs).all()
+    (tensor,) = args
+    return tensor.reshape(()) != 0 if tensor.numel() == 1 else None
+
+
+class Unknown(Exception):
+    """An expression that has no tensor."""
+
+
+def truth_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]]) -> torch.Tensor | None:
+    """A condition about numbers as a tensor.  `symbols`: what makes the tensor that a symbol was read out of."""
+    try:
+        value = _tensor(expression, symbols)
+    except Unknown:
+        return None
+    if not isinstance(value, torch.Tensor):
+        return None
+    return value if value.dtype is torch.bool else value != 0
+
+
+BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add, "Mul": operator.mul, "And": torch.logical_and, "Or": torch.logical_or, "Max": torch.maximum,
+    "Min": torch.minimum, "StrictGreaterThan": operator.gt, "GreaterThan": operator.ge, "StrictLessThan": operator.lt,
+    "LessThan": operator.le, "Equality": operator.eq, "Unequality": operator.ne, "FloatTrueDiv": operator.truediv,
+    "IntTrueDiv": lambda one, other: one / other, "FloorDiv": operator.floordiv, "Mod": operator.mod, "PythonMod": operator.mod,
+    "Pow": operator.pow, "FloatPow": operator.pow, "PowByNatural": operator.pow,
+}  # fmt: skip
+"""By the name of sympy's class, or of torch's own (torch.utils._sympy.functions)."""
+
+UNARY: Mapping[str, Callable[[Any], Any]] = {
+    "Not": torch.logical_not,
+    "Abs": abs,
+    "ToFloat": lambda value: value.double() if isinstance(value, torch.Tensor) else float(value),
+}
+
+
+def _tensor(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]]) -> Any:
+    if isinstance(expression, sympy.Symbol):
+        if expression not in symbols:
+            raise Unknown
+        return symbols[expression]()
+    if isinstance(expression, sympy.Integer):
+        return int(expression)
+    if isinstance(expression, sympy.Number):
+        return float(expression)
+    name = type(expression).__name__
+    parts = [_tensor(each, symbols) for each in expression.args]
+    if name in UNARY and len(parts) == 1:
+        return UNARY[name](parts[0])
+    if name not in BINARY or len(parts) < 2:
+        raise Unknown
+    if BINARY[name] in (torch.maximum, torch.minimum):
+        like = next((each for each in parts if isinstance(each, torch.Tensor)), None)
+        parts = [each if isinstance(each, torch.Tensor) or like is None else torch.full_like(like, each) for each in parts]
+    return reduce(BINARY[name], parts)

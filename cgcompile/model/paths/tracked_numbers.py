@@ -1,0 +1,54 @@
+"""Numbers that eager PyTorch reads out of tensors, whose comparisons get forced answers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+ARITHMETIC = (
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow",
+    "neg", "pos", "abs",
+)  # fmt: skip
+COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+LOGIC = ("and", "rand", "or", "ror")
+
+
+def tracked(value: Any, ask: Callable[[bool], bool]) -> Any:
+    """`value`, a number, as one of the same value; what follows from it by arithmetic is such a number too, and `ask` answers
+    whether it, or a comparison with it, is true."""
+    if type(value) is bool:
+        return _truth(value, ask)
+    if type(value) in (int, float):
+        return _number(value, ask)
+    return value
+
+
+def _number(value: Any, ask: Callable[[bool], bool]) -> Any:
+    base: Any = type(value)
+    methods: dict[str, Any] = {"__hash__": base.__hash__, "__bool__": lambda self: ask(base.__bool__(self))}
+    for name in ARITHMETIC:
+        if hasattr(base, f"__{name}__"):
+            methods[f"__{name}__"] = _wrapped(getattr(base, f"__{name}__"), lambda made: tracked(made, ask))
+    for name in COMPARISONS:
+        methods[f"__{name}__"] = _wrapped(getattr(base, f"__{name}__"), lambda made: _truth(made, ask))
+    return type(base.__name__, (base,), methods)(value)
+
+
+def _truth(value: Any, ask: Callable[[bool], bool]) -> Any:
+    """A truth value, as an int: no class can be derived from `bool`."""
+    if value is NotImplemented:
+        return value
+    methods: dict[str, Any] = {"__hash__": int.__hash__, "__bool__": lambda self: ask(int(self) != 0)}
+    for name in LOGIC:
+        methods[f"__{name}__"] = _wrapped(getattr(int, f"__{name}__"), lambda made: _truth(made, ask))
+    for name in ("eq", "ne"):
+        methods[f"__{name}__"] = _wrapped(getattr(int, f"__{name}__"), lambda made: _truth(made, ask))
+    return type("bool", (int,), methods)(value)
+
+
+def _wrapped(method: Callable[..., Any], wrap: Callable[[Any], Any]) -> Callable[..., Any]:
+    def run(*values: Any) -> Any:
+        made = method(*values)
+        return made if made is NotImplemented else wrap(made)
+
+    return run
