@@ -56,6 +56,14 @@ class Backward(Potential):
         return x.grad
 
 
+class Ambient(Potential):
+    """Gradients are those of whoever calls it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x.requires_grad_()
+        return torch.autograd.grad(self.net(x).sum(), x)[0]
+
+
 @pytest.mark.parametrize("kind", [Potential, Residual, OneStep])
 def test_a_derivative_is_part_of_the_program(kind: type[nn.Module]) -> None:
     model = kind()
@@ -71,3 +79,8 @@ def test_a_derivative_is_part_of_the_program(kind: type[nn.Module]) -> None:
 def test_backward_is_refused_with_what_to_write_instead() -> None:
     with raises("export-differs", match=r"test_derivatives.py:\d+: backward\(\) cannot be traced"):
         export(load_source(Backward(), rows), {"batch": (1, 8)})
+
+
+def test_a_model_that_needs_gradients_is_told_how_to_turn_them_on() -> None:
+    with raises("eager-failed", match=r"with torch.enable_grad\(\)"):
+        export(load_source(Ambient(), rows), {"batch": (1, 8)})
