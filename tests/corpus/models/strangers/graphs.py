@@ -168,6 +168,23 @@ def ani() -> Made:
     return Energies(), inputs
 
 
+def forces() -> Made:
+    """The forces on the atoms: the derivative of the energy, as torchani's documentation takes it."""
+    energies, inputs = ani()
+
+    class Forces(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.energies = energies
+
+        def forward(self, species: torch.Tensor, coordinates: torch.Tensor) -> torch.Tensor:
+            with torch.enable_grad():
+                coordinates = coordinates.detach().requires_grad_()
+                return -torch.autograd.grad(self.energies(species, coordinates).sum(), coordinates)[0]
+
+    return Forces(), inputs
+
+
 def point_net() -> Made:
     """Classes of clouds of 32 points."""
     from pointnet.pointnet import STN, PointNetCls
@@ -207,6 +224,7 @@ CASES = [
     stranger("molecules", "equiformer_pytorch:Equiformer", inputs=equiformer, num_tokens=9, dim=(8, 4), dim_head=(4, 4),
         heads=(2, 2), num_degrees=2, depth=1, attend_self=True, reduce_dim_out=True, num_neighbors=3),
     made("molecules", "torchani.ANI", ani),
+    made("molecules", "torchani.Forces", forces),
     made("equivariant", "e3nn.FullyConnectedTensorProduct", tensor_product),
     made("equivariant", "e3nn.Gate", gate),
     stranger("points", "point_transformer_pytorch:PointTransformerLayer", noise(9, 16), noise(9, 3), dim=16,

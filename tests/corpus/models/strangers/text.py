@@ -194,6 +194,8 @@ CASES = [
     made("taggers", "allencrf.CRF", allen_crf),
     made("taggers", "pytorch_partial_crf.CRF", partial_crf),
     made("taggers", "bi_lstm_crf.CRF", viterbi),
+    stranger("taggers", "bi_lstm_crf:BiRnnCrf", lambda batch: sentences(batch)[0].clamp(min=1) * sentences(batch)[2],
+        vocab_size=WORDS, tagset_size=5, embedding_dim=8, hidden_dim=8),
     made("text", "x_transformers.Decoder", lambda: x_decoder(rotary_pos_emb=True)),
     made("text", "x_transformers.Decoder_alibi", lambda: x_decoder(alibi_pos_bias=True)),
     made("text", "x_transformers.Decoder_sparse", lambda: x_decoder(attn_sparse_topk=4)),

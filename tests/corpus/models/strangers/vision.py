@@ -76,6 +76,18 @@ def detected() -> Made:
     return Points(), lambda batch: (torch.rand(batch, 3, 32, 32),)
 
 
+def faces() -> Made:
+    """Faces, with what overlaps them left out; the weights that it would load from the network are random."""
+    from unittest.mock import patch
+
+    from kornia.contrib import face_detection
+
+    kind = face_detection.YuNet
+    with patch.object(face_detection, "YuNet", lambda phase, pretrained: kind(phase, pretrained=False)):
+        detector = face_detection.FaceDetector(top_k=20, confidence_threshold=0.0, keep_top_k=5)
+    return detector, lambda batch: (255 * torch.rand(batch, 3, 64, 64),)
+
+
 def crnn() -> Made:
     """Legere's recogniser of a line of text."""
     from legere.model import CompactCRNN, ModelConfig
@@ -130,6 +142,7 @@ CASES = [
     stranger("features", "kornia.filters:Canny", SMALL, variant="Canny_hysteresis"),
     stranger("features", "kornia.contrib:DistanceTransform", lambda batch: (torch.rand(batch, 1, 12, 12) > 0.8).float(),
         kernel_size=3),
+    made("detectors", "kornia.FaceDetector", faces),
     made("letters", "legere.CompactCRNN", crnn),
     made("pictures", "efficientnet_pytorch.EfficientNet", efficient_net),
     stranger("pictures", "mlp_mixer_pytorch:MLPMixer", SMALL, image_size=16, channels=3, patch_size=8, dim=16, depth=1,
