@@ -250,6 +250,8 @@ NUMPY = ".numpy() is not supported for tensor subclasses"
 
 def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
     """The error for what torch.export raised; `sizes` are those of the dimensions that were dynamic."""
+    if isinstance(error, ModelError):
+        return error
     text = text_of(error)
     fixed = _constants(text)
     for name in sizes:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -43,6 +43,9 @@ class FlatModule(torch.nn.Module):
     `known` names by position, and asserts what `asserted` names; of what `as_eager` names the user's code is told that nothing is
     traced.  `constants` are buffers, (module, name in it, value), that Python may ask while they are traced.  `assigned` are
     attributes that are watched: whether a call reads them before it assigns them.  `way`: the answers that a call gets are forced.
+    traced.  `padded`: a call is filled up, so that sequences may have length 0.
+    `constants` are buffers, (module, name in it, value), that Python may ask while they are traced.  `assigned` are
+    attributes that are watched: whether a call reads them before it assigns them.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
@@ -70,6 +73,7 @@ class FlatModule(torch.nn.Module):
         self.asserted = NOTHING
         self.constants: list[tuple[Any, str, torch.Tensor]] = []
         self.as_eager = ""
+        self.padded = False
         self.assigned: tuple[str, ...] = ()
         self.way: TracedWay | ForcedWay | None = None
         self.watch: Callable[[SideEffects], None] = unwatched
@@ -102,6 +106,7 @@ class FlatModule(torch.nn.Module):
                 [(owner._buffers[leaf], value) for owner, leaf, value in self.constants],
                 self.way,
                 self.model,
+                self.padded,
             ) as effects,  # fmt: skip
         ):
             self.watch(effects)
@@ -249,6 +254,19 @@ def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int 
         if not keep:
             reference.snapshot.restore()
     return EagerResult(outputs=own, given=given, state=state)
+
+
+@contextmanager
+def padded_calls(reference: Reference) -> Iterator[None]:
+    """Meanwhile the calls of a FlatModule are filled up."""
+    flat = reference if isinstance(reference, FlatModule) else None
+    if flat is not None:
+        flat.padded = True
+    try:
+        yield
+    finally:
+        if flat is not None:
+            flat.padded = False
 
 
 def traced_per_size() -> AbstractContextManager[Any]:

@@ -94,7 +94,7 @@ def test_packed_sequences_have_their_sizes_on_the_host() -> None:
         lengths = torch.full((x.shape[0],), 4).cpu()
         return x + nn.utils.rnn.pack_padded_sequence(x[:, :, None], lengths, batch_first=True).data.sum()
 
-    assert "_pack_padded_sequence" in operations(traced(function))
+    assert {"to_host", "index"} <= {*operations(traced(function))}
 
 
 OBSTACLES: list[tuple[str, Callable[..., Any], str]] = [
