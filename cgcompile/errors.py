@@ -56,7 +56,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "numpy-untraceable": Cause(ModelError, 1, "forward() computes with NumPy, which torch.export sees nothing of.",
         "write it with PyTorch's operations, or compute it outside of forward() and pass it as an input"),
     "data-dependent-branch": Cause(ModelError, 1,
-        "Python branches on the value of a tensor: an exported program has one of the branches only.",
+        "Python branches on the value of a tensor in a way that no program can follow: a loop without a bound, too many paths.",
         "choose with torch.where or torch.cond, loop with torch.while_loop; make what never changes in forward()"),
     "structure-unsupported": Cause(ModelError, 1, "An input or output is of a type that a bundle cannot describe.",
         "use tensors, None, numbers, text, and tuples, lists, dicts, named tuples or dataclasses of them"),

@@ -105,19 +105,19 @@ def path(context: RuleContext) -> Iterable[Finding]:
 
 
 def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
-    """Python that branches on the value of a tensor: `if x.sum() > 0:`, `while error > bound:`, `assert mask.all()`.
+    """Python that branches on the value of a tensor where not every way can be followed: `while error > bound:`, `range(int(n))`.
 
-    What it looks for: Python asks a tensor for its truth during the export, which then goes on as the example inputs did.
+    What it looks for: Python asks a tensor for its truth or its number during the export, and there are more ways than --max-paths,
+    or a way cannot be exported.
     Why CUDA forbids it: a graph is a fixed order of kernels, and torch.export records one path through Python.
-    Effect: no bundle can be built, but where one side fails (asserted-value).
-    Fix: `torch.where(condition, a, b)`; or `torch.cond`, whose branches both become part of the graph.  For a loop that data ends
-    (`range(int(n))`, `while`, a `break`) `torch.while_loop`; for a loop over what was chosen (`for expert in hit.nonzero()`), one
-    over all, with a weight of 0 for the rest; for an assertion `torch._assert_async(condition)`.
-    Source: torch.export refuses it as GuardOnDataDependentSymNode; "Control flow - Cond" in the torch documentation.
+    Effect: no bundle can be built.  Other branches on data are notes (path), and those of which one side fails (asserted-value).
+    Fix: for a loop that data ends (`range(int(n))`, `while`) `torch.while_loop`, or `range(N)` with a `break`; for a loop over what
+    was chosen (`for expert in hit.nonzero()`), one over all, with a weight of 0 for the rest.
+    Source: torch.export refuses it as GuardOnDataDependentSymNode; export/paths.
     """
     for obstacle in context.obstacles("data-dependent-branch"):
         yield finding(
             "data-dependent-branch", REFUSE, obstacle.message, obstacle,
-            "the bundle would hold only the branch that the example inputs took",
+            "the bundle would hold only the way that the example inputs took",
             branch_fix(obstacle.source),
         )  # fmt: skip

@@ -16,14 +16,15 @@ from cgbundle.format.schema import Tree
 from ..errors import ModelError
 from ..util.raw_bytes import copied, put_back, same_bits
 from .devices.tracking import track_devices
-from .paths.way import ForcedWay, TracedWay, noting_errors
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import NOTHING, SideEffects
 from .source import CPU, CUDA, Sample, entry_method, written_method
 from .tracing.attribute_reads import early_reads
+from .tracing.attributes import changed, marks
 from .tracing.conversions import needless_conversions_left_out
 from .tracing.held_tensors import current_buffers, held_buffers, held_tensors
 from .tracing.questions import told_eager
+from .tracing.way import ForcedWay, TracedWay, noting_errors
 from .user_code import definition, plain_errors
 
 PREFIX = "model."
@@ -110,13 +111,18 @@ class FlatModule(torch.nn.Module):
             ) as effects,  # fmt: skip
         ):
             self.watch(effects)
+            marked = marks(self.model) if isinstance(self.way, TracedWay) else {}
             with noting_errors(self.way), early_reads(self.model, self.assigned, effects.early), plain_errors():
                 made = entry_method(self.model, self.entry)(*args, **kwargs)
+            if isinstance(self.way, TracedWay):
+                self.way.changed = tuple(changed(marked, marks(self.model)))
         for owner, leaf, tensor in before:
             _write_back(owner, leaf, tensor)
         written = definition(written_method(self.model, self.entry)) or type(self.model).__qualname__
         with located(f"{written}: {self.entry}() gives "):
             self.result = describe(made, "", leaves)
+        if isinstance(self.way, TracedWay):
+            self.way.result = self.result
         self.names = [name or "output" for name, _ in leaves]
         return tuple([_waited(tensor) for _, tensor in leaves])
 

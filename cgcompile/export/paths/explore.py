@@ -9,8 +9,8 @@ from torch.export import ExportedProgram
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
-from ...model.paths.way import Question, Spot, TooManyTurns
 from ...model.side_effects import Obstacle
+from ...model.tracing.way import Question, Spot, TooManyTurns
 from .joins import Join, joins
 from .lines import Line, Raised, trace_line
 

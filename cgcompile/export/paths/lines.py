@@ -20,7 +20,7 @@ from cgbundle.format.schema import Tree
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
-from ...model.paths.way import ASKED, Question, Spot, TooManyTurns, TracedWay
+from ...model.tracing.way import ASKED, Question, Spot, TooManyTurns, TracedWay
 from ...model.user_code import first_line, place, user_place
 from ...util.raw_bytes import raw
 from ..functionalization import functional_form
@@ -53,7 +53,8 @@ class Line:
 
     `markers` are the positions among `nodes` of the questions, `live` the tensors that Python keeps at each, by name, with
     what it asks as "asked".  `keys` are equal for nodes of all lines that surely have the same value.  `exported` is the
-    program before it became functional; `writes`: the model's code writes to tensors in place.
+    program before it became functional; `writes`: the model's code writes to tensors in place.  `changed` are
+    attributes that it left changed.
     """
 
     answers: tuple[bool, ...]
@@ -64,6 +65,7 @@ class Line:
     program: ExportedProgram
     result: Tree | None
     writes: bool
+    changed: tuple[str, ...]
     nodes: tuple[Node, ...]
     markers: tuple[int, ...]
     live: tuple[Mapping[str, Any], ...]
@@ -100,15 +102,18 @@ def trace_line(
         return Raised(message=message, where=where or error.where, line=line), tuple(way.questions)
     finally:
         flat.way = before
-    return _line(program, way, flat.result), tuple(way.questions)
+    return _line(program, way), tuple(way.questions)
 
 
 def _of_torch(error: BaseException) -> bool:
     return type(error).__module__.startswith(("torch.", "cgcompile."))
 
 
-def _line(exported: ExportedProgram, way: TracedWay, result: Tree | None) -> Line:
-    program = functional_form(exported)
+def _line(exported: ExportedProgram, way: TracedWay) -> Line:
+    try:
+        program = functional_form(exported)
+    except Exception as error:
+        raise ModelError("export-failed", f"model: a way has no functional form: {first_line(error)}") from error
     with_tensors(program.graph)
     nodes = tuple([node for node in program.graph.nodes if node.op not in ("placeholder", "output")])
     markers = tuple([index for index, node in enumerate(nodes) if node.target is ASKED])
@@ -119,7 +124,8 @@ def _line(exported: ExportedProgram, way: TracedWay, result: Tree | None) -> Lin
     )
     return Line(
         answers=tuple([question.answer for question in way.questions]), asks=tuple(way.asks), reads=tuple(way.reads),
-        questions=tuple(way.questions), exported=exported, program=program, result=result, nodes=nodes, markers=markers,
+        questions=tuple(way.questions), exported=exported, program=program, result=way.result, nodes=nodes, markers=markers,
+        changed=way.changed,
         writes=any(map(_writes, exported.graph.nodes)),
         live=live, keys=_keys(program, way), outputs=_outputs(program),
         at={node: index for index, node in enumerate(nodes)},

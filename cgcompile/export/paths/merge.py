@@ -26,7 +26,7 @@ from ..functionalization import functional_form
 from ..higher_order.retrace import in_place
 from ..higher_order.shared_memory import copy_shared
 from ..torch_program import with_graph
-from .explore import Ways
+from .explore import PathsRefused, Ways
 from .joins import Join, output
 from .lines import Line, Raised, Slot, is_pure, placeholders
 
@@ -296,6 +296,7 @@ def _branch(ways: Ways, body: _Body, line: Line, number: int, other: Line, join:
     constants = _constants(sides[0][1], sides[1][1])
     kept = [place for place in range(len(sides[0][1])) if place not in constants]
     results = [[_new(inner, values[place], marker) for place in kept] for inner, values in sides]
+    _check_alike(line, number, results)
     _same_strides(sides, results, marker)
     if not kept:  # what is left are assertions: a branch gives something
         results = [[inner.add(aten.clone.default, (inner.taking(asked),), marker)] for inner, _ in sides]
@@ -350,6 +351,17 @@ def _new(body: _Body, value: Node, marker: Node) -> Node:
         body.given.add(value)
         return value
     return body.add(aten.clone.default, (value,), marker)
+
+
+def _check_alike(line: Line, number: int, results: Sequence[Sequence[Node]]) -> None:
+    """Raises structure-unsupported for results of different dtypes or shapes."""
+    for left, right in zip(*results, strict=True):
+        forms = [f"{each.meta['val'].dtype} {list(each.meta['val'].shape)}".removeprefix("torch.") for each in (left, right)]
+        if forms[0] != forms[1]:
+            raise PathsRefused(
+                "structure-unsupported", line.questions[number], f"one way gives {forms[0]}, the other one {forms[1]}",
+                "return tensors of the same dtype and shape on every way",
+            )  # fmt: skip
 
 
 def _same_strides(sides: Sequence[tuple[_Body, Any]], results: list[list[Node]], marker: Node) -> None:

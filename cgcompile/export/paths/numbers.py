@@ -33,6 +33,9 @@ BINARY: Mapping[Any, Any] = {
 }  # fmt: skip
 """Operations of a tensor and a number, which are the same with a tensor of no dimensions in the type that they compute in."""
 
+FILLED = frozenset({aten.full.default, aten.scalar_tensor.default})
+"""Operations that make a tensor of one number."""
+
 ROUNDED = frozenset({torch.float16, torch.bfloat16})
 """Types whose operations compute in 32 bits."""
 
@@ -43,6 +46,13 @@ def with_tensors(graph: Graph) -> None:
         if node.target in READS:
             _Number(graph, node).settle()
     graph.lint()
+
+
+def _takes_tensor(user: Node, number: Node) -> bool:
+    """Whether an operation on a number has a form with a tensor."""
+    if user.target in FILLED:
+        return user.args[-1] is number and number not in tree_leaves(user.args[:-1])
+    return user.target in BINARY and not user.kwargs and user.args[1] is number and isinstance(user.args[0], Node)
 
 
 class _Number:
@@ -63,7 +73,7 @@ class _Number:
                     if others:
                         return
                     numbers.append(user) if user not in numbers else None
-                elif user.target in BINARY and not user.kwargs and user.args[1] is number and isinstance(user.args[0], Node):
+                elif _takes_tensor(user, number):
                     users.append(user)
                 else:
                     return
@@ -101,6 +111,9 @@ class _Number:
 
     def _replace(self, user: Node) -> None:
         """An operation with the tensor in place of the number."""
+        if user.target in FILLED:
+            self._fill(user)
+            return
         tensor, number = user.args[:2]
         assert isinstance(tensor, Node) and isinstance(number, Node)
         value, made = tensor.meta["val"], user.meta["val"]
@@ -113,6 +126,19 @@ class _Number:
             result = self._call(user, BINARY[user.target], (left, right, *user.args[2:]))
             if result.meta["val"].dtype != made.dtype:
                 result = self._call(user, aten._to_copy.default, (result,), {"dtype": made.dtype})
+        user.replace_all_uses_with(result)
+        self._graph.erase_node(user)
+
+    def _fill(self, user: Node) -> None:
+        """A tensor of one number."""
+        made = user.meta["val"]
+        sizes = user.args[0] if user.target is aten.full.default else []
+        with self._graph.inserting_before(user):
+            number = self._tensors[user.args[-1]]
+            if number.meta["val"].dtype != made.dtype:
+                number = self._call(user, aten._to_copy.default, (number,), {"dtype": made.dtype})
+            wide = self._call(user, aten.expand.default, (number, sizes))
+            result = self._call(user, aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
         user.replace_all_uses_with(result)
         self._graph.erase_node(user)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 
 import torch
 from torch.export import ExportedProgram
@@ -11,6 +11,7 @@ from ...errors import ModelError
 from ...model.flat_module import FlatModule
 from ...model.side_effects import NOTHING, Obstacle, SideEffects
 from ...model.source import CPU
+from ...model.tracing.attributes import assignment_place
 from ..programs import Programs, coarsest
 from .explore import PathsRefused
 from .shown import forks
@@ -42,7 +43,10 @@ def with_paths(
         if made is None:
             return None
         bound = coarsest(Programs(by_key={(): made.program}, dynamic=False))
+        names = sorted({name for line in made.ways.lines for name in line.changed} - {*flat.assigned})
+        known, flat.assigned = flat.assigned, (*flat.assigned, *names)
         verify(flat, made, samples, bound)
+        flat.assigned = known
     except ModelError as error:
         if isinstance(error, PathsRefused) or error.code == "export-differs":
             raise
@@ -50,7 +54,16 @@ def with_paths(
     finally:
         flat.result = result
     other = [each for call in calls[before:] for each in call.obstacles]
-    return made.program, tuple(dict.fromkeys([*other, *_notes(made, samples)]))
+    early = set().union(*[call.early for call in calls[before:]])
+    return made.program, tuple(dict.fromkeys([*other, *_changes(flat, names, early), *_notes(made, samples)]))
+
+
+def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterator[Obstacle]:
+    """Attributes that a way changes which the first calls did not take; `early`: a way reads them first."""
+    for name in names:
+        where, line = assignment_place(flat.model, name)
+        rule = "mutated-attribute" if name in early else "assigned-attribute"
+        yield Obstacle(rule=rule, message=f"forward() changes {name!r}", where=where, source=line)
 
 
 def _notes(made: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> Iterator[Obstacle]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
 
-from ...model.paths.way import Question
+from ...model.tracing.way import Question
 from .explore import Ways
 from .lines import Line, Raised
 from .tree import Tree

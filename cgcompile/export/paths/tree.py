@@ -10,7 +10,6 @@ from torch.fx import GraphModule
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
-from ...model.user_code import first_line
 from .explore import Branch, PathsRefused, Ways
 from .lines import Line, Raised
 from .merge import Unjoinable, merged
@@ -60,7 +59,7 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
             raise PathsRefused(
                 "data-dependent-branch",
                 question,
-                f"a branch holds what torch cannot trace there, as a number that Python reads: {first_line(error)}",
+                "a way holds what torch cannot trace in a branch, as a number that is read out of a tensor and used as a size",
             ) from error
         else:
             return Tree(program=program, whole=whole, ways=ways, root=root)

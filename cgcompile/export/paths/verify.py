@@ -12,8 +12,8 @@ from torch.fx import GraphModule, Interpreter, Node
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule, ProgramModule, Reference, run_eager
-from ...model.paths.way import ForcedWay
 from ...model.source import SEED
+from ...model.tracing.way import ForcedWay
 from ...util.tolerance import compare
 from ..higher_order.conditionals import COND, higher_order
 from .explore import Ways

@@ -18,17 +18,20 @@ import torch
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ..paths.predicates import predicate, truth_of
-from ..paths.python_state import TORCH, PythonState, model_frames, spot_of
-from ..paths.tracked_numbers import tracked
-from ..paths.way import ASKED, ForcedWay, Question, TracedWay
 from ..side_effects import NOTHING, SideEffects
+from ..tracing.predicates import predicate, truth_of
+from ..tracing.python_state import TORCH, PythonState, model_frames, spot_of
+from ..tracing.tracked_numbers import tracked
+from ..tracing.way import ASKED, ForcedWay, Question, TracedWay
 from ..user_code import here
 from .data_reads import ONE_TENSOR, DataReads
 from .known_values import KnownValues, is_known
 from .operations import run_at
 from .tensor_places import DEVICE, TensorPlaces
 from .tracing import called, has_no_data, tensors_in
+
+MIN_MAX = os.path.join("torch", "_export", "non_strict_utils.py")
+"""The file of what torch.export puts in place of Python's `min` and `max` (torch 2.11, 2.13)."""
 
 NUMBERS = (torch.SymBool, torch.SymInt, torch.SymFloat)
 
@@ -61,7 +64,9 @@ class TracedReads(DataReads):
         asked = called(lambda: predicate(func, args, kwargs), [], {})
         if asked is None:
             return bool(called(func, args, kwargs))  # torch's own error, or False for two shapes
-        return self._asked(asked, tensors_in((args, kwargs)) if func in ONE_TENSOR else ())
+        if func in ONE_TENSOR:
+            return self._asked(asked, tensors_in((args, kwargs)))
+        return self._asked(asked, (), by_itself=False)
 
     def read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """One of NUMBERS."""
@@ -91,8 +96,8 @@ class TracedReads(DataReads):
         self._way.asks.append(answer)
         return answer
 
-    def _asked(self, asked: torch.Tensor, tensors: Sequence[torch.Tensor]) -> bool:
-        """The answer to a question; one that is asked of the same tensor again keeps it."""
+    def _asked(self, asked: torch.Tensor, tensors: Sequence[torch.Tensor], by_itself: bool = True) -> bool:
+        """The answer to a question; one that is asked of the same tensor again keeps it.  `by_itself` as for PythonState."""
         way = self._way
         for tensor in tensors:
             if (known := way.answered(tensor)) is not None:
@@ -101,7 +106,7 @@ class TracedReads(DataReads):
         where, line = here()
         spot = spot_of(frames)
         answer = way.next_answer(spot, where, line)
-        state = PythonState(frames, self._model, self._inputs)
+        state = PythonState(frames, self._model, self._inputs, by_itself)
         called(ASKED, [[asked, *[tensor for _, tensor in state.tensors]], len(way.questions)], {})
         kept = tuple([(name, way.answered(tensor)) for name, tensor in state.tensors])
         question = Question(
@@ -153,4 +158,6 @@ def numbers_asked(answer: Callable[[Any], bool | None]) -> Iterator[None]:
 
 
 def _inside_torch(file: str) -> bool:
+    if file.endswith(MIN_MAX):
+        return False
     return os.path.abspath(file).startswith(TORCH) or f"{os.sep}sympy{os.sep}" in file

@@ -24,8 +24,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from ..paths.way import ForcedWay, TracedWay
 from ..side_effects import NOTHING, Asserted, SideEffects
+from ..tracing.way import ForcedWay, TracedWay
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
 from .known_values import KnownValues

@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from cgbundle.format.schema import Tree
+
 Spot = tuple[Any, ...]
 """A position in Python: the code and the instruction of every frame of the model, the outermost first."""
 
@@ -45,7 +47,8 @@ class TracedWay:
     """The record of one traced call, which answers `forced` first, then what `preferred` says of the position, else True.
 
     `asks` are all answers in order, those to known values and repeated questions too, and `reads` say of every number that Python
-    read whether it depends on data: with both, eager PyTorch takes the same way.  `raised` is what the model raised.
+    read whether it depends on data: with both, eager PyTorch takes the same way.  `raised` is what the model raised, `result` the
+    nesting and the constants of what it gave, and `changed` are attributes that it left changed.
     """
 
     def __init__(self, forced: Sequence[bool], preferred: Mapping[Spot, bool], limit: int) -> None:
@@ -58,6 +61,8 @@ class TracedWay:
         self.asks: list[bool] = []
         self.reads: list[bool] = []
         self.raised: BaseException | None = None
+        self.result: Tree | None = None
+        self.changed: tuple[str, ...] = ()
         self.symbols: dict[Any, Any] = {}
         self.answers: list[tuple[torch.Tensor, int, bool]] = []
 

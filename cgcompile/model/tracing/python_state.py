@@ -1,28 +1,25 @@
 """What Python keeps where a model asks a question: two ways that keep the same, but for tensors, go on in the same way.
 
 Compared are the positions of all frames of the model, the local variables that are still read afterwards, and the attributes of
-the modules.  What cannot be compared (a generator, an object of C) is equal to nothing.  Values on a frame's stack cannot be seen:
-`export/paths` checks what the rest of a way uses.
-
-Private interface: `dis._parse_exception_table` (Python 3.11 to 3.14).  Without it all local variables count as read.
+the modules.  What cannot be compared (a generator, an object of C) is equal to nothing.  Values on a frame's stack cannot be seen,
+nor can the state of a function in C that asks (`max`, `sorted`): there two ways are never the same.
 """
 
 from __future__ import annotations
 
-import dis
 import enum
 import os
 import sys
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Hashable
 from functools import cache, partial
-from itertools import pairwise
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodType, ModuleType
 from typing import Any
 
 import torch
 
-from ..tracing.attributes import own_attributes
 from ..user_code import OURS
+from .attributes import own_attributes
+from .bytecode import kept
 from .way import Spot
 
 TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -67,15 +64,18 @@ class PythonState:
     """What the frames and the model keep: `value` without tensors, `tensors` by where Python keeps them, and which of these share
     memory."""
 
-    def __init__(self, frames: list[FrameType], model: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, frames: list[FrameType], model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], by_itself: bool) -> None:
+        """`by_itself`: the question is asked by an instruction of Python, not by a function that it calls."""
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []
         parts: list[Any] = []
         for number, frame in enumerate(frames):
-            read = live_after(frame.f_code, frame.f_lasti)
+            found = kept(frame.f_code, frame.f_lasti)
+            if found is None or found.hidden or (number == len(frames) - 1 and by_itself and not found.tests):
+                parts.append(object())
             for name, value in sorted(frame.f_locals.items()):
-                if read is None or name in read:
+                if found is None or name in found.live:
                     parts.append((number, name, self._part(value, f"{number}.{name}", 0)))
         for name, value in own_attributes(model).items():
             parts.append((name, self._part(value, f"self.{name}", 0)))
@@ -137,66 +137,3 @@ class PythonState:
 
 def _strided(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided
-
-
-@cache
-def _live(code: CodeType) -> dict[int, frozenset[str]] | None:
-    """Of every instruction the local variables that may be read after it; None where that cannot be told."""
-    parse: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
-    if parse is None:
-        return None
-    instructions = list(dis.get_instructions(code))
-    at = {each.offset: index for index, each in enumerate(instructions)}
-    always = frozenset(code.co_cellvars + code.co_freevars)
-    handlers = [(entry.start, entry.end, entry.target) for entry in parse(code)]
-    following: list[list[int]] = []
-    for index, each in enumerate(instructions):
-        after = [index + 1] if index + 1 < len(instructions) and not _ends(each.opname) else []
-        if each.opcode in dis.hasjrel or each.opcode in dis.hasjabs:
-            after.append(at[each.argval])
-        after += [at[target] for start, end, target in handlers if start <= each.offset < end]
-        following.append(after)
-    before: list[frozenset[str]] = [frozenset()] * len(instructions)
-    result: list[frozenset[str]] = [always] * len(instructions)
-    changed = True
-    while changed:
-        changed = False
-        for index in reversed(range(len(instructions))):
-            out = always.union(*[before[each] for each in following[index]])
-            reads, writes = _locals(instructions[index])
-            new = (out - writes) | reads
-            changed = changed or new != before[index] or out != result[index]
-            before[index], result[index] = new, out
-    return {each.offset: result[index] for index, each in enumerate(instructions)}
-
-
-def _ends(name: str) -> bool:
-    """Whether an instruction never goes on to the next one."""
-    return name.startswith(("RETURN", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"))
-
-
-def _locals(instruction: dis.Instruction) -> tuple[frozenset[str], frozenset[str]]:
-    """The local variables that an instruction reads, and those that it writes."""
-    kinds = list(_kinds(instruction.opname))
-    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
-    if not kinds:
-        return frozenset(), frozenset()
-    pairs = list(zip(kinds, names, strict=False))
-    written = {name for kind, name in pairs if kind == "STORE"}
-    if kinds[:1] == ["STORE"] and kinds[1:] == ["LOAD"]:
-        return frozenset([name for kind, name in pairs if kind == "LOAD"]) - written, frozenset(written)
-    return frozenset([name for kind, name in pairs if kind in ("LOAD", "DELETE")]), frozenset(written)
-
-
-def _kinds(name: str) -> Iterator[str]:
-    """ "LOAD", "STORE" or "DELETE" for each local variable of an instruction: LOAD_FAST, STORE_FAST_LOAD_FAST, ..."""
-    parts = name.split("_")
-    for first, second in pairwise(parts):
-        if second == "FAST" and first in ("LOAD", "STORE", "DELETE"):
-            yield first
-
-
-def live_after(code: CodeType, offset: int) -> frozenset[str] | None:
-    """The local variables that may be read after an instruction; None: any."""
-    found = _live(code)
-    return None if found is None else found.get(offset)

@@ -1,0 +1,152 @@
+"""What a frame of Python keeps at an instruction: local variables that are still read, and values on its stack.
+
+Private interface: `dis._parse_exception_table` (Python 3.11 to 3.14).  Without it nothing is known of a frame.
+"""
+
+from __future__ import annotations
+
+import dis
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from types import CodeType
+from typing import Any
+
+TESTS = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")
+"""How instructions begin that ask a value for its truth themselves."""
+
+APPENDS = ("LIST_APPEND", "SET_ADD", "MAP_ADD")
+"""Instructions of comprehensions, which keep what they made so far on the stack."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Kept:
+    """`live`: the local variables that may be read after the instruction.  `hidden`: there are values on the stack that are neither
+    its operands nor iterators of loops around it.  `tests`: the instruction asks for a truth itself."""
+
+    live: frozenset[str]
+    hidden: bool
+    tests: bool
+
+
+def kept(code: CodeType, offset: int) -> Kept | None:
+    """What a frame keeps at an instruction; None where that is not known."""
+    table = _table(code)
+    return None if table is None else table.get(offset)
+
+
+@cache
+def _table(code: CodeType) -> dict[int, Kept] | None:
+    parse: Callable[[CodeType], list[Any]] | None = getattr(dis, "_parse_exception_table", None)
+    if parse is None:
+        return None
+    instructions = list(dis.get_instructions(code))
+    at = {each.offset: index for index, each in enumerate(instructions)}
+    handlers = [(entry.start, entry.end, at[entry.target], entry.depth + 1 + entry.lasti) for entry in parse(code)]
+    following = [_following(index, instructions, at) for index in range(len(instructions))]
+    live = _live(code, instructions, following, handlers)
+    depths = _depths(instructions, following, handlers)
+    return {
+        each.offset: Kept(
+            live=live[index],
+            hidden=_hidden(index, instructions, depths[index], handlers),
+            tests=each.opname.startswith(TESTS),
+        )
+        for index, each in enumerate(instructions)
+    }
+
+
+def _following(index: int, instructions: Sequence[dis.Instruction], at: dict[int, int]) -> list[int]:
+    """The instructions that may come next, the next one first."""
+    each = instructions[index]
+    after = [index + 1] if index + 1 < len(instructions) and not _ends(each.opname) else []
+    return [*after, at[each.argval]] if _jumps(each) else after
+
+
+def _jumps(each: dis.Instruction) -> bool:
+    return each.opcode in dis.hasjrel or each.opcode in dis.hasjabs
+
+
+def _ends(name: str) -> bool:
+    """Whether an instruction never goes on to the next one."""
+    return name.startswith(("RETURN_VALUE", "RETURN_CONST", "RAISE", "RERAISE", "JUMP_FORWARD", "JUMP_BACKWARD", "JUMP_ABSOLUTE"))
+
+
+Handlers = Sequence[tuple[int, int, int, int]]
+"""Of exceptions: first and last offset, the handler's instruction, and the depth of the stack there."""
+
+
+def _live(
+    code: CodeType, instructions: Sequence[dis.Instruction], following: Sequence[Sequence[int]], handlers: Handlers
+) -> list[frozenset[str]]:
+    """Of every instruction the local variables that may be read after it."""
+    always = frozenset(code.co_cellvars + code.co_freevars)
+    before: list[frozenset[str]] = [frozenset()] * len(instructions)
+    result: list[frozenset[str]] = [always] * len(instructions)
+    changed = True
+    while changed:
+        changed = False
+        for index in reversed(range(len(instructions))):
+            offset = instructions[index].offset
+            after = [*following[index], *[target for start, end, target, _ in handlers if start <= offset < end]]
+            out = always.union(*[before[each] for each in after])
+            reads, writes = _locals(instructions[index])
+            new = (out - writes) | reads
+            changed = changed or new != before[index] or out != result[index]
+            before[index], result[index] = new, out
+    return result
+
+
+def _depths(instructions: Sequence[dis.Instruction], following: Sequence[Sequence[int]], handlers: Handlers) -> list[int | None]:
+    """How many values are on the stack after each instruction, where it does not jump; None where nothing leads to it."""
+    before: dict[int, int] = {0: 0} | {target: depth for _, _, target, depth in handlers}
+    after: list[int | None] = [None] * len(instructions)
+    pending = list(before)
+    while pending:
+        index = pending.pop()
+        each = instructions[index]
+        argument = each.arg if each.opcode >= dis.HAVE_ARGUMENT else None
+        after[index] = before[index] + dis.stack_effect(each.opcode, argument, jump=False)
+        for target in following[index]:
+            jump = target != index + 1
+            depth = before[index] + dis.stack_effect(each.opcode, argument, jump=jump)
+            if target not in before:
+                before[target] = depth
+                pending.append(target)
+    return after
+
+
+def _hidden(index: int, instructions: Sequence[dis.Instruction], depth: int | None, handlers: Handlers) -> bool:
+    """Whether values are on the stack that belong to an expression around the instruction."""
+    each = instructions[index]
+    if depth is None:
+        return True
+    loops = [loop for loop in instructions if loop.opname == "FOR_ITER" and loop.offset < each.offset < loop.argval]
+    inside = [other.opname for loop in loops for other in instructions if loop.offset < other.offset < loop.argval]
+    if any(name in APPENDS for name in inside):
+        return True
+    managers = {
+        target
+        for start, end, target, _ in handlers
+        if start <= each.offset < end and any(other.opname == "WITH_EXCEPT_START" for other in instructions[target : target + 3])
+    }
+    pushed = 0 if each.opname.startswith(("POP_JUMP", "JUMP_IF")) else 1
+    return depth - pushed > len(loops) + len(managers)
+
+
+def _locals(instruction: dis.Instruction) -> tuple[frozenset[str], frozenset[str]]:
+    """The local variables that an instruction reads, and those that it writes."""
+    kinds = list(_kinds(instruction.opname))
+    names = instruction.argval if isinstance(instruction.argval, tuple) else (instruction.argval,)
+    pairs = list(zip(kinds, names, strict=False))
+    written = frozenset([name for kind, name in pairs if kind == "STORE"])
+    read = frozenset([name for kind, name in pairs if kind in ("LOAD", "DELETE")])
+    return (read - written if kinds[:1] == ["STORE"] else read), written
+
+
+def _kinds(name: str) -> Iterator[str]:
+    """ "LOAD", "STORE" or "DELETE" for each local variable of an instruction: LOAD_FAST, STORE_FAST_LOAD_FAST, ..."""
+    for first, second in pairwise(name.split("_")):
+        if second == "FAST" and first in ("LOAD", "STORE", "DELETE"):
+            yield first

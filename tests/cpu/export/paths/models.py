@@ -1,0 +1,137 @@
+"""Models whose Python asks tensors for their truth, in the ways that published models do."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+def foo(x: torch.Tensor) -> torch.Tensor:
+    """The first example of PyTorch's CUDA graph trees."""
+    y = x * x * x
+    if y.sum() > 0:  # noqa: SIM108  as PyTorch has it
+        z = y**y
+    else:
+        z = y.abs() ** y.abs()
+    return z * torch.rand_like(z)
+
+
+class Foo(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return foo(x)
+
+
+class Held(nn.Module):
+    """What the models below have: a layer, a state and a flag."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(0)
+            self.layers = nn.ModuleList([nn.Linear(4, 4) for _ in range(3)])
+        self.register_buffer("seen", torch.zeros(()))
+        self.register_buffer("ready", torch.tensor(False))
+
+
+class Twelve(Held):
+    """Twelve independent questions: 4096 ways."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for turn in range(12):
+            if x[turn % 3, turn % 4] > turn / 20:
+                x = self.layers[turn % 3](x) + turn
+        return x
+
+
+class EarlyReturns(Held):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.mean() < 0:
+            if x.min() < -2:
+                return x * 3
+            x = x.abs()
+        elif not (x > 0).all():
+            return -x
+        return (x + 1).relu()
+
+
+class Breaks(Held):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        turns = torch.zeros(())
+        for layer in self.layers:
+            x = layer(x).tanh()
+            turns = turns + 1
+            if x.abs().mean().item() < 0.4:
+                break
+        return x, turns
+
+
+class Numbers(Held):
+    """`.item()` in conditions and in arithmetic; an assertion, whose message the call raises."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        most = x.max().item()
+        assert most < 4, "too large"
+        if most > 1 and x.min().item() < -most / 2:
+            return x * most
+        return x + most
+
+
+class State(Held):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.ready.item():
+            self.seen.add_(x.mean())
+            self.ready.fill_(True)
+        if x.sum() > 0:
+            self.seen = self.seen * 0.5
+        return x + self.seen
+
+
+class Written(Held):
+    """A call writes to its input on some ways, and what it gives is a view of it."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        row = x[1]
+        if x[0, 0] > 0:
+            x.mul_(2)
+        if torch.equal(x[0], x[2]):
+            row.add_(1)
+        return x.sum() + row.sum(), row * 1
+
+
+class Parts(Held):
+    """Lists, dicts, any(), and values on Python's stack."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        parts: dict[str, list[torch.Tensor]] = {"rows": [x[:, 0], x[:, 1]]}
+        if any((part > 1).any() for part in parts["rows"]):
+            parts["rows"][0] = parts["rows"][0] / 2
+        return (parts["rows"][0] if x[0, 0] > 0 else parts["rows"][1]) + (x[:, 2] if x[0, 1] > 0 else x[:, 3])
+
+
+class Best(Held):
+    """A function in C asks."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return max([x[0], x[1], x[2]], key=lambda row: row.sum()) * 2
+
+
+class Again(Held):
+    """A question that is asked again keeps its answer; Python's own state says how it goes on."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        positive, turns = (x > 0).any(), 0
+        made = x + 1 if positive else x
+        while turns < 2 and (made > 1).any():
+            made = made / 2
+            turns += 1
+        return made * turns if positive else made - turns
+
+
+class Drawn(Held):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + torch.rand_like(x) if x.sum() > 0 else x * torch.randn_like(x) + torch.rand(1)
+        return x + torch.rand_like(x)
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(3, 4)

@@ -1,0 +1,173 @@
+"""Every way through a model's Python is in its program, which computes what eager PyTorch does on any of them."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from cgcompile.export.export import export, refuse_branches
+from cgcompile.export.exported import Exported
+from cgcompile.export.paths import merge, verify
+from cgcompile.model.load import load_source
+from tests.cpu.export.paths.models import (
+    Again,
+    Best,
+    Breaks,
+    Drawn,
+    EarlyReturns,
+    Foo,
+    Held,
+    Numbers,
+    Parts,
+    State,
+    Twelve,
+    Written,
+    rows,
+)
+from tests.helpers.raising import raises
+
+CALLS = 200
+
+
+class Function(nn.Module):
+    """A model that is one function."""
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        super().__init__()
+        self.function, self.calls = function, 0
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.function(self, x)
+
+
+def exported(model: nn.Module, max_paths: int = 64) -> Exported:
+    made = export(load_source(copy.deepcopy(model), rows), {}, max_paths=max_paths)
+    refuse_branches(made)
+    return made
+
+
+@cache
+def exported_once(kind: Callable[[], nn.Module]) -> Exported:
+    return exported(kind().eval())
+
+
+def outputs(model: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor] | str:
+    """The tensors of one call, with the input behind it; "raised" where it raises."""
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        torch.manual_seed(0)
+        try:
+            made = model(x)
+        except (AssertionError, RuntimeError):
+            return "raised"
+    return [*(made if isinstance(made, Sequence) else [made]), x]
+
+
+def calls() -> list[torch.Tensor]:
+    """Inputs that take a model down different ways."""
+    chance = random.Random(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        made = [torch.randn(3, 4) * chance.choice([0.05, 0.5, 1, 2]) + chance.choice([0, 0, 1, -1]) for _ in range(CALLS)]
+    return [torch.cat([x[:2], x[:1]]) if number % 5 == 0 else x for number, x in enumerate(made)]
+
+
+@pytest.mark.parametrize("kind", [Foo, EarlyReturns, Breaks, Numbers, State, Written, Parts, Best, Again, Drawn, Twelve])
+def test_a_program_goes_every_way_as_eager_pytorch_does(kind: Callable[[], nn.Module]) -> None:
+    model, made = kind().eval(), exported_once(kind)
+    assert any(each.rule == "path" for each in made.obstacles)
+    program = made.programs.first.module(check_guards=False)
+    for x in calls():
+        wanted, found = outputs(model, x.clone()), outputs(program, x.clone())
+        assert (wanted == "raised") == (found == "raised")
+        if wanted != "raised":
+            torch.testing.assert_close(found, wanted, equal_nan=True)
+
+
+def test_the_tree_is_told_as_pytorch_tells_it() -> None:
+    (note,) = [each for each in exported_once(Foo).obstacles if each.rule == "path"]
+    assert note.message.startswith("Graph[0] -> Graph[1] if (y.sum() > 0), Graph[2] if not, then Graph[3]; example inputs took ")
+    assert note.source == "if y.sum() > 0:" and "models.py:" in note.where
+
+
+def test_what_the_model_raises_is_what_a_call_raises() -> None:
+    program = exported_once(Numbers).programs.first.module(check_guards=False)
+    with pytest.raises(RuntimeError, match=r"models.py:\d+: the model asserts .*: the model raises AssertionError: too large"):
+        program(torch.full((3, 4), 9.0))
+
+
+def test_a_branch_draws_no_numbers_of_the_other() -> None:
+    program = exported_once(Drawn).programs.first.module(check_guards=False)
+    results = [outputs(program, sign * torch.ones(3, 4)) for sign in (1, -1, 1)]
+    assert torch.equal(results[0][0], results[2][0]) and not torch.equal(results[0][0], results[1][0])  # type: ignore[arg-type]
+
+
+def endless(model: Function, x: torch.Tensor) -> torch.Tensor:
+    while x.norm() > 1:
+        x = x / 2
+    return x
+
+
+def counted(model: Function, x: torch.Tensor) -> Any:
+    model.calls += 1 if x.sum() > 1e9 else 0
+    return x * 2 if model.calls < 3 else x
+
+
+@pytest.mark.parametrize(
+    ("function", "error", "said"),
+    [
+        (endless, "data-dependent-branch", "nothing bounds the turns of this loop: it asked 8 times: while x.norm"),
+        (lambda m, x: (x, 1) if x.sum() > 0 else (x, 2), "structure-unsupported", "different nesting or constants"),
+        (
+            lambda m, x: x if x.sum() > 0 else x.double(),
+            "structure-unsupported",
+            "one way gives float32 [3, 4], the other one float",
+        ),
+        (lambda m, x: x[: int(x.sum())] if x.sum() > 2 else x, "data-dependent-branch", "test_paths.py:"),
+    ],
+    ids=["a loop without a bound", "two constants", "two dtypes", "a size"],
+)
+def test_what_is_no_program_is_refused_with_its_line(function: Callable[..., Any], error: str, said: str) -> None:
+    with raises(error) as caught:
+        exported(Function(function), max_paths=8)
+    assert said in str(caught.value) and "test_paths.py:" in str(caught.value)
+
+
+def test_too_many_paths_are_refused_with_their_lines() -> None:
+    with raises("data-dependent-branch", match="there are more than 4 paths"):
+        exported(Parts(), max_paths=4)
+
+
+def test_an_attribute_that_only_another_way_changes_is_refused() -> None:
+    made = exported(Function(counted))
+    assert "mutated-attribute" in [each.rule for each in made.obstacles]
+
+
+def test_a_program_that_differs_on_one_path_is_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The way that no example reaches adds 1 where the model adds 2."""
+    original = merge.in_place
+
+    def wrong(*programs: Any) -> Any:
+        made = original(*programs)
+        for module in made.graph_module.modules():
+            for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
+                if node.target is torch.ops.aten.add.Tensor and node.args[1] == 2:
+                    node.args = (node.args[0], 1)
+                    module.recompile()
+        return made
+
+    monkeypatch.setattr(merge, "in_place", wrong)
+    with raises("export-differs", match="the path of the answers True"):
+        exported(Function(lambda m, x: x + 2 if x.sum() > 1e9 else x))
+
+
+def test_a_model_without_branches_is_exported_as_often_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(verify, "verify", None)
+    monkeypatch.setattr(merge, "merged", None)
+    assert not exported(Held().layers[0]).obstacles
