@@ -1,10 +1,11 @@
-"""Exports of models whose forward() asks autograd for derivatives: forces of an energy, residuals of an equation, densities.
+"""Exports of models that compute what torch.export does not trace: derivatives by autograd, and products under nested vmap.
 
 torch.export traces above autograd.  What torch.autograd.grad() computes below it is not traced: export finds values without
-a history and stops.  An export below autograd traces each operator of the derivative.
+a history and stops (forces of an energy, residuals of an equation, densities).  A product under two torch.vmap() leaves a
+value of the inner one among the program's constants.  An export below autograd traces each operator that runs.
 
-Private interface of torch: `torch.export._trace._export(pre_dispatch=False)`.  Run with torch 2.13; that of
-2.11 has the same parameters.
+Private interfaces of torch: `torch.export._trace._export(pre_dispatch=False)` and `is_functorch_wrapped_tensor`.  Run with
+torch 2.13; those of 2.11 have the same parameters.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.export import ExportedProgram
 from torch.export._trace import _export
 from torch.utils._pytree import tree_map_only
@@ -21,18 +23,21 @@ from torch.utils._pytree import tree_map_only
 UNTRACED = "We found a fake tensor in the exported program constant's list"
 """What torch.export says (2.11, 2.13) about a value that it has not traced."""
 
-
 BACKWARD = "Cannot backprop through mirrored meta"
 """What torch says (2.11, 2.13) where backward() meets a value that has only a shape."""
 
 
 def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
-    """The program of `module`.  A model that asks autograd for derivatives is traced once more, below autograd."""
+    """The program of `module`, traced once more, below autograd, where torch.export leaves out a part of it."""
     try:
-        return torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)
+        program = torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)
     except RuntimeError as error:
         if UNTRACED not in str(error):
             raise
+    else:
+        constants = [value for value in program.constants.values() if isinstance(value, torch.Tensor)]
+        if not any(is_functorch_wrapped_tensor(value) for value in constants):
+            return program
     # detached inputs are leaves of no earlier call's graph; export would trace the derivative of outputs that have a history
     fresh = tuple([tensor.detach() for tensor in tensors])
     with _outputs_without_history(module):
