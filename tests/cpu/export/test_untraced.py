@@ -92,7 +92,7 @@ def test_what_export_leaves_out_is_part_of_the_program(kind: type[nn.Module]) ->
 
 
 def test_backward_is_refused_with_what_to_write_instead() -> None:
-    with raises("export-differs", match=r"test_below_autograd.py:\d+: backward\(\) cannot be traced"):
+    with raises("export-differs", match=r"test_untraced.py:\d+: backward\(\) cannot be traced"):
         export(load_source(Backward(), rows), {"batch": (1, 8)})
 
 

@@ -1,8 +1,9 @@
 """Exports of models that compute what torch.export does not trace: derivatives by autograd, and products under nested vmap.
 
 torch.export traces above autograd.  What torch.autograd.grad() computes below it is not traced: export finds values without
-a history and stops (forces of an energy, residuals of an equation, densities).  A product under two torch.vmap() leaves a
-value of the inner one among the program's constants.  An export below autograd traces each operator that runs.
+a history and stops (forces of an energy, residuals of an equation, densities).  An export below autograd traces each operator
+of the derivative.  A product under two torch.vmap() leaves a value of the inner one among the program's constants, where
+only operators without users read it.
 
 Private interfaces of torch: `torch.export._trace._export(pre_dispatch=False)` and `is_functorch_wrapped_tensor`.  Run with
 torch 2.13; those of 2.11 have the same parameters.
@@ -28,20 +29,38 @@ BACKWARD = "Cannot backprop through mirrored meta"
 
 
 def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
-    """The program of `module`, traced once more, below autograd, where torch.export leaves out a part of it."""
+    """The program of `module`.  A model that asks autograd for derivatives is traced once more, below autograd."""
     try:
-        program = torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False)
+        return _without_leaks(torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False))
     except RuntimeError as error:
         if UNTRACED not in str(error):
             raise
-    else:
-        constants = [value for value in program.constants.values() if isinstance(value, torch.Tensor)]
-        if not any(is_functorch_wrapped_tensor(value) for value in constants):
-            return program
     # detached inputs are leaves of no earlier call's graph; export would trace the derivative of outputs that have a history
     fresh = tuple([tensor.detach() for tensor in tensors])
     with _outputs_without_history(module):
         return _export(module, fresh, dynamic_shapes=dynamic, strict=False, pre_dispatch=False)
+
+
+def _without_leaks(program: ExportedProgram) -> ExportedProgram:
+    """The program, changed in place: no operator without users reads a value of torch.vmap, and zeros are in its place."""
+    leaks = [name for name, value in program.constants.items() if torch.is_tensor(value) and is_functorch_wrapped_tensor(value)]
+    graph, signature = program.graph, program.graph_signature
+    for name in leaks:
+        leak = next(node for node in graph.nodes if signature.inputs_to_lifted_tensor_constants.get(node.name) == name)
+        while dead := [user for user in _readers(leak) if not user.users and not user.is_impure()]:
+            for user in dead:
+                graph.erase_node(user)
+        if not leak.users:
+            value = program.constants[name]
+            program.constants[name] = torch.zeros(value.shape, dtype=value.dtype)
+    return program
+
+
+def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Every node that depends on `node`."""
+    for user in list(node.users):
+        yield user
+        yield from _readers(user)
 
 
 @contextmanager
