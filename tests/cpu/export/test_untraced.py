@@ -1,6 +1,8 @@
-"""Models whose forward() asks autograd for derivatives of what it computes."""
+"""Models whose forward() asks autograd for derivatives of what it computes, or maps over a map."""
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import pytest
 import torch
@@ -8,6 +10,7 @@ from torch import nn
 
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
+from cgcompile.model.source import CPU
 from tests.cpu.models import rows
 from tests.helpers.raising import raises
 
@@ -64,10 +67,22 @@ class Ambient(Potential):
         return torch.autograd.grad(self.net(x).sum(), x)[0]
 
 
-@pytest.mark.parametrize("kind", [Potential, Residual, OneStep])
-def test_a_derivative_is_part_of_the_program(kind: type[nn.Module]) -> None:
+class Mapped(Potential):
+    """A product under two maps, as in state spaces whose rows have weights of their own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        weight = self.net[0].weight
+
+        def row(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(lambda pair: (weight[:, :2] * scale) @ pair)(values.view(2, 2))
+
+        return torch.vmap(row)(x, x[:, 0])
+
+
+@pytest.mark.parametrize("kind", [Potential, Residual, OneStep, Mapped])
+def test_what_export_leaves_out_is_part_of_the_program(kind: type[nn.Module]) -> None:
     model = kind()
-    programs = export(load_source(model, rows), {"batch": (1, 8)}).programs
+    programs = export(replace(load_source(model, rows), told=CPU), {"batch": (1, 8)}).programs
     assert programs.dynamic
     x = torch.rand(5, 4)
     expected = model(x.clone())
@@ -77,7 +92,7 @@ def test_a_derivative_is_part_of_the_program(kind: type[nn.Module]) -> None:
 
 
 def test_backward_is_refused_with_what_to_write_instead() -> None:
-    with raises("export-differs", match=r"test_derivatives.py:\d+: backward\(\) cannot be traced"):
+    with raises("export-differs", match=r"test_untraced.py:\d+: backward\(\) cannot be traced"):
         export(load_source(Backward(), rows), {"batch": (1, 8)})
 
 
