@@ -27,6 +27,7 @@ from ..side_effects import NOTHING, Asserted, SideEffects
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
 from .known_values import KnownValues
+from .masks import MASKED, with_masks
 from .operations import histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
 from .packed_sequences import PackedSequences, layers_of_packed_sequences
 from .tensor_places import CPU, CUDA, TensorPlaces
@@ -80,6 +81,10 @@ class DeviceTracking(TorchFunctionMode):
         """Whether the value of a tensor is known."""
         return self._known.has(tensor)
 
+    def _truth(self, tensor: torch.Tensor) -> Any:
+        """Bytes as truth values."""
+        return self.__torch_function__(torch.Tensor.bool, (), [tensor])
+
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))  # branches of torch.cond: they are traced without the mode
@@ -98,6 +103,8 @@ class DeviceTracking(TorchFunctionMode):
             return self._reads.read(func, given, named)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, given, named))
+        if func in MASKED:
+            func, given, named = with_masks(func, given, named, self._known.positions, self._truth)
         given, named = self._known.with_numbers(func, given, named)
         if (constant := self._known.counted(func, given, named)) is not None:
             return constant
