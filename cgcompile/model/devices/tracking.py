@@ -29,6 +29,7 @@ from ..tracing.way import ForcedWay, TracedWay
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
 from .known_values import KnownValues
+from .masks import MASKED, with_masks
 from .operations import histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
 from .packed_sequences import PackedSequences, layers_of_packed_sequences
 from .path_reads import ForcedReads, TracedReads, numbers_asked
@@ -83,6 +84,10 @@ class DeviceTracking(TorchFunctionMode):
         """Whether the value of a tensor is known."""
         return self._known.has(tensor)
 
+    def _truth(self, tensor: torch.Tensor) -> Any:
+        """Bytes as truth values."""
+        return self.__torch_function__(torch.Tensor.bool, (), [tensor])
+
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))  # branches of torch.cond: they are traced without the mode
@@ -101,6 +106,8 @@ class DeviceTracking(TorchFunctionMode):
             return self._reads.read(func, given, named)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, given, named))
+        if func in MASKED:
+            func, given, named = with_masks(func, given, named, self._known.positions, self._truth)
         given, named = self._known.with_numbers(func, given, named)
         if (constant := self._known.counted(func, given, named)) is not None:
             return constant
@@ -139,8 +146,8 @@ def track_devices(
 
     `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier`,
     `known` and `asserted` are those of `DataReads`, `padded` that of `PackedSequences`, and `constants` traced tensors with their
-    values.  `way`: the answers that the call of `model` gets are forced.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own code runs, the property asks this one; in what that code calls,
-    the mode is off the stack.
+    values.  `way`: the answers that the call of `model` gets are forced.  Fake tensors answer `.device` by a property that asks no
+    mode.  While the user's own code runs, the property asks this one; in what that code calls, the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, told)
     values = KnownValues(real)
