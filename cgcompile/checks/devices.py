@@ -74,6 +74,38 @@ def _takes_moved(context: RuleContext, node: Node) -> bool:
     return bool(sources) and not made and not any(place(node)[0] and place(node)[0] == place(source)[0] for source in sources)
 
 
+def moved_to_gpu(context: RuleContext) -> Iterable[Finding]:
+    """A move to a GPU in a model that is built for the CPU: `x.cuda()`, `.to("cuda")`, `device="cuda"`.
+
+    What it looks for: such moves while the model is traced.
+    Why: a bundle for the CPU has one place for all tensors.
+    Effect: none on results: the move does nothing, where eager PyTorch fails without a GPU.
+    Fix: none needed; `device=x.device` follows the input.
+    Source: `TensorPlaces.named` in model/devices/tensor_places.py.
+    """
+    for obstacle in context.obstacles("moved-to-gpu"):
+        yield finding(
+            "moved-to-gpu", NOTE, obstacle.message, obstacle, "the move does nothing: all tensors are on the CPU",
+            "none needed; device=x.device follows the input",
+        )  # fmt: skip
+
+
+def wrapped_module(context: RuleContext) -> Iterable[Finding]:
+    """A module that torch.compile, nn.DataParallel or DistributedDataParallel wraps.
+
+    What it looks for: such modules, the model itself or inside of it.
+    Why: a build compiles the model itself, for one device.
+    Effect: none on results: what is wrapped is built, and its weights have the names that they have there.
+    Fix: none needed.
+    Source: model/wrapped_modules.py.
+    """
+    for note in context.exported.source.notes:
+        yield finding(
+            "wrapped-module", NOTE, note, None, "what is wrapped is built, without the wrapper's part of the weights' names",
+            "none needed",
+        )  # fmt: skip
+
+
 def several_devices(context: RuleContext) -> Iterable[Finding]:
     """Tensors of two devices in one operation, and devices other than one GPU and the CPU.
 

@@ -107,7 +107,7 @@ def incompatible_operator(context: RuleContext) -> Iterable[Finding]:
 def sparse_output(context: RuleContext) -> Iterable[Finding]:
     """A tensor that is not dense: sparse COO, CSR and their kind, nested, mkldnn.
 
-    What it looks for: the layout of every value of the program.
+    What it looks for: the layout of every value of the program, and of the constants that it reads.
     Why CUDA forbids it: the number of stored elements depends on data, and the CPU waits for it.
     Effect: no bundle can be built: memory is planned, and copied between regions, as dense tensors.
     Fix: dense tensors and masks.
@@ -119,6 +119,13 @@ def sparse_output(context: RuleContext) -> Iterable[Finding]:
             yield finding(
                 "sparse-output", REFUSE, f"{operator(node)} gives a tensor of the layout {min(map(str, layouts))}", node,
                 "memory can be planned for dense tensors only", "use dense tensors, and masks", top,
+            )  # fmt: skip
+    for node in context.program.graph.nodes:
+        value, user = node.meta.get("val"), next(iter(node.users), None)
+        if node.op == "placeholder" and user is not None and isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+            yield finding(
+                "sparse-output", REFUSE, f"{operator(user)} reads a tensor of the layout {value.layout}", user,
+                "a bundle holds dense tensors", "make it dense: .to_dense()",
             )  # fmt: skip
 
 

@@ -38,6 +38,8 @@ RULES: tuple[Rule, ...] = (
     operators.host_op,
     operators.custom_operator,
     devices.pinned_memory,
+    devices.moved_to_gpu,
+    devices.wrapped_module,
     scalars.assert_scalar,
     scalars.asserted_value,
     scalars.path,

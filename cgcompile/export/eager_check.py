@@ -13,7 +13,7 @@ from cgbundle.format.size_expressions import evaluate
 from ..errors import ModelError
 from ..model.flat_module import FlatModule, ProgramModule, Reference, run_eager
 from ..model.source import SEED, Source, all_keys, sample, written_method
-from ..model.user_code import definition, first_line, user_line
+from ..model.user_code import definition, first_line, text_of, user_line
 from ..util.tolerance import compare, tolerance
 from .exported import EagerShapes
 from .higher_order.refused_bodies import refused_body
@@ -26,6 +26,12 @@ FAR = tolerance(torch.bfloat16)
 
 ASSERTED = "Runtime assertion failed"
 """What torch (2.11, 2.13) says where a program does not hold what its export found out."""
+
+
+NO_HISTORY = "does not require grad and does not have a grad_fn"
+"""What torch (2.11, 2.13) says where autograd is asked for a derivative while gradients are off."""
+
+NO_HISTORY_FIX = "models are called without gradients: compute what is differentiated under `with torch.enable_grad():`"
 
 
 def try_eager(
@@ -46,7 +52,8 @@ def try_eager(
         results.append(flat.result)
     if len(failed) == len(results):
         cause = failed[0].__cause__
-        raise ModelError("eager-failed", str(failed[0]), refused_body(cause)[1]) from cause
+        hint = NO_HISTORY_FIX if cause and NO_HISTORY in text_of(cause) else refused_body(cause)[1]
+        raise ModelError("eager-failed", str(failed[0]), hint) from cause
     if failed:
         ran = ", ".join([f"{name}={value}" for name, value in shapes[0][0].items()])
         raise ModelError("size-excluded", str(failed[0]), f"it runs at {ran}: {failed[0].hint}") from failed[0].__cause__

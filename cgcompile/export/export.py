@@ -19,7 +19,7 @@ from ..model import dynamic_axes as axes
 from ..model.devices.index_guard import guarded_indices
 from ..model.flat_module import PREFIX, FlatModule, unwatched
 from ..model.nondeterminism.repeated_calls import apart, unrepeated
-from ..model.pytree import DENSE, not_dense
+from ..model.pytree import DENSE, SPARSE, not_dense
 from ..model.side_effects import NOTHING, Asserted, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample, written_method
 from ..model.tracing.attributes import ATTRIBUTE_FIX
@@ -307,7 +307,11 @@ def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...
 def _make_dense(source: Source) -> None:
     """Weights with gaps or overlaps (an expanded buffer, a slice) become row-major copies: a bundle stores dense tensors only.
 
-    Raises dtype-unsupported for one that is sparse or nested."""
+    A sparse buffer becomes a plain attribute: a model may hold one that no call reads.  Raises dtype-unsupported for a parameter
+    that is sparse, and for any weight that is nested or quantized."""
+    for name, buffer in list(source.model.named_buffers()):
+        if not_dense(buffer) == SPARSE:
+            make_attribute(source.model, name, buffer)
     for name, weight in [*source.model.named_parameters(), *source.model.named_buffers()]:
         if kind := not_dense(weight):
             text = f"{source.label}: weight {name!r} is {kind}: a bundle holds dense tensors"

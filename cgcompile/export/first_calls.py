@@ -91,10 +91,13 @@ def _fill_caches(
     before = marks(source.model)
     try:
         shapes = try_eager(source, flat, sizes, keep=True)
-    except ModelError:
+    except ModelError as error:
         if not flat.snapshot.changed():
             raise
-        flat.snapshot.restore()  # a buffer may have been full
+        if error.code == "state-changed":  # a buffer that the first call makes, in its shape: it has it by now
+            flat.follow_buffers()
+        else:
+            flat.snapshot.restore()  # a buffer may have been full
         calls.clear()
         return try_eager(source, flat, sizes)
     if written := flat.snapshot.changed():

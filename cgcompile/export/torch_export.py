@@ -33,6 +33,7 @@ from ..model.flat_module import FlatModule, unwatched
 from ..model.side_effects import BRANCH, NOTHING, Obstacle, SideEffects, branch_fix
 from ..model.source import Source
 from ..model.user_code import first_line, text_of, user_line, user_place
+from . import untraced
 from .assertions import settle_assertions
 from .composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
@@ -158,7 +159,7 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     said = io.StringIO()
     # Dynamo traces the functions of torch.cond and its like first: so the lines that it noted last, and not those that call them
     with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta():
-        program = torch.export.export(flat, _separate(tensors), dynamic_shapes=dynamic, strict=False)
+        program = untraced.export(flat, _separate(tensors), dynamic)
     sys.stderr.write(said.getvalue())
     settle_assertions(program)
     give_sizes_at_once(program)
@@ -249,6 +250,8 @@ NUMPY = ".numpy() is not supported for tensor subclasses"
 
 def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ...]]) -> ModelError:
     """The error for what torch.export raised; `sizes` are those of the dimensions that were dynamic."""
+    if isinstance(error, ModelError):
+        return error
     text = text_of(error)
     fixed = _constants(text)
     for name in sizes:
@@ -274,6 +277,12 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
         return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}")
     if NUMPY in text:
         return ModelError("numpy-untraceable", f"{place}: NumPy cannot be traced: torch.export has no values to give it")
+    if untraced.BACKWARD in text:
+        return ModelError(
+            "export-differs",
+            f"{place}: backward() cannot be traced: it writes to .grad, of which a bundle has none",
+            "compute the derivative by torch.autograd.grad(output, inputs)",
+        )
     if not sizes and found_place and type(error).__module__ == "builtins" and "torch.export" not in text:
         # raised by the model's own code, which eager PyTorch could run
         said = f"{type(error).__name__}: {first_line(error)}"

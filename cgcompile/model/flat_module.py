@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -20,7 +20,7 @@ from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import NOTHING, SideEffects
 from .source import CPU, CUDA, Sample, entry_method, written_method
 from .tracing.attribute_reads import early_reads
-from .tracing.attributes import changed, marks
+from .tracing.attributes import assignment_place, changed, marks
 from .tracing.conversions import needless_conversions_left_out
 from .tracing.held_tensors import current_buffers, held_buffers, held_tensors
 from .tracing.questions import told_eager
@@ -42,8 +42,10 @@ class FlatModule(torch.nn.Module):
     `entry` is the method that a call runs.  After a call, `result` and `names` say what it gave.  `watch` is given the SideEffects
     of each call before it begins.  A traced call branches as `earlier` did, a call with real tensors, takes the reads from it that
     `known` names by position, and asserts what `asserted` names; of what `as_eager` names the user's code is told that nothing is
-    traced.  `constants` are buffers, (module, name in it, value), that Python may ask while they are traced.  `assigned` are
-    attributes that are watched: whether a call reads them before it assigns them.  `way`: the answers that a call gets are forced.
+    traced.  `padded`: a call is filled up, so that sequences may have length 0.  `uncalled`: nobody has called the
+    module, whose first call may make a buffer in another shape.  `way`: the answers that a call gets are forced.
+    `constants` are buffers, (module, name in it, value), that Python may ask while they are traced.  `assigned` are
+    attributes that are watched: whether a call reads them before it assigns them.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
@@ -71,6 +73,8 @@ class FlatModule(torch.nn.Module):
         self.asserted = NOTHING
         self.constants: list[tuple[Any, str, torch.Tensor]] = []
         self.as_eager = ""
+        self.padded = False
+        self.uncalled = False
         self.assigned: tuple[str, ...] = ()
         self.way: TracedWay | ForcedWay | None = None
         self.watch: Callable[[SideEffects], None] = unwatched
@@ -103,6 +107,7 @@ class FlatModule(torch.nn.Module):
                 [(owner._buffers[leaf], value) for owner, leaf, value in self.constants],
                 self.way,
                 self.model,
+                self.padded,
             ) as effects,  # fmt: skip
         ):
             self.watch(effects)
@@ -112,7 +117,8 @@ class FlatModule(torch.nn.Module):
             if isinstance(self.way, TracedWay):
                 self.way.changed = tuple(changed(marked, marks(self.model)))
         for owner, leaf, tensor in before:
-            _write_back(owner, leaf, tensor)
+            if not (self.uncalled and _other_shape(owner._buffers[leaf], tensor)):
+                _write_back(owner, leaf, tensor)
         written = definition(written_method(self.model, self.entry)) or type(self.model).__qualname__
         with located(f"{written}: {self.entry}() gives "):
             self.result = describe(made, "", leaves)
@@ -129,6 +135,10 @@ def _waited(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if wait is None else wait()
 
 
+def _other_shape(now: torch.Tensor | None, tensor: torch.Tensor) -> bool:
+    return now is not None and (now.shape != tensor.shape or now.dtype != tensor.dtype)
+
+
 def _write_back(owner: Any, leaf: str, tensor: torch.Tensor) -> None:
     """Makes a buffer that forward() assigned (`self.steps = self.steps + 1`) a write to the one that was there.
 
@@ -138,11 +148,11 @@ def _write_back(owner: Any, leaf: str, tensor: torch.Tensor) -> None:
     now = owner._buffers[leaf]
     if now is tensor:
         return
-    if now is None or now.shape != tensor.shape or now.dtype != tensor.dtype:
+    if now is None or _other_shape(now, tensor):
         got = "None" if now is None else f"{now.dtype} {list(now.shape)}"
-        raise ModelError(
-            "state-changed", f"forward() assigns {got} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}"
-        )
+        where, _ = assignment_place(owner, leaf)
+        told = f"forward() assigns {got} to the buffer {leaf!r}, which is {tensor.dtype} {list(tensor.shape)}"
+        raise ModelError("state-changed", f"{where}: {told}" if where else told)
     tensor.copy_(now)
     owner._buffers[leaf] = tensor
 
@@ -208,7 +218,7 @@ class BufferSnapshot:
 
     def changed(self) -> list[str]:
         """The names of buffers that hold something else by now."""
-        return [name for name, owner, leaf, _, first in self._rows if not same_bits(owner._buffers[leaf], first)]
+        return [name for name, owner, leaf, _, first in self._rows if not _same(owner._buffers[leaf], first)]
 
     def restore(self, but: Collection[str] = ()) -> None:
         """Puts back what the buffers held first, `but` those of these names."""
@@ -219,6 +229,11 @@ class BufferSnapshot:
                     put_back(tensor, first)
             for tensor, first in self._held:
                 put_back(tensor, first)
+
+
+def _same(now: torch.Tensor | None, first: torch.Tensor) -> bool:
+    """Whether a buffer is what it was, in its shape and dtype too."""
+    return now is not None and (now.shape, now.dtype) == (first.shape, first.dtype) and same_bits(now, first)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -255,6 +270,19 @@ def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int 
         if not keep:
             reference.snapshot.restore()
     return EagerResult(outputs=own, given=given, state=state)
+
+
+@contextmanager
+def padded_calls(reference: Reference) -> Iterator[None]:
+    """Meanwhile the calls of a FlatModule are filled up."""
+    flat = reference if isinstance(reference, FlatModule) else None
+    if flat is not None:
+        flat.padded = True
+    try:
+        yield
+    finally:
+        if flat is not None:
+            flat.padded = False
 
 
 def traced_per_size() -> AbstractContextManager[Any]:

@@ -22,6 +22,7 @@ from .declared_sizes import Inputs
 from .quantization.plain_model import plain_model
 from .source import ChainNames, Source
 from .user_code import call_user, definition
+from .wrapped_modules import unwrapped
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:
@@ -93,14 +94,15 @@ def load_code(code: str) -> None:
 def _sources(name: str, label: str, code: str, model: Any, inputs: Inputs, owned: bool = False) -> tuple[Source, ...]:
     if not isinstance(model, torch.nn.Module):
         raise ModelError("source-invalid", f"{label}: the model is a {type(model).__name__}, expected a torch.nn.Module")
-    plain = plain_model(model, label)
+    bare, notes = unwrapped(model, label)
+    plain = plain_model(bare, label)
     makers = dict(inputs) if isinstance(inputs, Mapping) else {FORWARD: inputs}
     _check_entries(makers, plain, label)
     return tuple(
         [
             Source(
                 name=name, label=label, code=code, model=plain, inputs=makers[entry], dimensions=_dimensions(makers[entry], label),
-                owned=owned, entry=entry,
+                owned=owned, entry=entry, notes=notes,
             )
             for entry in sorted(makers, key=lambda entry: entry != FORWARD)
         ]

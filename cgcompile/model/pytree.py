@@ -154,7 +154,9 @@ def _check_tensor(value: torch.Tensor, path: str) -> None:
         )
 
 
-DENSE = {"nested": ".to_padded_tensor(0)", "quantized": ".dequantize()", "sparse": ".to_dense()", "blocked": ".to_dense()"}
+SPARSE = "sparse"
+
+DENSE = {"nested": ".to_padded_tensor(0)", "quantized": ".dequantize()", SPARSE: ".to_dense()", "blocked": ".to_dense()"}
 """How a tensor of each kind is made dense."""
 
 
@@ -166,7 +168,7 @@ def not_dense(value: torch.Tensor) -> str:
         return "quantized"
     if value.layout is torch.strided:
         return ""
-    return "blocked" if value.is_mkldnn else "sparse"
+    return "blocked" if value.is_mkldnn else SPARSE
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -42,7 +42,8 @@ class Source:
     that defines the model, "" where no other process can import it.  `dimensions` are the parameters of `inputs`.  `owned`: the
     model was made for this build, which may do with it what it likes.  `device`: where it lives.  `told`: where the bundle will
     run; the model's code is told that its tensors are there, and the compute `capability` of that GPU.  `saved` is what a saved
-    program says of its dimensions, None where the model is none.  `chains` are those of the whole model.
+    program says of its dimensions, None where the model is none.  `chains` are those of the whole model,
+    `notes` what was taken off it.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Source:
     entry: str = FORWARD
     origin: str = ""
     chains: tuple[ChainNames, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 def entry_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:

@@ -22,8 +22,10 @@ PROVE_BUDGET = 120.0
 """Seconds that interpreting the int_keys of a bundle may take, whose GPU is not here."""
 
 MAX_KEYS = 64
-MAX_PATHS = 64
 """int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
+
+MAX_PATHS = 64
+"""Ways through a model's Python that are exported without being asked: each costs an export."""
 
 
 @contextmanager

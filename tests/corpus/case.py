@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
+import random
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy
 import torch
 
 Inputs = Callable[..., Any]
@@ -41,10 +44,21 @@ class Case:
         """The packages that are not installed."""
         return tuple([name for name in self.needs if importlib.util.find_spec(name) is None])
 
+    def broken(self) -> str:
+        """Why a package that is installed cannot be imported, "" where all can be."""
+        for name in self.needs:
+            try:
+                importlib.import_module(name)
+            except Exception as error:  # noqa: BLE001 (a package may raise anything while it is imported)
+                return f"{name}: {type(error).__name__}: {error}"
+        return ""
+
     def build(self) -> Made:
         """The module in eval mode, and its inputs."""
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
+            random.seed(0)
+            numpy.random.seed(0)
             module, inputs = self.make()
         return module.eval(), inputs
 

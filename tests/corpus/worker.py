@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cgcompile.util.workers import end_with_parent
 
-from .results import BUILT, CRASHED, Row
+from .results import BUILT, CRASHED, MISSING, Row
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -38,7 +38,9 @@ def main(arguments: Sequence[str]) -> None:
 
         transformers.logging.set_verbosity_error()
     try:
-        if "replay" in rest:
+        if broken := case.broken():
+            row = Row(name=name, target=target, verdict=MISSING, message=broken)
+        elif "replay" in rest:
             with tempfile.TemporaryDirectory() as folder:
                 row = replayed(case, target, with_weights(Path(bundle), case.build()[0], Path(folder)), {})
         else:

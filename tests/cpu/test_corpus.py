@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import signal
 import subprocess
@@ -37,6 +38,28 @@ def test_there_are_enough_models_and_each_has_a_name() -> None:
     assert len(models) >= 120
     assert sum(name.startswith("transformers/") for name in models) >= 50
     assert sum(len(case.members) for case in cases) >= 100
+
+
+def test_the_corpus_of_strangers_is_broad() -> None:
+    cases = [case for case in all_cases() if case.family.startswith("strangers/")]
+    packages = {case.needs[0] for case in cases}
+    assert len(packages) >= 60 and len(cases) >= 120
+    assert packages.isdisjoint({"torch", "torchvision", "torchaudio", "timm", "transformers"})
+    for case in cases:
+        assert re.fullmatch(r"strangers/[a-z]+/[A-Za-z0-9_]+\.[A-Za-z0-9_]+", case.name), case.name
+        assert case.name.split("/")[2].startswith(case.needs[0] + "."), case.name
+        assert all(len(sizes) == 2 for sizes in case.sizes.values()), case.name
+
+
+def test_a_package_that_cannot_be_imported_is_told_and_not_counted(tmp_path: Path) -> None:
+    (tmp_path / "broken_stranger.py").write_text("import a_package_that_is_not_here")
+    case = Case(name="broken", make=lambda: (_ for _ in ()).throw(AssertionError), needs=("json", "broken_stranger"))
+    sys.path.insert(0, str(tmp_path))
+    try:
+        assert case.missing() == ()
+        assert case.broken() == "broken_stranger: ModuleNotFoundError: No module named 'a_package_that_is_not_here'"
+    finally:
+        sys.path.remove(str(tmp_path))
 
 
 WEIGHTS = """

@@ -9,7 +9,7 @@ VALIDATE = ("tests/pure/validate",)
 PLACED = ("tests/pure/offline/test_arena.py", "tests/pure/offline/test_loops.py")
 
 MODULES: dict[str, tuple[str, ...]] = {
-    "bundles/cgbundle/validate/bundle.py": VALIDATE,
+    "bundles/cgbundle/validate/bundle.py": (*VALIDATE, "tests/pure/call/test_entries.py"),
     "bundles/cgbundle/validate/recordings.py": VALIDATE,
     "bundles/cgbundle/validate/steps.py": VALIDATE,
     "bundles/cgbundle/validate/state.py": VALIDATE,

@@ -64,8 +64,8 @@ def _cuts(dimension: Dimension, size: int, on_miss: str) -> list[Cut]:
         raise CallError("key-missing", f"got {dimension.name}={size}: there is nothing to run", _EMPTY)
     if on_miss == "error":
         raise CallError("key-missing", f"expected a recorded {dimension.name} ({_list(dimension)}), got {size}", _NO_POLICY)
-    if size > MOST_PIECES * dimension.sizes[-1]:
-        most = MOST_PIECES * dimension.sizes[-1]
+    most = MOST_PIECES * dimension.sizes[-1]
+    if size > most:
         raise CallError("key-missing", f"expected at most {dimension.name}={most}, {MOST_PIECES} replays, got {size}", _LARGE)
     pads, smallest, largest = dimension.pad != "no", dimension.sizes[0], dimension.sizes[-1]
     if dimension.chunk and size > smallest and (on_miss == "chunk" or size > largest or not pads):

@@ -14,7 +14,7 @@ from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
 from . import host_code
 from .require import require
-from .state import of_entry
+from .state import reserved_for_others
 
 
 def check_weights(bundle: Archive) -> None:
@@ -52,7 +52,9 @@ def check_tables(bundle: Archive) -> None:
     manifest = bundle.manifest
     memories = graph_memories(manifest.memories)
     images = file_names.kernel_images(manifest)
-    rows = [(each, of_entry(manifest, each.entry)[1], program) for each in each_entry(manifest) for program in each.programs]
+    rows = [
+        (each, reserved_for_others(manifest, each.entry), program) for each in each_entry(manifest) for program in each.programs
+    ]
     for entry, reserved, program in rows:
         allowed = writable(entry, program)
         for place, step in enumerate(program.steps):

@@ -165,9 +165,10 @@ def _check_reserved(each: Sequence[Manifest]) -> None:
         places.append((row.offset, row.offset + row.bytes, index))
     for (_, end, _), (begin, _, index) in pairwise(sorted(places)):
         require(end <= begin, f"reserved[{index}]", "overlaps another row")
+    parts = {row.entry: (row.offset, row.offset + row.bytes) for row in first.reserved}
     for number, manifest in enumerate(each):
         at = f"entries[{number - 1}]." if number else ""
-        own, others = of_entry(first, manifest.entry)
+        others = reserved_for_others(first, manifest.entry)
         for place, program in enumerate(manifest.programs):
             for index, value in enumerate(program.values):
                 over = others.over(value.memory, *extent(value))
@@ -175,16 +176,14 @@ def _check_reserved(each: Sequence[Manifest]) -> None:
                 require(over is None, where, "lies in a part of the arena that is reserved for another entry")
             for output in made.get(manifest.entry, ()):
                 value = program.values[program.outputs[output]]
-                begin, end = extent(value)
-                kept = not span(value) or (value.memory == "arena" and own[0] <= begin and end <= own[1])
+                (begin, end), (first_byte, past) = extent(value), parts[manifest.entry]
+                kept = not span(value) or (value.memory == "arena" and first_byte <= begin and end <= past)
                 require(
                     kept, f"{at}programs[{place}].outputs[{output}]", "is chained, and lies outside of its entry's reserved part"
                 )
 
 
-def of_entry(manifest: Manifest, entry: str) -> tuple[tuple[int, int], Spans]:
-    """(begin, end) of what is reserved for an entry in memory arena, and what is reserved there for others."""
-    rows = [("arena", row.offset, row.offset + row.bytes, number) for number, row in enumerate(manifest.reserved)]
-    own = [(row.offset, row.offset + row.bytes) for row in manifest.reserved if row.entry == entry]
-    others = Spans(place for place, row in zip(rows, manifest.reserved, strict=True) if row.entry != entry)
-    return own[0] if own else (0, 0), others
+def reserved_for_others(manifest: Manifest, entry: str) -> Spans:
+    """The parts of memory arena that are reserved for other entries than `entry`."""
+    rows = enumerate(manifest.reserved)
+    return Spans(("arena", row.offset, row.offset + row.bytes, number) for number, row in rows if row.entry != entry)

@@ -235,6 +235,15 @@ class KnownValues:
             return None
         return pytree.tree_map_only(torch.Tensor, self._constant, found)
 
+    def positions(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
+        """Where a mask of known value is true, an index for each of its axes; None where it is not known, or large."""
+        value = self._of(mask)
+        if value is _UNKNOWN:
+            return None
+        with _plain():
+            found = list(value.nonzero().unbind(1))
+        return [self._constant(each) for each in found] if all(map(_small, found)) else None
+
     def _constant(self, value: torch.Tensor) -> torch.Tensor:
         with _plain():
             numbers = value.tolist()

@@ -40,6 +40,8 @@ def cpu(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]
 def cuda(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """`x.cuda()`, `x.cuda(device)`."""
     device = kwargs.get("device", args[1] if len(args) > 1 else None)
+    if device is None:
+        places.to_gpu()
     place = places.named(device) if device is not None else DEVICE
     return _move(places, args[0], place or DEVICE, None, kwargs.get("memory_format"), False)
 

@@ -61,7 +61,13 @@ class TensorPlaces:
             return DEVICE if self.told == CPU else HOST
         if found.type != "cuda" or found.index:
             self.saw("several-devices", f"a tensor on {found}: a bundle runs on one GPU and the host")
+        self.to_gpu()
         return DEVICE
+
+    def to_gpu(self) -> None:
+        """The user's code names a GPU."""
+        if self.told == CPU:
+            self.saw("moved-to-gpu", "a tensor is moved to a GPU, and the bundle is for the CPU")
 
     def note(self, tensor: torch.Tensor, place: str) -> None:
         """From now on `tensor` is at `place`."""

@@ -29,7 +29,9 @@ from ..tracing.way import ForcedWay, TracedWay
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
 from .known_values import KnownValues
+from .masks import MASKED, with_masks
 from .operations import histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
+from .packed_sequences import PackedSequences, layers_of_packed_sequences
 from .path_reads import ForcedReads, TracedReads, numbers_asked
 from .tensor_places import CPU, CUDA, TensorPlaces
 
@@ -74,13 +76,17 @@ def _opened(func: Any) -> Any:
 class DeviceTracking(TorchFunctionMode):
     """Active around one call of the user's model."""
 
-    def __init__(self, places: TensorPlaces, reads: DataReads, known: KnownValues) -> None:
+    def __init__(self, places: TensorPlaces, reads: DataReads, known: KnownValues, packed: PackedSequences) -> None:
         super().__init__()
-        self._places, self._reads, self._known = places, reads, known
+        self._places, self._reads, self._known, self.packed = places, reads, known, packed
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the value of a tensor is known."""
         return self._known.has(tensor)
+
+    def _truth(self, tensor: torch.Tensor) -> Any:
+        """Bytes as truth values."""
+        return self.__torch_function__(torch.Tensor.bool, (), [tensor])
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
@@ -89,12 +95,19 @@ class DeviceTracking(TorchFunctionMode):
         if func in _ASKING:
             with self:
                 return _opened(func)(*given, **named)
+        if self.packed.concern(func, given, named):
+            with self.packed.paused(), self:
+                made = self.packed.operate(func, given, named)
+            if made is not NotImplemented:
+                return made
         if func in BRANCHES:
             return self._reads.truth(func, given, named)
         if func in NUMBERS:
             return self._reads.read(func, given, named)
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, given, named))
+        if func in MASKED:
+            func, given, named = with_masks(func, given, named, self._known.positions, self._truth)
         given, named = self._known.with_numbers(func, given, named)
         if (constant := self._known.counted(func, given, named)) is not None:
             return constant
@@ -109,6 +122,12 @@ def has_value(tensor: torch.Tensor) -> bool:
     return any(isinstance(mode, DeviceTracking) and mode.knows(tensor) for mode in modes)
 
 
+def _packed() -> PackedSequences | None:
+    """The packed sequences of the call that the user's code runs in."""
+    modes = torch.overrides._get_current_function_mode_stack()
+    return next((mode.packed for mode in reversed(modes) if isinstance(mode, DeviceTracking)), None)
+
+
 @contextmanager
 def track_devices(
     inputs: Sequence[torch.Tensor],
@@ -121,14 +140,14 @@ def track_devices(
     constants: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
     way: TracedWay | ForcedWay | None = None,
     model: torch.nn.Module | None = None,
+    padded: bool = False,
 ) -> Iterator[SideEffects]:
     """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
 
     `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier`,
-    `known` and `asserted` are those of `DataReads`, and `constants` traced tensors with their values.  `way`: the answers that the
-    call of `model` gets are forced.  Fake tensors answer
-    `.device` by a property that asks no mode.  While the user's own code runs, the property asks this one; in what that code calls,
-    the mode is off the stack.
+    `known` and `asserted` are those of `DataReads`, `padded` that of `PackedSequences`, and `constants` traced tensors with their
+    values.  `way`: the answers that the call of `model` gets are forced.  Fake tensors answer `.device` by a property that asks no
+    mode.  While the user's own code runs, the property asks this one; in what that code calls, the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, told)
     values = KnownValues(real)
@@ -143,7 +162,7 @@ def track_devices(
         asked_by = numbers_asked(traced.number_truth)
     elif way is not None:
         reads = ForcedReads(places, values, way)
-    mode = DeviceTracking(places, reads, values)
+    mode = DeviceTracking(places, reads, values, PackedSequences(padded))
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
     asked = torch.cuda.get_device_capability
 
@@ -161,7 +180,7 @@ def track_devices(
         torch.autocast.__init__ = on_the_cpu
         torch.cuda.get_device_capability = lambda device=None: capability
     try:
-        with mode, asked_by:
+        with layers_of_packed_sequences(_packed), mode, asked_by:
             yield places.effects
     finally:
         FakeTensor.device = fake

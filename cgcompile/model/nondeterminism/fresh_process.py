@@ -96,6 +96,8 @@ class _Calls:
             FlatModule(source.model, sample(source, chosen), source.device, source.told, source.entry, source.capability)
             for source, chosen in zip(self._sources, sizes.values(), strict=True)
         ]
+        for flat in self._flats:
+            flat.uncalled = True
         self._called = Called()
 
     def send(self, entry: int, tensors: Sequence[torch.Tensor], seed: int, reset: bool = False) -> None:

@@ -107,7 +107,9 @@ class _Search:
 def _visible(model: torch.nn.Module, entry: str) -> Iterator[Any]:
     methods = {inspect.unwrap(written_method(model, entry))}
     for module in model.modules():
-        methods.add(inspect.unwrap(type(module).forward))
+        forward = getattr(type(module), "forward", None)
+        if inspect.isfunction(forward):  # a scripted module's class has none
+            methods.add(inspect.unwrap(forward))
         for name, value in list(vars(module).items()):
             if name not in ("_parameters", "_buffers", "_modules"):
                 yield from _within(value, DEEP)

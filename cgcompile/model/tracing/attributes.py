@@ -57,10 +57,12 @@ def _mark(value: Any, deep: int, state: Set[int]) -> Any:
         ) in state else value._version  # by identity: who assigns an equal tensor assigns what an input may have made
     if isinstance(value, _PLAIN):
         return value
-    if deep and isinstance(value, list | tuple):
-        return [type(value).__name__, len(value), [_mark(each, deep - 1, state) for each in value[:WIDE]]]
+    if deep and isinstance(value, list | tuple):  # a subclass may define its length or its indices anew, or refuse them
+        items = list(list.__iter__(value) if isinstance(value, list) else tuple.__iter__(value))
+        return [type(value).__name__, len(items), [_mark(item, deep - 1, state) for item in items[:WIDE]]]
     if deep and isinstance(value, dict):
-        return [len(value), {str(key): _mark(each, deep - 1, state) for key, each in list(value.items())[:WIDE]}]
+        entries = list(dict.items(value))
+        return [len(entries), {str(key): _mark(item, deep - 1, state) for key, item in entries[:WIDE]}]
     if deep and hasattr(value, "__dict__") and not isinstance(value, torch.nn.Module | type) and not callable(value):
         return [id(value), {key: _mark(each, deep - 1, state) for key, each in list(vars(value).items())[:WIDE]}]
     return id(value)

@@ -16,8 +16,9 @@ import torch
 
 @contextmanager
 def needless_conversions_left_out() -> Iterator[None]:
-    """Meanwhile a conversion that gives every tensor of a module its own dtype, device and shape does nothing."""
-    convert = torch.nn.Module._apply
+    """Meanwhile `module.to(tensor)` goes where the tensor is told to be.  A conversion that gives every tensor of a module its own
+    dtype, device and shape does nothing."""
+    convert, move = torch.nn.Module._apply, torch.nn.Module.to
 
     def apply(module: torch.nn.Module, change: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         tensors = chain(module.parameters(recurse), module.buffers(recurse))
@@ -25,11 +26,18 @@ def needless_conversions_left_out() -> Iterator[None]:
             return module
         return convert(module, change, recurse)
 
-    torch.nn.Module._apply = apply
+    def to(module: torch.nn.Module, *args: Any, **kwargs: Any) -> Any:
+        """`module.to(tensor)`: torch reads the device from inside of a tensor, which is not where the user's code is told it is."""
+        like = args[0] if args else kwargs.get("tensor")
+        if not isinstance(like, torch.Tensor):
+            return move(module, *args, **kwargs)
+        return move(module, like.device, like.dtype)
+
+    torch.nn.Module._apply, torch.nn.Module.to = apply, to
     try:
         yield
     finally:
-        torch.nn.Module._apply = convert
+        torch.nn.Module._apply, torch.nn.Module.to = convert, move
 
 
 def _alike(tensor: torch.Tensor, made: torch.Tensor) -> bool:

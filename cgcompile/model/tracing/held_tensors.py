@@ -88,7 +88,9 @@ def own_buffers(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for module, buffers, names in before:
-            if set(module._buffers.keys()) != buffers.keys():
+            if {name: id(tensor) for name, tensor in module._buffers.items()} != {name: id(it) for name, it in buffers.items()}:
+                for name in buffers.keys() & vars(module).keys():
+                    del vars(module)[name]
                 module._buffers.clear()
                 module._buffers.update(buffers)
                 module._non_persistent_buffers_set.clear()

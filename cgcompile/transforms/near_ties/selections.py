@@ -139,14 +139,32 @@ class Ranked:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Interval:
+class _One:
+    """A selection by an operator that gives its indices alone, in the `result`."""
+
+    result: Tensor
+
+    def results(self, chosen: Tensor) -> Tensor:
+        return self.shaped(chosen).to(self.result.dtype)
+
+    def indices_of(self, result: Tensor) -> Tensor:
+        return result
+
+    def shaped(self, flat: Tensor) -> Tensor:
+        return flat.reshape(self.result.shape)
+
+    def rows(self, values: Tensor) -> None:
+        return None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Interval(_One):
     """Where numbers lie among ascending ones: `edges` (rows, n), `numbers` (rows, ranks), as float64.  The index counts the edges
     below a number.  An interval without width is never as good."""
 
     edges: Tensor
     numbers: Tensor
     expected: Tensor
-    result: Tensor
 
     def chosen(self, wanted: Tensor, bound: float) -> Tensor:
         asked = torch.where(wanted == NONE, self.expected, wanted)
@@ -176,27 +194,14 @@ class Interval:
         apart = [(self.numbers - padded.gather(1, self.expected + edge)).abs() for edge in (0, 1)]
         return torch.minimum(*apart) <= bound * _finite(self.edges).amax(1, keepdim=True)
 
-    def results(self, chosen: Tensor) -> Tensor:
-        return self.shaped(chosen).to(self.result.dtype)
-
-    def indices_of(self, result: Tensor) -> Tensor:
-        return result
-
-    def shaped(self, flat: Tensor) -> Tensor:
-        return flat.reshape(self.result.shape)
-
-    def rows(self, values: Tensor) -> None:
-        return None
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Comparison:
+class Comparison(_One):
     """Which of two floats is larger, element by element: `expected`, bool (1, elements), and whether they are `near` each other."""
 
     expected: Tensor
     apart: Tensor
     size: Tensor
-    result: Tensor
 
     def chosen(self, wanted: Tensor, bound: float) -> Tensor:
         turned = (wanted != NONE) & (self.apart <= bound * self.size).reshape(wanted.shape)
@@ -207,18 +212,6 @@ class Comparison:
 
     def ties(self, bound: float) -> Tensor:
         return (self.apart <= bound * self.size).reshape(self.expected.shape)
-
-    def results(self, chosen: Tensor) -> Tensor:
-        return self.shaped(chosen)
-
-    def indices_of(self, result: Tensor) -> Tensor:
-        return result
-
-    def shaped(self, flat: Tensor) -> Tensor:
-        return flat.reshape(self.result.shape)
-
-    def rows(self, values: Tensor) -> None:
-        return None
 
 
 def selection_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any], result: Any) -> Selection | None:

@@ -37,6 +37,7 @@ class PaddedRun:
         given = iter(inputs)
         pairs = list(zip(short.graph.nodes, long.graph.nodes, strict=True))
         last = {source: node for node, _ in pairs for source in node.all_input_nodes}
+        needed = _needed(short)
         for node, twin in pairs:
             if node.op == "placeholder":
                 values[node] = next(given)
@@ -45,7 +46,7 @@ class PaddedRun:
             elif node.op == "output":
                 made = tree_leaves(map_arg(node.args[0], values.__getitem__))
                 return [each if isinstance(each, PaddedValue) else PaddedValue(each, each) for each in made]
-            elif node.users:
+            elif node in needed:
                 values[node] = self._called(node, twin, values)
             for source in node.all_input_nodes:
                 if last[source] is node:
@@ -133,6 +134,15 @@ def _unknown(value: PaddedValue) -> PaddedValue:
 def operators(module: GraphModule) -> list[str]:
     """The operators of a graph in order, by which two sizes of a program are alike."""
     return [f"{node.op} {node.target}" if node.op == "call_function" else node.op for node in module.graph.nodes]
+
+
+def _needed(graph: GraphModule) -> frozenset[Node]:
+    """The operations that lead to what the graph gives.  An assertion gives nothing."""
+    found: set[Node] = set()
+    for node in reversed(graph.graph.nodes):
+        if node.op == "output" or not found.isdisjoint(node.users):
+            found.add(node)
+    return frozenset(found)
 
 
 def _attribute(module: Any, path: Any) -> Any:

@@ -22,7 +22,7 @@ from cgbundle.format.schema import Dimension
 from cgbundle.format.size_expressions import evaluate, linear, names
 
 from ...model.devices.index_guard import FAILURES, guarded_indices
-from ...model.flat_module import PREFIX, run_eager
+from ...model.flat_module import PREFIX, padded_calls, run_eager
 from ...model.source import Source, sample
 from ...util.tolerance import compare
 from ..error_bounds import ErrorBound, error_bounds
@@ -181,7 +181,8 @@ def _compare(prepared: Prepared, short: Tensors, frame: Tensors, expected: Tenso
         made[tuple(slice(0, size) for size in inner.shape)] = inner
         filled.append(made)
     try:
-        outputs = run_eager(prepared.reference, filled).outputs
+        with padded_calls(prepared.reference):
+            outputs = run_eager(prepared.reference, filled).outputs
     except FAILURES as failure:
         return f"the model fails ({type(failure).__name__})"
     bounds = error_bounds(prepared)

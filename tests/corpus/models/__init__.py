@@ -7,6 +7,7 @@ from itertools import zip_longest
 from ..case import Case
 from . import (
     layers,
+    strangers,
     timm_models,
     torchaudio_models,
     torchvision_models,
@@ -20,7 +21,7 @@ from . import (
 
 PACKAGES = (
     transformers_text, transformers_causal, torchvision_models, transformers_vision, layers, transformers_sequence,
-    transformers_multimodal, torchaudio_models, transformers_audio, timm_models,
+    transformers_multimodal, torchaudio_models, transformers_audio, timm_models, *strangers.FIELDS,
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import cgcompile
 from cgbundle.errors import CgbundleError
-from cgcompile.model.tracing.attributes import marks
+from cgcompile.model.tracing.attributes import changed, marks
 from cgcompile.model.tracing.held_tensors import held_tensors
 from cgcompile.model.user_code import call_user, plain_errors
 from cgcompile_cli.output import complain
@@ -129,6 +129,33 @@ def test_an_object_that_cannot_be_looked_at(method: str) -> None:
     assert {"odd", "inside", "table"} <= marks(model).keys() and marks(model) == marks(model)
     with raises("structure-unsupported", match=r"inputs\(\) gives"):
         check(Holding(), lambda batch: (torch.rand(batch, 3), odd(method)))
+
+
+class Refusing(tuple[int, ...]):
+    """As e3nn's irreps: a tuple whose length is a question without an answer."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    def __getitem__(self, index: Any) -> Any:
+        raise NotImplementedError
+
+
+class RefusingTable(dict[str, int]):
+    def items(self) -> Any:
+        raise NotImplementedError
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+
+def test_containers_that_refuse_questions_are_looked_into() -> None:
+    model = Holding()
+    vars(model).update(shape=Refusing((1, 2)), table=RefusingTable(one=1))
+    before = marks(model)
+    assert before == marks(model)
+    vars(model).update(shape=Refusing((1, 3)), table=RefusingTable(one=2))
+    assert changed(before, marks(model)) == ["shape", "table"]
 
 
 def test_odd_objects_in_attributes_are_no_obstacle() -> None:

@@ -114,8 +114,8 @@ class JaggedToPadded(nn.Module):
 
 CASES = (
     _case(RepeatByTensor, ragged, SHAPE, FOLLOWER),
-    _case(PackedLstm, ragged, "data-dependent-shape"),
-    _case(PackAndUnpack, ragged, "data-dependent-branch"),
+    _case(PackedLstm, ragged, "device-copy", "cpu-operation"),
+    _case(PackAndUnpack, ragged, "device-copy", "cpu-operation"),
     _case(LengthMask, ragged, near=("data-dependent-shape",)),
     _case(SelectByItem, ragged, SELECT, FOLLOWER),
     _case(NarrowByItem, ragged, SELECT, FOLLOWER),

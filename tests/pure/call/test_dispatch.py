@@ -189,6 +189,16 @@ def test_a_size_that_no_recorded_sizes_add_up_to_says_so(size: int) -> None:
         assert str(error) == expected and "batch cannot be padded: a mean over the batch" in error.hint
 
 
+def test_a_call_of_too_many_replays_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = refused([dimension("batch", 1)], [1048577], "pad")
+    assert str(error) == "batch: expected at most batch=1048576, 1048576 replays, got 1048577"
+    monkeypatch.setattr(dispatch, "MOST_PIECES", 6)
+    batch, rows = dimension("batch", 2, 3), dimension("rows", 1)
+    assert len(plan([batch], [18], "chunk")) == len(plan([batch, rows], [9, 2], "chunk")) == 6
+    assert str(refused([batch], [19], "chunk")) == "batch: expected at most batch=18, 6 replays, got 19"
+    assert str(refused([batch, rows], [12, 2], "chunk")) == "the call would take more than 6 replays"
+
+
 @pytest.mark.parametrize("on_miss", dispatch.POLICIES)
 @pytest.mark.parametrize("size", [0, -1])
 def test_nothing_to_run_is_refused(on_miss: str, size: int) -> None:

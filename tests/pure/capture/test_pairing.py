@@ -20,6 +20,7 @@ from cgcompile.capture.take import (
     RawMemcpy,
     RawMemset,
     RawModuleState,
+    RawSetCondition,
     RawValue,
     Reading,
     Take,
@@ -109,6 +110,11 @@ def in_target(mine: Word, theirs: Word) -> tuple[Take, Take]:
     return take(takes[0]), take(takes[1], ranges=TURNED)
 
 
+def in_condition(mine: Word, theirs: Word) -> tuple[Take, Take]:
+    takes = [RawSetCondition(conditional=0, byte=each) for each in (mine, theirs)]
+    return take(takes[0]), take(takes[1], ranges=TURNED)
+
+
 def in_input(mine: Word, theirs: Word) -> tuple[Take, Take]:
     return take(inputs=(value(mine),)), take(inputs=(value(theirs),), ranges=TURNED)
 
@@ -123,7 +129,7 @@ def in_state(mine: Word, theirs: Word) -> tuple[Take, Take]:
 
 
 @pytest.mark.parametrize("place", [3, 4, 6, 7])
-@pytest.mark.parametrize("where", [in_kernel, in_memset, in_source, in_target, in_input, in_output, in_state])
+@pytest.mark.parametrize("where", [in_kernel, in_memset, in_source, in_target, in_condition, in_input, in_output, in_state])
 def test_a_pointer_anywhere_pairs_the_ranges_that_it_points_into(where: Any, place: int) -> None:
     mine, theirs = where(*seen(place, 64))
     assert pair_ranges(mine, theirs) == {0: 0, 1: 1, 2: 2, place: SWAPPED[place]}
@@ -139,6 +145,8 @@ def test_nodes_of_two_kinds_say_nothing() -> None:
         (RawMemset(target=word((3, 8)), shape=shape), kernel(word((4, 8)))),
         (RawMemset(target=word((3, 8)), shape=shape), RawMemcpy(source=word((4, 8)), target=word((4, 8)), shape=shape)),
         (RawMemcpy(source=word((3, 8)), target=word((3, 8)), shape=shape), RawMemset(target=word((4, 8)), shape=shape)),
+        (RawSetCondition(conditional=0, byte=word((3, 8))), kernel(word((4, 8)))),
+        (kernel(word((3, 8))), RawSetCondition(conditional=0, byte=word((4, 8)))),
         (RawEmpty(), kernel(word((4, 8)))),
         (RawEmpty(), RawEmpty()),
     ):
@@ -275,6 +283,14 @@ def test_a_word_that_is_an_address_in_one_process_is_none() -> None:
         assert found.relocations == () and found.undefined == ((0, 8),) and found.data == bytes(8)
 
 
+def test_words_behind_one_that_is_no_address_are_classified() -> None:
+    last = word((0, 8), at=8)
+    mine = Block(data=b"\1" * 16, words=(word((0, 8)), last))
+    for words in ((last,), (word((6, 8)), last)):  # the first: an address in one process alone, and stale
+        found = classify(mine, Block(data=b"\2" * 16, words=words), PAIRED, spot)
+        assert found.relocations == ((8, Reading(range=0, offset=8)),) and found.undefined == ((0, 8),)
+
+
 def test_weights_at_different_places_are_no_address() -> None:
     """A decoder of 8B: the word at 160 was a number and stale bytes, and read as an address of its 16 GB in both processes."""
     mine = Block(data=(0x7F12_0000_0001).to_bytes(8, "little"), words=(word((0, 8)),))
@@ -299,6 +315,18 @@ def test_a_place_of_weights_in_one_process_alone_is_no_address(kept: int, elsewh
         assert found.relocations == () and found.undefined == ((0, 8),) and found.data == bytes(8)
     with raises("address-disagrees"):
         place_of(mine.words[0], theirs.words[0], PAIRED, "a memset")
+
+
+def test_a_word_is_read_by_the_ranges_of_its_own_process() -> None:
+    """The driver tells one process of a range that the other one does not have."""
+    ranges = (*RANGES[:6], Range(kind="torch", start=8500, size=64), *RANGES[6:])
+    paired = replace(PAIRED, ranges=(RANGES, ranges), hosts=(frozenset({8}), frozenset({9})))
+    mine = Block(data=b"\1" * 8, words=(word((0, 8)),))
+    theirs = Block(data=b"\2" * 8, words=(word((9, 0)),))
+    assert classify(mine, theirs, paired, spot).undefined == ((0, 8),)
+    said = "torch of 512 bytes, 8 into it; in the other process torch of 64 bytes, 8 into it$"
+    with raises("address-disagrees", match=said):
+        place_of(word((6, 8)), word((6, 8)), paired, "a memset")
 
 
 def test_pinned_memory_in_both_processes_is_refused() -> None:
@@ -394,6 +422,11 @@ def test_nodes_differ() -> None:
         take(fill), take(copy), "int_key (4,), node 0 (memset): the kind is RawMemset in one recording and RawMemcpy in the other"
     )
     differ(take(kernel(), kernel()), take(kernel()), "int_key (4,): 2 nodes in one recording, 1 in the other")
+    first, second = [RawSetCondition(conditional=number, byte=word((0, 0))) for number in (0, 1)]
+    compare(take(first), take(replace(first, byte=word((0, 8)))))
+    differ(
+        take(first), take(second), "int_key (4,), node 0 (condition): the branch or loop is 0 in one recording and 1 in the other"
+    )
 
 
 def test_graphs_differ() -> None:

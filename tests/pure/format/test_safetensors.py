@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import io
 import json
+import mmap
 import random
 import struct
 from pathlib import Path
@@ -55,6 +57,45 @@ def test_a_file_is_length_header_and_data_literally(tmp_path: Path) -> None:
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read(write(tmp_path / "w", SAMPLE)) == SAMPLE
+
+
+def test_a_header_says_where_the_data_of_each_tensor_begins(tmp_path: Path) -> None:
+    data = write(tmp_path / "w", SAMPLE).read_bytes()
+    places = safetensors.write_header(io.BytesIO(), {name: (dtype, shape) for name, (dtype, shape, _) in SAMPLE.items()})
+    assert {name: data[place:][: len(SAMPLE[name][2])] for name, place in places.items()} == {
+        name: contents for name, (_, _, contents) in SAMPLE.items()
+    }
+
+
+def test_an_open_file_is_mapped_from_its_first_byte_and_unmapped_by_close(tmp_path: Path) -> None:
+    path = write(tmp_path / "w", SAMPLE)
+    with open(path, "rb") as file:
+        file.read(3)
+        mapped = Mapped(file.fileno(), "weights")
+    assert bytes(mapped.data("b")) == SAMPLE["b"][2]
+    assert str(path) in Path("/proc/self/maps").read_text()
+    mapped.close()
+    assert str(path) not in Path("/proc/self/maps").read_text()
+
+
+@pytest.mark.parametrize("refuses", [False, True], ids=["Linux 5.14", "older"])
+def test_the_kernel_is_asked_for_all_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: bool) -> None:
+    path, calls = write(tmp_path / "w", SAMPLE), []
+
+    class Libc:
+        def __init__(self, name: None) -> None: ...
+
+        def madvise(self, address: ctypes.c_void_p, size: ctypes.c_size_t, advice: int) -> int:
+            calls.append((address.value, size.value, advice))
+            return -1 if refuses and advice == 22 else 0
+
+    mapped = Mapped(str(path), "weights")
+    begin = mapped.address("big") - mapped.entries["big"].begin
+    with monkeypatch.context() as patch:
+        patch.setattr(ctypes, "CDLL", Libc)
+        mapped.populate()
+    mapped.close()
+    assert calls == [(begin, path.stat().st_size, advice) for advice in ((22, mmap.MADV_WILLNEED) if refuses else (22,))]
 
 
 tensors_of_any_kind = st.dictionaries(

@@ -309,3 +309,9 @@ def test_three_rows_of_every_kind_survive() -> None:
     nodes = (*RECORDING_8.nodes, *[replace(node, width=width) for width in (1, 2) for node in (fill, copy)], KERNEL)  # type: ignore[type-var]
     made = replace(RECORDING_8, nodes=nodes)
     assert tables.decode(tables.encode(made)) == made
+
+
+def test_conditional_nodes_keep_their_own_bodies() -> None:
+    nodes = (ConditionalNode(type="if", bodies=(0, 1)), ConditionalNode(type="while", bodies=(2,)))
+    made = Recording(key=(), functions=(), nodes=nodes, edges=(), bodies=(2, 2, 2))
+    assert tables.decode(tables.encode(made)) == made

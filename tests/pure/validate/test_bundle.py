@@ -247,6 +247,13 @@ BROKEN: list[tuple[str, Change, str, str]] = [
     ("a value's memory", put_value(0, memory="heap"), "programs[1].values[0].memory", "unknown memory 'heap'"),
     ("a value's rank", put_value(0, strides=(1,)), "programs[1].values[0].strides", "do not match the shape"),
     ("a value below nothing", put_value(0, shape=(-4, 3)), "programs[1].values[0]", "negative size or stride"),
+    ("a value that ends past 64 bits", put_value(0, strides=(2**62, 1)), "programs[1].values[0]", "more bytes than 64 bits count"),
+    (
+        "a value with too many elements",
+        put_value(0, shape=(2**62, 3), strides=(0, 0)),
+        "programs[1].values[0]",
+        "more bytes than 64 bits count",
+    ),
     ("an offset in host memory", put_value(0, offset=4), "programs[1].values[0].offset", "a value in host memory has none"),
     (
         "a cpu value elsewhere",
@@ -375,8 +382,14 @@ def test_an_input_without_elements_may_lie_anywhere_and_others_in_memory_inputs(
         return replace(made, inputs=(made.inputs[0], spec), programs=tuple(programs))
 
     empty = replace(made.inputs[1], shape=(0,), order=(0,))
-    check_manifest(second(empty, shape=(0,), strides=(1,), memory="arena", offset=0))
+    for memory in ("arena", "state"):  # there is no memory state
+        check_manifest(second(empty, shape=(0,), strides=(1,), memory=memory, offset=0))
     reject(second(made.inputs[1], memory="arena", offset=0), "programs[0].inputs[1]", "lies in memory arena, not in inputs")
+    with_empty = second(empty, shape=(0,), strides=(1,))
+    turned = [replace(program, inputs=(6, 0)) for program in with_empty.programs]
+    moved = replace(turned[0], values=(replace(turned[0].values[0], memory="arena"), *turned[0].values[1:]))
+    behind = replace(with_empty, inputs=with_empty.inputs[::-1], programs=(moved, *turned[1:]))
+    reject(behind, "programs[0].inputs[1]", "lies in memory arena, not in inputs")
 
 
 def test_a_weight_for_the_host_may_be_one_tensor_with_one_on_the_gpu() -> None:
@@ -398,6 +411,16 @@ def tried(**changes: Any) -> Change:
 
 def test_what_was_tried_is_sound() -> None:
     check_manifest(tried()(cuda()))
+    check_manifest(tried(microseconds=(0.0, 0.5))(cuda()))
+
+
+def test_every_lowering_is_checked() -> None:
+    eager, inductor, traced = tried()(cuda()).programs[1].lowerings
+    for rows, path, message in (
+        ((eager, replace(traced, microseconds=(1.0, 2.0))), "[1]", "it has a reason why it was left out, and was not"),
+        ((traced, eager, replace(inductor, microseconds=(1.0, -2.0))), "[2].microseconds", "a negative time"),
+    ):
+        reject(put_row("programs", 1, lowerings=rows)(cuda()), f"programs[1].lowerings{path}", message)
 
 
 BROKEN_CUDA: list[tuple[str, Change, str, str]] = [

@@ -93,6 +93,7 @@ def test_an_output_that_is_other_memory_and_an_input_that_is_written(manifest: M
     for memory in ("inputs", "weights", "state"):
         shared = entry(manifest, MAKE, aliases=(Alias(output=0, memory=memory, index=0),))
         bad(shared, r"chains\[2\].output: shares memory with an input, a weight or state")
+    check_chains(each_entry(entry(manifest, MAKE, aliases=(Alias(output=1, memory="inputs", index=0),))))  # of another output
     bad(entry(manifest, AGAIN, written=(0,)), r"chains\[0\].input: calls write to it")
 
 
@@ -105,6 +106,8 @@ def test_what_is_reserved(manifest: Manifest) -> None:
     for changes in ({"offset": -256}, {"offset": -1, "bytes": 2}, {"offset": -1}, {"bytes": -1}, {"offset": 256, "bytes": -256}):
         bad(replace(manifest, reserved=(replace(make, **changes), again)), r"reserved\[0\]: outside memory arena")
     nothing = replace(manifest, reserved=tuple([replace(row, offset=0, bytes=0) for row in manifest.reserved]))
+    one = replace(nothing, reserved=(replace(make, offset=0, bytes=1), nothing.reserved[1]))
+    bad(replace(one, memories=()), r"reserved\[0\]: outside memory arena")
     bad(replace(nothing, memories=()), r"outputs\[0\]: is chained, and lies outside of its entry's reserved part")
     bad(replace(manifest, reserved=(replace(make, bytes=AGAIN_AT + 1), again)), r"reserved\[1\]: overlaps another row")
     bad(replace(manifest, target=replace(manifest.target, kind="cpu")), r"reserved: is for .* the chains' sources are \[\]")
@@ -117,6 +120,11 @@ def test_chained_outputs_lie_in_their_own_part_and_nothing_elses(manifest: Manif
         value(manifest, TAKE, 2, offset=MAKE_AT + 4), r"entries\[1\].programs\[0\].values\[2\]: lies in a part of the arena that is"
     )
     bad(value(manifest, TAKE, 2, offset=SHARED_AT - 4), r"entries\[1\].programs\[0\].values\[2\]: lies in a part")
+    bad(value(manifest, MAKE, 1, memory="weights"), r"programs\[0\].outputs\[0\]: is chained, and lies outside")
+    empty = manifest
+    for number, index in ((MAKE, 1), (AGAIN, 0), (AGAIN, 1), (TAKE, 0), (TAKE, 1)):
+        empty = value(empty, number, index, shape=(0,), offset=SHARED_AT)
+    check_chains(each_entry(empty))
     bad(value(manifest, AGAIN, 1, offset=MAKE_AT), r"entries\[0\].programs\[0\].values\[1\]: lies in a part")
 
 
@@ -127,6 +135,9 @@ def test_a_part_is_its_entrys_to_the_last_byte(manifest: Manifest) -> None:
     for number, row in ((MAKE, make), (AGAIN, again)):
         last = row.offset + row.bytes - size
         check_chains(each_entry(value(manifest, number, 1, offset=last)))
+        late = replace(row, offset=row.offset + 4, bytes=row.bytes - 4)
+        rows = (late, again) if number == MAKE else (make, late)
+        bad(replace(manifest, reserved=rows), r"outputs\[0\]: is chained, and lies outside")
         bad(value(manifest, number, 1, offset=last + 4), r"outputs\[0\]: is chained, and lies outside|reserved for another entry")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -10,6 +11,7 @@ from cgbundle.format.schema import Program, Step, Value
 from cgbundle.format.spans import Spans, span
 from cgbundle.validate.lifetimes import check_lifetimes
 from tests.helpers.frugal import cost
+from tests.helpers.raising import raises
 
 places = st.tuples(st.sampled_from(["arena", "inputs"]), st.integers(0, 12), st.integers(0, 6))
 
@@ -70,6 +72,25 @@ def test_it_finds_what_comparing_all_pairs_does(program: Program) -> None:
         assert error.code == "manifest-invalid"
         found = False
     assert found == is_sound(program)
+
+
+@pytest.mark.parametrize("begin", [0, 2], ids=["before", "behind"])
+def test_the_message_names_the_two_values(begin: int) -> None:
+    """Step 1 writes over what it reads, step 2 over what step 3 reads.  `begin`: where the value of step 1 lies."""
+    steps = [Step(kind="graph", region=0, file="", inputs=inputs, outputs=(index,)) for index, inputs in enumerate([(), (0,), ()])]
+    steps.append(Step(kind="graph", region=0, file="", inputs=(1, 2), outputs=()))
+    values = (value("arena", 0, 4), value("arena", begin, 4), value("arena", 0, 4))
+    program = Program(key=(), values=values, inputs=(), outputs=(), steps=tuple(steps), arena=8, static=0)
+    with raises("manifest-invalid", match=r"^p.steps\[2\]: writes value 2 over value 1, which steps\[3\] reads$"):
+        check_lifetimes(program, "p")
+
+
+def test_the_message_names_the_two_values_of_a_step() -> None:
+    step = Step(kind="host", region=0, file="", inputs=(), outputs=(0, 1))
+    values = (value("arena", 0, 4), value("arena", 3, 4))
+    program = Program(key=(), values=values, inputs=(), outputs=(), steps=(step,), arena=8, static=0)
+    with raises("manifest-invalid", match=r"^p.steps\[0\]: value 1, an output, lies over value 0 of this step$"):
+        check_lifetimes(program, "p")
 
 
 @given(st.lists(places, max_size=8), places)

@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import file_names
+from cgbundle.format import file_names, limits
 from cgbundle.format.archive import Archive
+from cgbundle.format.manifest_json import encode
 from cgbundle.format.schema import Alias, File, Finding, Manifest, Region, TensorSpec
-from cgbundle.validate.bundle import check_bundle, check_manifest, examine
+from cgbundle.validate.bundle import check_bundle, check_manifest, checked_manifest, examine
 from cgbundle.validate.contents import check_weights
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.fabricate import dimension, signature, spec
@@ -128,6 +129,20 @@ def test_files_may_be_empty_and_lie_in_folders() -> None:
         reject(put(files=(*FILES, File(path="x", bytes=0, sha256=sha)))(cpu()), "files[4].sha256", "is no SHA-256")
 
 
+def test_paths_and_tables_are_limited() -> None:
+    def listed(*paths: str) -> Manifest:
+        return put(files=(*FILES, *[File(path=path, bytes=1, sha256=SHA) for path in paths]))(cpu())
+
+    check_manifest(listed("a/" + "x" * limits.PATH_PART))
+    reject(listed("a/" + "x" * (limits.PATH_PART + 1)), "files[4].path", "is no path inside the bundle")
+    reject(listed("a", "a/b"), "files", "'a' is a file and a folder")
+    check_manifest(put_row("files", 0, bytes=limits.TABLE_BYTES + 1)(cpu()))
+    table = len(FILES)
+    check_manifest(put_row("files", table, bytes=limits.TABLE_BYTES)(cuda()))
+    more = limits.TABLE_BYTES + 1
+    reject(put_row("files", table, bytes=more)(cuda()), f"files[{table}].bytes", f"a table of {more} bytes, more than the limit")
+
+
 def test_a_path_on_another_system_is_no_path() -> None:
     reject(put(files=(*FILES, File(path="a/./b", bytes=0, sha256=SHA)))(cpu()), "files[4].path", "is no path inside the bundle")
 
@@ -139,6 +154,17 @@ def test_a_path_on_another_system_is_no_path() -> None:
 def test_dimensions(pad: str) -> None:
     made = signature([dimension("n", 1, pad=pad), dimension("m", 2, 3, 900)], [spec("x", "n", "m")], [spec("y", "n", "m")])
     check_manifest(replace(made, files=FILES))
+
+
+def test_dimensions_are_limited() -> None:
+    names = [f"n{number}" for number in range(limits.DIMENSIONS + 1)]
+    for chosen in (names, names[1:]):
+        made = signature([dimension(name, 1) for name in chosen], [spec(f"x{name}", name) for name in chosen], [spec("y", *chosen)])
+        made = replace(made, files=FILES)
+        if chosen is names:
+            reject(made, "dimensions", f"{len(names)}, more than the limit of {limits.DIMENSIONS}")
+        else:
+            check_manifest(made)
 
 
 def test_two_dimensions_of_one_axis_each() -> None:
@@ -191,6 +217,12 @@ def written(*places: int, pad: str = "no", chunk: bool = False) -> Manifest:
     made = signature([dimension("n", 2, pad=pad, chunk=chunk)], [spec(name, "n") for name in names], [spec("y", "n")])
     bounds = (*made.exam.bounds, *[made.exam.bounds[0] for _ in places])
     return replace(made, files=FILES, written=places, exam=replace(made.exam, bounds=bounds))
+
+
+def test_on_the_cpu_an_output_that_shares_memory_has_an_offset() -> None:
+    made = put(aliases=(Alias(output=0, memory="inputs", index=0),))(put_value(1, offset=4)(cpu()))
+    check_manifest(made)
+    reject(replace(made, aliases=()), "programs[1].values[1].offset", "a value in host memory has none")
 
 
 def test_inputs_that_a_call_changes() -> None:
@@ -262,7 +294,9 @@ def test_what_an_alias_lies_in_is_written() -> None:
     exam = replace(made.exam, bounds=made.exam.bounds * 2, proofs=proofs)
     base = replace(made, outputs=outputs, result=result, programs=tuple(grown), exam=exam)
     reject(base, "programs[0].outputs[1]", "value 6, which nothing has written")
-    check_manifest(replace(base, aliases=(Alias(output=1, memory="outputs", index=0),)))
+    again = replace(base, aliases=(Alias(output=1, memory="outputs", index=0),))
+    check_manifest(again)
+    reject(put_value(6, offset=32)(again), "programs[1].outputs[1]", "lies outside of what it shares memory with")
     short = replace(grown[0], outputs=(5,))
     for aliases in ((), (Alias(output=1, memory="outputs", index=0),)):
         made = replace(base, aliases=aliases, programs=(short, grown[1]))
@@ -279,6 +313,15 @@ def damage(path: Path, name: str) -> None:
     data = bytearray((path / name).read_bytes())
     data[-1] ^= 1
     (path / name).write_bytes(data)
+
+
+def test_a_manifest_that_is_read_is_checked(tmp_path: Path) -> None:
+    path = write_bundle(tmp_path / "tiny.cgb")
+    made = checked_manifest(str(path))
+    assert made == Archive(str(path)).manifest
+    (path / file_names.MANIFEST).write_bytes(encode(replace(made, memories=(("heap", 1),))))
+    with raises("manifest-invalid", match="^memories: "):
+        checked_manifest(str(path))
 
 
 def test_loading_hashes_all_but_the_weights(tmp_path: Path) -> None:
@@ -351,6 +394,7 @@ def test_a_range_is_of_whole_numbers_alone() -> None:
         return put_row("inputs", 0, range=bounds)(replace(made, files=FILES))
 
     check_manifest(ranged("int64", 0, 100))
+    reject(put_row("outputs", 0, dtype="int64", range=(0, 100))(ranged("int64")), "outputs[0].range", "is no range of indices")
     check_manifest(ranged("float32"))
     reject(ranged("float32", 0, 100), "inputs[0].range", "is no range of indices")
     for bounds in ((0,), (0, 0), (5, 4), (0, 1, 2)):

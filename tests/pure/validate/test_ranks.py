@@ -15,7 +15,7 @@ from cgbundle.format.manifest_json import encode
 from cgbundle.format.schema import File, Manifest
 from cgbundle.tables import codec
 from cgbundle.tables.recording import Recording
-from cgbundle.validate.bundle import check_rank, check_ranks, examine
+from cgbundle.validate.bundle import check_bundle, check_manifest, check_rank, check_ranks, examine
 from tests.helpers.bundles import rank_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, edge
 from tests.helpers.places import GOLDEN
@@ -66,8 +66,20 @@ def test_damage_of_a_rank_is_named_with_its_folder(path: Path) -> None:
     ],
 )
 def test_a_rank_that_is_called_otherwise_is_refused(path: Path, change: Callable[[Manifest], Manifest], told: str) -> None:
+    bundle = changed(path, change)
     with raises("manifest-invalid", match=f"^{RANK}/: {told}"):
-        check_rank(changed(path, change), 1)
+        check_rank(bundle, 1)
+    check_bundle(bundle)
+    with raises("manifest-invalid", match=f"^{RANK}/: {told}"):
+        check_bundle(bundle, "full")
+
+
+def test_no_value_lies_in_the_memory_of_the_ranks(path: Path) -> None:
+    made = archive.read_manifest(str(path))
+    (first, *values), (program, *programs) = made.programs[0].values, made.programs
+    moved = replace(program, values=(replace(first, memory="peer"), *values))
+    with raises("manifest-invalid", match=r"^programs\[0\].values\[0\].memory: a value in memory peer"):
+        check_manifest(replace(made, programs=(moved, *programs)))
 
 
 def test_a_rank_of_other_entries_is_refused(path: Path) -> None:

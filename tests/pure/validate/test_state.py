@@ -46,6 +46,11 @@ def test_rows_of_state_fill_it_to_its_end(manifest: Manifest) -> None:
     bad(check_state, row(fits, "marks", shape=(257,)), r"weights\[\d\].offset: outside memory state")
     without = replace(manifest, memories=tuple([pair for pair in manifest.memories if pair[0] != "state"]))
     bad(check_state, without, "outside memory state")
+    alone = replace(without, regions=(), random=-1)
+    for size, fit in ((0, True), (1, False)):
+        weight = replace(manifest.weights[number(manifest, "total")], dtype="uint8", shape=(size,), strides=(1,), offset=0)
+        made = replace(alone, weights=(weight,))
+        check_state(made) if fit else bad(check_state, made, "outside memory state")
 
 
 @pytest.mark.parametrize("offset", [-256, 1, 128, 255, 257])
@@ -106,6 +111,7 @@ def test_the_random_numbers_state_is_two_integers(manifest: Manifest) -> None:
         bad(check_state, replace(manifest, random=place), f"random: no weight {place}")
     last = replace(manifest, weights=(manifest.weights[number(manifest, "random")],), random=0)
     check_state(replace(last, regions=()))
+    bad(check_state, replace(row(last, "random", shape=(3,)), regions=()), "is not two integers of memory state")
     check_state(replace(manifest, random=-1))
 
 
@@ -182,6 +188,7 @@ def test_an_alias_lies_inside_of_what_it_shares_memory_with(manifest: Manifest, 
         check_alias_spans(output(manifest, place, offset=offset))
     for offset in (begin - 4, last + 4):
         bad(check_alias_spans, output(manifest, place, offset=offset), where)
+    bad(check_alias_spans, output(manifest, place, offset=begin - 1, dtype="uint8"), where)
     if begin < last:
         bad(check_alias_spans, output(manifest, place, offset=begin + 2), "begins 2 bytes into what .*, inside of an element")
     elsewhere = "weights" if base.memory != "weights" else "arena"
@@ -223,6 +230,10 @@ def test_an_output_does_not_share_memory_with_a_weight_of_the_host(manifest: Man
     words = "output 5 shares memory with a weight that is not on the GPU"
     bad(check_alias_spans, row(manifest, "offsets", offset=HOST_ONLY), words)
     check_alias_spans(row(on_cpu(manifest), "offsets", offset=HOST_ONLY))
+    others = replace(manifest, aliases=tuple([alias for alias in manifest.aliases if alias.memory in ("inputs", "outputs")]))
+    assert len({alias.memory for alias in others.aliases}) == 2
+    for weight in others.weights:  # numbers of inputs and outputs are none of weights
+        check_alias_spans(row(others, weight.name, offset=HOST_ONLY))
 
 
 def test_what_an_alias_shares_memory_with(manifest: Manifest) -> None:

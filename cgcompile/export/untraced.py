@@ -1,0 +1,75 @@
+"""Exports of models that compute what torch.export does not trace: derivatives by autograd, and products under nested vmap.
+
+torch.export traces above autograd.  What torch.autograd.grad() computes below it is not traced: export finds values without
+a history and stops (forces of an energy, residuals of an equation, densities).  An export below autograd traces each operator
+of the derivative.  A product under two torch.vmap() leaves a value of the inner one among the program's constants, where
+only operators without users read it.
+
+Private interfaces of torch: `torch.export._trace._export(pre_dispatch=False)` and `is_functorch_wrapped_tensor`.  Run with
+torch 2.13; those of 2.11 have the same parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._C._functorch import is_functorch_wrapped_tensor
+from torch.export import ExportedProgram
+from torch.export._trace import _export
+from torch.utils._pytree import tree_map_only
+
+UNTRACED = "We found a fake tensor in the exported program constant's list"
+"""What torch.export says (2.11, 2.13) about a value that it has not traced."""
+
+BACKWARD = "Cannot backprop through mirrored meta"
+"""What torch says (2.11, 2.13) where backward() meets a value that has only a shape."""
+
+
+def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
+    """The program of `module`.  A model that asks autograd for derivatives is traced once more, below autograd."""
+    try:
+        return _without_leaks(torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False))
+    except RuntimeError as error:
+        if UNTRACED not in str(error):
+            raise
+    # detached inputs are leaves of no earlier call's graph; export would trace the derivative of outputs that have a history
+    fresh = tuple([tensor.detach() for tensor in tensors])
+    with _outputs_without_history(module):
+        return _export(module, fresh, dynamic_shapes=dynamic, strict=False, pre_dispatch=False)
+
+
+def _without_leaks(program: ExportedProgram) -> ExportedProgram:
+    """The program, changed in place: no operator without users reads a value of torch.vmap, and zeros are in its place."""
+    leaks = [name for name, value in program.constants.items() if torch.is_tensor(value) and is_functorch_wrapped_tensor(value)]
+    graph, signature = program.graph, program.graph_signature
+    for name in leaks:
+        leak = next(node for node in graph.nodes if signature.inputs_to_lifted_tensor_constants.get(node.name) == name)
+        while dead := [user for user in _readers(leak) if not user.users and not user.is_impure()]:
+            for user in dead:
+                graph.erase_node(user)
+        if not leak.users:
+            value = program.constants[name]
+            program.constants[name] = torch.zeros(value.shape, dtype=value.dtype)
+    return program
+
+
+def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+    """Every node that depends on `node`."""
+    for user in list(node.users):
+        yield user
+        yield from _readers(user)
+
+
+@contextmanager
+def _outputs_without_history(module: torch.nn.Module) -> Iterator[None]:
+    def detach(_module: torch.nn.Module, _inputs: Any, outputs: Any) -> Any:
+        return tree_map_only(torch.Tensor, torch.Tensor.detach, outputs)
+
+    handle = module.register_forward_hook(detach)
+    try:
+        yield
+    finally:
+        handle.remove()

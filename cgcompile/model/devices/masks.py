@@ -1,0 +1,53 @@
+"""Masks while a call is traced: bytes become truth values, and a mask of known value becomes positions.
+
+Eager PyTorch takes uint8 for a condition and a mask, torch.export does not.  A selection by a mask whose value is known has a size
+that no data decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+CONDITIONS = {torch.where: 0, torch.Tensor.where: 1}
+"""What takes a condition, with its place among the arguments."""
+
+INDEXING = frozenset({torch.Tensor.__getitem__, torch.Tensor.__setitem__})
+
+SELECTING = frozenset({torch.masked_select, torch.Tensor.masked_select})
+
+MASKED = CONDITIONS.keys() | INDEXING | SELECTING
+
+Call = tuple[Any, list[Any], dict[str, Any]]
+
+Positions = Callable[[torch.Tensor], list[torch.Tensor] | None]
+"""Where a mask of known value is true, an index for each of its axes; None for another mask."""
+
+
+def with_masks(func: Any, args: list[Any], kwargs: dict[str, Any], positions: Positions, truth: Callable[[Any], Any]) -> Call:
+    """The call, or the one that replaces it.  `truth` makes truth values of bytes."""
+
+    def as_truth(value: Any) -> Any:
+        return truth(value) if isinstance(value, torch.Tensor) and value.dtype is torch.uint8 else value
+
+    if get_proxy_mode() is None:
+        return func, args, kwargs
+    if (at := CONDITIONS.get(func)) is not None:
+        args = [as_truth(each) if place == at else each for place, each in enumerate(args)]
+        return func, args, {name: as_truth(each) if name == "condition" else each for name, each in kwargs.items()}
+    if func in SELECTING and not kwargs and args[0].shape == args[1].shape and (found := positions(args[1])) is not None:
+        return torch.Tensor.__getitem__, [args[0], tuple(found)], {}
+    if func not in INDEXING:
+        return func, args, kwargs
+    index = args[1] if isinstance(args[1], tuple) else (args[1],)
+    if not any(isinstance(each, torch.Tensor) and each.dtype in (torch.uint8, torch.bool) for each in index):
+        return func, args, kwargs
+    made: list[Any] = []
+    for each in map(as_truth, index):
+        known = func is torch.Tensor.__getitem__ and isinstance(each, torch.Tensor) and each.dtype is torch.bool and each.dim() > 0
+        found = positions(each) if known else None
+        made += [each] if found is None else found
+    return func, [args[0], tuple(made) if isinstance(args[1], tuple) or len(made) > 1 else made[0], *args[2:]], kwargs

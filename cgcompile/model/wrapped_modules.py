@@ -1,0 +1,63 @@
+"""Modules that others are wrapped in: by torch.compile, nn.DataParallel and DistributedDataParallel.
+
+A bundle is compiled for one device, so what such a wrapper does is done without it, and its weights have the names that they have
+inside.
+
+Private interface (torch 2.11, 2.13): `torch._dynamo.eval_frame.OptimizedModule`, by its name, and `_orig_mod`, what it wraps.
+"""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..errors import ModelError
+
+WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
+
+
+def unwrapped(model: nn.Module, label: str) -> tuple[nn.Module, tuple[str, ...]]:
+    """`model` without its wrappers, a copy where one is inside of it, and what was taken off, in words.  Weights are shared with
+    it, and the model itself stays as it is.  Raises source-invalid for a model that is traced or scripted as a whole."""
+    notes: dict[str, None] = {}
+    made = _unwrapped(model, "the model", notes, {})
+    if isinstance(made, torch.jit.ScriptModule):
+        text = f"{label}: the model is a {type(made).__name__} of torch.jit, which keeps no Python"
+        raise ModelError("source-invalid", text, "give the module that was scripted or traced")
+    return made, tuple(notes)
+
+
+def _unwrapped(module: nn.Module, path: str, notes: dict[str, None], seen: dict[int, nn.Module]) -> nn.Module:
+    if id(module) in seen:
+        return seen[id(module)]
+    seen[id(module)] = module  # a module may hold itself
+    if (inner := _inside(module)) is not None:
+        kind = "torch.compile" if type(module).__name__ == "OptimizedModule" else type(module).__name__
+        notes[f"{path} is wrapped by {kind}"] = None
+        seen[id(module)] = _unwrapped(inner, path, notes, seen)
+        return seen[id(module)]
+    if isinstance(module, torch.jit.ScriptModule):
+        return module
+    prefix = "" if path == "the model" else f"{path}."
+    children = {
+        name: child if child is None else _unwrapped(child, f"{prefix}{name}", notes, seen)
+        for name, child in module._modules.items()
+    }
+    if any(child is not module._modules[name] for name, child in children.items()):
+        made = copy.copy(module)
+        made._modules = children
+        seen[id(module)] = made
+    return seen[id(module)]
+
+
+def _inside(module: Any) -> nn.Module | None:
+    """What a module wraps, None for one that is no wrapper."""
+    if isinstance(module, WRAPPERS):
+        return module.module
+    if type(module).__name__ == "OptimizedModule" and type(module).__module__.startswith("torch._dynamo"):
+        inner: nn.Module = module._orig_mod
+        return inner
+    return None

@@ -1,0 +1,76 @@
+"""Buffers that no program has, and buffers that the first call makes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import cgbundle
+import cgcompile
+from cgcompile.errors import ModelError
+from cgcompile.export.export import export
+from cgcompile.model.load import load_source
+from cgcompile.model.tracing.held_tensors import own_buffers
+
+
+def rows(batch: int) -> torch.Tensor:
+    return torch.rand(batch, 4)
+
+
+class Unread(nn.Module):
+    """As openai-whisper's alignment heads: a sparse buffer that other methods than forward() read."""
+
+    def __init__(self, *, read: bool) -> None:
+        super().__init__()
+        self.linear, self.read = nn.Linear(4, 4), read
+        self.register_buffer("heads", torch.eye(4).to_sparse(), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.linear(x)
+        return torch.sparse.mm(self.heads, made.t()).t() if self.read else made
+
+
+class Filled(nn.Module):
+    """As timm's ConViT: the first call makes the buffer in the shape that it keeps."""
+
+    def __init__(self, *, kept: bool) -> None:
+        super().__init__()
+        self.kept = kept
+        self.register_buffer("relative", torch.zeros(1, 1), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        width = x.shape[1] if self.kept else x.shape[0]
+        if self.relative.shape[1] != width:
+            self.relative = torch.arange(float(width))[None]
+        return x + self.relative.sum()
+
+
+def test_a_sparse_buffer_that_no_call_reads_is_left_out() -> None:
+    model = Unread(read=False)
+    with own_buffers(model):
+        names = export(load_source(model, rows), {"batch": (1, 4)}).programs.weights()
+    assert sorted(names) == ["model.linear.bias", "model.linear.weight"]
+    assert model._buffers["heads"].is_sparse and "heads" not in vars(model)
+
+
+def test_one_that_is_read_is_refused_with_its_line() -> None:
+    with pytest.raises(ModelError) as caught:
+        cgcompile.build(Unread(read=True), rows, sizes=[2], target="cpu", out="never.cgb")
+    assert "test_buffers.py:33" in str(caught.value)
+
+
+def test_a_buffer_that_the_first_call_makes_keeps_its_shape(tmp_path: Path) -> None:
+    model = Filled(kept=True)
+    cgcompile.build(model, rows, sizes=[2], target="cpu", out=tmp_path / "f.cgb")
+    assert model.relative.shape == (1, 1)
+    with cgbundle.load(tmp_path / "f.cgb") as program:
+        x = rows(2)
+        torch.testing.assert_close(program(x), x + 6)
+
+
+def test_one_that_changes_its_shape_with_the_sizes_is_refused_with_its_line() -> None:
+    with pytest.raises(ModelError, match=r"test_buffers\.py:47: forward\(\) assigns .* to the buffer 'relative'"):
+        export(load_source(Filled(kept=False), rows), {"batch": (2, 4)})

@@ -1,0 +1,101 @@
+"""Models whose forward() asks autograd for derivatives of what it computes, or maps over a map."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+from cgcompile.export.export import export
+from cgcompile.model.load import load_source
+from cgcompile.model.source import CPU
+from tests.cpu.models import rows
+from tests.helpers.raising import raises
+
+
+class Potential(nn.Module):
+    """An energy, and the forces as its derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.enable_grad():
+            x.requires_grad_()
+            energy = self.net(x).sum(-1)
+            return energy, -torch.autograd.grad(energy.sum(), x)[0]
+
+
+class Residual(Potential):
+    """A second derivative, as networks that know an equation take it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            x = x.clone().requires_grad_()
+            (slope,) = torch.autograd.grad(self.net(x).sum(), x, create_graph=True)
+            (bend,) = torch.autograd.grad(slope[:, 0].sum(), x, create_graph=True)
+        return bend[:, 0] + slope[:, 1]
+
+
+class OneStep(Potential):
+    """Weights one step further: the derivative by a weight."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        weight = self.net[0].weight
+        with torch.enable_grad():
+            (slope,) = torch.autograd.grad(self.net(x).pow(2).mean(), weight)
+        return x @ (weight - 0.1 * slope).T
+
+
+class Backward(Potential):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            self.net(x).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+
+class Ambient(Potential):
+    """Gradients are those of whoever calls it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        x.requires_grad_()
+        return torch.autograd.grad(self.net(x).sum(), x)[0]
+
+
+class Mapped(Potential):
+    """A product under two maps, as in state spaces whose rows have weights of their own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        weight = self.net[0].weight
+
+        def row(values: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+            return torch.vmap(lambda pair: (weight[:, :2] * scale) @ pair)(values.view(2, 2))
+
+        return torch.vmap(row)(x, x[:, 0])
+
+
+@pytest.mark.parametrize("kind", [Potential, Residual, OneStep, Mapped])
+def test_what_export_leaves_out_is_part_of_the_program(kind: type[nn.Module]) -> None:
+    model = kind()
+    programs = export(replace(load_source(model, rows), told=CPU), {"batch": (1, 8)}).programs
+    assert programs.dynamic
+    x = torch.rand(5, 4)
+    expected = model(x.clone())
+    got = programs.first.module()(x.clone())
+    for want, have in zip(expected if isinstance(expected, tuple) else (expected,), got, strict=True):
+        torch.testing.assert_close(have, want.detach())
+
+
+def test_backward_is_refused_with_what_to_write_instead() -> None:
+    with raises("export-differs", match=r"test_untraced.py:\d+: backward\(\) cannot be traced"):
+        export(load_source(Backward(), rows), {"batch": (1, 8)})
+
+
+def test_a_model_that_needs_gradients_is_told_how_to_turn_them_on() -> None:
+    with raises("eager-failed", match=r"with torch.enable_grad\(\)"):
+        export(load_source(Ambient(), rows), {"batch": (1, 8)})
