@@ -63,11 +63,11 @@ class _Closed:
 class _Body:
     """A graph that is made: the program, or a branch of it."""
 
-    def __init__(self, parent: _Body | None, mode: Any) -> None:
+    def __init__(self, parent: _Body | None, mode: Any, root: Line) -> None:
         self.graph = Graph()
         self.module = torch.nn.Module()
         self.parent = parent
-        self.mode = mode
+        self.mode, self.root = mode, root
         self.values: dict[Hashable, Node] = {}
         self.joined: set[Hashable] = set()
         self.taken: dict[Node, Node] = {}
@@ -115,7 +115,7 @@ class _Body:
         else:
             made = self.graph.node_copy(node, lambda each: self.value(line, each))
             made.meta = dict(node.meta)
-            if "val" in node.meta:
+            if "val" in node.meta and line is not self.root:  # the symbols of sizes are those of the root's export
                 made.meta["val"] = self._computed(made, node.meta["val"])
         self.values[line.keys[node]] = made
         return made
@@ -152,7 +152,7 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
     program = root.program
     inputs = placeholders(program)
     mode = next(value.fake_mode for node in inputs for value in [node.meta.get("val")] if hasattr(value, "fake_mode"))
-    body = _Body(None, mode)
+    body = _Body(None, mode, root)
     specs = list(program.graph_signature.input_specs)
     constants = dict(program.constants)
     first: dict[Hashable, tuple[Line, Node]] = {}
@@ -287,7 +287,7 @@ def _branch(ways: Ways, body: _Body, line: Line, number: int, other: Line, join:
     asked = body.value(line, line.live[number]["asked"])
     inners, ends = [], []
     for own, stop in ((line, join.main), (other, join.other)):
-        inners.append(_Body(body, body.mode))
+        inners.append(_Body(body, body.mode, body.root))
         ends.append(list(_emit(ways, inners[-1], own, own.markers[number] + 1, stop, told_gpu).values()))
     pairs = [(left, right) for left, right in join.pairs if _changes(inners, line.keys[left], other.keys[right])]
     if not join.ends:

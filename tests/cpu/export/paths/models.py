@@ -135,3 +135,13 @@ class Drawn(Held):
 
 def rows() -> torch.Tensor:
     return torch.randn(3, 4)
+
+
+class Chosen(Held):
+    """A size that depends on data comes before the question."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        total = x[x > 0].sum()
+        if total > 3:
+            x = x + 1
+        return x / x.abs().max().item() + total

@@ -20,6 +20,7 @@ from tests.cpu.export.paths.models import (
     Again,
     Best,
     Breaks,
+    Chosen,
     Drawn,
     EarlyReturns,
     Foo,
@@ -78,7 +79,7 @@ def calls() -> list[torch.Tensor]:
     return [torch.cat([x[:2], x[:1]]) if number % 5 == 0 else x for number, x in enumerate(made)]
 
 
-@pytest.mark.parametrize("kind", [Foo, EarlyReturns, Breaks, Numbers, State, Written, Parts, Best, Again, Drawn, Twelve])
+@pytest.mark.parametrize("kind", [Foo, EarlyReturns, Breaks, Numbers, State, Written, Parts, Best, Again, Drawn, Chosen, Twelve])
 def test_a_program_goes_every_way_as_eager_pytorch_does(kind: Callable[[], nn.Module]) -> None:
     model, made = kind().eval(), exported_once(kind)
     assert any(each.rule == "path" for each in made.obstacles)
