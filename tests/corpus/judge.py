@@ -35,7 +35,7 @@ TARGETS = (CHECK, "cpu", "sm_90", "cuda")
 FINDINGS = frozenset({
     "check-refused", "data-dependent-branch", "state-changed", "structure-unsupported", "data-dependent-output",
     "operator-without-kernel", "size-excluded", "eager-failed", "data-dependent-shape", "dtype-unsupported", "outputs-shared",
-    "operator-without-code", "export-differs", "state-shared", "input-changed", "random-operation",
+    "operator-without-code", "export-differs", "state-shared", "input-changed", "random-operation", "numpy-untraceable",
 })  # fmt: skip
 """Errors that say what in the model cannot be in a bundle.  Every other is a defect of the compiler's."""
 

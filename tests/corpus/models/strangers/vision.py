@@ -85,7 +85,7 @@ def faces() -> Made:
     kind = face_detection.YuNet
     with patch.object(face_detection, "YuNet", lambda phase, pretrained: kind(phase, pretrained=False)):
         detector = face_detection.FaceDetector(top_k=20, confidence_threshold=0.0, keep_top_k=5)
-    return detector, lambda batch: (255 * torch.rand(batch, 3, 64, 64),)
+    return detector, lambda side: (255 * torch.rand(1, 3, side, side),)
 
 
 def crnn() -> Made:
@@ -142,7 +142,7 @@ CASES = [
     stranger("features", "kornia.filters:Canny", SMALL, variant="Canny_hysteresis"),
     stranger("features", "kornia.contrib:DistanceTransform", lambda batch: (torch.rand(batch, 1, 12, 12) > 0.8).float(),
         kernel_size=3),
-    made("detectors", "kornia.FaceDetector", faces),
+    made("detectors", "kornia.FaceDetector", faces, sizes={"side": (64, 96)}),
     made("letters", "legere.CompactCRNN", crnn),
     made("pictures", "efficientnet_pytorch.EfficientNet", efficient_net),
     stranger("pictures", "mlp_mixer_pytorch:MLPMixer", SMALL, image_size=16, channels=3, patch_size=8, dim=16, depth=1,
