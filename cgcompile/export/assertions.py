@@ -72,21 +72,24 @@ def _name_assertions(program: ExportedProgram) -> None:
         for target in (aten._assert_async.default, aten._assert_async.msg):
             for node in module.graph.find_nodes(op="call_function", target=target):
                 message = str(node.args[1]) if len(node.args) > 1 else ""
-                if ASSERTS not in message:
-                    node.args = (node.args[0], asserted([node], message))
+                node.args = (node.args[0], spelled(message) if ASSERTS in message else asserted([node], message))
                 node.target = aten._assert_async.msg
         module.recompile()
 
 
 def asserted(nodes: Sequence[Node], message: str = "") -> str:
-    """What the failure of one of these assertions says: `model.py:12: the model asserts what is not so: torch._check(n > 3)`.
-    Inductor writes it into C++ between quotes as it is, so it has no quotes, backslashes or line breaks.  A kernel of torch's takes
-    fewer than 255 bytes (MAX_MSG_LENGTH in ATen/native/cuda/TensorCompare.cu), else the model fails."""
+    """What the failure of one of these assertions says: `model.py:12: the model asserts what is not so: torch._check(n > 3)`."""
     places = dict([place(node) for node in nodes])
     where = " or ".join(places) or "model"
     what = message or next((line for line in places.values() if line), "") or "torch._assert_async"
-    text = re.sub(r"\s+", " ", f"{where}: {ASSERTS}: {what}".replace('"', "'").replace("\\", "/"))
-    return re.sub("[^ -~]", "?", text)[:SAID]
+    return spelled(f"{where}: {ASSERTS}: {what}")
+
+
+def spelled(text: str) -> str:
+    """The text of an assertion as a program may hold it.  Inductor writes it into C++ between quotes: it has no quotes, backslashes
+    or line breaks.  A kernel of torch's takes fewer than 255 bytes (MAX_MSG_LENGTH in ATen/native/cuda/TensorCompare.cu), else the
+    model fails."""
+    return re.sub("[^ -~]", "?", re.sub(r"\s+", " ", text.replace('"', "'").replace("\\", "/")))[:SAID]
 
 
 SAID = 240

@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from cgbundle.cpu.host_region import ASSERTS
 
 from ...model.devices.markers import TO_HOST
-from ..assertions import SAID, spell_conditions
+from ..assertions import spell_conditions, spelled
 from ..functionalization import functional_form
 from ..higher_order.retrace import in_place
 from ..higher_order.shared_memory import copy_shared
@@ -275,8 +275,7 @@ def _assert(body: _Body, line: Line, number: int, raised: Raised, told_gpu: bool
     if not line.answers[number]:
         asked = body.add(aten.logical_not.default, (asked,), marker)
     said = f"{raised.where or line.questions[number].where}: {ASSERTS}: the model raises {raised.message}"
-    text = "".join([each if " " <= each <= "~" and each not in '"\\' else "'" for each in said])[:SAID]
-    made = body.graph.call_function(aten._assert_async.msg, (asked, text))
+    made = body.graph.call_function(aten._assert_async.msg, (asked, spelled(said)))
     made.meta = {name: marker.meta[name] for name in ("stack_trace", "nn_module_stack") if name in marker.meta}
     made.meta["val"] = None
 

@@ -153,6 +153,16 @@ def test_what_an_assertion_says_can_stand_in_cpp_and_in_a_kernel(message: str) -
     assert not set('"\\\n\r\0') & set(said)
 
 
+def test_a_line_with_quotes_that_raises_can_stand_in_cpp() -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        assert not x.isnan().any(), "nan \\ nan"
+        return x + 1
+
+    program = exported(function, batch=(2, 4)).programs.first
+    (said,) = [str(node.args[1]) for node in program.graph.nodes if node.target is torch.ops.aten._assert_async.msg]
+    assert "assert not x.isnan().any(), 'nan // nan'" in said
+
+
 def test_a_number_that_is_a_size_makes_a_program_for_each() -> None:
     """torch.export takes the number for larger than 1, as it does the size."""
 
