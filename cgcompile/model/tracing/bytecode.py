@@ -16,6 +16,9 @@ from typing import Any
 TESTS = ("POP_JUMP", "JUMP_IF", "UNARY_NOT", "TO_BOOL")
 """How instructions begin that ask a value for its truth themselves."""
 
+LOADS = ("LOAD_", "PUSH_NULL", "KW_NAMES", "NOP", "CACHE", "EXTENDED_ARG", "RESUME")
+"""How instructions begin that compute nothing."""
+
 APPENDS = ("LIST_APPEND", "SET_ADD", "MAP_ADD")
 """Instructions of comprehensions, which keep what they made so far on the stack."""
 
@@ -23,7 +26,7 @@ APPENDS = ("LIST_APPEND", "SET_ADD", "MAP_ADD")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Kept:
     """`live`: the local variables that may be read after the instruction.  `hidden`: there are values on the stack that are neither
-    its operands nor iterators of loops around it.  `tests`: the instruction asks for a truth itself."""
+    its operands, nor iterators of loops around it, nor just loaded.  `tests`: the instruction asks for a truth itself."""
 
     live: frozenset[str]
     hidden: bool
@@ -47,14 +50,13 @@ def _table(code: CodeType) -> dict[int, Kept] | None:
     following = [_following(index, instructions, at) for index in range(len(instructions))]
     live = _live(code, instructions, following, handlers)
     depths = _depths(instructions, following, handlers)
-    return {
-        each.offset: Kept(
-            live=live[index],
-            hidden=_hidden(index, instructions, depths[index], handlers),
-            tests=each.opname.startswith(TESTS),
+    table = {}
+    for index, each in enumerate(instructions):
+        loaded = _loaded(index, instructions, depths, _iterators(index, instructions, handlers))
+        table[each.offset] = Kept(
+            live=live[index] | (loaded or frozenset()), hidden=loaded is None, tests=each.opname.startswith(TESTS)
         )
-        for index, each in enumerate(instructions)
-    }
+    return table
 
 
 def _following(index: int, instructions: Sequence[dis.Instruction], at: dict[int, int]) -> list[int]:
@@ -117,22 +119,40 @@ def _depths(instructions: Sequence[dis.Instruction], following: Sequence[Sequenc
     return after
 
 
-def _hidden(index: int, instructions: Sequence[dis.Instruction], depth: int | None, handlers: Handlers) -> bool:
-    """Whether values are on the stack that belong to an expression around the instruction."""
-    each = instructions[index]
-    if depth is None:
-        return True
-    loops = [loop for loop in instructions if loop.opname == "FOR_ITER" and loop.offset < each.offset < loop.argval]
+def _iterators(index: int, instructions: Sequence[dis.Instruction], handlers: Handlers) -> int | None:
+    """How many values on the stack are iterators of loops around an instruction, or managers of `with`; None in a comprehension,
+    which keeps there what it made."""
+    offset = instructions[index].offset
+    loops = [loop for loop in instructions if loop.opname == "FOR_ITER" and loop.offset < offset < loop.argval]
     inside = [other.opname for loop in loops for other in instructions if loop.offset < other.offset < loop.argval]
-    if any(name in APPENDS for name in inside):
-        return True
     managers = {
         target
         for start, end, target, _ in handlers
-        if start <= each.offset < end and any(other.opname == "WITH_EXCEPT_START" for other in instructions[target : target + 3])
+        if start <= offset < end and any(other.opname == "WITH_EXCEPT_START" for other in instructions[target : target + 3])
     }
-    pushed = 0 if each.opname.startswith(("POP_JUMP", "JUMP_IF")) else 1
-    return depth - pushed > len(loops) + len(managers)
+    return None if any(name in APPENDS for name in inside) else len(loops) + len(managers)
+
+
+def _loaded(
+    index: int, instructions: Sequence[dis.Instruction], depths: Sequence[int | None], bottom: int | None
+) -> frozenset[str] | None:
+    """The local variables that lie on the stack below the operands of an instruction, as the function that a call around it will
+    call; None where anything that was computed lies there."""
+    depth = depths[index]
+    if depth is None or bottom is None:
+        return None
+    top = depth - (0 if instructions[index].opname.startswith(("POP_JUMP", "JUMP_IF")) else 1)
+    names: set[str] = set()
+    for level in range(bottom, top):
+        at = index - 1
+        while at >= 0 and depths[at] is not None and (depths[at - 1] or 0 if at else 0) > level:
+            if depths[at] == level + 1 and not instructions[at].opname.startswith(LOADS):
+                return None
+            at -= 1
+        if at < 0 or depths[at] is None or not instructions[at].opname.startswith(LOADS):
+            return None
+        names |= _locals(instructions[at])[0]
+    return frozenset(names)
 
 
 def _locals(instruction: dis.Instruction) -> tuple[frozenset[str], frozenset[str]]:

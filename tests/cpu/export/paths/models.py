@@ -145,3 +145,25 @@ class Chosen(Held):
         if total > 3:
             x = x + 1
         return x / x.abs().max().item() + total
+
+
+class Nested(Held):
+    """Calls inside of calls: a function that waits on Python's stack for its argument."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(Gated(0.0), Gated(0.2), Gated(0.4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.relu(self.body(self.layers[0](x)))
+
+
+class Gated(nn.Module):
+    def __init__(self, least: float) -> None:
+        super().__init__()
+        self.least = least
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.mean() > self.least:
+            return x.sin()
+        return x * 1.5

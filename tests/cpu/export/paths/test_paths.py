@@ -25,6 +25,7 @@ from tests.cpu.export.paths.models import (
     EarlyReturns,
     Foo,
     Held,
+    Nested,
     Numbers,
     Parts,
     State,
@@ -79,7 +80,9 @@ def calls() -> list[torch.Tensor]:
     return [torch.cat([x[:2], x[:1]]) if number % 5 == 0 else x for number, x in enumerate(made)]
 
 
-@pytest.mark.parametrize("kind", [Foo, EarlyReturns, Breaks, Numbers, State, Written, Parts, Best, Again, Drawn, Chosen, Twelve])
+@pytest.mark.parametrize(
+    "kind", [Foo, EarlyReturns, Breaks, Numbers, State, Written, Parts, Best, Again, Drawn, Chosen, Nested, Twelve]
+)
 def test_a_program_goes_every_way_as_eager_pytorch_does(kind: Callable[[], nn.Module]) -> None:
     model, made = kind().eval(), exported_once(kind)
     assert any(each.rule == "path" for each in made.obstacles)
@@ -172,6 +175,11 @@ def test_a_model_without_branches_is_exported_as_often_as_before(monkeypatch: py
     monkeypatch.setattr(verify, "verify", None)
     monkeypatch.setattr(merge, "merged", None)
     assert not exported(Held().layers[0]).obstacles
+
+
+def test_independent_questions_are_joined() -> None:
+    for kind, count in ((Nested, 3), (Twelve, 12)):
+        assert [each.rule for each in exported_once(kind).obstacles].count("path") == count
 
 
 def test_sizes_are_no_questions() -> None:
