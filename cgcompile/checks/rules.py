@@ -42,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     devices.wrapped_module,
     scalars.assert_scalar,
     scalars.asserted_value,
+    scalars.tensor_assertion,
     writes.overlapping_input,
     writes.aliased_output,
     sizes.non_tensor_input,

@@ -1,0 +1,51 @@
+"""A finding whose line lies in an installed package also names the user's own line that called it."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import nn
+
+import cgcompile
+
+LIBRARY = """
+import torch
+
+def pick(x):
+    return x[x[:, 0] > 0]
+
+def mixed(x):
+    return x + x.cpu()
+"""
+
+
+def installed(folder: Path) -> ModuleType:
+    file = folder / "site-packages" / "strangers" / "parts.py"
+    file.parent.mkdir(parents=True)
+    file.write_text(LIBRARY)
+    spec = importlib.util.spec_from_file_location("strangers_parts", file)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_a_line_in_a_library_comes_with_the_line_that_called_it(tmp_path: Path) -> None:
+    library = installed(tmp_path)
+
+    class Caller(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            picked: torch.Tensor = library.pick(x).sum()
+            return picked + library.mixed(x).sum()
+
+    report = cgcompile.check(Caller(), lambda batch: torch.rand(batch, 4), sizes=[2, 4], target="sm_90")
+    found = {
+        (each.rule, each.where, each.message.partition(", called from ")[2]) for each in report.findings if "copy" not in each.rule
+    }
+    assert found == {
+        ("several-devices", "strangers/parts.py:8", "tests/cpu/model/test_user_lines.py:42"),
+        ("data-dependent-shape", "strangers/parts.py:5", "tests/cpu/model/test_user_lines.py:41"),
+    }
