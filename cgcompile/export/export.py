@@ -122,7 +122,7 @@ def refuse_branches(exported: Exported) -> None:
     """Raises data-dependent-branch where Python branched on the value of a tensor."""
     for obstacle in exported.obstacles:
         if obstacle.rule == "data-dependent-branch":
-            raise branch(obstacle.where or exported.source.label, obstacle.source)
+            raise branch(obstacle.where or exported.source.label, obstacle.source, obstacle.message)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

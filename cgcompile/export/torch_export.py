@@ -283,6 +283,6 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
     return ModelError("export-failed", f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
 
 
-def branch(where: str, line: str) -> ModelError:
+def branch(where: str, line: str, message: str = BRANCH) -> ModelError:
     """Python branched on the value of a tensor at `where`."""
-    return ModelError("data-dependent-branch", f"{where}: data-dependent-branch: {BRANCH}: {line}", branch_fix(line))
+    return ModelError("data-dependent-branch", f"{where}: data-dependent-branch: {message}: {line}", branch_fix(line))

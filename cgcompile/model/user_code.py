@@ -74,7 +74,7 @@ def text_of(error: BaseException) -> str:
 
 def can_be_asked(value: object) -> bool:
     """Whether an object, whose class may be the user's, says without raising of what class it is, and which attributes it has."""
-    with suppress(Exception):
+    with suppress(Exception), plain_errors():
         isinstance(value, int), callable(value), hasattr(value, "__dict__") and vars(value)
         return True
     return False

@@ -6,10 +6,15 @@ import importlib.util
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 from torch import nn
 
 import cgcompile
+from cgcompile.errors import ModelError
+from cgcompile.export.export import export, refuse_branches
+from cgcompile.model.load import load_source
+from cgcompile.model.user_code import can_be_asked
 
 LIBRARY = """
 import torch
@@ -19,6 +24,9 @@ def pick(x):
 
 def mixed(x):
     return x + x.cpu()
+
+def branch(x):
+    return x if x.sum() > 0 else -x
 """
 
 
@@ -46,6 +54,30 @@ def test_a_line_in_a_library_comes_with_the_line_that_called_it(tmp_path: Path) 
         (each.rule, each.where, each.message.partition(", called from ")[2]) for each in report.findings if "copy" not in each.rule
     }
     assert found == {
-        ("several-devices", "strangers/parts.py:8", "tests/cpu/model/test_user_lines.py:42"),
-        ("data-dependent-shape", "strangers/parts.py:5", "tests/cpu/model/test_user_lines.py:41"),
+        ("several-devices", "strangers/parts.py:8", "tests/cpu/model/test_user_lines.py:50"),
+        ("data-dependent-shape", "strangers/parts.py:5", "tests/cpu/model/test_user_lines.py:49"),
     }
+
+
+def test_a_branch_in_a_library_names_both_lines(tmp_path: Path) -> None:
+    library = installed(tmp_path)
+
+    class Caller(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = library.branch(x)
+            return made
+
+    with pytest.raises(ModelError, match=r"strangers/parts\.py:11: .*, called from tests/cpu/model/test_user_lines\.py:\d+: "):
+        refuse_branches(export(load_source(Caller(), lambda batch: torch.rand(batch, 4)), {"batch": (2, 4)}))
+
+
+def test_an_object_that_raises_anything_cannot_be_asked() -> None:
+    class Ended(BaseException):
+        pass
+
+    class Odd:
+        @property
+        def __dict__(self) -> dict[str, object]:  # type: ignore[override]
+            raise Ended
+
+    assert not can_be_asked(Odd()) and can_be_asked(object())
