@@ -14,7 +14,7 @@ from cgbundle.format.schema import Finding
 
 from ..export.exported import Exported
 from ..model.side_effects import Obstacle
-from ..model.user_code import place
+from ..model.user_code import called_from, place
 
 REFUSE, HOST, NOTE = "refuse", "host", "note"
 """Severities: stops a build; puts a node on the host; information."""
@@ -26,6 +26,7 @@ class RuleContext:
     writes in place listed.
 
     `conditionals`: branches and loops of a program become conditional nodes of its graph, as far as these can hold them.
+    `traced`: the GPU is not here.
     `moved` and `data_dependent` follow an obstacle to the host (host_placement.py), `host_ops` the user keeps there.
     """
 
@@ -34,6 +35,7 @@ class RuleContext:
     functionalized: ExportGraphSignature
     target: str
     conditionals: bool
+    traced: bool
     host_ops: tuple[str, ...]
     moved: Mapping[str, str]
     data_dependent: frozenset[str]
@@ -86,6 +88,7 @@ def finding(rule: str, severity: str, message: str, at: Node | Obstacle | None, 
     program that `at` is a part of."""
     where, source = (at.where, at.source) if isinstance(at, Obstacle) else place(at)
     name = node or (at.name if isinstance(at, Node) else "")
+    message += called_from(at) if isinstance(at, Node) and severity != NOTE else ""
     return Finding(rule=rule, severity=severity, message=message, node=name, where=where, source=source, effect=effect, fix=fix)
 
 

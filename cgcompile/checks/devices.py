@@ -97,7 +97,7 @@ def wrapped_module(context: RuleContext) -> Iterable[Finding]:
     Why: a build compiles the model itself, for one device.
     Effect: none on results: what is wrapped is built, and its weights have the names that they have there.
     Fix: none needed.
-    Source: model/wrapped_modules.py.
+    Source: model/tracing/wrapped_modules.py.
     """
     for note in context.exported.source.notes:
         yield finding(

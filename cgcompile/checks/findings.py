@@ -42,17 +42,22 @@ class Checked:
         return max(len(placed) for placed in self.placements.values())
 
 
-def check(exported: Exported, target: str = "cuda", host_ops: Sequence[str] = (), *, conditionals: bool = False) -> Checked:
+def check(
+    exported: Exported, target: str = "cuda", host_ops: Sequence[str] = (), *, conditionals: bool = False, traced: bool = False
+) -> Checked:
     """All findings of all rules, over all programs.
 
     `target`: "cuda" or "cpu".  The cpu target is one host region: what severity host means for a GPU does not exist there.
-    `conditionals`: the recorder makes conditional nodes.  `host_ops`: operators that the user keeps on the host, as `aten.topk`,
+    `conditionals`: the recorder makes conditional nodes.  `traced`: the GPU is not here.
+    `host_ops`: operators that the user keeps on the host, as `aten.topk`,
     `mylib::op` or `mylib.op.default`.
     Raises host-op-unknown for one that the program does not call, and export-failed for a program that torch cannot make
     functional.
     """
     check_host_ops([program for _, program in exported.programs.each], host_ops)
-    made = {key: _check_program(exported, program, target, host_ops, conditionals) for key, program in exported.programs.each}
+    made = {
+        key: _check_program(exported, program, target, host_ops, conditionals, traced) for key, program in exported.programs.each
+    }
     merged = merged_findings({key: each.findings for key, each in made.items()}, exported.sizes)
     own = {id(exported.programs.at(key)): each for key, each in made.items()}
     by_key = {key: own[id(program)] for key, program in exported.programs.by_key.items()}
@@ -73,7 +78,7 @@ class _CheckedProgram:
 
 
 def _check_program(
-    exported: Exported, program: ExportedProgram, target: str, host_ops: Sequence[str], conditionals: bool
+    exported: Exported, program: ExportedProgram, target: str, host_ops: Sequence[str], conditionals: bool, traced: bool
 ) -> _CheckedProgram:
     functionalized = functional(program)
     context = RuleContext(
@@ -82,6 +87,7 @@ def _check_program(
         functionalized=functionalized,
         target=target,
         conditionals=conditionals,
+        traced=traced,
         host_ops=tuple(host_ops),
         moved=moved_nodes(program.graph, frozenset(weight_placeholders(program))),
         data_dependent=data_dependent_nodes(program.graph),

@@ -43,6 +43,7 @@ RULES: tuple[Rule, ...] = (
     scalars.assert_scalar,
     scalars.asserted_value,
     scalars.path,
+    scalars.tensor_assertion,
     writes.overlapping_input,
     writes.aliased_output,
     sizes.non_tensor_input,

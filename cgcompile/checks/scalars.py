@@ -12,7 +12,7 @@ from cgbundle.format.schema import Finding
 from ..model.side_effects import branch_fix
 from ..model.user_code import place
 from .context import HOST, NOTE, REFUSE, RuleContext, finding
-from .host_placement import depends, introduces_symbols
+from .host_placement import TENSOR_ASSERTIONS, depends, introduces_symbols
 
 aten = torch.ops.aten
 
@@ -72,6 +72,23 @@ def assert_scalar(context: RuleContext) -> Iterable[Finding]:
             if made.where not in seen:
                 seen.add(made.where)
                 yield made
+
+
+def tensor_assertion(context: RuleContext) -> Iterable[Finding]:
+    """An assertion about a tensor, `torch._assert_async`, in a model for a GPU that is not here.
+
+    What it looks for: `aten._assert_async` outside of branches and loops.
+    Why CUDA cares: Triton has no kernel for it, and one that fails ends the use of the GPU by its process.
+    Effect: the host checks it, between two graphs.
+    Fix: leave it out where calls cannot fail it.
+    Source: TENSOR_ASSERTIONS in checks/host_placement.py.
+    """
+    for node, top in context.calls():
+        if context.traced and node.target in TENSOR_ASSERTIONS and top == node.name:
+            yield finding(
+                "tensor-assertion", HOST, "an assertion about a tensor is checked on the CPU", node, context.effect(top),
+                "leave it out where calls cannot fail it",
+            )  # fmt: skip
 
 
 def asserted_value(context: RuleContext) -> Iterable[Finding]:

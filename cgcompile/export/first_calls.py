@@ -17,7 +17,7 @@ from ..model.nondeterminism.generators import Generator, generators, states
 from ..model.nondeterminism.repeated_calls import Observed, Results, observed, outside_values, results
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import OTHER_SEED, Source, sample
-from ..model.tracing.attributes import assignment_place, changed, marks, own_attributes
+from ..model.tracing.attributes import assignment_place, changed, holder_of, marks, own_attributes
 from ..model.tracing.held_tensors import Held, held_tensors, make_buffer
 from ..util.raw_bytes import same_bits
 from .eager_check import try_eager
@@ -161,9 +161,10 @@ def _changed_attributes(
     }
     kept: dict[str, Counter] = {}
     for name in _read_first(flat, tensors, [name for name in names if name in fresh]):
-        if (value := number_or_tensor(fresh[name], own_attributes(source.model)[name])) is not None:
-            path, _, leaf = name.rpartition(".")
-            module = source.model.get_submodule(path)
+        path, _, leaf = name.rpartition(".")
+        module = holder_of(source.model, path)
+        value = number_or_tensor(fresh[name], own_attributes(source.model)[name])
+        if value is not None and isinstance(module, torch.nn.Module):
             make_buffer(Held(module=module, path=leaf, holder=vars(module), key=leaf, tensor=value.to(source.device)))
             kept[name] = changes.pop(name), fresh[name]
     flat.follow_buffers()

@@ -33,9 +33,9 @@ from ..model.flat_module import FlatModule, unwatched
 from ..model.side_effects import BRANCH, NOTHING, Obstacle, SideEffects, branch_fix
 from ..model.source import Source
 from ..model.user_code import first_line, text_of, user_line, user_place
-from . import untraced
 from .assertions import settle_assertions
 from .composite_operators import give_sizes_at_once, without_composites
+from .higher_order import untraced
 from .higher_order.expand import expanded
 from .higher_order.shared_memory import copy_shared
 
@@ -290,6 +290,6 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
     return ModelError("export-failed", f"{place}: torch.export cannot take the model: {type(error).__name__}: {first_line(error)}")
 
 
-def branch(where: str, line: str, why: str = BRANCH) -> ModelError:
+def branch(where: str, line: str, message: str = BRANCH) -> ModelError:
     """Python branched on the value of a tensor at `where`."""
-    return ModelError("data-dependent-branch", f"{where}: data-dependent-branch: {why}: {line}", branch_fix(line))
+    return ModelError("data-dependent-branch", f"{where}: data-dependent-branch: {message}: {line}", branch_fix(line))

@@ -21,8 +21,8 @@ from ..util.model_file import check_arguments, check_file, kind_of, missing_attr
 from .declared_sizes import Inputs
 from .quantization.plain_model import plain_model
 from .source import ChainNames, Source
+from .tracing.wrapped_modules import unwrapped
 from .user_code import call_user, definition
-from .wrapped_modules import unwrapped
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:

@@ -74,7 +74,7 @@ def text_of(error: BaseException) -> str:
 
 def can_be_asked(value: object) -> bool:
     """Whether an object, whose class may be the user's, says without raising of what class it is, and which attributes it has."""
-    with suppress(Exception):
+    with suppress(Exception), plain_errors():
         isinstance(value, int), callable(value), hasattr(value, "__dict__") and vars(value)
         return True
     return False
@@ -187,11 +187,37 @@ def shown(file: str) -> str:
 
 def place(node: Node | None) -> tuple[str, str]:
     """(file:line, source line) of the user's code that a node comes from, or ("", "")."""
+    return next(((f"{shown(file)}:{line}", whole(code.strip())) for file, line, code in _frames_of(node)), ("", ""))
+
+
+def called_from(node: Node | None) -> str:
+    """Where a node comes from an installed package, the line of the user's own code that called it: ", called from model.py:12"."""
+    return _caller([(file, int(line)) for file, line, _ in _frames_of(node)])
+
+
+def called_here() -> str:
+    """The same of the code that runs."""
+    frames: list[tuple[str, int]] = []
+    frame = _user_frame()
+    while frame is not None and not frame.f_code.co_filename.startswith(OURS):
+        if is_user_file(frame.f_code.co_filename):
+            frames.append((frame.f_code.co_filename, frame.f_lineno))
+        frame = frame.f_back
+    return _caller(frames)
+
+
+def _caller(frames: Sequence[tuple[str, int]]) -> str:
+    """`frames`: of the user's code, the innermost first."""
+    if not frames or not INSTALLED.match(frames[0][0]):
+        return ""
+    return next((f", called from {shown(file)}:{line}" for file, line in frames if not INSTALLED.match(file)), "")
+
+
+def _frames_of(node: Node | None) -> list[tuple[str, str, str]]:
+    """(file, line, source line) of the user's code that led to a node, the innermost first."""
     trace = (node.meta.get("stack_trace") or "") if node is not None else ""
-    for file, line, code in reversed(re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)):
-        if is_user_file(file):
-            return f"{shown(file)}:{line}", whole(code.strip())
-    return "", ""
+    found = re.findall(r'File "([^"]+)", line (\d+), in [^\n]*\n\s*([^\n]*)', trace)
+    return [each for each in reversed(found) if is_user_file(each[0])]
 
 
 def whole(code: str) -> str:

@@ -121,7 +121,8 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             tell.result(", ".join([_nodes(each.programs) for each in exported]))
         with stages("check") as tell:
             kind, conditionals = "cpu" if chosen.recorder == "host" else "cuda", chosen.recorder in CONDITIONALS
-            checked = [check(each, kind, options.host_ops, conditionals=conditionals) for each in exported]
+            traced = chosen.recorder == "trace"
+            checked = [check(each, kind, options.host_ops, conditionals=conditionals, traced=traced) for each in exported]
             _refuse(checked, options)
             prepared = together(
                 [

@@ -134,7 +134,7 @@ def _report(
         per_size = exported.programs.reason
         shapes = [(name, shape) for (name, _), shape in zip(exported.flat.like.leaves, exported.shapes, strict=True)]
         axes = tuple([(name, standing(name, shapes)) for name in wanted])
-        checked = check_rules(exported, target, host_ops, conditionals=recorder in CONDITIONALS)
+        checked = check_rules(exported, target, host_ops, conditionals=recorder in CONDITIONALS, traced=recorder == "trace")
         found += checked.findings
         if not any(finding.severity == "refuse" for finding in found):
             signature = describe_signature(exported)  # raises what a build would, and so does the next

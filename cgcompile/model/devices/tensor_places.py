@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..side_effects import Obstacle, SideEffects
-from ..user_code import here
+from ..user_code import called_here, here
 from .markers import TO_DEVICE, TO_HOST
 from .tracing import called, is_traced, tensors_in
 
@@ -97,7 +97,7 @@ class TensorPlaces:
     def saw(self, rule: str, message: str) -> None:
         """Notes an obstacle at the user's line, once."""
         where, source = here()
-        seen = Obstacle(rule=rule, message=message, where=where, source=source)
+        seen = Obstacle(rule=rule, message=message + called_here(), where=where, source=source)
         if seen not in self.effects.obstacles:
             self.effects.obstacles.append(seen)
 

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .attributes import holder_of
+
 WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__", "__reduce__", "__deepcopy__", "__copy__"})
 """Attributes by which all others can be read."""
 
@@ -46,13 +48,16 @@ class _Watched:
 
 @contextmanager
 def early_reads(model: torch.nn.Module, names: Sequence[str], early: set[str]) -> Iterator[None]:
-    """Adds to `early` those of these attributes (`module.attribute`) that the code inside reads before it assigns them.  At the end
-    they are what they were."""
+    """Adds to `early` those of these attributes (`module.attribute`, `module.object.attribute`) that the code inside reads before
+    it assigns them.  At the end they are what they were."""
     grouped: dict[str, list[str]] = {}
     for name in names:
         prefix, _, leaf = name.rpartition(".")
         grouped.setdefault(prefix, []).append(leaf)
-    modules = {prefix: model.get_submodule(prefix) for prefix in grouped}
+    modules = {prefix: holder_of(model, prefix) for prefix in grouped}
+    for prefix in [prefix for prefix, module in modules.items() if module is None]:  # an object that is gone: nobody knows
+        early.update(f"{prefix}.{leaf}" for leaf in grouped.pop(prefix))
+        del modules[prefix]
     watched = {id(modules[prefix]): _Watched(prefix, leaves, early) for prefix, leaves in grouped.items()}
     before = [
         (vars(modules[prefix]), leaf, vars(modules[prefix]).get(leaf, _MISSING)) for prefix in grouped for leaf in grouped[prefix]

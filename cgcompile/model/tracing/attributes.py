@@ -32,25 +32,65 @@ def marks(model: torch.nn.Module, state: Set[int] = frozenset()) -> Marks:
     return {name: _mark(value, DEEP, state) for name, value in own_attributes(model).items()}
 
 
+class _Shell:
+    """In place of an object whose attributes are looked at one by one."""
+
+    __slots__ = ("ident",)
+
+    def __init__(self, value: object) -> None:
+        self.ident = id(value)
+
+
 def own_attributes(model: torch.nn.Module) -> dict[str, Any]:
-    """The attributes of every module that are no parameters, buffers or modules, by `module.attribute`."""
-    return {
-        f"{prefix}.{name}" if prefix else name: value
-        for prefix, module in model.named_modules()
-        for name, value in vars(module).items()
-        if name not in _OWN and not name.endswith("_hooks")
-    }
+    """The attributes of every module that are no parameters, buffers or modules, by `module.attribute`, and those of the objects
+    among them, by `module.attribute.part`."""
+    found: dict[str, Any] = {}
+    for prefix, module in model.named_modules():
+        for leaf, value in vars(module).items():
+            if leaf in _OWN or leaf.endswith("_hooks"):
+                continue
+            name = f"{prefix}.{leaf}" if prefix else leaf
+            if _is_object(value):
+                found[name] = _Shell(value)
+                found |= {f"{name}.{part}": each for part, each in list(vars(value).items())[:WIDE] if isinstance(part, str)}
+            else:
+                found[name] = value
+    return found
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value is an instance of a class that is written in Python, and neither a container, a tensor nor a function."""
+    if not can_be_asked(value) or not hasattr(value, "__dict__") or callable(value):
+        return False
+    return bool(type(value).__flags__ & HEAP_TYPE) and not isinstance(value, (*_PLAIN, torch.Tensor, list, tuple, dict, set, type))
+
+
+HEAP_TYPE = 1 << 9
+"""Py_TPFLAGS_HEAPTYPE: a class whose methods can be replaced."""
+
+
+def holder_of(model: torch.nn.Module, path: str) -> Any:
+    """The module or object at `path`, None where it is gone."""
+    value: Any = model
+    for part in path.split(".") if path else ():
+        value = getattr(value, part, None) if isinstance(value, torch.nn.Module) else vars(value).get(part)
+        if value is None:
+            break
+    return value
 
 
 def changed(before: Marks, after: Marks) -> list[str]:
-    """The attributes that are not what they were, or are new."""
+    """The attributes that are not what they were, or are new.  Of an object that is another one its parts are not named."""
     nothing = object()
-    return [name for name, mark in after.items() if before.get(name, nothing) != mark]
+    names = {name: None for name, mark in after.items() if before.get(name, nothing) != mark}
+    return [name for name in names if name.rpartition(".")[0] not in names]
 
 
 def _mark(value: Any, deep: int, state: Set[int]) -> Any:
     if not can_be_asked(value):
         return id(value)
+    if isinstance(value, _Shell):
+        return value.ident
     if isinstance(value, torch.Tensor):
         return id(value), -1 if id(
             value
@@ -72,7 +112,7 @@ def assignment_place(model: torch.nn.Module, name: str) -> tuple[str, str]:
     """(file:line, source line) of the first assignment to an attribute in the class of its module outside __init__, else of its
     forward(); ("", "") without source."""
     path, _, leaf = name.rpartition(".")
-    kind = type(model.get_submodule(path))
+    kind = type(holder_of(model, path))
     try:
         file, (lines, first) = inspect.getsourcefile(kind) or "", inspect.getsourcelines(kind)
     except (OSError, TypeError):

@@ -64,19 +64,41 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
     Fix: the host can compute it (--host-op), the GPU's libraries can where that GPU is, or another operation does the same.
     Source: `make_fallback` in torch/_inductor/lowering.py.
     """
-    found: dict[Node, str] = {}
     folded = _folded(program)
     with fake_device(arch), _quiet():
-        asked: dict[Any, str] = {}
-        for node in _operations(program.graph_module, on_host):
-            like = node in folded, _like(node)
-            if like not in asked:
-                asked[like] = _missing(node, arch, node in folded, on_host)
-            if asked[like]:
-                found[node] = asked[like]
-        found |= {node: "a complex result" for node in _complex_results(program.graph_module, on_host)}
-    hint = host_hint([str(node.target).removesuffix(".default") for node in found])
+        found = _without_kernel(program, on_host, arch, folded)
+        hint = host_hint(_all_host_ops(program, on_host, arch, folded, found)) if found else ""
     return tuple([_finding(node, missing, hint) for node, missing in found.items()])
+
+
+def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node]) -> dict[Node, str]:
+    """The operations, with what they lack."""
+    found: dict[Node, str] = {}
+    asked: dict[Any, str] = {}
+    for node in _operations(program.graph_module, on_host):
+        like = node in folded, _like(node)
+        if like not in asked:
+            asked[like] = _missing(node, arch, node in folded, on_host)
+        if asked[like]:
+            found[node] = asked[like]
+    return found | {node: "a complex result" for node in _complex_results(program.graph_module, on_host)}
+
+
+def _all_host_ops(
+    program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node], found: Collection[Node]
+) -> list[str]:
+    """The operators to keep on the host, also those that have no kernel once the first ones are there: complex numbers cross."""
+    names: dict[str, None] = {}
+    host = set(on_host)
+    while new := {_spelled(node): None for node in found if _spelled(node) not in names}:
+        names |= new
+        host |= {node.name for node in program.graph.nodes if _spelled(node) in names}
+        found = _without_kernel(program, host, arch, folded)
+    return list(names)
+
+
+def _spelled(node: Node) -> str:
+    return str(node.target).removesuffix(".default")
 
 
 def _operations(module: GraphModule, on_host: Collection[str]) -> Iterator[Node]:

@@ -174,3 +174,50 @@ def test_what_one_entry_writes_is_state_of_those_before_it_too() -> None:
     read, write = export_entries(sources, {"read": {"batch": (2, 4)}, "write": {"batch": (2, 4)}}, lambda text: None)
     assert read.programs.weights().keys() == write.programs.weights().keys() == {"model.store_0"}
     assert read.programs.weights()["model.store_0"] is write.programs.weights()["model.store_0"]
+
+
+class Distribution:
+    """As stable-baselines3's: an object that every call fills anew."""
+
+    def __init__(self) -> None:
+        self.mean: Any = None
+        self.calls = 0
+
+    def of(self, mean: torch.Tensor) -> Distribution:
+        self.mean = mean
+        return self
+
+
+class Policy(nn.Module):
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.linear, self.distribution, self.way = nn.Linear(4, 4), Distribution(), way
+        self.distribution.mean = torch.zeros(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        before = {
+            "the part": lambda: self.distribution.mean, "all parts": lambda: vars(self.distribution)["mean"],
+            "a copy": lambda: copy.copy(self.distribution).mean,
+        }  # fmt: skip
+        offset = before[self.way]() if self.way in before else torch.zeros(4)
+        if self.way == "another object":
+            self.distribution = Distribution()
+        if self.way == "a count":
+            self.distribution.calls += 1
+        made: torch.Tensor = self.distribution.of(self.linear(x) + offset).mean
+        return made
+
+
+@pytest.mark.parametrize(
+    ("way", "severity", "name"),
+    [
+        ("nothing", "note", "distribution.mean"), ("another object", "note", "distribution"),
+        ("the part", "refuse", "distribution.mean"), ("all parts", "refuse", "distribution.mean"),
+        ("a copy", "refuse", "distribution.mean"), ("a count", "refuse", "distribution.calls"),
+    ],
+)  # fmt: skip
+def test_parts_of_an_object_are_attributes(way: str, severity: str, name: str) -> None:
+    exported = export(load_source(Policy(way), lambda batch: torch.rand(batch, 4)), {"batch": (1, 4)})
+    found = [each for each in check(exported).findings if each.rule == "mutated-attribute"]
+    assert (found[0].severity, found[0].message.split("'")[1]) == (severity, name)
+    assert found[0].where.startswith("tests/cpu/model/test_attributes.py:")

@@ -132,14 +132,30 @@ def test_what_is_on_the_host_needs_no_kernel() -> None:
     assert not operators_without_kernel(program, (node,), H200)
 
 
-def test_an_assertion_has_no_kernel_and_the_host_can_check_it() -> None:
+def test_an_assertion_has_no_kernel_and_the_host_checks_it() -> None:
     def asserting(x: Tensor, w: Tensor) -> Tensor:
         torch._assert_async((x < 9).all())
         return x @ w
 
     (found,) = cgcompile.check(Of(asserting).eval(), inputs, sizes=[4], target="sm_90").findings
-    assert (found.rule, found.severity) == ("operator-without-kernel", "refuse")
-    assert not cgcompile.check(Of(asserting).eval(), inputs, sizes=[4], target="sm_90", host_ops=hinted(found.fix)).refused
+    assert (found.rule, found.severity) == ("tensor-assertion", "host")
+    assert not cgcompile.check(Of(asserting).eval(), inputs, sizes=[4], target="cuda").findings, "a capture has a kernel"
+
+
+def test_the_hint_names_all_operators_at_once() -> None:
+    """Where one operation on complex numbers is the host's, those around it lose theirs."""
+
+    def parts(x: Tensor, w: Tensor) -> Tensor:
+        spectrum = torch.fft.rfft(x @ w)
+        spectrum[:, 1] = 0
+        spectrum[:, 2:] *= 2
+        return torch.fft.irfft(spectrum, n=8)
+
+    report = cgcompile.check(Of(parts).eval(), inputs, sizes=[4], target="sm_90")
+    assert {each.rule for each in report.findings} == {"operator-without-kernel"}
+    hints = hinted(report.findings[0].fix)
+    assert {"aten.fill_.Tensor", "aten.fft_rfft"} <= {*hints}
+    assert not cgcompile.check(Of(parts).eval(), inputs, sizes=[4], target="sm_90", host_ops=hints).refused
 
 
 def model_of(name: str) -> Callable[..., Any]:

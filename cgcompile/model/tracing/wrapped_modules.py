@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..errors import ModelError
+from ...errors import ModelError
 
 WRAPPERS = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
