@@ -37,7 +37,7 @@ class Product:
 def one_product(total: Node, longest: int = LONGEST) -> Product | None:
     """None for another sum."""
     product, axes = total.args[:2]
-    if list(axes) != [-2] or len(total.args) > 2 or product.target is not aten.mul.Tensor or len(product.users) > 1:
+    if list(axes or ()) != [-2] or len(total.args) > 2 or product.target is not aten.mul.Tensor or len(product.users) > 1:
         return None
     row, matrix = product.args
     if not isinstance(row, Node) or not isinstance(matrix, Node):

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
 from cgcompile.targets.cuda.inductor import _decompositions  # noqa: E402
-from cgcompile.transforms.few_rows.products import LONGEST  # noqa: E402
+from cgcompile.transforms.few_rows.products import LONGEST, one_product  # noqa: E402
 from cgcompile.transforms.few_rows.repeated_reductions import MOST, REDUCTIONS, SOFTMAX, repeat_reductions  # noqa: E402
 
 F = torch.nn.functional
@@ -114,3 +114,11 @@ def test_the_numbers_are_the_same(call: Callable[[Any], Any], repeated: int) -> 
 def _rows(node: Any) -> int:
     shape = node.args[0].meta["val"].shape
     return shape[-2] if len(shape) > 1 else 0
+
+
+@pytest.mark.parametrize("axes", [None, [], [0, 1]])
+def test_a_sum_over_all_axes_is_no_product_of_a_row(axes: list[int] | None) -> None:
+    """`x.norm()`, which the decompositions make one of."""
+    graph = make_fx(lambda x: torch.ops.aten.sum.dim_IntList(x * x, axes))(torch.rand(1, 6)).graph
+    (total,) = [node for node in graph.nodes if "sum" in node.name]
+    assert one_product(total) is None
