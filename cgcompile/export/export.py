@@ -197,11 +197,11 @@ def _made(
                 return _per_size(source, flat, sizes, calls, _reason(source, obstacles), None)
         try:
             return _paths(source, flat, shapes, sizes, calls, max_paths) or dynamic
-        except PathsRefused as error:
-            if error.code != "data-dependent-branch":
+        except ModelError as error:
+            if not isinstance(error.__cause__, PathsRefused) or error.code != "data-dependent-branch":
                 raise
             others = tuple([each for each in obstacles if each.rule != error.code])
-            return replace(dynamic, obstacles=(error.obstacle, *others))
+            return replace(dynamic, obstacles=(error.__cause__.obstacle, *others))
     if not sizes:
         made = _paths(source, flat, shapes, sizes, calls, max_paths) if why.code == "data-dependent-branch" else None
         if made is None:

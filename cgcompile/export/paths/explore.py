@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 from torch.export import ExportedProgram
 
-from ...errors import ModelError
 from ...model.flat_module import FlatModule
 from ...model.side_effects import Obstacle
 from ...model.tracing.way import Question, Spot, TooManyTurns
@@ -29,13 +28,14 @@ class Branch:
     join: Join | None
 
 
-class PathsRefused(ModelError):
-    """The ways through a model cannot become one program; `obstacle` says why, with the line that asks."""
+class PathsRefused(Exception):
+    """The ways through a model cannot become one program; `obstacle` says why, with the line that asks.  It causes a ModelError."""
 
     def __init__(self, code: str, question: Question | TooManyTurns, reason: str, hint: str = "") -> None:
-        where, line = question.where or "model", question.line
-        super().__init__(code, f"{where}: {code}: {reason}: {line}", hint)
-        self.obstacle = Obstacle(rule=code, message=reason, where=where, source=line)
+        super().__init__(reason)
+        self.code, self.hint = code, hint
+        message = f"{reason}{question.caller}"
+        self.obstacle = Obstacle(rule=code, message=message, where=question.where or "model", source=question.line)
 
 
 class _Restart(Exception):

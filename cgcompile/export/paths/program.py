@@ -47,8 +47,11 @@ def with_paths(
         known, flat.assigned = flat.assigned, (*flat.assigned, *names)
         verify(flat, made, samples, bound)
         flat.assigned = known
+    except PathsRefused as refused:
+        code, why = refused.code, refused.obstacle
+        raise ModelError(code, f"{why.where}: {code}: {why.message}: {why.source}", refused.hint) from refused
     except ModelError as error:
-        if isinstance(error, PathsRefused) or error.code == "export-differs":
+        if error.code == "export-differs":
             raise
         return None
     finally:

@@ -52,7 +52,7 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
             program, whole = merged(ways, root, told_gpu)
         except Unjoinable as error:
             ways.forbid(error.line, error.number, error.position)
-        except ModelError:
+        except (ModelError, PathsRefused):
             raise
         except Exception as error:  # whatever torch raises for what it cannot trace inside of a branch
             question = root.questions[0]

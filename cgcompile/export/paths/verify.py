@@ -187,7 +187,9 @@ def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor
             finally:
                 flat.way = before
             if not way.ended():
-                raise ModelError("export-differs", f"{_named(tree, path)}: eager PyTorch asks for other values than its trace")
+                raise ModelError(
+                    "data-dependent-branch", f"{_named(tree, path)}: eager PyTorch asks for other values than its trace"
+                )
             if _differ(wanted, _seeded(forced, tensors), bound):
                 raise ModelError("export-differs", f"{_named(tree, path)}: the model computes something else than its program")
         count += 1

@@ -23,7 +23,7 @@ from ..tracing.predicates import predicate, truth_of
 from ..tracing.python_state import TORCH, PythonState, model_frames, spot_of
 from ..tracing.tracked_numbers import tracked
 from ..tracing.way import ASKED, ForcedWay, Question, TracedWay
-from ..user_code import here
+from ..user_code import called_here, here
 from .data_reads import ONE_TENSOR, DataReads
 from .known_values import KnownValues, is_known
 from .operations import run_at
@@ -114,7 +114,7 @@ class TracedReads(DataReads):
         called(ASKED, [[asked, *[tensor for _, tensor in state.tensors]], len(way.questions)], {})
         kept = tuple([(name, way.answered(tensor)) for name, tensor in state.tensors])
         question = Question(
-            answer=answer, where=where, line=line, spot=spot, state=(state.value, kept), memory=state.memory,
+            answer=answer, where=where, line=line, caller=called_here(), spot=spot, state=(state.value, kept), memory=state.memory,
             names=tuple([name for name, _ in state.tensors]), asks=len(way.asks), reads=len(way.reads),
         )  # fmt: skip
         way.questions.append(question)

@@ -11,6 +11,8 @@ import torch
 
 from cgbundle.format.schema import Tree
 
+from ..user_code import called_here
+
 Spot = tuple[Any, ...]
 """A position in Python: the code and the instruction of every frame of the model, the outermost first."""
 
@@ -21,12 +23,13 @@ class Question:
 
     `state` is equal for two questions only where everything that Python keeps, but tensors, is equal.  `names` say where Python
     keeps its tensors, in the order in which the graph's marker takes them behind the predicate, and `memory` which of these share
-    memory.  `asks` and `reads` count the answers and numbers that Python got before.
+    memory.  `asks` and `reads` count the answers and numbers that Python got before.  `caller`: as `user_code.called_here` has it.
     """
 
     answer: bool
     where: str
     line: str
+    caller: str
     spot: Spot
     state: Hashable
     names: tuple[str, ...]
@@ -38,9 +41,9 @@ class Question:
 class TooManyTurns(Exception):
     """A loop asks again and again: nothing bounds its turns."""
 
-    def __init__(self, where: str, line: str) -> None:
+    def __init__(self, where: str, line: str, caller: str) -> None:
         super().__init__(f"{where}: {line}")
-        self.where, self.line = where, line
+        self.where, self.line, self.caller = where, line, caller
 
 
 class TracedWay:
@@ -77,7 +80,7 @@ class TracedWay:
         if count < len(self.forced):
             return self.forced[count]
         if sum(question.spot == spot for question in self.questions) >= self.limit:
-            raise TooManyTurns(where, line)
+            raise TooManyTurns(where, line, called_here())
         return self.preferred.get(spot, True)
 
 

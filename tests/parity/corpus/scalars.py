@@ -160,7 +160,7 @@ CASES = (
     _case(CheckedItem, rows, "host-scalar", "data-dependent-follower", near=("assert-scalar",)),
     _case(AssertedOnDevice, rows, near=("assert-scalar",)),
     _case(BranchOnSum, rows, "path", "control-flow"),
-    _case(WhereOnSum, rows, near=("data-dependent-branch",)),
+    _case(WhereOnSum, rows, near=("data-dependent-branch", "path")),
     _case(EarlyExit, rows, "path", "control-flow"),
     _case(LoopUntilItem, rows, "data-dependent-branch"),
     _case(CompareWhole, two, "path", "control-flow"),

@@ -126,7 +126,7 @@ def test_options_reach_the_library(call: Any) -> None:
     call(REPORT, "--sizes", "batch=1,8", "--sizes", "seq=4", "--target", "sm_90", "--strict", "--host-op", "a::b", "--host-op", "c")
     assert call.given == {
         "model": "m.py", "sizes": ["batch=1,8", "seq=4"], "target": "sm_90", "strict": True, "host_ops": ("a::b", "c"),
-        "train": False,
+        "train": False, "max_paths": 64,
     }  # fmt: skip
 
 
