@@ -13,13 +13,15 @@ ASTEROID = {"kernel_size": 8, "n_filters": 16, "stride": 4, "bn_chan": 8}
 
 
 def whisper() -> nn.Module:
-    """Whisper of one layer."""
+    """Whisper of one layer.  It leaves the decoder's positions as the memory was, which a checkpoint fills: NaN, or 1e31."""
     from whisper.model import ModelDimensions, Whisper
 
-    return Whisper(ModelDimensions(
+    model = Whisper(ModelDimensions(
         n_mels=16, n_audio_ctx=12, n_audio_state=32, n_audio_head=2, n_audio_layer=1, n_vocab=50, n_text_ctx=16,
         n_text_state=32, n_text_head=2, n_text_layer=1,
     ))  # fmt: skip
+    torch.nn.init.normal_(model.decoder.positional_embedding)
+    return model
 
 
 def both(batch: int) -> tuple[torch.Tensor, ...]:
