@@ -30,8 +30,9 @@ from .eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .exported import EagerShapes, Exported, memory_order
 from .first_calls import Counter, first_calls, sample_at
 from .functionalization import size_from_a_float
+from .paths import MAX_PATHS
 from .paths.explore import PathsRefused
-from .paths.program import MAX_PATHS, with_paths
+from .paths.program import with_paths
 from .programs import Programs, coarsest, with_shared_constants
 from .torch_export import branch, export_dynamic, export_static, past_branches
 from .weights import reaches_a_result

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from ..export.paths import MAX_PATHS
 from ..model.declared_sizes import Given, Inputs
 from ..util.garbage_collection import quick_imports, unfrozen
 from ..util.progress import Stages, Watcher
@@ -23,9 +24,6 @@ PROVE_BUDGET = 120.0
 
 MAX_KEYS = 64
 """int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
-
-MAX_PATHS = 64
-"""Ways through a model's Python that are exported without being asked: each costs an export."""
 
 
 @contextmanager

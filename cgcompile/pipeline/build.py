@@ -26,7 +26,7 @@ from ..checks.repeatability import widened_bound
 from ..errors import BuildError
 from ..export.export import export, refuse_branches
 from ..export.exported import Exported
-from ..export.paths.program import MAX_PATHS
+from ..export.paths import MAX_PATHS
 from ..export.programs import Programs, with_shared_constants
 from ..export.signature.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries

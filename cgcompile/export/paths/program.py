@@ -18,9 +18,6 @@ from .shown import forks
 from .tree import Tree, tree
 from .verify import reached, verify
 
-MAX_PATHS = 64
-"""Ways through a model's Python that are exported at most, unless the caller says otherwise."""
-
 RAISES = "the model raises on the other answer; the bundle asserts this one"
 
 
@@ -36,7 +33,7 @@ def with_paths(
     None where a way cannot be exported: what stopped the first export says why.  `calls` grows by what each call of `flat` does.
     Raises data-dependent-branch for too many ways, structure-unsupported, export-differs.
     """
-    before, result = len(calls), flat.result
+    before, result, assigned = len(calls), flat.result, flat.assigned
     flat.known, flat.asserted = frozenset(), NOTHING
     try:
         made = tree(flat, attempt, max_paths, flat.told != CPU)
@@ -44,9 +41,8 @@ def with_paths(
             return None
         bound = coarsest(Programs(by_key={(): made.program}, dynamic=False))
         names = sorted({name for line in made.ways.lines for name in line.changed} - {*flat.assigned})
-        known, flat.assigned = flat.assigned, (*flat.assigned, *names)
-        verify(flat, made, samples, bound)
-        flat.assigned = known
+        flat.assigned = (*assigned, *names)
+        not_compared = verify(flat, made, samples, bound)
     except PathsRefused as refused:
         code, why = refused.code, refused.obstacle
         raise ModelError(code, f"{why.where}: {code}: {why.message}: {why.source}", refused.hint) from refused
@@ -55,10 +51,10 @@ def with_paths(
             raise
         return None
     finally:
-        flat.result = result
+        flat.result, flat.assigned = result, assigned
     other = [each for call in calls[before:] for each in call.obstacles]
     early = set().union(*[call.early for call in calls[before:]])
-    return made.program, tuple(dict.fromkeys([*other, *_changes(flat, names, early), *_notes(made, samples)]))
+    return made.program, tuple(dict.fromkeys([*other, *_changes(flat, names, early), *_notes(made, samples, not_compared)]))
 
 
 def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterator[Obstacle]:
@@ -69,8 +65,13 @@ def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterato
         yield Obstacle(rule=rule, message=f"forward() changes {name!r}", where=where, source=line)
 
 
-def _notes(made: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> Iterator[Obstacle]:
-    """A note for every question: where both ways lead to, or that the model raises on one of them."""
+def _notes(made: Tree, samples: Sequence[Sequence[torch.Tensor]], not_compared: int) -> Iterator[Obstacle]:
+    """A note for every question: where both ways lead to, or that the model raises on one of them.  One more where paths were not
+    compared."""
+    if not_compared:
+        first = made.root.questions[0]
+        message = f"{not_compared} of the paths could not be compared with eager PyTorch: the model raises on example inputs there"
+        yield Obstacle(rule="path", message=message, where=first.where, source=first.line)
     for fork in forks(made, reached(made, samples)):
         where, line = fork.question.where, fork.question.line
         if fork.raised is not None:

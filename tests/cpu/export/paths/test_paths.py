@@ -14,7 +14,7 @@ from torch import nn
 
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
-from cgcompile.export.paths import merge, verify
+from cgcompile.export.paths import merge
 from cgcompile.model.load import load_source
 from tests.cpu.export.paths.models import (
     Again,
@@ -24,7 +24,6 @@ from tests.cpu.export.paths.models import (
     Drawn,
     EarlyReturns,
     Foo,
-    Held,
     Nested,
     Numbers,
     Parts,
@@ -171,10 +170,29 @@ def test_a_program_that_differs_on_one_path_is_not_built(monkeypatch: pytest.Mon
         exported(Function(lambda m, x: x + 2 if x.sum() > 1e9 else x))
 
 
-def test_a_model_without_branches_is_exported_as_often_as_before(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(verify, "verify", None)
-    monkeypatch.setattr(merge, "merged", None)
-    assert not exported(Held().layers[0]).obstacles
+def test_a_path_on_which_examples_make_the_model_raise_is_told() -> None:
+    def solved(model: Function, x: torch.Tensor) -> torch.Tensor:
+        if x.sum() > 1e9:
+            return torch.linalg.cholesky(torch.diag(x[0]) - 100 * torch.eye(4))[:3] + 0 * x
+        return x * 2
+
+    notes = [obstacle.message for obstacle in exported(Function(solved)).obstacles if obstacle.rule == "path"]
+    assert "1 of the paths could not be compared with eager PyTorch: the model raises on example inputs there" in notes
+    assert len(notes) == 2
+
+
+def test_a_model_without_branches_is_exported_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    exports: list[Any] = []
+    original = torch.export.export
+
+    def counting(*args: Any, **kwargs: Any) -> Any:
+        exports.append(args[0])
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counting)
+    monkeypatch.setattr("cgcompile.export.export.with_paths", None)
+    assert not exported(nn.Linear(4, 4)).obstacles
+    assert len(exports) == 1
 
 
 def test_independent_questions_are_joined() -> None:
