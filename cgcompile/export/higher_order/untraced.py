@@ -47,20 +47,24 @@ def _without_leaks(program: ExportedProgram) -> ExportedProgram:
     graph, signature = program.graph, program.graph_signature
     for name in leaks:
         leak = next(node for node in graph.nodes if signature.inputs_to_lifted_tensor_constants.get(node.name) == name)
-        while dead := [user for user in _readers(leak) if not user.users and not user.is_impure()]:
-            for user in dead:
-                graph.erase_node(user)
+        readers = _readers(leak)
+        for node in reversed(list(graph.nodes)):  # what reads a node stands behind it
+            if node in readers and not node.users and not node.is_impure():
+                graph.erase_node(node)
         if not leak.users:
             value = program.constants[name]
             program.constants[name] = torch.zeros(value.shape, dtype=value.dtype)
     return program
 
 
-def _readers(node: torch.fx.Node) -> Iterator[torch.fx.Node]:
+def _readers(node: torch.fx.Node) -> frozenset[torch.fx.Node]:
     """Every node that depends on `node`."""
-    for user in list(node.users):
-        yield user
-        yield from _readers(user)
+    pending, readers = list(node.users), set(node.users)
+    while pending:
+        new = [user for user in pending.pop().users if user not in readers]
+        pending += new
+        readers |= {*new}
+    return frozenset(readers)
 
 
 @contextmanager

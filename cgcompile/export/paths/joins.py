@@ -64,7 +64,7 @@ def _same_rest(main: Line, to: int, other: Line, at: int) -> bool:
         return False
     if (main.writes or other.writes) and left.memory != right.memory:
         return False
-    rests = [[(each.spot, each.answer) for each in rest] for rest in (main.questions[to:], other.questions[at:])]
+    rests = [[(question.spot, question.answer) for question in rest] for rest in (main.questions[to:], other.questions[at:])]
     return rests[0] == rests[1] and main.result == other.result
 
 
@@ -129,11 +129,11 @@ def _boundary(main: Line, other: Line, length: int) -> tuple[Pair, ...] | None:
             return None
         else:
             pairs.append((left, right))
-    found = _distinct(main, other, pairs)
-    if found is None:
+    distinct = _distinct(main, other, pairs)
+    if distinct is None:
         return None
-    tensors = [(left, right) for left, right in found if hasattr(left.meta.get("val"), "stride")]
-    same = all(main.keys[left] == other.keys[right] for left, right in found if not hasattr(left.meta.get("val"), "stride"))
+    tensors = [(left, right) for left, right in distinct if hasattr(left.meta.get("val"), "stride")]
+    same = all(main.keys[left] == other.keys[right] for left, right in distinct if not hasattr(left.meta.get("val"), "stride"))
     return tuple(tensors) if same else None
 
 

@@ -153,18 +153,18 @@ def _outputs(program: ExportedProgram) -> dict[Slot, Any]:
 
 def placeholders(program: ExportedProgram) -> dict[Node, Hashable]:
     """The inputs of a program with what is the same in the programs of all ways."""
-    made: dict[Node, Hashable] = {}
+    inputs: dict[Node, Hashable] = {}
     nodes = program.graph.find_nodes(op="placeholder")
     for number, (node, spec) in enumerate(zip(nodes, program.graph_signature.input_specs, strict=True)):
         if spec.kind is InputKind.USER_INPUT:
-            made[node] = "input", spec.arg.name
+            inputs[node] = "input", spec.arg.name
         elif spec.kind is InputKind.CONSTANT_TENSOR:
             value = program.constants[spec.target]
             digest = hashlib.sha256(raw(value.detach().cpu().contiguous()).numpy().tobytes()).hexdigest()
-            made[node] = "constant", str(value.dtype), tuple(value.shape), digest
+            inputs[node] = "constant", str(value.dtype), tuple(value.shape), digest
         else:
-            made[node] = "weight", spec.target if spec.target is not None else number
-    return made
+            inputs[node] = "weight", spec.target if spec.target is not None else number
+    return inputs
 
 
 def is_pure(node: Node) -> bool:
@@ -196,7 +196,7 @@ def _keys(program: ExportedProgram, way: TracedWay) -> dict[Node, Hashable]:
         if node.op == "get_attr":
             keys[node] = _digest(("graph", _text(getattr(program.graph_module, str(node.target)))))
             continue
-        args = map_arg((node.args, node.kwargs), lambda each: _Key(keys[each]))
+        args = map_arg((node.args, node.kwargs), lambda argument: _Key(keys[argument]))
         place: tuple[Any, ...] = ()
         if not is_pure(node):
             place = answers, count

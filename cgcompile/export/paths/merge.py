@@ -89,16 +89,16 @@ class _Body:
         if outer not in self.taken:
             first = next(iter(self.graph.nodes), None)
             with self.graph.inserting_before(first) if first is not None else self.graph.inserting_after():
-                made = self.graph.placeholder(f"taken_{outer.name}")
-            made.meta = {"val": outer.meta["val"]}
-            self.taken[outer] = made
+                place = self.graph.placeholder(f"taken_{outer.name}")
+            place.meta = {"val": outer.meta["val"]}
+            self.taken[outer] = place
         return self.taken[outer]
 
     def value(self, line: Line, node: Node) -> Node:
         """The node here of a line's node, which is copied where it is not known."""
         key = line.keys[node]
-        if (found := self.known(key)) is not None:
-            return found
+        if (here := self.known(key)) is not None:
+            return here
         assert node.op != "placeholder", node
         if not isinstance(node.meta.get("val"), torch.SymInt):
             for closed in self.closed:
@@ -111,14 +111,14 @@ class _Body:
     def copied(self, line: Line, node: Node) -> Node:
         """A copy of an operation, with what it takes."""
         if node.op == "get_attr":
-            made = self.attribute(operator.attrgetter(str(node.target))(line.program.graph_module))
+            copy = self.attribute(operator.attrgetter(str(node.target))(line.program.graph_module))
         else:
-            made = self.graph.node_copy(node, lambda each: self.value(line, each))
-            made.meta = dict(node.meta)
+            copy = self.graph.node_copy(node, lambda argument: self.value(line, argument))
+            copy.meta = dict(node.meta)
             if "val" in node.meta and line is not self.root:  # the symbols of sizes are those of the root's export
-                made.meta["val"] = self._computed(made, node.meta["val"])
-        self.values[line.keys[node]] = made
-        return made
+                copy.meta["val"] = self._computed(copy, node.meta["val"])
+        self.values[line.keys[node]] = copy
+        return copy
 
     def attribute(self, module: Any) -> Node:
         """A node that names a graph of this module."""
@@ -130,10 +130,10 @@ class _Body:
 
     def add(self, target: Any, args: tuple[Any, ...], like: Node, value: Any = None) -> Node:
         """A new operation at the line of `like`."""
-        made = self.graph.call_function(target, args)
-        made.meta = {name: like.meta[name] for name in ("stack_trace", "nn_module_stack") if name in like.meta}
-        made.meta["val"] = self._computed(made, None) if value is None else value
-        return made
+        node = self.graph.call_function(target, args)
+        node.meta = {name: like.meta[name] for name in ("stack_trace", "nn_module_stack") if name in like.meta}
+        node.meta["val"] = self._computed(node, None) if value is None else value
+        return node
 
     def _computed(self, node: Node, otherwise: Any) -> Any:
         args, kwargs = map_arg((node.args, node.kwargs), self._value_of)
@@ -160,18 +160,18 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
         for node, key in placeholders(line.program).items():
             first.setdefault(key, (line, node))
     for key, (line, node) in first.items():
-        made = body.graph.placeholder(node.name if line is root else f"{node.name}_way")
-        made.meta = dict(node.meta)
+        place = body.graph.placeholder(node.name if line is root else f"{node.name}_way")
+        place.meta = dict(node.meta)
         if line is not root:
             with mode:
                 value = line.program.constants[_spec(line, node).target]
-                made.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+                place.meta["val"] = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
             target = f"way_constant_{len(constants)}"
             constants[target] = value
             specs.insert(
-                _constants_end(specs), InputSpec(kind=InputKind.CONSTANT_TENSOR, arg=TensorArgument(name=made.name), target=target)
+                _constants_end(specs), InputSpec(kind=InputKind.CONSTANT_TENSOR, arg=TensorArgument(name=place.name), target=target)
             )
-        body.values[key] = made
+        body.values[key] = place
     _order_inputs(body.graph, specs)
     slots = _emit(ways, body, root, 0, root.end, told_gpu)
     output_specs, values = _outputs(body, root, slots)
@@ -188,7 +188,7 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
 
 def _without_dead(module: GraphModule) -> None:
     """Takes out what nothing uses, in the branches too."""
-    for part in [each for each in module.modules() if isinstance(each, GraphModule)]:
+    for part in [inner for inner in module.modules() if isinstance(inner, GraphModule)]:
         part.graph.eliminate_dead_code()
         part.recompile()
 
@@ -215,7 +215,7 @@ def _outputs(body: _Body, root: Line, slots: dict[Slot, Any]) -> tuple[list[Outp
     """The outputs of the program: what it writes, then its results."""
     results = [spec for spec in root.program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
     specs, values = [], []
-    for slot in [each for each in slots if each[0] != "result"]:
+    for slot in [written for written in slots if written[0] != "result"]:
         specs.append(OutputSpec(kind=OutputKind[slot[0]], arg=TensorArgument(name=slots[slot].name), target=slot[1]))
         values.append(slots[slot])
     for number, spec in enumerate(results):
@@ -255,7 +255,7 @@ def _emit(ways: Ways, body: _Body, line: Line, start: int, stop: int, told_gpu: 
 
 def _slots(ways: Ways, line: Line) -> list[Slot]:
     """The outputs of every way: all buffers and inputs that any way writes, then the results."""
-    written = [slot for each in ways.lines for slot in each.outputs if slot[0] != "result"]
+    written = [slot for way in ways.lines for slot in way.outputs if slot[0] != "result"]
     return list(dict.fromkeys([*sorted(written), *[slot for slot in line.outputs if slot[0] == "result"]]))
 
 
@@ -275,9 +275,9 @@ def _assert(body: _Body, line: Line, number: int, raised: Raised, told_gpu: bool
     if not line.answers[number]:
         asked = body.add(aten.logical_not.default, (asked,), marker)
     said = f"{raised.where or line.questions[number].where}: {ASSERTS}: the model raises {raised.message}"
-    made = body.graph.call_function(aten._assert_async.msg, (asked, spelled(said)))
-    made.meta = {name: marker.meta[name] for name in ("stack_trace", "nn_module_stack") if name in marker.meta}
-    made.meta["val"] = None
+    assertion = body.graph.call_function(aten._assert_async.msg, (asked, spelled(said)))
+    assertion.meta = {name: marker.meta[name] for name in ("stack_trace", "nn_module_stack") if name in marker.meta}
+    assertion.meta["val"] = None
 
 
 def _branch(ways: Ways, body: _Body, line: Line, number: int, other: Line, join: Join, told_gpu: bool) -> dict[Slot, Any]:
@@ -285,9 +285,9 @@ def _branch(ways: Ways, body: _Body, line: Line, number: int, other: Line, join:
     marker = line.nodes[line.markers[number]]
     asked = body.value(line, line.live[number]["asked"])
     inners, ends = [], []
-    for own, stop in ((line, join.main), (other, join.other)):
+    for side, stop in ((line, join.main), (other, join.other)):
         inners.append(_Body(body, body.mode, body.root))
-        ends.append(list(_emit(ways, inners[-1], own, own.markers[number] + 1, stop, told_gpu).values()))
+        ends.append(list(_emit(ways, inners[-1], side, side.markers[number] + 1, stop, told_gpu).values()))
     pairs = [(left, right) for left, right in join.pairs if _changes(inners, line.keys[left], other.keys[right])]
     if not join.ends:
         ends = [[inners[0].value(line, left) for left, _ in pairs], [inners[1].value(other, right) for _, right in pairs]]
@@ -313,15 +313,15 @@ def _branch(ways: Ways, body: _Body, line: Line, number: int, other: Line, join:
         modules.reverse()
     functions = [body.attribute(module) for module in modules]
     with body.mode:
-        likes = tuple([_like(each.meta["val"]) for each in results[0]])
-    made = body.add(torch.ops.higher_order.cond, (asked, *functions, tuple(taken)), marker, likes)
-    made.meta["question"] = line.answers[:number]
-    given = [body.add(operator.getitem, (made, at), marker, value) for at, value in enumerate(likes)]
-    found = dict(zip(kept, given, strict=False)) | constants
+        likes = tuple([_like(result.meta["val"]) for result in results[0]])
+    conditional = body.add(torch.ops.higher_order.cond, (asked, *functions, tuple(taken)), marker, likes)
+    conditional.meta["question"] = line.answers[:number]
+    parts = [body.add(operator.getitem, (conditional, at), marker, value) for at, value in enumerate(likes)]
+    by_place = dict(zip(kept, parts, strict=False)) | constants
     if join.ends:
-        return {slot: found[place] for place, slot in enumerate(_slots(ways, line))}
+        return {slot: by_place[place] for place, slot in enumerate(_slots(ways, line))}
     for place, (left, _) in enumerate(pairs):
-        body.values[line.keys[left]] = found[place]
+        body.values[line.keys[left]] = by_place[place]
         body.joined.add(line.keys[left])
     common = frozenset([other.keys[node] for node in other.nodes[: join.other] if node in other.keys])
     body.closed.append(_Closed(line=line, number=number, join=join, common=common))
@@ -345,7 +345,7 @@ def _constants(left: Sequence[Any], right: Sequence[Any]) -> dict[int, Any]:
 def _new(body: _Body, value: Node, marker: Node) -> Node:
     """A result of a branch, in memory of its own."""
     schema = getattr(value.target, "_schema", None)
-    whole = value.op == "call_function" and schema is not None and all(each.alias_info is None for each in schema.returns)
+    whole = value.op == "call_function" and schema is not None and all(returned.alias_info is None for returned in schema.returns)
     if whole and value not in body.given:
         body.given.add(value)
         return value
@@ -355,7 +355,7 @@ def _new(body: _Body, value: Node, marker: Node) -> Node:
 def _check_alike(line: Line, number: int, results: Sequence[Sequence[Node]]) -> None:
     """Raises structure-unsupported for results of different dtypes or shapes."""
     for left, right in zip(*results, strict=True):
-        forms = [f"{each.meta['val'].dtype} {list(each.meta['val'].shape)}".removeprefix("torch.") for each in (left, right)]
+        forms = [f"{node.meta['val'].dtype} {list(node.meta['val'].shape)}".removeprefix("torch.") for node in (left, right)]
         if forms[0] != forms[1]:
             raise PathsRefused(
                 "structure-unsupported", line.questions[number], f"one way gives {forms[0]}, the other one {forms[1]}",
@@ -368,7 +368,7 @@ def _same_strides(sides: Sequence[tuple[_Body, Any]], results: list[list[Node]],
     for place, (left, right) in enumerate(zip(*results, strict=True)):
         if str(left.meta["val"].stride()) != str(right.meta["val"].stride()):
             for (inner, _), values in zip(sides, results, strict=True):
-                made = inner.graph.call_function(aten.clone.default, (values[place],), {"memory_format": torch.contiguous_format})
-                made.meta = dict(values[place].meta)
-                made.meta["val"] = values[place].meta["val"].contiguous()
-                values[place] = made
+                dense = inner.graph.call_function(aten.clone.default, (values[place],), {"memory_format": torch.contiguous_format})
+                dense.meta = dict(values[place].meta)
+                dense.meta["val"] = values[place].meta["val"].contiguous()
+                values[place] = dense

@@ -89,7 +89,7 @@ class _Number:
             self._tensors[self._read] = self._call(self._read, aten._to_copy.default, (flat,), {"dtype": exact})
         for number in numbers[1:]:
             with self._graph.inserting_before(number):
-                args = map_arg(number.args, lambda each: self._tensors[each])
+                args = map_arg(number.args, lambda argument: self._tensors[argument])
                 self._tensors[number] = self._call(number, PYTHON[number.target], tuple(args))
         for user in users:
             self._replace(user)
@@ -116,7 +116,7 @@ class _Number:
             return
         tensor, number = user.args[:2]
         assert isinstance(tensor, Node) and isinstance(number, Node)
-        value, made = tensor.meta["val"], user.meta["val"]
+        value, wanted_value = tensor.meta["val"], user.meta["val"]
         stand_in = 1.0 if type(number.meta["val"]) is torch.SymFloat else 1
         dtype = torch.result_type(value, stand_in)
         wide = torch.float32 if dtype in ROUNDED else dtype
@@ -124,19 +124,19 @@ class _Number:
             left = tensor if value.dtype == wide else self._call(user, aten._to_copy.default, (tensor,), {"dtype": wide})
             right = self._call(user, aten._to_copy.default, (self._tensors[number],), {"dtype": wide})
             result = self._call(user, BINARY[user.target], (left, right, *user.args[2:]))
-            if result.meta["val"].dtype != made.dtype:
-                result = self._call(user, aten._to_copy.default, (result,), {"dtype": made.dtype})
+            if result.meta["val"].dtype != wanted_value.dtype:
+                result = self._call(user, aten._to_copy.default, (result,), {"dtype": wanted_value.dtype})
         user.replace_all_uses_with(result)
         self._graph.erase_node(user)
 
     def _fill(self, user: Node) -> None:
         """A tensor of one number."""
-        made = user.meta["val"]
+        wanted_value = user.meta["val"]
         sizes = user.args[0] if user.target is aten.full.default else []
         with self._graph.inserting_before(user):
             number = self._tensors[user.args[-1]]
-            if number.meta["val"].dtype != made.dtype:
-                number = self._call(user, aten._to_copy.default, (number,), {"dtype": made.dtype})
+            if number.meta["val"].dtype != wanted_value.dtype:
+                number = self._call(user, aten._to_copy.default, (number,), {"dtype": wanted_value.dtype})
             wide = self._call(user, aten.expand.default, (number, sizes))
             result = self._call(user, aten.clone.default, (wide,), {"memory_format": torch.contiguous_format})
         user.replace_all_uses_with(result)
@@ -145,9 +145,9 @@ class _Number:
     def _call(self, like: Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -> Node:
         node = self._graph.call_function(target, args, dict(kwargs or {}))
         node.meta = {name: like.meta[name] for name in ("stack_trace", "nn_module_stack") if name in like.meta}
-        values: Callable[..., Any] = lambda each: each.meta["val"]  # noqa: E731
-        given = map_arg((args, dict(kwargs or {})), values)
-        mode = next(value.fake_mode for value in tree_leaves(given) if hasattr(value, "fake_mode"))
+        values: Callable[..., Any] = lambda argument: argument.meta["val"]  # noqa: E731
+        values_given = map_arg((args, dict(kwargs or {})), values)
+        mode = next(value.fake_mode for value in tree_leaves(values_given) if hasattr(value, "fake_mode"))
         with mode, torch.no_grad():
-            node.meta["val"] = target(*given[0], **given[1])
+            node.meta["val"] = target(*values_given[0], **values_given[1])
         return node

@@ -36,13 +36,13 @@ def with_paths(
     before, result, assigned = len(calls), flat.result, flat.assigned
     flat.known, flat.asserted = frozenset(), NOTHING
     try:
-        made = tree(flat, attempt, max_paths, flat.told != CPU)
-        if made is None:
+        joined = tree(flat, attempt, max_paths, flat.told != CPU)
+        if joined is None:
             return None
-        bound = coarsest(Programs(by_key={(): made.program}, dynamic=False))
-        names = sorted({name for line in made.ways.lines for name in line.changed} - {*flat.assigned})
+        bound = coarsest(Programs(by_key={(): joined.program}, dynamic=False))
+        names = sorted({name for line in joined.ways.lines for name in line.changed} - {*flat.assigned})
         flat.assigned = (*assigned, *names)
-        not_compared = verify(flat, made, samples, bound)
+        not_compared = verify(flat, joined, samples, bound)
     except PathsRefused as refused:
         code, why = refused.code, refused.obstacle
         raise ModelError(code, f"{why.where}: {code}: {why.message}: {why.source}", refused.hint) from refused
@@ -52,9 +52,9 @@ def with_paths(
         return None
     finally:
         flat.result, flat.assigned = result, assigned
-    other = [each for call in calls[before:] for each in call.obstacles]
+    other = [obstacle for call in calls[before:] for obstacle in call.obstacles]
     early = set().union(*[call.early for call in calls[before:]])
-    return made.program, tuple(dict.fromkeys([*other, *_changes(flat, names, early), *_notes(made, samples, not_compared)]))
+    return joined.program, tuple(dict.fromkeys([*other, *_changes(flat, names, early), *_notes(joined, samples, not_compared)]))
 
 
 def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterator[Obstacle]:
@@ -65,14 +65,14 @@ def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterato
         yield Obstacle(rule=rule, message=f"forward() changes {name!r}", where=where, source=line)
 
 
-def _notes(made: Tree, samples: Sequence[Sequence[torch.Tensor]], not_compared: int) -> Iterator[Obstacle]:
+def _notes(joined: Tree, samples: Sequence[Sequence[torch.Tensor]], not_compared: int) -> Iterator[Obstacle]:
     """A note for every question: where both ways lead to, or that the model raises on one of them.  One more where paths were not
     compared."""
     if not_compared:
-        first = made.root.questions[0]
+        first = joined.root.questions[0]
         message = f"{not_compared} of the paths could not be compared with eager PyTorch: the model raises on example inputs there"
         yield Obstacle(rule="path", message=message, where=first.where, source=first.line)
-    for fork in forks(made, reached(made, samples)):
+    for fork in forks(joined, reached(joined, samples)):
         where, line = fork.question.where, fork.question.line
         if fork.raised is not None:
             yield Obstacle(rule="asserted-value", message=f"{RAISES}: {fork.raised.message}", where=where, source=line)

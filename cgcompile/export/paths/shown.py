@@ -33,8 +33,8 @@ def forks(tree: Tree, reached: Mapping[Asked, Set[bool]]) -> list[Fork]:
 
 def condition(line: str) -> str:
     """What a line of source asks: `y.sum() > 0` of `if y.sum() > 0:`."""
-    found = re.match(r"(?:if|elif|while|assert)\b\s*(.*?)(?::(?:\s.*)?)?$", line)
-    return found[1] if found else line
+    match = re.match(r"(?:if|elif|while|assert)\b\s*(.*?)(?::(?:\s.*)?)?$", line)
+    return match[1] if match else line
 
 
 class _Shown:
@@ -64,7 +64,7 @@ class _Shown:
             assert branch.join is not None
             other, join = branch.other, branch.join
             sides = {question.answer: (line, join.main), not question.answer: (other, join.other)}
-            empty = {side: own.markers[number - 1] + 1 >= end for side, (own, end) in sides.items()}
+            empty = {side: way.markers[number - 1] + 1 >= end for side, (way, end) in sides.items()}
             inside = {side: "" if empty[side] else self.new() for side in (True, False)}
             behind = "" if join.ends else self.new()
             said = [
@@ -77,8 +77,8 @@ class _Shown:
             text = f"{graph} -> {', '.join(said)}; example inputs took {took} way{'s' if took == 'both' else ''}"
             self.forks.append(Fork(question=question, text=text, raised=None))
             for side in (True, False):
-                own, end = sides[side]
-                self.along(own, number, end, inside[side] or graph)
+                way, end = sides[side]
+                self.along(way, number, end, inside[side] or graph)
             if join.question is None:
                 return
             number, graph = join.question, behind

@@ -103,10 +103,12 @@ class _ForcedModule(torch.nn.Module):
         self.snapshot = module.snapshot
         self._program: Any = module.programs[0]
         questions = [node.meta.get("question") for node in conditionals(tree.whole)]
-        own = list(conditionals(self._program))
-        if len(own) != len(questions):
+        branches = list(conditionals(self._program))
+        if len(branches) != len(questions):
             raise ModelError("export-failed", "the program has not as many branches as the model has questions")
-        self._taken = {node: taken.get(question) for node, question in zip(own, questions, strict=True) if question is not None}
+        self._taken = {
+            node: taken.get(question) for node, question in zip(branches, questions, strict=True) if question is not None
+        }
 
     def forward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
         result: tuple[torch.Tensor, ...] = tuple(_Forced(self._program, self._taken).run(*tensors))
@@ -120,7 +122,7 @@ class _Forced(Interpreter):
 
     def run_node(self, node: Node) -> Any:
         if node in self._taken:
-            _, true, false, operands = [self._given(each) for each in node.args]
+            _, true, false, operands = [self._given(argument) for argument in node.args]
             return _Forced(true if self._taken[node] else false, self._taken).run(*operands)
         if node.target in (torch.ops.aten._assert_async.msg, torch.ops.aten._assert_async.default):
             return None
@@ -140,7 +142,7 @@ class _Noting(Interpreter):
     def run_node(self, node: Node) -> Any:
         if self._questions.get(node) is None:
             return super().run_node(node)
-        asked, true, false, operands = [torch.fx.node.map_arg(each, lambda inner: self.env[inner]) for each in node.args]
+        asked, true, false, operands = [torch.fx.node.map_arg(argument, lambda inner: self.env[inner]) for argument in node.args]
         self._answers.setdefault(self._questions[node], set()).add(bool(asked))
         return _Noting(true if asked else false, self._questions, self._answers).run(*operands)
 
@@ -150,8 +152,8 @@ def reached(tree: Tree, samples: Sequence[Sequence[torch.Tensor]]) -> dict[tuple
     answers: dict[tuple[bool, ...], set[bool]] = {}
     module = ProgramModule([tree.program])
     program: Any = module.programs[0]
-    own, questions = list(conditionals(program)), [node.meta.get("question") for node in conditionals(tree.whole)]
-    noting = _Noting(program, dict(zip(own, questions, strict=True)), answers)
+    branches, questions = list(conditionals(program)), [node.meta.get("question") for node in conditionals(tree.whole)]
+    noting = _Noting(program, dict(zip(branches, questions, strict=True)), answers)
     for tensors in samples:
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             noting.run(*[tensor.clone() for tensor in tensors])
@@ -180,7 +182,7 @@ def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor
             way = ForcedWay(asks=iter(path.asks), reads=iter(path.reads))
             before, flat.way = flat.way, way
             try:
-                wanted = _seeded(flat, tensors)
+                expected = _seeded(flat, tensors)
             except ModelError:
                 raise
             except Exception:  # noqa: BLE001  the model does not accept what these inputs hold on this path
@@ -191,7 +193,7 @@ def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor
                 raise ModelError(
                     "data-dependent-branch", f"{_named(tree, path)}: eager PyTorch asks for other values than its trace"
                 )
-            if _differ(wanted, _seeded(forced, tensors), bound):
+            if _differ(expected, _seeded(forced, tensors), bound):
                 raise ModelError("export-differs", f"{_named(tree, path)}: the model computes something else than its program")
             compared = True
         not_compared += not compared
@@ -207,11 +209,11 @@ def _seeded(reference: Reference, tensors: Sequence[torch.Tensor]) -> list[torch
     """The outputs, what a call writes to its inputs, and the buffers."""
     with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
         torch.manual_seed(SEED)
-        made = run_eager(reference, tensors)
-    return [*made.outputs, *made.given, *[made.state[name] for name in sorted(made.state)]]
+        run = run_eager(reference, tensors)
+    return [*run.outputs, *run.given, *[run.state[name] for name in sorted(run.state)]]
 
 
-def _differ(wanted: Sequence[torch.Tensor], made: Sequence[torch.Tensor], bound: float) -> bool:
-    return len(wanted) != len(made) or any(
-        want.shape != got.shape or compare(want, got).error > bound for want, got in zip(wanted, made, strict=False)
+def _differ(expected: Sequence[torch.Tensor], computed: Sequence[torch.Tensor], bound: float) -> bool:
+    return len(expected) != len(computed) or any(
+        want.shape != got.shape or compare(want, got).error > bound for want, got in zip(expected, computed, strict=False)
     )

@@ -36,18 +36,18 @@ def with_masks(func: Any, args: list[Any], kwargs: dict[str, Any], positions: Po
     if get_proxy_mode() is None:
         return func, args, kwargs
     if (at := CONDITIONS.get(func)) is not None:
-        args = [as_truth(each) if place == at else each for place, each in enumerate(args)]
-        return func, args, {name: as_truth(each) if name == "condition" else each for name, each in kwargs.items()}
-    if func in SELECTING and not kwargs and args[0].shape == args[1].shape and (found := positions(args[1])) is not None:
-        return torch.Tensor.__getitem__, [args[0], tuple(found)], {}
+        args = [as_truth(part) if place == at else part for place, part in enumerate(args)]
+        return func, args, {name: as_truth(part) if name == "condition" else part for name, part in kwargs.items()}
+    if func in SELECTING and not kwargs and args[0].shape == args[1].shape and (places := positions(args[1])) is not None:
+        return torch.Tensor.__getitem__, [args[0], tuple(places)], {}
     if func not in INDEXING:
         return func, args, kwargs
     index = args[1] if isinstance(args[1], tuple) else (args[1],)
-    if not any(isinstance(each, torch.Tensor) and each.dtype in (torch.uint8, torch.bool) for each in index):
+    if not any(isinstance(part, torch.Tensor) and part.dtype in (torch.uint8, torch.bool) for part in index):
         return func, args, kwargs
-    made: list[Any] = []
-    for each in map(as_truth, index):
-        known = func is torch.Tensor.__getitem__ and isinstance(each, torch.Tensor) and each.dtype is torch.bool and each.dim() > 0
-        found = positions(each) if known else None
-        made += [each] if found is None else found
-    return func, [args[0], tuple(made) if isinstance(args[1], tuple) or len(made) > 1 else made[0], *args[2:]], kwargs
+    indices: list[Any] = []
+    for part in map(as_truth, index):
+        known = func is torch.Tensor.__getitem__ and isinstance(part, torch.Tensor) and part.dtype is torch.bool and part.dim() > 0
+        places = positions(part) if known else None
+        indices += [part] if places is None else places
+    return func, [args[0], tuple(indices) if isinstance(args[1], tuple) or len(indices) > 1 else indices[0], *args[2:]], kwargs

@@ -123,12 +123,12 @@ class PackedSequences:
             args, kwargs = pytree.tree_map_only(torch.Tensor, self.as_eager, (args, kwargs))
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         versions = [tensor._version for tensor in tensors]
-        made = func(*args, **kwargs)
+        result = func(*args, **kwargs)
         if [tensor._version for tensor in tensors] != versions:
             raise ModelError("data-dependent-shape", f"{here()[0]}: {func.__name__} writes, and takes rows of a packed sequence")
         if kept is not None:
-            self._rows[made] = kept
-        return made
+            self._rows[result] = kept
+        return result
 
     def as_eager(self, tensor: torch.Tensor) -> torch.Tensor:
         """A tensor with the rows, or the sizes, that eager PyTorch has."""
@@ -136,9 +136,9 @@ class PackedSequences:
             return tensor[packing.valid.reshape(-1)]
         return tensor[tensor > 0] if tensor in self._sizes else tensor
 
-    def layer(self, module: Any, given: PackedSequence, states: Any) -> Any:
+    def layer(self, module: Any, sequence: PackedSequence, states: Any) -> Any:
         """What a recurrent module gives for a packed sequence, NotImplemented for one that is not followed."""
-        data, sizes, order, back = given
+        data, sizes, order, back = sequence
         packing = self._whole(data, sizes)
         if packing is None:
             return NotImplemented
@@ -151,13 +151,13 @@ class PackedSequences:
     def _packing(self, leaf: Any) -> Packing | None:
         if not isinstance(leaf, torch.Tensor):
             return None
-        found: Packing | None = self._rows.get(leaf) or self._sizes.get(leaf)
-        return found
+        packing: Packing | None = self._rows.get(leaf) or self._sizes.get(leaf)
+        return packing
 
     def _whole(self, data: Any, sizes: Any) -> Packing | None:
         """The packing of a pair that belongs together."""
-        found: Packing | None = self._rows.get(data) if isinstance(data, torch.Tensor) else None
-        return found if found is not None and self._sizes.get(sizes) is found else None
+        packing: Packing | None = self._rows.get(data) if isinstance(data, torch.Tensor) else None
+        return packing if packing is not None and self._sizes.get(sizes) is packing else None
 
     def _row_wise(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Packing | None:
         """The packing of what an operation gives that treats every row by itself, None for any other operation."""
@@ -202,10 +202,10 @@ class PackedSequences:
         if _total_length() is None:
             text = "the longest sequence is as long as the input; give pad_packed_sequence() total_length= otherwise"
             _assert(packing.lengths.max() == packing.steps, text)
-        made = _filled(data, packing, value)
+        padded = _filled(data, packing, value)
         if total != packing.steps:
-            made = torch.cat([made, made.new_full((total - packing.steps, *made.shape[1:]), value)])
-        return made.transpose(0, 1) if batch_first else made, packing.lengths.cpu()
+            padded = torch.cat([padded, padded.new_full((total - packing.steps, *padded.shape[1:]), value)])
+        return padded.transpose(0, 1) if batch_first else padded, packing.lengths.cpu()
 
 
 def _assert(holds: torch.Tensor, text: str) -> None:
@@ -249,30 +249,30 @@ def _run(module: Any, data: torch.Tensor, packing: Packing, states: Any) -> tupl
         for direction in range(directions):
             at = layer * directions + direction
             weights = [getattr(module, name) for name in module._all_weights[at]]
-            given = rows.gather(0, backwards.expand(rows.shape)) if direction else rows
-            outputs, *cell = _layer(module, given, packing, weights, [state[at : at + 1] for state in states])
+            ahead = rows.gather(0, backwards.expand(rows.shape)) if direction else rows
+            outputs, *cell = _layer(module, ahead, packing, weights, [state[at : at + 1] for state in states])
             hidden = outputs.gather(0, ends.expand(1, *outputs.shape[1:]))
             last.append([torch.where(packing.lengths[:, None] > 0, hidden, states[0][at : at + 1]), *cell])
             sides.append(outputs.gather(0, backwards.expand(outputs.shape)) if direction else outputs)
         rows = torch.cat(sides, 2) if directions > 1 else sides[0]
-    joined = tuple([torch.cat(each) for each in zip(*last, strict=True)])
+    joined = tuple([torch.cat(layers) for layers in zip(*last, strict=True)])
     return rows.reshape(steps * batch, rows.shape[2]), joined if several else joined[0]
 
 
 def _layer(
-    module: Any, given: torch.Tensor, packing: Packing, weights: list[torch.Tensor], states: list[torch.Tensor]
+    module: Any, rows: torch.Tensor, packing: Packing, weights: list[torch.Tensor], states: list[torch.Tensor]
 ) -> list[torch.Tensor]:
     """One layer in one direction: outputs, and for an LSTM the last cell states."""
     options = (weights, module.bias, 1, 0.0, False, False, False)
     if not isinstance(module, nn.LSTM):
         name = "gru" if isinstance(module, nn.GRU) else f"rnn_{module.nonlinearity}"
-        return [getattr(torch._VF, name)(given, states[0], *options)[0]]
+        return [getattr(torch._VF, name)(rows, states[0], *options)[0]]
     width = module.hidden_size
     gates = [-SATURATED, SATURATED, 0.0, 0.0]  # in, forget, cell, out
-    column = torch.cat([given.new_full((width, 1), gate) for gate in gates])
-    behind = packing.valid.logical_not()[:, :, None].to(given.dtype)
+    column = torch.cat([rows.new_full((width, 1), gate) for gate in gates])
+    behind = packing.valid.logical_not()[:, :, None].to(rows.dtype)
     options = ([torch.cat([weights[0], column], 1), *weights[1:]], *options[1:])
-    outputs, _, cell = torch._VF.lstm(torch.cat([given, behind], 2), states, *options)
+    outputs, _, cell = torch._VF.lstm(torch.cat([rows, behind], 2), states, *options)
     return [outputs, cell]
 
 
@@ -286,8 +286,8 @@ def layers_of_packed_sequences(active: Callable[[], PackedSequences | None]) -> 
     def replaced(plain: Any) -> Any:
         def forward(module: Any, input: Any, hx: Any = None) -> Any:
             packed = active() if isinstance(input, PackedSequence) else None
-            made = NotImplemented if packed is None else packed.layer(module, input, hx)
-            return plain(module, input, hx) if made is NotImplemented else made
+            result = NotImplemented if packed is None else packed.layer(module, input, hx)
+            return plain(module, input, hx) if result is NotImplemented else result
 
         return forward
 

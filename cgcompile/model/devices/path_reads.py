@@ -147,8 +147,8 @@ def numbers_asked(answer: Callable[[Any], bool | None]) -> Iterator[None]:
     def replaced(original: Callable[[Any], bool]) -> Callable[[Any], bool]:
         def __bool__(number: Any) -> bool:
             file = sys._getframe(1).f_code.co_filename
-            found = None if _inside_torch(file) or not number.node.expr.free_symbols else answer(number)
-            return original(number) if found is None else found
+            forced = None if _inside_torch(file) or not number.node.expr.free_symbols else answer(number)
+            return original(number) if forced is None else forced
 
         return __bool__
 

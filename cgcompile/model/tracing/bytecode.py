@@ -45,29 +45,29 @@ def _table(code: CodeType) -> dict[int, Kept] | None:
     if parse is None:
         return None
     instructions = list(dis.get_instructions(code))
-    at = {each.offset: index for index, each in enumerate(instructions)}
+    at = {instruction.offset: index for index, instruction in enumerate(instructions)}
     handlers = [(entry.start, entry.end, at[entry.target], entry.depth + 1 + entry.lasti) for entry in parse(code)]
     following = [_following(index, instructions, at) for index in range(len(instructions))]
     live = _live(code, instructions, following, handlers)
     depths = _depths(instructions, following, handlers)
     table = {}
-    for index, each in enumerate(instructions):
+    for index, instruction in enumerate(instructions):
         loaded = _loaded(index, instructions, depths, _iterators(index, instructions, handlers))
-        table[each.offset] = Kept(
-            live=live[index] | (loaded or frozenset()), hidden=loaded is None, tests=each.opname.startswith(TESTS)
+        table[instruction.offset] = Kept(
+            live=live[index] | (loaded or frozenset()), hidden=loaded is None, tests=instruction.opname.startswith(TESTS)
         )
     return table
 
 
 def _following(index: int, instructions: Sequence[dis.Instruction], at: dict[int, int]) -> list[int]:
     """The instructions that may come next, the next one first."""
-    each = instructions[index]
-    after = [index + 1] if index + 1 < len(instructions) and not _ends(each.opname) else []
-    return [*after, at[each.argval]] if _jumps(each) else after
+    instruction = instructions[index]
+    after = [index + 1] if index + 1 < len(instructions) and not _ends(instruction.opname) else []
+    return [*after, at[instruction.argval]] if _jumps(instruction) else after
 
 
-def _jumps(each: dis.Instruction) -> bool:
-    return each.opcode in dis.hasjrel or each.opcode in dis.hasjabs
+def _jumps(instruction: dis.Instruction) -> bool:
+    return instruction.opcode in dis.hasjrel or instruction.opcode in dis.hasjabs
 
 
 def _ends(name: str) -> bool:
@@ -92,7 +92,7 @@ def _live(
         for index in reversed(range(len(instructions))):
             offset = instructions[index].offset
             after = [*following[index], *[target for start, end, target, _ in handlers if start <= offset < end]]
-            out = always.union(*[before[each] for each in after])
+            out = always.union(*[before[place] for place in after])
             reads, writes = _locals(instructions[index])
             new = (out - writes) | reads
             changed = changed or new != before[index] or out != result[index]
@@ -107,12 +107,12 @@ def _depths(instructions: Sequence[dis.Instruction], following: Sequence[Sequenc
     pending = list(before)
     while pending:
         index = pending.pop()
-        each = instructions[index]
-        argument = each.arg if each.opcode >= dis.HAVE_ARGUMENT else None
-        after[index] = before[index] + dis.stack_effect(each.opcode, argument, jump=False)
+        instruction = instructions[index]
+        argument = instruction.arg if instruction.opcode >= dis.HAVE_ARGUMENT else None
+        after[index] = before[index] + dis.stack_effect(instruction.opcode, argument, jump=False)
         for target in following[index]:
             jump = target != index + 1
-            depth = before[index] + dis.stack_effect(each.opcode, argument, jump=jump)
+            depth = before[index] + dis.stack_effect(instruction.opcode, argument, jump=jump)
             if target not in before:
                 before[target] = depth
                 pending.append(target)

@@ -66,12 +66,12 @@ def _tensor(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]]) 
     if isinstance(expression, sympy.Number):
         return float(expression)
     name = type(expression).__name__
-    parts = [_tensor(each, symbols) for each in expression.args]
+    parts = [_tensor(part, symbols) for part in expression.args]
     if name in UNARY and len(parts) == 1:
         return UNARY[name](parts[0])
     if name not in BINARY or len(parts) < 2:
         raise Unknown
     if BINARY[name] in (torch.maximum, torch.minimum):
-        like = next((each for each in parts if isinstance(each, torch.Tensor)), None)
-        parts = [each if isinstance(each, torch.Tensor) or like is None else torch.full_like(like, each) for each in parts]
+        like = next((part for part in parts if isinstance(part, torch.Tensor)), None)
+        parts = [part if isinstance(part, torch.Tensor) or like is None else torch.full_like(like, part) for part in parts]
     return reduce(BINARY[name], parts)

@@ -71,11 +71,11 @@ class PythonState:
         self._kept: list[Any] = []
         parts: list[Any] = []
         for number, frame in enumerate(frames):
-            found = kept(frame.f_code, frame.f_lasti)
-            if found is None or found.hidden or (number == len(frames) - 1 and by_itself and not found.tests):
+            locals_read = kept(frame.f_code, frame.f_lasti)
+            if locals_read is None or locals_read.hidden or (number == len(frames) - 1 and by_itself and not locals_read.tests):
                 parts.append(object())
             for name, value in sorted(frame.f_locals.items()):
-                if found is None or name in found.live:
+                if locals_read is None or name in locals_read.live:
                     parts.append((number, name, self._part(value, f"{number}.{name}", 0)))
         for name, value in own_attributes(model).items():
             parts.append((name, self._part(value, f"self.{name}", 0)))
@@ -108,12 +108,12 @@ class PythonState:
     def _inside(self, value: Any, path: str, depth: int) -> Hashable:
         kind = type(value).__qualname__
         if isinstance(value, list | tuple):
-            return kind, tuple([self._part(each, f"{path}[{at}]", depth) for at, each in enumerate(value)])
+            return kind, tuple([self._part(item, f"{path}[{at}]", depth) for at, item in enumerate(value)])
         if isinstance(value, dict):
-            items = [(self._part(key, path, depth), self._part(each, f"{path}[{key!r}]", depth)) for key, each in value.items()]
+            items = [(self._part(key, path, depth), self._part(item, f"{path}[{key!r}]", depth)) for key, item in value.items()]
             return kind, tuple(items)
         if isinstance(value, set | frozenset):
-            return kind, frozenset([self._part(each, path, depth) for each in value])
+            return kind, frozenset([self._part(item, path, depth) for item in value])
         if isinstance(value, FunctionType):
             cells = [self._cell(cell, f"{path}.{at}", depth) for at, cell in enumerate(value.__closure__ or ())]
             return kind, value.__code__, tuple(cells), self._part(value.__defaults__, f"{path}.defaults", depth)
@@ -124,8 +124,8 @@ class PythonState:
         if isinstance(value, ITERATORS):
             return kind, self._part(value.__reduce__()[1:], path, depth)
         if hasattr(value, "__dict__") and not hasattr(type(value), "__slots__"):
-            own = [(name, self._part(each, f"{path}.{name}", depth)) for name, each in vars(value).items()]
-            return id(type(value)), tuple(own)
+            attributes = [(name, self._part(item, f"{path}.{name}", depth)) for name, item in vars(value).items()]
+            return id(type(value)), tuple(attributes)
         return object()
 
     def _cell(self, cell: Any, path: str, depth: int) -> Hashable:

@@ -28,9 +28,9 @@ def _number(value: Any, ask: Callable[[bool], bool]) -> Any:
     methods: dict[str, Any] = {"__hash__": base.__hash__, "__bool__": lambda self: ask(base.__bool__(self))}
     for name in ARITHMETIC:
         if hasattr(base, f"__{name}__"):
-            methods[f"__{name}__"] = _wrapped(getattr(base, f"__{name}__"), lambda made: tracked(made, ask))
+            methods[f"__{name}__"] = _wrapped(getattr(base, f"__{name}__"), lambda result: tracked(result, ask))
     for name in COMPARISONS:
-        methods[f"__{name}__"] = _wrapped(getattr(base, f"__{name}__"), lambda made: _truth(made, ask))
+        methods[f"__{name}__"] = _wrapped(getattr(base, f"__{name}__"), lambda result: _truth(result, ask))
     return type(base.__name__, (base,), methods)(value)
 
 
@@ -40,15 +40,15 @@ def _truth(value: Any, ask: Callable[[bool], bool]) -> Any:
         return value
     methods: dict[str, Any] = {"__hash__": int.__hash__, "__bool__": lambda self: ask(int(self) != 0)}
     for name in LOGIC:
-        methods[f"__{name}__"] = _wrapped(getattr(int, f"__{name}__"), lambda made: _truth(made, ask))
+        methods[f"__{name}__"] = _wrapped(getattr(int, f"__{name}__"), lambda result: _truth(result, ask))
     for name in ("eq", "ne"):
-        methods[f"__{name}__"] = _wrapped(getattr(int, f"__{name}__"), lambda made: _truth(made, ask))
+        methods[f"__{name}__"] = _wrapped(getattr(int, f"__{name}__"), lambda result: _truth(result, ask))
     return type("bool", (int,), methods)(value)
 
 
 def _wrapped(method: Callable[..., Any], wrap: Callable[[Any], Any]) -> Callable[..., Any]:
     def run(*values: Any) -> Any:
-        made = method(*values)
-        return made if made is NotImplemented else wrap(made)
+        result = method(*values)
+        return result if result is NotImplemented else wrap(result)
 
     return run

@@ -71,8 +71,8 @@ class TracedWay:
 
     def answered(self, tensor: torch.Tensor) -> bool | None:
         """What Python was told of this tensor; None where it did not ask, or the tensor changed since."""
-        found = [answer for known, version, answer in self.answers if known is tensor and version == tensor._version]
-        return found[0] if found else None
+        answers = [answer for known, version, answer in self.answers if known is tensor and version == tensor._version]
+        return answers[0] if answers else None
 
     def next_answer(self, spot: Spot, where: str, line: str) -> bool:
         """The answer to a new question.  Raises TooManyTurns."""

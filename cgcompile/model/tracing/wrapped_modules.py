@@ -23,11 +23,11 @@ def unwrapped(model: nn.Module, label: str) -> tuple[nn.Module, tuple[str, ...]]
     """`model` without its wrappers, a copy where one is inside of it, and what was taken off, in words.  Weights are shared with
     it, and the model itself stays as it is.  Raises source-invalid for a model that is traced or scripted as a whole."""
     notes: dict[str, None] = {}
-    made = _unwrapped(model, "the model", notes, {})
-    if isinstance(made, torch.jit.ScriptModule):
-        text = f"{label}: the model is a {type(made).__name__} of torch.jit, which keeps no Python"
+    bare = _unwrapped(model, "the model", notes, {})
+    if isinstance(bare, torch.jit.ScriptModule):
+        text = f"{label}: the model is a {type(bare).__name__} of torch.jit, which keeps no Python"
         raise ModelError("source-invalid", text, "give the module that was scripted or traced")
-    return made, tuple(notes)
+    return bare, tuple(notes)
 
 
 def _unwrapped(module: nn.Module, path: str, notes: dict[str, None], seen: dict[int, nn.Module]) -> nn.Module:
@@ -47,9 +47,9 @@ def _unwrapped(module: nn.Module, path: str, notes: dict[str, None], seen: dict[
         for name, child in module._modules.items()
     }
     if any(child is not module._modules[name] for name, child in children.items()):
-        made = copy.copy(module)
-        made._modules = children
-        seen[id(module)] = made
+        copied = copy.copy(module)
+        copied._modules = children
+        seen[id(module)] = copied
     return seen[id(module)]
 
 
