@@ -7,6 +7,7 @@ Private interfaces (torch 2.11, 2.13): the order of the arguments of `torch.cond
 from __future__ import annotations
 
 import operator
+import re
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -357,8 +358,9 @@ def _check_alike(line: Line, number: int, results: Sequence[Sequence[Node]]) -> 
     for left, right in zip(*results, strict=True):
         forms = [f"{node.meta['val'].dtype} {list(node.meta['val'].shape)}".removeprefix("torch.") for node in (left, right)]
         if forms[0] != forms[1]:
+            one, other = [re.sub(r"\bu\d+\b", "?", form) for form in forms]  # a size that is read out of a tensor
             raise PathsRefused(
-                "structure-unsupported", line.questions[number], f"one way gives {forms[0]}, the other one {forms[1]}",
+                "structure-unsupported", line.questions[number], f"one way gives {one}, the other one {other}",
                 "return tensors of the same dtype and shape on every way",
             )  # fmt: skip
 

@@ -5,6 +5,7 @@ Python computes with numbers of 64 bits; an operation casts a number to the type
 
 from __future__ import annotations
 
+import math
 import operator
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -23,6 +24,9 @@ PYTHON: Mapping[Any, Any] = {
     operator.truediv: aten.div.Tensor, operator.neg: aten.neg.default, operator.abs: aten.abs.default,
 }  # fmt: skip
 """What Python computes, as operations on tensors."""
+
+CASTS: Mapping[Any, torch.dtype] = {math.trunc: torch.int64, torch.sym_float: torch.float64}
+"""What `int()` and `float()` are in a trace, and the type that they give."""
 
 BINARY: Mapping[Any, Any] = {
     aten.add.Tensor: aten.add.Tensor, aten.add.Scalar: aten.add.Tensor, aten.sub.Tensor: aten.sub.Tensor,
@@ -68,7 +72,7 @@ class _Number:
         self._drop_range()
         for number in numbers:
             for user in number.users:
-                if user.target in PYTHON:
+                if user.target in PYTHON or user.target in CASTS:
                     others = [leaf for leaf in user.all_input_nodes if leaf not in numbers]
                     if others:
                         return
@@ -89,12 +93,22 @@ class _Number:
             self._tensors[self._read] = self._call(self._read, aten._to_copy.default, (flat,), {"dtype": exact})
         for number in numbers[1:]:
             with self._graph.inserting_before(number):
-                args = map_arg(number.args, lambda argument: self._tensors[argument])
-                self._tensors[number] = self._call(number, PYTHON[number.target], tuple(args))
+                args = tuple(map_arg(number.args, lambda argument: self._tensors[argument]))
+                self._tensors[number] = self._computed(number, args)
         for user in users:
             self._replace(user)
         for number in reversed(numbers):
             self._graph.erase_node(number)
+
+    def _computed(self, number: Node, args: tuple[Any, ...]) -> Node:
+        """What Python computes from numbers, which are tensors by now."""
+        if number.target in CASTS:
+            return self._call(number, aten._to_copy.default, args, {"dtype": CASTS[number.target]})
+        if number.target is operator.truediv:  # of whole numbers, too, in 64 bits
+            whole = {value for value in args if isinstance(value, Node) and value.meta["val"].dtype != torch.float64}
+            wide = {value: self._call(number, aten._to_copy.default, (value,), {"dtype": torch.float64}) for value in whole}
+            args = tuple([wide.get(value, value) if isinstance(value, Node) else value for value in args])
+        return self._call(number, PYTHON[number.target], args)
 
     def _drop_range(self) -> None:
         """Takes out torch's own assertion that a truth value is 0 or 1."""

@@ -68,7 +68,7 @@ def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterato
 def _notes(joined: Tree, samples: Sequence[Sequence[torch.Tensor]], not_compared: int) -> Iterator[Obstacle]:
     """A note for every question: where both ways lead to, or that the model raises on one of them.  One more where paths were not
     compared."""
-    if not_compared:
+    if not_compared and joined.root.questions:
         first = joined.root.questions[0]
         message = f"{not_compared} of the paths could not be compared with eager PyTorch: the model raises on example inputs there"
         yield Obstacle(rule="path", message=message, where=first.where, source=first.line)

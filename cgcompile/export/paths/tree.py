@@ -38,14 +38,14 @@ class Tree:
 
 
 def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, told_gpu: bool) -> Tree | None:
-    """Exports every way by `attempt`, at most so many, and joins them; None for a model that asks nothing.
+    """Exports every way by `attempt`, at most so many, and joins them; None for a model that asks nothing and reads no number.
 
     Raises data-dependent-branch, structure-unsupported, and what `attempt` raises."""
     ways = Ways(flat, attempt, most)
     root = ways.root()
     if isinstance(root, Raised):
         raise ModelError("export-failed", f"{root.where or 'model'}: the model raises on every way: {root.message}")
-    if not root.questions:
+    if not root.questions and not any(root.reads):
         return None
     while True:
         try:
@@ -55,6 +55,8 @@ def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, to
         except (ModelError, PathsRefused):
             raise
         except Exception as error:  # whatever torch raises for what it cannot trace inside of a branch
+            if not root.questions:
+                return None
             question = root.questions[0]
             raise PathsRefused(
                 "data-dependent-branch",

@@ -19,9 +19,9 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..side_effects import NOTHING, SideEffects
-from ..tracing.predicates import predicate, truth_of
+from ..tracing.predicates import number_of, predicate, truth_of
 from ..tracing.python_state import TORCH, PythonState, model_frames, spot_of
-from ..tracing.tracked_numbers import tracked
+from ..tracing.tracked_numbers import asked, converted, tracked
 from ..tracing.way import ASKED, ForcedWay, Question, TracedWay
 from ..user_code import called_here, here
 from .data_reads import ONE_TENSOR, DataReads
@@ -71,6 +71,7 @@ class TracedReads(DataReads):
 
     def read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """One of NUMBERS."""
+        position = len(self._way.reads)
         value = self._values.result(func, args, kwargs)
         if is_known(value):
             self._way.reads.append(False)
@@ -84,7 +85,7 @@ class TracedReads(DataReads):
                 self._read |= number.node.expr.free_symbols
                 for symbol in number.node.expr.free_symbols:
                     self._way.symbols.setdefault(symbol, lambda place=place: kept.reshape(-1)[place])
-        self._way.reads.append(True)
+        self._way.reads[position:] = [True] * len(tree_leaves(value))  # tolist() asks for one number after the other
         return value
 
     def number_truth(self, number: Any) -> bool | None:
@@ -95,6 +96,27 @@ class TracedReads(DataReads):
         with _pop_mode_temporarily():  # what is computed here is none of the model's operations
             asked = called(lambda: truth_of(expression, self._way.symbols), [], {})
             return None if asked is None else self._asked(asked, ())
+
+    def converted(self, kind: type, value: Any) -> Any:
+        """What `int(value)` or `float(value)` gives; None for a value that does not depend on data."""
+        if isinstance(value, torch.Tensor):
+            value = value.item() if value.numel() == 1 and has_no_data(value) else None
+            if isinstance(value, int | float):
+                return kind(value)  # it is known
+        if not self._depends(value):
+            return None
+        return torch.sym_int(value) if kind is int else torch.sym_float(value)
+
+    def asked_of(self, plain: Callable[[Any], bool], value: Any) -> bool | None:
+        """The answer of `math.isnan` or its like, `plain`; None for a value that does not depend on data."""
+        if not self._depends(value):
+            return None
+        with _pop_mode_temporarily():
+            number = called(lambda: number_of(value.node.expr, self._way.symbols), [], {})
+            return None if number is None else self._asked(called(getattr(torch, plain.__name__), [number], {}), ())
+
+    def _depends(self, value: Any) -> bool:
+        return isinstance(value, NUMBERS) and not value.node.expr.free_symbols.isdisjoint(self._read)
 
     def _noted(self, answer: bool) -> bool:
         self._way.asks.append(answer)
@@ -136,7 +158,17 @@ class ForcedReads(DataReads):
     def read(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """One of NUMBERS."""
         value = called(func, args, kwargs)
-        return tree_map(lambda leaf: tracked(leaf, self._way.ask), value) if self._way.read() else value
+        return tree_map(lambda leaf: tracked(leaf, self._way.ask) if self._way.read() else leaf, value)
+
+    def converted(self, kind: type, value: Any) -> Any:
+        """As of TracedReads."""
+        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        kept = converted(kind, number)
+        return kind(number) if kept is None and isinstance(value, torch.Tensor) and value.numel() == 1 else kept
+
+    def asked_of(self, plain: Callable[[Any], bool], value: Any) -> bool | None:
+        """As of TracedReads."""
+        return asked(plain, value)
 
 
 @contextmanager

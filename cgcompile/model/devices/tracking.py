@@ -25,6 +25,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from ..side_effects import NOTHING, Asserted, SideEffects
+from ..tracing.conversion_calls import conversion_calls
 from ..tracing.way import ForcedWay, TracedWay
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
@@ -155,13 +156,17 @@ def track_devices(
         values.hold(tensor, value)
     reads = DataReads(places, values, earlier, known, asserted)
     asked_by: AbstractContextManager[None] = nullcontext()
+    conversions: AbstractContextManager[None] = nullcontext()
     if isinstance(way, TracedWay):
         assert model is not None
         way.begin()
         reads = traced = TracedReads(places, values, way, model, tuple(inputs), sys._getframe(2).f_code)
         asked_by = numbers_asked(traced.number_truth)
+        conversions = conversion_calls(model, traced.converted, traced.asked_of)
     elif way is not None:
-        reads = ForcedReads(places, values, way)
+        assert model is not None
+        reads = forced = ForcedReads(places, values, way)
+        conversions = conversion_calls(model, forced.converted, forced.asked_of)
     mode = DeviceTracking(places, reads, values, PackedSequences(padded))
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
     asked = torch.cuda.get_device_capability
@@ -180,7 +185,7 @@ def track_devices(
         torch.autocast.__init__ = on_the_cpu
         torch.cuda.get_device_capability = lambda device=None: capability
     try:
-        with layers_of_packed_sequences(_packed), mode, asked_by:
+        with layers_of_packed_sequences(_packed), mode, asked_by, conversions:
             yield places.effects
     finally:
         FakeTensor.device = fake

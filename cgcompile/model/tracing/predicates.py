@@ -40,6 +40,15 @@ def truth_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]])
     return value if value.dtype is torch.bool else value != 0
 
 
+def number_of(expression: Any, symbols: Mapping[Any, Callable[[], torch.Tensor]]) -> torch.Tensor | None:
+    """A number that was computed from read ones as a tensor."""
+    try:
+        value = _tensor(expression, symbols)
+    except Unknown:
+        return None
+    return value if isinstance(value, torch.Tensor) else None
+
+
 BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
     "Add": operator.add, "Mul": operator.mul, "And": torch.logical_and, "Or": torch.logical_or, "Max": torch.maximum,
     "Min": torch.minimum, "StrictGreaterThan": operator.gt, "GreaterThan": operator.ge, "StrictLessThan": operator.lt,
@@ -52,6 +61,7 @@ BINARY: Mapping[str, Callable[[Any, Any], Any]] = {
 UNARY: Mapping[str, Callable[[Any], Any]] = {
     "Not": torch.logical_not,
     "Abs": abs,
+    "TruncToInt": lambda value: value.trunc().long() if isinstance(value, torch.Tensor) else int(value),
     "ToFloat": lambda value: value.double() if isinstance(value, torch.Tensor) else float(value),
 }
 

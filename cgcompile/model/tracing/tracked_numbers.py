@@ -10,6 +10,9 @@ ARITHMETIC = (
     "neg", "pos", "abs",
 )  # fmt: skip
 COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
+CONVERTED = "converted"
+"""The method of such a number that gives it as an int or a float."""
+
 LOGIC = ("and", "rand", "or", "ror")
 
 
@@ -25,13 +28,29 @@ def tracked(value: Any, ask: Callable[[bool], bool]) -> Any:
 
 def _number(value: Any, ask: Callable[[bool], bool]) -> Any:
     base: Any = type(value)
-    methods: dict[str, Any] = {"__hash__": base.__hash__, "__bool__": lambda self: ask(base.__bool__(self))}
+    methods: dict[str, Any] = {
+        "__hash__": base.__hash__,
+        "__bool__": lambda self: ask(base.__bool__(self)),
+        "ask": staticmethod(ask),
+    }
+    methods[CONVERTED] = lambda self, kind: tracked(kind(base(self)), ask)
     for name in ARITHMETIC:
         if hasattr(base, f"__{name}__"):
             methods[f"__{name}__"] = _wrapped(getattr(base, f"__{name}__"), lambda result: tracked(result, ask))
     for name in COMPARISONS:
         methods[f"__{name}__"] = _wrapped(getattr(base, f"__{name}__"), lambda result: _truth(result, ask))
     return type(base.__name__, (base,), methods)(value)
+
+
+def converted(kind: type, value: Any) -> Any:
+    """A number of this module's as an int or a float that is one, too; None for any other value."""
+    method = getattr(value, CONVERTED, None) if isinstance(value, int | float) else None
+    return None if method is None else method(kind)
+
+
+def asked(natural: Callable[[Any], bool], value: Any) -> bool | None:
+    """The answer to a question about a number of this module's, which has a `natural` one; None for any other value."""
+    return value.ask(natural(value)) if converted(float, value) is not None else None
 
 
 def _truth(value: Any, ask: Callable[[bool], bool]) -> Any:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 
 import torch
@@ -86,6 +87,38 @@ class State(Held):
         if x.sum() > 0:
             self.seen = self.seen * 0.5
         return x + self.seen
+
+
+class Converted(Held):
+    """`int()` and `float()` of tensors and of numbers, in conditions and in arithmetic."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        count = int((x > 0).sum())
+        if count == 0:
+            return x - 1
+        total = int(x.sum())
+        if float(total) / 2 > 0.6 or isinstance(total, str):
+            x = x * total
+        return x / count + total / 3 + float(x[0, 0]) * int(2.5)
+
+
+class Listed(Held):
+    """`tolist()` of several numbers, and questions of `math`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first, second, *more = x[0].tolist()
+        if math.isnan(first / second) or not math.isfinite(second):
+            return torch.zeros_like(x)
+        if first > second and sum(more) > 0 and max(x[1].tolist()) > 1:
+            return x * 2
+        return x + first
+
+
+class Scaled(Held):
+    """No question: numbers alone."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * int(x.abs().max()) + float(x.sum())
 
 
 class Written(Held):
