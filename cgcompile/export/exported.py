@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cgbundle.format.schema import Parameter, Size, TensorSpec, Tree
+from cgbundle.format.schema import DataSize, Parameter, Size, TensorSpec, Tree
 
 from ..model.flat_module import FlatModule
 from ..model.side_effects import Obstacle
@@ -37,13 +37,15 @@ class Exported:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """Inputs and outputs in terms of the declared dimensions, the pytrees of the call and the result, and the call's parameters."""
+    """Inputs and outputs in terms of the declared dimensions, the pytrees of the call and the result, and the call's parameters.
+    `data_sizes`: of outputs that are padded to a bound."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     call: Tree
     parameters: tuple[Parameter, ...]
     result: Tree
+    data_sizes: tuple[DataSize, ...] = ()
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

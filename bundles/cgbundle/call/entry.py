@@ -21,6 +21,7 @@ from .views import Epoch, View
 
 if TYPE_CHECKING:
     from ..session.profile import Profile
+    from .data_sizes import DataSizes
     from .output_aliases import OutputAliases
     from .written_inputs import WrittenInputs
 
@@ -53,8 +54,13 @@ class Entry:
         self._libraries: dict[type, Library] = {}
         self._aliases: OutputAliases | None = None
         self._written: WrittenInputs | None = None
+        self._data_sizes: DataSizes | None = None
+        if manifest.data_sizes:
+            from .data_sizes import DataSizes  # few bundles have any: a load without them stays light
+
+            self._data_sizes = DataSizes(manifest, session.backend)
         if manifest.aliases:
-            from .output_aliases import OutputAliases  # few bundles have any: a load without them stays light
+            from .output_aliases import OutputAliases  # likewise
 
             self._aliases = OutputAliases(manifest, session.backend, views=self._views)
         if manifest.written:
@@ -77,6 +83,11 @@ class Entry:
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        made = self.replay_whole(tensors)
+        return made if self._data_sizes is None else self._data_sizes.cut(made)
+
+    def replay_whole(self, tensors: Sequence[Any]) -> list[Any]:
+        """As `replay`; outputs whose sizes depend on data are as they were recorded, with zeros behind what counts."""
         direct = self._direct.last
         if direct is not None:
             same = direct.like(tensors)
