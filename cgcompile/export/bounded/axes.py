@@ -1,6 +1,7 @@
 """Axes of a bounded size: which of a tensor's axes have one, and how many of their elements count.
 
-Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`, and `SymInt.node.expr`.
+Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`, `SymInt.node.expr`, and
+`ShapeEnv.bound_sympy`.
 """
 
 from __future__ import annotations
@@ -48,12 +49,23 @@ class Counts:
 
     def __init__(self) -> None:
         self._known: dict[Any, Tensor] = {}
+        self._bounds: dict[Any, Any] = {}
 
-    def define(self, expr: Any, count: Tensor) -> None:
-        """A new size.  Raises Unsupported where another operation has it already: that they agree is a promise of the data."""
+    def define(self, expr: Any, count: Tensor, bound: Any) -> None:
+        """A new size, `bound` at the most.  Raises Unsupported where another operation has it already: that they agree is a promise
+        of the data."""
         if expr in self._known or not expr.is_Symbol:
             raise Unsupported(f"the size {expr} is that of two selections")
-        self._known[expr] = count
+        self._known[expr], self._bounds[expr] = count, bound
+
+    def holds(self, condition: Any) -> bool:
+        """Whether a condition, an expression, is so of a size whatever is selected: it is no less than 0, and no more than fits."""
+        low, high = (condition.lhs, condition.rhs) if isinstance(condition, sympy.LessThan) else (condition.rhs, condition.lhs)
+        if not isinstance(condition, sympy.LessThan | sympy.GreaterThan):
+            return False
+        if high in self._bounds:
+            return bool(low.is_Integer and low <= 0)
+        return low in self._bounds and bool(high.is_Integer and _largest(self._bounds[low]) <= high)
 
     def knows(self, expr: Any) -> bool:
         """Whether all that an expression is made of is known."""
@@ -99,6 +111,11 @@ class Counts:
         """A padded tensor with `filling` where no element counts."""
         valid = self.valid(value, axes)
         return value if valid is None else torch.where(valid, value, torch.full((), filling, dtype=value.dtype, device=value.device))
+
+
+def _largest(size: Any) -> Any:
+    """The largest value of a size in the range that the export has for its dimensions."""
+    return size.node.shape_env.bound_sympy(size.node.expr).upper if isinstance(size, torch.SymInt) else size
 
 
 def leading(shape: Sequence[Any], axis: int) -> Any:

@@ -39,11 +39,12 @@ NEUTRAL: dict[str, float] = {"sum.dim_IntList": 0, "any.dim": 0, "any.dims": 0, 
 
 
 class Interpreter:
-    """Runs nodes.  `values`: what they give, padded, and what they take from the rest of the program."""
+    """Runs nodes.  `values`: what they give, padded, and what they take from the rest of the program; `counts`: grows by what they
+    select."""
 
-    def __init__(self, values: Mapping[Node, Any]) -> None:
+    def __init__(self, values: Mapping[Node, Any], counts: Counts) -> None:
         self.values: dict[Node, Any] = dict(values)
-        self.counts = Counts()
+        self.counts = counts
         self._selected: dict[Node, Selected] = {}
         self._own: dict[str, Callable[[Node, Mapping[str, Any]], Any]] = {
             "nonzero": self._nonzero, "argwhere": self._nonzero, "nonzero_numpy": self._positions, "where": self._positions,
@@ -123,10 +124,11 @@ class Interpreter:
             true = self.values[mask] if mask.meta["val"].dtype is torch.bool else self.values[mask] != 0
             valid = self.counts.valid(true, node_axes(mask))
             made = selected(true if valid is None else true & valid)
-            self.counts.define(self._new(result), made.count)
+            self.counts.define(self._new(result), made.count, made.positions[0].shape[0])
             self._selected[mask] = made
         elif not any(self.counts.is_count(expr, self._selected[mask].count) for expr in _sizes(result)):
-            self.counts.define(self._new(result), self._selected[mask].count)
+            made = self._selected[mask]
+            self.counts.define(self._new(result), made.count, made.positions[0].shape[0])
         return self._selected[mask]
 
     def _new(self, result: Any) -> Any:
@@ -165,7 +167,7 @@ class Interpreter:
         made = kept_boxes(
             self.values[boxes], self.values[scores], threshold, self.counts.valid(self.values[scores], node_axes(scores))
         )
-        self.counts.define(self._new(node.meta["val"]), made.count)
+        self.counts.define(self._new(node.meta["val"]), made.count, made.positions[0].shape[0])
         return made.positions[0]
 
     def _unique(self, node: Node, given: Mapping[str, Any]) -> Any:
@@ -183,7 +185,7 @@ class Interpreter:
         x = self.values[source]
         valid = self.counts.valid(x, node_axes(source))
         made = unique(x, None if valid is None else valid.expand(x.shape), ordered=ordered)
-        self.counts.define(self._new(node.meta["val"][0]), made.count)
+        self.counts.define(self._new(node.meta["val"][0]), made.count, made.values.shape[0])
         return made.values, made.inverse, made.counts
 
     # --- along a bounded axis ---------------------------------------------------------------------------------

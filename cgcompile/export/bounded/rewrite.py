@@ -28,7 +28,7 @@ from torch.utils._pytree import tree_leaves, tree_structure
 
 from ..counts_of_elements import spell_counts
 from ..torch_program import copied_graph, with_graph
-from .axes import Unsupported, depends, node_axes
+from .axes import Counts, Unsupported, depends, node_axes
 from .interpreter import Interpreter, chain
 
 KEPT = ("stack_trace", "nn_module_stack")
@@ -60,7 +60,7 @@ def with_bounds(program: ExportedProgram) -> Bounded | None:
     found = chain(nodes, wanted)
     _check_writes(nodes, found)
     replaced = [node for node in dict.fromkeys(results) if isinstance(node, Node) and node in set(found)]
-    made, counts, axes = _inserted(root, found, replaced)
+    made, counts, axes, known = _inserted(root, found, replaced)
     specs = list(program.graph_signature.output_specs)
     for place, node in enumerate(results):
         if node in made:
@@ -72,7 +72,7 @@ def with_bounds(program: ExportedProgram) -> Bounded | None:
     specs += [OutputSpec(kind=OutputKind.USER_OUTPUT, arg=TensorArgument(name=count.name), target=None) for count in counts]
     output.args = ((*results, *counts),)
     output.meta.pop("val", None)
-    _drop(root, found)
+    _drop(root, found, known)
     root.graph.lint()
     root.recompile()
     made_program = with_graph(program, root, {}, output_specs=specs)
@@ -90,26 +90,27 @@ def _check_writes(nodes: Sequence[Node], found: Sequence[Node]) -> None:
 
 def _inserted(
     root: GraphModule, found: Sequence[Node], wanted: Sequence[Node]
-) -> tuple[dict[Node, Node], list[Node], dict[Node, dict[int, int]]]:
+) -> tuple[dict[Node, Node], list[Node], dict[Node, dict[int, int]], Counts]:
     """Adds the padded operations behind the last of `found`.  Gives, for each of `wanted`, the node that is in its place; the nodes
-    of the counts; and for each the number of the count of its padded axes."""
+    of the counts; for each the number of the count of its padded axes; and what is known of these."""
     own = set(found)
     taken = list(dict.fromkeys([source for node in found for source in node.all_input_nodes if source not in own]))
     if any("val" not in node.meta for node in taken) or any(map(depends, taken)):
         raise Unsupported("a graph inside of another")
     sizes = list(dict.fromkeys([expr for node in wanted for expr in node_axes(node).values()]))
+    known = Counts()
     numbers: dict[Any, int] = {}  # of the counts, by size: one count may be that of several
 
     def padded(*values: Any) -> tuple[list[Tensor], list[Tensor]]:
-        run = Interpreter(dict(zip(taken, values, strict=True)))
+        run = Interpreter(dict(zip(taken, values, strict=True)), known)
         for node in found:
             with set_current_meta(node):
                 run.run(node)
         with set_current_meta(wanted[-1]):
             counts: list[Tensor] = []
             for expr in sizes:
-                number = next((place for place, each in enumerate(counts) if each is run.counts.of(expr)), len(counts))
-                counts += [run.counts.of(expr)] if number == len(counts) else []
+                number = next((place for place, each in enumerate(counts) if each is known.of(expr)), len(counts))
+                counts += [known.of(expr)] if number == len(counts) else []
                 numbers[expr] = number
             return [run.masked(node).clone() for node in wanted], [count.clone() for count in counts]
 
@@ -118,9 +119,9 @@ def _inserted(
         traced = make_fx(padded)(*[node.meta["val"] for node in taken])
     traced.graph.eliminate_dead_code()
     spell_counts(traced.graph)
-    made, counts = _copied(root, traced, taken, found[-1])
+    made, nodes = _copied(root, traced, taken, found[-1])
     axes = {node: {axis: numbers[expr] for axis, expr in node_axes(node).items()} for node in wanted}
-    return dict(zip(wanted, made, strict=True)), counts, axes
+    return dict(zip(wanted, made, strict=True)), nodes, axes, known
 
 
 def _copied(root: GraphModule, traced: GraphModule, taken: Sequence[Node], last: Node) -> Any:
@@ -142,34 +143,25 @@ def _copied(root: GraphModule, traced: GraphModule, taken: Sequence[Node], last:
     return map_arg(traced.graph.output_node().args[0], known.__getitem__)
 
 
-def _drop(root: GraphModule, found: Sequence[Node]) -> None:
-    """Takes out those of the nodes that nothing else needs, with what the export asserts of their sizes: that they are no less
-    than 0."""
+def _drop(root: GraphModule, found: Sequence[Node], counts: Counts) -> None:
+    """Takes out those of the nodes that nothing else needs, with what the export asserts of their sizes that is always so."""
     own = {node: None for node in found}
     for node in root.graph.nodes:
-        if node not in own and any(source in own for source in node.all_input_nodes) and _is_said_of_any_size(node):
+        if node not in own and any(source in own for source in node.all_input_nodes) and _says_nothing(node, counts):
             own[node] = None
     for node in reversed([node for node in root.graph.nodes if node in own]):
         if not node.users:
             root.graph.erase_node(node)
 
 
-def _is_said_of_any_size(node: Node) -> bool:
-    """Whether a node asserts of a size what is so of every size, or leads to such an assertion."""
+def _says_nothing(node: Node, counts: Counts) -> bool:
+    """Whether a node asserts of a size what is so whatever is selected, or leads to such an assertion."""
     aten = torch.ops.aten
     if node.target in (aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default, aten.sym_size.int):
         return True
-    value = node.meta.get("val")
-    condition = value if isinstance(value, torch.SymBool) else None
-    if node.target is aten._assert_scalar.default:
-        (source,) = node.all_input_nodes or (None,)
-        condition = source.meta.get("val") if source is not None else None
-    if not isinstance(condition, torch.SymBool):
-        return False
-    expr = condition.node.expr
-    return str(expr) in {f"{symbol} >= 0" for symbol in expr.free_symbols} and (
-        node.target is aten._assert_scalar.default or all(user.target is aten._assert_scalar.default for user in node.users)
-    )
+    condition = node.all_input_nodes[0] if node.target is aten._assert_scalar.default else node
+    value = condition.meta.get("val")
+    return isinstance(value, torch.SymBool) and counts.holds(value.node.expr)
 
 
 def _give_outputs(program: ExportedProgram, specs: Sequence[OutputSpec]) -> None:

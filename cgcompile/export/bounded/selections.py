@@ -23,7 +23,7 @@ def selected(mask: Tensor) -> Selected:
     running = flat.to(torch.int64).cumsum(0)
     slots = torch.where(flat, running - 1, size)
     order = torch.arange(size, device=mask.device)
-    places = torch.zeros(size + 1, dtype=torch.int64, device=mask.device).scatter(0, slots, order)[:size]
+    places = torch.zeros(size + 1, dtype=torch.int64, device=mask.device).index_put((slots,), order)[:size]
     positions = []
     for length in reversed(mask.shape[1:]):
         positions.append(places % length)
@@ -62,7 +62,7 @@ def unique(x: Tensor, valid: Tensor | None, *, ordered: bool) -> Unique:
     ends = torch.where(torch.arange(size, device=x.device) + 1 < count, behind, total)
     return Unique(
         values=flat.index_select(0, places).to(x.dtype),
-        inverse=torch.zeros_like(group).scatter(0, order, group).reshape(x.shape),
+        inverse=torch.zeros_like(group).index_put((order,), group).reshape(x.shape),
         counts=ends - places,
         count=count,
     )
