@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from math import inf
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -25,7 +26,7 @@ MASKS = (torch.bool, torch.uint8)
 INDEXED = {"index.Tensor": "indices", "index_select": "index", "gather": "index", "embedding": "indices"}
 """Operators that take positions, and the argument that has them."""
 
-DIVISIONS = frozenset("floor_divide remainder.Tensor fmod.Tensor div.Tensor_mode".split())
+DIVISIONS = frozenset("floor_divide remainder.Tensor remainder.Scalar_Tensor fmod.Tensor div.Tensor_mode".split())
 """Of integers, a processor may stop where the divisor is 0."""
 
 SIZED = frozenset(
@@ -34,8 +35,12 @@ SIZED = frozenset(
 )
 """Operators whose numbers are sizes."""
 
-NEUTRAL: dict[str, float] = {"sum.dim_IntList": 0, "any.dim": 0, "any.dims": 0, "all.dim": 1, "all.dims": 1}
-"""Reductions, and what an element has to be to count for nothing."""
+NEUTRAL: dict[str, float] = {
+    "sum.dim_IntList": 0, "any.dim": 0, "any.dims": 0, "all.dim": 1, "all.dims": 1, "softmax.int": -inf, "log_softmax.int": -inf,
+}  # fmt: skip
+"""Operators along an axis, and what an element has to be to count for nothing."""
+
+PRODUCTS = ("matmul", "mm", "bmm")
 
 
 class Interpreter:
@@ -50,7 +55,7 @@ class Interpreter:
             "nonzero": self._nonzero, "argwhere": self._nonzero, "nonzero_numpy": self._positions, "where": self._positions,
             "index.Tensor": self._index, "masked_select": self._masked_select, "_unique2": self._unique,
             "unique_consecutive": self._unique_consecutive, "slice.Tensor": self._slice, "sort": self._sort,
-            "sort.stable": self._sort, "argsort": self._sort, "argsort.stable": self._sort,
+            "sort.stable": self._sort, "argsort": self._sort, "argsort.stable": self._sort, "cat": self._joined,
         }  # fmt: skip
 
     def run(self, node: Node) -> None:
@@ -77,6 +82,8 @@ class Interpreter:
             return own(node, given)
         if name_of(node) in NEUTRAL:
             return self._reduced(node, given)
+        if name_of(node) in PRODUCTS:
+            return self._product(node)
         return self._rows(node)
 
     def _plain(self, node: Node) -> Any:
@@ -112,9 +119,22 @@ class Interpreter:
         over = {axis % rank for axis in (named if isinstance(named, list | tuple) else [named])} if named else set(axes)
         over = {named % rank} if isinstance(named, int) else over
         mixed = {axis: expr for axis, expr in axes.items() if axis in over}
+        if mixed and NEUTRAL[name] == -inf and not source.meta["val"].is_floating_point():
+            raise Unsupported(str(node.target))
         x = self.counts.masked(self.values[source], mixed, NEUTRAL[name])
         args, kwargs = map_arg((node.args, node.kwargs), lambda each: x if each is source else self.values[each])
         return node.target(*args, **kwargs)
+
+    def _product(self, node: Node) -> Any:
+        """A product of matrices: what is summed over is 0 where it does not count."""
+        factors = []
+        for place, each in enumerate(node.args):
+            rank, axes = each.meta["val"].dim(), node_axes(each)
+            summed = rank - 1 if place == 0 or rank == 1 else rank - 2
+            factors.append(
+                self.counts.masked(self.values[each], {axis: expr for axis, expr in axes.items() if axis == summed})
+            )
+        return node.target(*factors)
 
     # --- selections -------------------------------------------------------------------------------------------
 
@@ -159,7 +179,12 @@ class Interpreter:
     def _masked_select(self, node: Node, given: Mapping[str, Any]) -> Any:
         source, mask = given["self"], given["mask"]
         if source.meta["val"].shape != mask.meta["val"].shape:
-            raise Unsupported("masked_select of a mask of another shape")
+            if node_axes(source) or node_axes(mask):
+                raise Unsupported("masked_select of a mask of another shape")
+            x, true = torch.broadcast_tensors(self.values[source], self.values[mask])
+            made = selected(true)
+            self.counts.define(self._new(node.meta["val"]), made.count, made.positions[0].shape[0])
+            return aten.index.Tensor(x, list(made.positions))
         return aten.index.Tensor(self.values[source], list(self._select(mask, node.meta["val"]).positions))
 
     def _suppressed(self, node: Node) -> Any:
@@ -202,6 +227,20 @@ class Interpreter:
         size = x.shape[axis]
         shorter = end is not None and type(size) is int and end < size
         return aten.slice.Tensor(x, axis, 0, end) if shorter else x
+
+    def _joined(self, node: Node, given: Mapping[str, Any]) -> Any:
+        """Tensors behind each other along a bounded axis: what does not count goes behind them all."""
+        parts = given["tensors"]
+        axis = given["dim"] % node.meta["val"].dim()
+        if axis not in node_axes(node) or any(each.meta["val"].dim() != node.meta["val"].dim() for each in parts):
+            return self._rows(node)
+        rows = []
+        for each in parts:
+            x = self.values[each]
+            valid = self.counts.valid(x, {place: expr for place, expr in node_axes(each).items() if place == axis})
+            rows.append(x.new_ones(x.shape[axis], dtype=torch.bool) if valid is None else valid.reshape(-1))
+        ((places,), _) = selected(torch.cat(rows))
+        return torch.cat([self.values[each] for each in parts], axis).index_select(axis, places)
 
     def _sort(self, node: Node, given: Mapping[str, Any]) -> Any:
         source = given["self"]

@@ -82,10 +82,17 @@ def with_bounds(program: ExportedProgram) -> Bounded | None:
 
 
 def _check_writes(nodes: Sequence[Node], found: Sequence[Node]) -> None:
-    """Raises Unsupported where something is written between the first and the last of these nodes: they move behind all of it."""
-    between = nodes[nodes.index(found[0]) : nodes.index(found[-1]) + 1]
-    if any(isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable for node in between):
-        raise Unsupported("a write in place")
+    """Raises Unsupported where something is written between the first and the last of these nodes, as they move behind all of it,
+    and where one of them, or what follows from it, is written to."""
+    between = set(nodes[nodes.index(found[0]) : nodes.index(found[-1]) + 1])
+    reached = set(found)
+    for node in nodes:
+        if not reached.isdisjoint(node.all_input_nodes):
+            reached.add(node)
+        if isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable:
+            written = [each for each in node.all_input_nodes if each is node.args[0]]
+            if node in between or not reached.isdisjoint(written) or not written:
+                raise Unsupported("a write in place")
 
 
 def _inserted(

@@ -31,7 +31,9 @@ ALONG = frozenset(
 RUNNING = frozenset("cumsum cumprod logcumsumexp".split())
 """An element follows from those before it."""
 
-CONTRACTED = {"linear": (-1,), "matmul": (-1,), "mm": (-1,), "bmm": (-1,), "addmm": (-1,)}
+CONTRACTED = ("linear", "addmm")
+"""They sum along the last axis of a matrix."""
+
 BATCHED = frozenset(
     """conv1d conv2d conv3d conv2d.padding conv1d.padding max_pool2d avg_pool2d adaptive_avg_pool2d batch_norm group_norm
     instance_norm upsample_nearest2d.vec upsample_bilinear2d.vec pixel_shuffle""".split()
@@ -92,16 +94,8 @@ def _check_along(node: Node, name: str, given: Mapping[str, Any]) -> None:
 
 
 def _check_contracted(node: Node, name: str, given: Mapping[str, Any]) -> None:
-    operands = [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]
-    if name == "addmm":
-        operands = [given["mat1"], given["mat2"]]
-    left, right = operands[:2]
-    a, b = left.meta["val"].dim(), right.meta["val"].dim()
-    _require(a - 1 not in node_axes(left), node)
-    if name == "linear":
-        _require(not any(map(node_axes, operands[1:])), node)
-    else:
-        _require((b - 2 if b > 1 else 0) not in node_axes(right), node)
+    left, *others = [given["mat1"], given["mat2"], given["self"]] if name == "addmm" else node.all_input_nodes
+    _require(left.meta["val"].dim() - 1 not in node_axes(left) and not any(map(node_axes, others)), node)
 
 
 def _check_view(node: Node, given: Mapping[str, Any]) -> None:
