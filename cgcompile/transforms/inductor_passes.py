@@ -126,6 +126,8 @@ def keep_scattered_dtypes(graph: Graph) -> None:
 def separate_outputs(graph: Graph) -> None:
     """Changes the graph in place: an output that stands there before is made once more, by an operation that stays."""
     output = graph.output_node()
+    if isinstance(output.args[0], Node):  # a condition's graph gives one tensor
+        return
     results = list(output.args[0])
     for index, value in enumerate(results):
         if isinstance(value, Node) and value in results[:index] and isinstance(value.meta.get("val"), torch.Tensor):

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import sympy
 import torch
 from torch import Tensor
 from torch.fx import Node
@@ -60,9 +59,10 @@ class Counts:
 
     def holds(self, condition: Any) -> bool:
         """Whether a condition, an expression, is so of a size whatever is selected: it is no less than 0, and no more than fits."""
-        low, high = (condition.lhs, condition.rhs) if isinstance(condition, sympy.LessThan) else (condition.rhs, condition.lhs)
-        if not isinstance(condition, sympy.LessThan | sympy.GreaterThan):
+        kind = type(condition).__name__
+        if kind not in ("LessThan", "GreaterThan"):
             return False
+        low, high = (condition.lhs, condition.rhs) if kind == "LessThan" else (condition.rhs, condition.lhs)
         if high in self._bounds:
             return bool(low.is_Integer and low <= 0)
         return low in self._bounds and bool(high.is_Integer and _largest(self._bounds[low]) <= high)
@@ -96,7 +96,7 @@ class Counts:
         return made
 
     def _symbols(self) -> set[Any]:
-        return {expr for expr in self._known if isinstance(expr, sympy.Symbol)}
+        return {expr for expr in self._known if expr.is_Symbol}
 
     def valid(self, value: Tensor, axes: dict[int, Any]) -> Tensor | None:
         """Which elements of a padded tensor count: a mask of as many axes, to be broadcast; None where all do."""
@@ -110,7 +110,9 @@ class Counts:
     def masked(self, value: Tensor, axes: dict[int, Any], filling: float = 0) -> Tensor:
         """A padded tensor with `filling` where no element counts."""
         valid = self.valid(value, axes)
-        return value if valid is None else torch.where(valid, value, torch.full((), filling, dtype=value.dtype, device=value.device))
+        return (
+            value if valid is None else torch.where(valid, value, torch.full((), filling, dtype=value.dtype, device=value.device))
+        )
 
 
 def _largest(size: Any) -> Any:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import operator
-from math import inf
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 from typing import Any
 
 import torch
@@ -23,16 +23,16 @@ aten = torch.ops.aten
 MASKS = (torch.bool, torch.uint8)
 """Dtypes of an index that is a mask."""
 
-INDEXED = {"index.Tensor": "indices", "index_select": "index", "gather": "index", "embedding": "indices"}
+INDEXED = {"index_select": "index", "gather": "index", "embedding": "indices"}
 """Operators that take positions, and the argument that has them."""
 
-DIVISIONS = frozenset("floor_divide remainder.Tensor remainder.Scalar_Tensor fmod.Tensor div.Tensor_mode".split())
+DIVISIONS = frozenset(["floor_divide", "remainder.Tensor", "remainder.Scalar_Tensor", "fmod.Tensor", "div.Tensor_mode"])
 """Of integers, a processor may stop where the divisor is 0."""
 
-SIZED = frozenset(
-    """view reshape _unsafe_view expand zeros ones full new_zeros new_ones new_full arange slice.Tensor flatten.using_ints
-    unflatten.int narrow split_with_sizes""".split()
-)
+SIZED = frozenset({
+    "_unsafe_view", "arange", "expand", "flatten.using_ints", "full", "new_full", "new_ones", "new_zeros", "ones",
+    "reshape", "slice.Tensor", "unflatten.int", "view", "zeros",
+})  # fmt: skip
 """Operators whose numbers are sizes."""
 
 NEUTRAL: dict[str, float] = {
@@ -94,7 +94,10 @@ class Interpreter:
         """An operator that keeps rows apart.  Positions behind the true sizes are 0, divisors 1."""
         check_rows(node)
         name = name_of(node)
-        positions = arguments(node).get(INDEXED.get(name, ""))
+        given = arguments(node)
+        if any(isinstance(value, Node) and depends(value) for value in [given.get("fill_value"), given.get("start")]):
+            raise Unsupported(f"{node.target} of a size")  # a number, and no size
+        positions = given.get(INDEXED.get(name, ""))
         divisor = node.args[1] if name in DIVISIONS else None
 
         def value(each: Node) -> Any:
@@ -131,15 +134,15 @@ class Interpreter:
         for place, each in enumerate(node.args):
             rank, axes = each.meta["val"].dim(), node_axes(each)
             summed = rank - 1 if place == 0 or rank == 1 else rank - 2
-            factors.append(
-                self.counts.masked(self.values[each], {axis: expr for axis, expr in axes.items() if axis == summed})
-            )
+            factors.append(self.counts.masked(self.values[each], {axis: expr for axis, expr in axes.items() if axis == summed}))
         return node.target(*factors)
 
     # --- selections -------------------------------------------------------------------------------------------
 
     def _select(self, mask: Node, result: Any) -> Selected:
         """The positions where a mask is true; `result` has them along an axis of a new size."""
+        if not mask.meta["val"].dim():
+            raise Unsupported("a mask without axes")
         if mask not in self._selected:
             true = self.values[mask] if mask.meta["val"].dtype is torch.bool else self.values[mask] != 0
             valid = self.counts.valid(true, node_axes(mask))
@@ -167,13 +170,17 @@ class Interpreter:
 
     def _index(self, node: Node, given: Mapping[str, Any]) -> Any:
         indices: list[Tensor | None] = []
+        axes = node_axes(given["self"])
         for each in given["indices"]:
             if each is None:
                 indices.append(None)
             elif each.meta["val"].dtype in MASKS:
                 indices += self._select(each, node.meta["val"]).positions
             else:
-                indices.append(self.counts.masked(self.values[each], node_axes(each)))
+                positions = self.counts.masked(self.values[each], node_axes(each))
+                if (size := axes.get(len(indices))) is not None:  # -1 is the last one that counts
+                    positions = torch.where(positions < 0, positions + self.counts.of(size), positions)
+                indices.append(positions)
         return aten.index.Tensor(self.values[given["self"]], indices)
 
     def _masked_select(self, node: Node, given: Mapping[str, Any]) -> Any:

@@ -25,8 +25,8 @@ def bounded_programs(
 ) -> Programs:
     """The programs with bounds for outputs of sizes that depend on data; `flat` fills its outputs up from then on.
 
-    As they were where no output has such a size, and where one follows from what `with_bounds` does not support: data-dependent-shape
-    refuses these.
+    As they were where no output has such a size, and where one follows from what `with_bounds` does not support, which
+    data-dependent-shape refuses.
     """
     made: dict[int, Bounded] = {}
     try:

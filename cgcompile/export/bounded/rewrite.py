@@ -34,6 +34,7 @@ from .interpreter import Interpreter, chain
 KEPT = ("stack_trace", "nn_module_stack")
 """What a node's metadata says of the user's code."""
 
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounded:
     """`program` has counts behind the results of the model.  `axes`: (output, axis, position of its count) of every axis that is
@@ -123,7 +124,10 @@ def _inserted(
 
     mode = next(value.fake_mode for node in taken for value in [node.meta["val"]] if hasattr(value, "fake_mode"))
     with mode, enable_python_dispatcher(), torch.no_grad(), preserve_node_meta():
-        traced = make_fx(padded)(*[node.meta["val"] for node in taken])
+        try:
+            traced = make_fx(padded)(*[node.meta["val"] for node in taken])
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:  # torch's: it fits at no such size
+            raise Unsupported(str(error)) from error
     traced.graph.eliminate_dead_code()
     spell_counts(traced.graph)
     made, nodes = _copied(root, traced, taken, found[-1])

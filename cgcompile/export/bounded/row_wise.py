@@ -11,33 +11,36 @@ from torch.fx import Node
 from ..torch_program import arguments
 from .axes import Unsupported, leading, node_axes
 
-SAME = frozenset(
-    """unsqueeze squeeze.dim squeeze.dims transpose.int swapaxes permute t numpy_T mT clone contiguous to.dtype to.device to.other
-    to.dtype_layout _to_copy detach alias lift_fresh_copy expand expand_as dropout feature_dropout type_as zeros_like ones_like
-    full_like new_zeros new_ones new_full zeros ones full movedim.int stack masked_fill.Tensor where.ScalarOther where.ScalarSelf
-    where.Scalar __and__.Tensor __or__.Tensor __xor__.Tensor __and__.Scalar __or__.Scalar floor_divide floor_divide.Scalar
-    square float_power.Tensor_Scalar reciprocal clip pad.no to relu sym_size.int""".split()
-)
+SAME = frozenset({
+    "__and__.Scalar", "__and__.Tensor", "__or__.Scalar", "__or__.Tensor", "__xor__.Tensor", "_to_copy", "alias", "clone",
+    "contiguous", "detach", "dropout", "expand", "expand_as", "feature_dropout", "floor_divide", "floor_divide.Scalar", "full",
+    "full_like", "lift_fresh_copy", "mT", "masked_fill.Tensor", "movedim.int", "new_full", "new_ones", "new_zeros", "numpy_T",
+    "ones", "ones_like", "permute", "stack", "swapaxes", "t", "to.device", "to.dtype",
+    "to.dtype_layout", "to.other", "transpose.int", "type_as", "unsqueeze", "where.Scalar", "where.ScalarOther",
+    "where.ScalarSelf", "zeros", "zeros_like",
+})  # fmt: skip
 """Every element of the result follows from the elements at its own place."""
 
-ALONG = frozenset(
-    """softmax.int log_softmax.int _softmax _log_softmax sum.dim_IntList mean.dim amax amin max.dim min.dim argmax argmin prod.dim_int
-    any.dim all.dim any.dims all.dims std.correction var.correction logsumexp linalg_vector_norm norm.ScalarOpt_dim
-    sort sort.stable argsort argsort.stable topk cumsum cumprod logcumsumexp flip roll unbind.int split.Tensor split_with_sizes
-    chunk cat select.int slice.Tensor narrow index_select gather glu unflatten.int""".split()
-)
+ALONG = frozenset({
+    "all.dim", "all.dims", "amax", "amin", "any.dim", "any.dims", "argmax", "argmin", "argsort", "argsort.stable", "cat",
+    "chunk", "cumprod", "cumsum", "flip", "gather", "glu", "index_select", "linalg_vector_norm", "log_softmax.int",
+    "logcumsumexp", "logsumexp", "max.dim", "mean.dim", "min.dim", "narrow", "norm.ScalarOpt_dim", "prod.dim_int", "roll",
+    "select.int", "slice.Tensor", "softmax.int", "sort", "sort.stable", "split.Tensor", "split_with_sizes", "squeeze.dim",
+    "squeeze.dims", "std.correction",
+    "sum.dim_IntList", "topk", "unbind.int", "var.correction",
+})  # fmt: skip
 """They mix elements along the axes that `dim` or `dims` name."""
 
-RUNNING = frozenset("cumsum cumprod logcumsumexp".split())
+RUNNING = frozenset(["cumsum", "cumprod", "logcumsumexp"])
 """An element follows from those before it."""
 
 CONTRACTED = ("linear", "addmm")
 """They sum along the last axis of a matrix."""
 
-BATCHED = frozenset(
-    """conv1d conv2d conv3d conv2d.padding conv1d.padding max_pool2d avg_pool2d adaptive_avg_pool2d batch_norm group_norm
-    instance_norm upsample_nearest2d.vec upsample_bilinear2d.vec pixel_shuffle""".split()
-)
+BATCHED = frozenset({
+    "adaptive_avg_pool2d", "avg_pool2d", "batch_norm", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d",
+    "group_norm", "max_pool2d", "pixel_shuffle", "upsample_bilinear2d.vec", "upsample_nearest2d.vec",
+})  # fmt: skip
 """Their first argument has rows along axis 0 that do not depend on each other."""
 
 
@@ -74,7 +77,7 @@ def check_rows(node: Node) -> None:
         _require(not node_axes(given["weight"]), node)
     elif name in BATCHED:
         first, *others = node.all_input_nodes
-        _require(set(node_axes(first)) <= {0} and not any(map(node_axes, others)), node)
+        _require(set(node_axes(first)) <= {0} and not any(map(node_axes, others)) and not given.get("training"), node)
     elif name == "arange":
         pass
     else:

@@ -95,11 +95,12 @@ def kept_boxes(boxes: Tensor, scores: Tensor, threshold: float, valid: Tensor | 
     overlaps = (shared / (areas[:, None] + areas[None] - shared) > threshold) & (ranks[:, None] < ranks[None])
     real = torch.ones(size, dtype=torch.bool, device=order.device) if valid is None else ranks < valid.to(torch.int64).sum()
 
-    def turn(kept: Tensor, changes: Tensor, overlaps: Tensor, real: Tensor) -> tuple[Tensor, ...]:
-        again = real & ~(overlaps & kept[:, None]).any(0)
-        return again, (again != kept).any().reshape(1), overlaps.clone(), real.clone()
+    def changes(kept: Tensor, before: Tensor, overlaps: Tensor, real: Tensor) -> Tensor:
+        return (kept != before).any()
 
-    first = torch.ones(1, dtype=torch.bool, device=order.device)
-    kept, *_ = torch.while_loop(lambda kept, changes, overlaps, real: changes.any(), turn, (real, first, overlaps, real))
+    def turn(kept: Tensor, before: Tensor, overlaps: Tensor, real: Tensor) -> tuple[Tensor, Tensor]:
+        return real & ~(overlaps & kept[:, None]).any(0), kept.clone()
+
+    kept, _ = torch.ops.higher_order.while_loop(changes, turn, (real.clone(), ~real), (overlaps, real))
     (places,), count = selected(kept)
     return Selected((order.index_select(0, places),), count)
