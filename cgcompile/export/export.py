@@ -16,7 +16,6 @@ from cgbundle.format.schema import IntKey, Size
 
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
-from ..model.bounded_outputs import bounded_shapes, names_of_counts
 from ..model.devices.index_guard import guarded_indices
 from ..model.flat_module import PREFIX, FlatModule, unwatched
 from ..model.nondeterminism.repeated_calls import apart, unrepeated
@@ -27,7 +26,6 @@ from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.tracing.held_tensors import make_attribute
 from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import defined
-from .bounded.programs import bounded_programs
 from .eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .exported import EagerShapes, Exported, memory_order
 from .first_calls import Counter, first_calls, sample_at
@@ -105,16 +103,9 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     uncounted = tuple([replace(seen.counters[name][0], rule="unread-attribute") for name in unread])
     early = set().union(*[call.early for call in calls])
     left = tuple([each if name in early else replace(each, rule="assigned-attribute") for name, each in seen.changes.items()])
-    seen_shapes: tuple[EagerShapes, ...] = (*seen.shapes, *made.eager_shapes)
-    programs = made.programs
-    if not _branched(made.obstacles):
-        programs = bounded_programs(source, flat, programs, shapes, sizes)
-    if flat.bounded:
-        flat.names += names_of_counts(flat.names, flat.bounded)
-        seen_shapes = tuple([(chosen, bounded_shapes(found, flat.bounded, chosen)) for chosen, found in seen_shapes])
     return Exported(
-        source=source, sizes=sizes, programs=programs, flat=flat, shapes=tuple(shapes),
-        eager_shapes=seen_shapes, obstacles=(*left, *uncounted, *outside, *made.obstacles),
+        source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
+        eager_shapes=(*seen.shapes, *made.eager_shapes), obstacles=(*left, *uncounted, *outside, *made.obstacles),
     )  # fmt: skip
 
 

@@ -15,8 +15,8 @@ from cgbundle.format.schema import Sizes, Tree
 
 from ..errors import ModelError
 from ..util.raw_bytes import copied, put_back, same_bits
-from .bounded_outputs import BoundedAxis, bounded_outputs, names_of_counts, sizes_of
 from .devices.tracking import track_devices
+from .dynamic_axes import BoundedAxis, bounded_outputs, names_of_counts, sizes_of
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import NOTHING, SideEffects
 from .source import CPU, CUDA, Sample, entry_method, written_method

@@ -18,8 +18,7 @@ from cgbundle.format.entries import FORWARD
 from ..errors import ModelError
 from ..export.exported import Exported
 from ..export.programs import coarsest
-from ..model.bounded_outputs import bounded_outputs
-from ..model.dynamic_axes import probe_sizes
+from ..model.dynamic_axes import bounded_outputs, probe_sizes
 from ..model.flat_module import ProgramModule, call_eager
 from ..model.nondeterminism.fresh_process import Called, FreshModel, FreshModels
 from ..model.nondeterminism.kept_values import Kept

@@ -29,9 +29,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
-from ...export.counts_of_elements import spell_counts
 from ...export.higher_order.conditionals import bodies, is_conditional
-from ...export.torch_program import arguments, copied_graph, device_of, with_graph
+from ...export.torch_program import arguments, copied_graph, device_of, spell_counts, with_graph
 from .bodies import given_to_bodies, of_turn
 from .distributions import BLOCK, Stream, axes_in_memory
 from .operators import COMPOSITES, LEAVES

@@ -26,8 +26,7 @@ from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta, set_current_meta
 from torch.utils._pytree import tree_leaves, tree_structure
 
-from ..counts_of_elements import spell_counts
-from ..torch_program import copied_graph, with_graph
+from ...export.torch_program import copied_graph, spell_counts, with_graph
 from .axes import Counts, Unsupported, depends, node_axes
 from .interpreter import Interpreter, chain
 

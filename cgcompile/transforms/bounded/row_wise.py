@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ..torch_program import arguments
+from ...export.torch_program import arguments
 from .axes import Unsupported, leading, node_axes
 
 SAME = frozenset({
