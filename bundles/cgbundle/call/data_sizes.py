@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..format.schema import Manifest
@@ -21,6 +21,10 @@ class DataSizes:
         self._rows, self._backend = manifest.data_sizes, backend
         self._counts = sorted({row.count for row in manifest.data_sizes})
         self._axes = {index: len(spec.shape) for index, spec in enumerate(manifest.outputs)}
+
+    def builder(self, build: Callable[..., Any]) -> Callable[..., Any]:
+        """The builder of a result, of what a replay gives."""
+        return lambda made: build(self.cut(made))
 
     def cut(self, made: Sequence[Any]) -> list[Any]:
         """The outputs of a replay, flat, with those of `manifest.data_sizes` as large as they are; the counts stay behind them."""

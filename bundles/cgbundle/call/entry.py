@@ -46,6 +46,12 @@ class Entry:
         self._cast = cast
         self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call, manifest.parameters)
         self._build: Callable[..., Any] = builder(manifest.result)
+        self._data_sizes: DataSizes | None = None
+        if manifest.data_sizes:
+            from .data_sizes import DataSizes  # few bundles have any: a load without them stays light
+
+            self._data_sizes = DataSizes(manifest, session.backend)
+            self._build = self._data_sizes.builder(self._build)
         self._flat = flat_arguments(manifest.call, manifest.parameters)  # of a call that is taken as it comes
         self._ends = (self._flatten, self._build, self._flat)
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
@@ -54,11 +60,6 @@ class Entry:
         self._libraries: dict[type, Library] = {}
         self._aliases: OutputAliases | None = None
         self._written: WrittenInputs | None = None
-        self._data_sizes: DataSizes | None = None
-        if manifest.data_sizes:
-            from .data_sizes import DataSizes  # few bundles have any: a load without them stays light
-
-            self._data_sizes = DataSizes(manifest, session.backend)
         if manifest.aliases:
             from .output_aliases import OutputAliases  # likewise
 
@@ -79,7 +80,7 @@ class Entry:
         CallError that names the input, the axis, what was expected and what came.
         """
         flat = args if len(args) == self._flat and not kwargs else self._flatten(args, kwargs)
-        return self._build(self.replay(flat))
+        return self._build(self.replay_whole(flat))
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
