@@ -69,7 +69,8 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
         if _sizes(node):
             yield finding(
                 "data-dependent-shape", REFUSE, f"the output {name!r} has a size that depends on data", node,
-                "a bundle states the shape of every output", "return it padded to a fixed size, and the length as a tensor",
+                f"a bundle states the shape of every output, and this one has no bound: {context.exported.unbounded or 'its size'}",
+                "return it padded to a fixed size, and the length as a tensor",
             )  # fmt: skip
         elif depends(node):
             yield finding(

@@ -24,6 +24,7 @@ class Exported:
 
     `programs` are over flat tensors; `flat` runs the user's own module in eager PyTorch the same way.  `shapes` are those of the
     inputs.  `eager_shapes` were found at the smallest and the largest sizes.  `obstacles` leave no operation in a program.
+    `unbounded`: why outputs whose sizes depend on data have no bound, "" where none has such a size.
     """
 
     source: Source
@@ -33,6 +34,7 @@ class Exported:
     shapes: tuple[tuple[Size, ...], ...]
     eager_shapes: tuple[EagerShapes, ...]
     obstacles: tuple[Obstacle, ...]
+    unbounded: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

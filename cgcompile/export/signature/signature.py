@@ -32,7 +32,12 @@ def describe_signature(exported: Exported) -> Signature:
     ]
     if programs.dynamic:
         symbols = symbols_of(source, programs.first, exported.shapes, exported.sizes)
-        made = _outputs(source, programs.first, flat.names, symbols)
+        try:
+            made = _outputs(source, programs.first, flat.names, symbols)
+        except ModelError as error:
+            if error.code != "data-dependent-output" or not exported.unbounded:
+                raise
+            raise ModelError(error.code, f"{error}, and has no bound: {exported.unbounded}", error.hint) from error
         outputs = [_as_eager(source, spec, index, exported.eager_shapes) for index, spec in enumerate(made)]
     else:
         outputs = [_inferred(exported, name, index) for index, name in enumerate(flat.names)]

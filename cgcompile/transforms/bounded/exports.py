@@ -18,6 +18,7 @@ from ...export.signature.signature import size_of, symbols_of
 from ...model.dynamic_axes import BoundedAxis, bounded_outputs, bounded_shapes, names_of_counts
 from ...model.flat_module import ProgramModule, Reference, run_eager
 from ...model.source import EXAM_SEED, SEED, sample
+from ...model.user_code import first_line
 from ...util.tolerance import compare, is_float
 from .axes import Unsupported
 from .rewrite import Bounded, with_bounds
@@ -39,10 +40,10 @@ def with_bounded_outputs(exported: Exported) -> Exported:
             made[id(program)] = bounded
         programs = exported.programs.changed(lambda program: made[id(program)].program)
         rows = _rows(exported, programs, [each.axes for each in made.values()])
-    except (Unsupported, ModelError):
-        return exported
+    except (Unsupported, ModelError) as error:
+        return replace(exported, unbounded=first_line(error))
     if not all(_agrees(exported, programs, rows, key) for key in programs.by_key):
-        return exported
+        return replace(exported, unbounded="what was computed with one differs from eager PyTorch")
     flat = exported.flat
     flat.bounded, flat.shapes = rows, exported.shapes
     flat.names += names_of_counts(flat.names, rows)

@@ -231,7 +231,10 @@ class Interpreter:
         x = self.values[source]
         if given["start"] not in (None, 0) or given["step"] != 1 or not (end is None or (type(end) is int and end >= 0)):
             raise Unsupported("a part of a bounded axis")
-        size = x.shape[axis]
+        size, expr = x.shape[axis], node_axes(node).get(axis)
+        if expr is not None and not self.counts.knows(expr):  # torch may give a part's size a symbol of its own
+            count = self.counts.of(node_axes(source)[axis])
+            self.counts.define(expr, count if end is None else count.clamp(max=end), size)
         shorter = end is not None and type(size) is int and end < size
         return aten.slice.Tensor(x, axis, 0, end) if shorter else x
 

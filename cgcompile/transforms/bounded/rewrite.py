@@ -11,7 +11,8 @@ Private interfaces (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dis
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,6 +28,7 @@ from torch.fx.traceback import preserve_node_meta, set_current_meta
 from torch.utils._pytree import tree_leaves, tree_structure
 
 from ...export.torch_program import copied_graph, spell_counts, with_graph
+from ...model.user_code import place
 from .axes import Counts, Unsupported, depends, node_axes
 from .interpreter import Interpreter, chain
 
@@ -62,13 +64,13 @@ def with_bounds(program: ExportedProgram) -> Bounded | None:
     replaced = [node for node in dict.fromkeys(results) if isinstance(node, Node) and node in set(found)]
     made, counts, axes, known = _inserted(root, found, replaced)
     specs = list(program.graph_signature.output_specs)
-    for place, node in enumerate(results):
+    for index, node in enumerate(results):
         if node in made:
-            results[place] = made[node]
-            specs[place] = replace(specs[place], arg=TensorArgument(name=made[node].name))
+            results[index] = made[node]
+            specs[index] = replace(specs[index], arg=TensorArgument(name=made[node].name))
     rows = []
-    for place, node in enumerate(output.args[0]):
-        rows += [(place, axis, len(results) + number) for axis, number in axes.get(node, {}).items()]
+    for index, node in enumerate(output.args[0]):
+        rows += [(index, axis, len(results) + number) for axis, number in axes.get(node, {}).items()]
     specs += [OutputSpec(kind=OutputKind.USER_OUTPUT, arg=TensorArgument(name=count.name), target=None) for count in counts]
     output.args = ((*results, *counts),)
     output.meta.pop("val", None)
@@ -111,12 +113,12 @@ def _inserted(
     def padded(*values: Any) -> tuple[list[Tensor], list[Tensor]]:
         run = Interpreter(dict(zip(taken, values, strict=True)), known)
         for node in found:
-            with set_current_meta(node):
+            with set_current_meta(node), _placed(node):
                 run.run(node)
         with set_current_meta(wanted[-1]):
             counts: list[Tensor] = []
             for expr in sizes:
-                number = next((place for place, each in enumerate(counts) if each is known.of(expr)), len(counts))
+                number = next((at for at, each in enumerate(counts) if each is known.of(expr)), len(counts))
                 counts += [known.of(expr)] if number == len(counts) else []
                 numbers[expr] = number
             return [run.masked(node).clone() for node in wanted], [count.clone() for count in counts]
@@ -125,13 +127,23 @@ def _inserted(
     with mode, enable_python_dispatcher(), torch.no_grad(), preserve_node_meta():
         try:
             traced = make_fx(padded)(*[node.meta["val"] for node in taken])
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:  # torch's: it fits at no such size
-            raise Unsupported(str(error)) from error
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+            raise Unsupported("PyTorch cannot compute it at the bound") from error
     traced.graph.eliminate_dead_code()
     spell_counts(traced.graph)
     made, nodes = _copied(root, traced, taken, found[-1])
     axes = {node: {axis: numbers[expr] for axis, expr in node_axes(node).items()} for node in wanted}
     return dict(zip(wanted, made, strict=True)), nodes, axes, known
+
+
+@contextmanager
+def _placed(node: Node) -> Iterator[None]:
+    """Names the user's line in what is raised about a node."""
+    try:
+        yield
+    except Unsupported as error:
+        where, _ = place(node)
+        raise Unsupported(f"{error} ({where})" if where else str(error)) from error
 
 
 def _copied(root: GraphModule, traced: GraphModule, taken: Sequence[Node], last: Node) -> Any:
