@@ -22,7 +22,7 @@ from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, com
 ELSEWHERE = frozenset({
     "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result", "weights",
     "memories", "regions", "programs", "module_state", "findings", "waivers", "exam", "provenance", "files", "entry", "entries",
-    "changes", "fixed", "chains", "reserved",
+    "changes", "fixed", "chains", "reserved", "data_sizes",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
 
