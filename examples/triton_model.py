@@ -51,9 +51,12 @@ class TritonPythonModel:
         config.set_max_batch_size(sizes[-1] if sizes else 0)
         if sizes:
             config.set_dynamic_batching()
+        free = {(row.output, row.axis) for row in manifest.data_sizes}  # their sizes depend on data; such a bundle takes no batches
         for specs, add in ((manifest.inputs, config.add_input), (manifest.outputs, config.add_output)):
-            for spec in specs:
+            for place, spec in enumerate(specs):
                 dims = [size if type(size) is int else -1 for size in spec.shape[1 if sizes else 0 :]]
+                if specs is manifest.outputs:
+                    dims = [-1 if (place, axis) in free else size for axis, size in enumerate(dims)]
                 add({"name": spec.name, "data_type": f"TYPE_{TYPES[spec.dtype]}", "dims": dims})
         return config
 

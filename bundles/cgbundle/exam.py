@@ -157,7 +157,7 @@ def _replay(exam: Mapped, program: Program, manifest: Manifest, proof: Proof, fa
     for call in range(manifest.exam.calls):
         program.poison(POISON)
         inputs = inputs_of(exam, manifest, proof.key)
-        outputs = entry.replay(inputs)
+        outputs = entry.replay_whole(inputs) if manifest.data_sizes else entry.replay(inputs)
         if failed is not None and call < manifest.exam.calls - 1:
             for index, spec in enumerate(manifest.outputs):
                 if is_exact(spec.dtype):

@@ -9,8 +9,9 @@ import torch
 from torch.fx import Node
 
 from cgbundle.format.schema import Finding
+from cgbundle.format.size_expressions import text
 
-from .context import HOST, REFUSE, RuleContext, finding, operator
+from .context import HOST, NOTE, REFUSE, RuleContext, finding, operator
 from .host_placement import depends, has_tensor, introduces_symbols, unbacked
 from .scalars import READS, SELECTS, selects
 
@@ -39,8 +40,12 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
     What it looks for: a value with an unbacked symbol in its sizes, strides or offset that no input has; outputs with such a size.
     Why CUDA forbids it: the host waits for the size to allocate the result and choose the next grid; a recorded kernel has both
     fixed.
-    Effect: it and what takes such a value run on the host, until sizes are known again.  An output is refused: a bundle states its
-    shape.
+    Effect: it and what takes such a value run on the host, until sizes are known again.  An output, and what leads to it, is
+    computed at a size that holds any selection, in the graph; a call returns it with its true size, and is never padded or cut
+    into chunks.  Selections are nonzero, where, masks as indices, masked_select, unique, unique_consecutive and torchvision's nms;
+    between them and the output may be operators that keep rows apart, sort, cat, sums, softmax and products of matrices.  Other
+    outputs are refused: sizes without a bound (repeat_interleave with a tensor, bincount), rows in another order (flip), writes in
+    place.
     Fix: see FIXES: a mask instead of a selection, a fixed size and padding, a length as a tensor.
     Source: get_first_incompatible_cudagraph_node in torch/_inductor/utils.py; "unbacked binding ops" in Scheduler.should_partition,
     torch/_inductor/scheduler.py.
@@ -53,11 +58,19 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
                 "data-dependent-shape", HOST, f"{CALLED.get(name, name)} gives a result whose size depends on data", node,
                 context.effect(top), FIXES.get(name, FIX), top,
             )  # fmt: skip
-    for node, name in outputs(context):
+    bounded = {row.output: row for row in context.exported.flat.bounded}
+    for place, (node, name) in enumerate(outputs(context)):
+        if place in bounded:
+            size = f"{text(bounded[place].bound)} elements along axis {bounded[place].axis}"
+            yield finding(
+                "data-dependent-shape", NOTE, f"the output {name!r} has a size that depends on data", node,
+                f"it is computed with {size}, and returned with those that count; no call is padded or cut", "",
+            )  # fmt: skip
         if _sizes(node):
             yield finding(
                 "data-dependent-shape", REFUSE, f"the output {name!r} has a size that depends on data", node,
-                "a bundle states the shape of every output", "return it padded to a fixed size, and the length as a tensor",
+                f"a bundle states the shape of every output, and this one has no bound: {context.exported.unbounded or 'its size'}",
+                "return it padded to a fixed size, and the length as a tensor",
             )  # fmt: skip
         elif depends(node):
             yield finding(

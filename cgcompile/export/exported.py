@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cgbundle.format.schema import Parameter, Size, TensorSpec, Tree
+from cgbundle.format.schema import DataSize, Parameter, Size, TensorSpec, Tree
 
 from ..model.flat_module import FlatModule
 from ..model.side_effects import Obstacle
@@ -24,6 +24,7 @@ class Exported:
 
     `programs` are over flat tensors; `flat` runs the user's own module in eager PyTorch the same way.  `shapes` are those of the
     inputs.  `eager_shapes` were found at the smallest and the largest sizes.  `obstacles` leave no operation in a program.
+    `unbounded`: why outputs whose sizes depend on data have no bound, "" where none has such a size.
     """
 
     source: Source
@@ -33,17 +34,20 @@ class Exported:
     shapes: tuple[tuple[Size, ...], ...]
     eager_shapes: tuple[EagerShapes, ...]
     obstacles: tuple[Obstacle, ...]
+    unbounded: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Signature:
-    """Inputs and outputs in terms of the declared dimensions, the pytrees of the call and the result, and the call's parameters."""
+    """Inputs and outputs in terms of the declared dimensions, the pytrees of the call and the result, and the call's parameters.
+    `data_sizes`: of outputs that are padded to a bound."""
 
     inputs: tuple[TensorSpec, ...]
     outputs: tuple[TensorSpec, ...]
     call: Tree
     parameters: tuple[Parameter, ...]
     result: Tree
+    data_sizes: tuple[DataSize, ...] = ()
 
 
 def memory_order(tensor: torch.Tensor) -> tuple[int, ...]:

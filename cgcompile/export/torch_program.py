@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry
 from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputSpec
-from torch.fx import GraphModule, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
 from torch.utils._pytree import tree_leaves, tree_map_only
 
@@ -193,3 +194,31 @@ def arguments(node: Node) -> dict[str, Any]:
     values = {argument.name: argument.default_value for argument in schema}
     values |= {argument.name: value for argument, value in zip(schema, node.args, strict=False)}
     return values | node.kwargs
+
+
+def spell_counts(graph: Graph) -> None:
+    """Numbers of elements as products of sizes: torch.compile of 2.11 takes no operator that gives a number but `sym_size`."""
+    for node in graph.find_nodes(op="call_function", target=torch.ops.aten.sym_numel.default):
+        (tensor,) = node.args
+        value = tensor.meta["val"]
+        with graph.inserting_before(node):
+            total: Any = 1
+            for axis, size in enumerate(value.shape):
+                factor: Any = size
+                if isinstance(size, torch.SymInt):
+                    factor = graph.call_function(torch.ops.aten.sym_size.int, (tensor, axis))
+                    factor.meta = {**node.meta, "val": size}
+                if isinstance(total, int) and isinstance(factor, int):
+                    total *= factor
+                elif isinstance(total, int) and total == 1:
+                    total = factor
+                else:
+                    made = graph.call_function(operator.mul, (total, factor))
+                    made.meta = {**node.meta, "val": _value_of(total) * _value_of(factor)}
+                    total = made
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
+
+
+def _value_of(argument: Any) -> Any:
+    return argument.meta["val"] if isinstance(argument, Node) else argument

@@ -11,11 +11,12 @@ import torch
 from torch.export import ExportedProgram
 
 from cgbundle.format.entries import FORWARD
-from cgbundle.format.schema import Tree
+from cgbundle.format.schema import Sizes, Tree
 
 from ..errors import ModelError
 from ..util.raw_bytes import copied, put_back, same_bits
 from .devices.tracking import track_devices
+from .dynamic_axes import BoundedAxis, bounded_outputs, names_of_counts, sizes_of
 from .pytree import NamedTensor, describe, located, rebuild
 from .side_effects import NOTHING, SideEffects
 from .source import CPU, CUDA, Sample, entry_method, written_method
@@ -45,7 +46,8 @@ class FlatModule(torch.nn.Module):
     traced.  `padded`: a call is filled up, so that sequences may have length 0.  `uncalled`: nobody has called the
     module, whose first call may make a buffer in another shape.  `way`: the answers that a call gets are forced.
     `constants` are buffers, (module, name in it, value), that Python may ask while they are traced.  `assigned` are
-    attributes that are watched: whether a call reads them before it assigns them.
+    attributes that are watched: whether a call reads them before it assigns them.  `bounded`: outputs that are filled up, as the
+    program has them, with the `shapes` of the inputs.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
@@ -76,6 +78,8 @@ class FlatModule(torch.nn.Module):
         self.padded = False
         self.uncalled = False
         self.assigned: tuple[str, ...] = ()
+        self.bounded: tuple[BoundedAxis, ...] = ()
+        self.shapes: tuple[Sizes, ...] = ()
         self.way: TracedWay | ForcedWay | None = None
         self.watch: Callable[[SideEffects], None] = unwatched
         self.follow_buffers()
@@ -125,7 +129,11 @@ class FlatModule(torch.nn.Module):
         if isinstance(self.way, TracedWay):
             self.way.result = self.result
         self.names = [name or "output" for name, _ in leaves]
-        return tuple([_waited(tensor) for _, tensor in leaves])
+        outputs = tuple([_waited(tensor) for _, tensor in leaves])
+        if self.bounded:
+            self.names += names_of_counts(self.names, self.bounded)
+            outputs = bounded_outputs(outputs, self.bounded, sizes_of(tensors, self.shapes))
+        return outputs
 
 
 def _waited(tensor: torch.Tensor) -> torch.Tensor:

@@ -39,6 +39,7 @@ from ..targets.architectures import capability_of
 from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
 from ..targets.chains import chains_of, check_layouts
 from ..targets.choice import ALL_LOWERINGS, CONDITIONALS, FIRST_LOWERING, Chosen, asks_gpu, choose
+from ..transforms.bounded.exports import with_bounded_outputs
 from ..transforms.error_bounds import error_bounds
 from ..transforms.padding.proof import prove_padding, unpadded
 from ..transforms.prepared import Prepared, prepare, together
@@ -277,6 +278,7 @@ def export_entries(
         made = _exported(sources, sizes, tell, max_paths)
     for each in made:
         refuse_branches(each)
+    made = [with_bounded_outputs(each) for each in made]
     if len(made) == 1:
         return made
     shared = with_shared_constants([each.programs for each in made])

@@ -39,6 +39,7 @@ from ..targets.architectures import capability_of
 from ..targets.build_spec import EntrySpec
 from ..targets.chains import chains_of
 from ..targets.choice import CONDITIONALS, recorder_for, resolved
+from ..transforms.bounded.exports import with_bounded_outputs
 from ..transforms.prepared import prepare
 from .kernel_coverage import operators_without_kernel
 from .records import RegionReport, Report
@@ -100,7 +101,7 @@ def _wanted(source: Source, sizes: Given | None, several: bool) -> dict[str, tup
 def _exported(source: Source, sizes: dict[str, tuple[int, ...]], max_paths: int, *, alone: bool) -> Exported | Finding:
     """The entry, exported, or the finding of the rule at which torch.export stopped."""
     try:
-        return export(source, sizes, alone=alone, max_paths=max_paths)
+        return with_bounded_outputs(export(source, sizes, alone=alone, max_paths=max_paths))
     except ModelError as error:
         if error.code not in ("export-failed", "data-dependent-branch", "data-dependent-shape"):
             raise

@@ -51,6 +51,7 @@ def made_manifest(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tupl
             reserved=parts.reserved,
             provenance=origin,
             files=(),
+            data_sizes=entry.prepared.signature.data_sizes,
         )
         for entry, own, found in zip(spec.entries, parts.entries, findings, strict=True)
     ]

@@ -18,7 +18,7 @@ from cgbundle.format.entries import FORWARD
 from ..errors import ModelError
 from ..export.exported import Exported
 from ..export.programs import coarsest
-from ..model.dynamic_axes import probe_sizes
+from ..model.dynamic_axes import bounded_outputs, probe_sizes
 from ..model.flat_module import ProgramModule, call_eager
 from ..model.nondeterminism.fresh_process import Called, FreshModel, FreshModels
 from ..model.nondeterminism.kept_values import Kept
@@ -128,7 +128,8 @@ def _difference(own: Exported, programs: _Programs, model: FreshModel, call: Cal
         return "" if asserted else f"{_text(own, call)}: the exported program raises {made}"
     bound = coarsest(own.programs)
     names = [*own.flat.names, *[f"the input {name!r}" for name, _ in own.flat.like.leaves]]
-    for name, want, got in zip(names, (*called.outputs, *called.given), made, strict=True):
+    outputs = bounded_outputs(called.outputs, own.flat.bounded, call.sizes) if own.flat.bounded else called.outputs
+    for name, want, got in zip(names, (*outputs, *called.given), made, strict=True):
         difference = compare(want, got.detach().cpu())
         if difference.error > (bound if is_float(want.dtype) else 0.0):
             return f"{_text(own, call)}: {name}: {difference.text}"

@@ -77,6 +77,8 @@ def _check(pair: ChainNames, source: EntrySpec, output: int, target: EntrySpec, 
     if shared is not None:
         what = "one of its inputs" if shared.memory == "inputs" else f"buffer {shared.name!r}"
         raise ModelError("chain-refused", f"{where}: the output is {what} itself, and lies there")
+    if any(output in (row.output, row.count) for row in source.prepared.signature.data_sizes):
+        raise ModelError("chain-refused", f"{where}: the size of the output depends on data")
     if taken in target.prepared.written:
         raise ModelError("chain-refused", f"{where}: {target.name}() writes to that input, which would change the output")
 

@@ -12,6 +12,9 @@ float32, one of float32 int64.
 **Indices are compared.** `Max` and `Min` refuse a number that `Identity` is a part of, since sympy cannot evaluate it: a gather at
 such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 mends the case of `Identity` alone).
 
+**Outputs are tensors of their own.** Equal operations become one, and code that is compiled ahead then hands out one tensor twice,
+which its caller frees twice (`generate_return` in torch/_inductor/codegen/cpp_wrapper_cpu.py, torch 2.11 and 2.13).
+
 **Rules of dtypes are made once.** `DtypePropagationOpsHandler` is one object, but torch asks for it at every operation of every
 kernel, and Python calls `__init__` each time, which makes the rules of 200 operations (torch 2.11 and 2.13).  That was a twentieth
 of the time of lowering.
@@ -49,9 +52,10 @@ SIMPLE = frozenset({
 """Operations beside views that may change nothing, depending on what they are given."""
 
 
-def passes() -> dict[str, CustomGraphPass]:
-    """Options of Inductor's."""
-    return {"post_grad_custom_pre_pass": ReadOldValues(), "joint_custom_pre_pass": KeepScatteredDtypes()}
+def passes(*, ahead: bool = False) -> dict[str, CustomGraphPass]:
+    """Options of Inductor's; `ahead`: for code that is compiled ahead."""
+    first = SeparateOutputs() if ahead else ReadOldValues()
+    return {"post_grad_custom_pre_pass": first, "joint_custom_pre_pass": KeepScatteredDtypes()}
 
 
 @contextmanager
@@ -83,6 +87,14 @@ class ReadOldValues(CustomGraphPass):
         return get_hash_for_files((__file__,))
 
 
+class SeparateOutputs(ReadOldValues):
+    """The first pass, which gives repeated outputs tensors of their own, too."""
+
+    def __call__(self, graph: Graph) -> None:
+        super().__call__(graph)
+        separate_outputs(graph)
+
+
 class KeepScatteredDtypes(CustomGraphPass):
     """The second one."""
 
@@ -109,6 +121,20 @@ def keep_scattered_dtypes(graph: Graph) -> None:
                 made = graph.call_function(torch.ops.prims.rev.default, (full, []))
             made.meta = {name: full.meta[name] for name in ("val", "tensor_meta") if name in full.meta}
             node.args = (made, *place, value)
+
+
+def separate_outputs(graph: Graph) -> None:
+    """Changes the graph in place: an output that stands there before is made once more, by an operation that stays."""
+    output = graph.output_node()
+    if isinstance(output.args[0], Node):  # a condition's graph gives one tensor
+        return
+    results = list(output.args[0])
+    for index, value in enumerate(results):
+        if isinstance(value, Node) and value in results[:index] and isinstance(value.meta.get("val"), torch.Tensor):
+            with graph.inserting_before(output):
+                results[index] = graph.call_function(torch.ops.prims.rev.default, (value, []))
+            results[index].meta = {name: value.meta[name] for name in ("val", "tensor_meta") if name in value.meta}
+    output.args = (type(output.args[0])(results),)
 
 
 def read_old_values(graph: Graph) -> None:

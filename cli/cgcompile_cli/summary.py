@@ -12,7 +12,7 @@ from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names, manifest_json
 from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.safetensors import nbytes
-from cgbundle.format.schema import Alias, Dimension, Manifest, Target, Weight
+from cgbundle.format.schema import Alias, Dimension, Manifest, Target, TensorSpec, Weight
 from cgbundle.format.size_expressions import standing, text
 from cgbundle.session.update import SINCE, updatable
 from cgbundle.trust import manifest_signature
@@ -83,7 +83,7 @@ def plain_entry(manifest: Manifest) -> dict[str, Any]:
         "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.inputs],
         "constants": [each._asdict() for each in constants(manifest)],
         "written": [manifest.inputs[index].name for index in manifest.written],
-        "outputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.outputs],
+        "outputs": [f"{spec.name}: {spec.dtype} {sizes}" for spec, sizes in returned(manifest)],
         "changes": [manifest.weights[index].name for index in manifest.changes],
     }
 
@@ -136,6 +136,17 @@ def shape(sizes: Sequence[Any]) -> str:
     return "[" + ", ".join([text(each) for each in sizes]) + "]"
 
 
+def returned(manifest: Manifest) -> list[tuple[TensorSpec, str]]:
+    """The outputs that a call returns, with their shapes: `[<=n, 4]` where data decides how many rows there are."""
+    counts = {row.count for row in manifest.data_sizes}
+    bounded = {(row.output, row.axis) for row in manifest.data_sizes}
+    return [
+        (spec, "[" + ", ".join([f"{'<=' * ((index, axis) in bounded)}{text(size)}" for axis, size in enumerate(spec.shape)]) + "]")
+        for index, spec in enumerate(manifest.outputs)
+        if index not in counts
+    ]
+
+
 def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
     """(in or out, name, dtype, shape, remark) of every input and output, and (in, name, type, value, remark) of the constants.
     A side without any has a row `none`.  The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with input x)`,
@@ -144,8 +155,11 @@ def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
     indices = {at: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for at, spec in enumerate(manifest.inputs) if spec.range}
     updated = indices | dict.fromkeys(manifest.written, UPDATED)
     rows = {
-        side: [(side, spec.name, spec.dtype, shape(spec.shape), remarks.get(index, "")) for index, spec in enumerate(specs)]
-        for side, specs, remarks in (("in", manifest.inputs, updated), ("out", manifest.outputs, shared))
+        side: [(side, spec.name, spec.dtype, sizes, remarks.get(index, "")) for index, (spec, sizes) in enumerate(specs)]
+        for side, specs, remarks in (
+            ("in", [(spec, shape(spec.shape)) for spec in manifest.inputs], updated),
+            ("out", returned(manifest), shared),
+        )
     }
     fixed = [("in", each.name, type(each.value).__name__, cut(repr(each.value)), given(each)) for each in constants(manifest)]
     taken, made = [*rows["in"], *fixed], rows["out"]

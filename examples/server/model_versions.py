@@ -81,14 +81,18 @@ def describe(manifest: Any) -> Served:
         unknown = [spec for spec in specs if spec.dtype not in DATATYPES]
         if unknown:
             raise Refused(f"{unknown[0].name} is {unknown[0].dtype}, which the protocol does not have")
-        sides.append(tuple([_port(spec) for spec in specs]))
+        free = manifest.data_sizes if specs is manifest.outputs else ()
+        sides.append(tuple([_port(spec, [row.axis for row in free if row.output == at]) for at, spec in enumerate(specs)]))
     sizes = tuple([(each.name, tuple(each.sizes)) for each in manifest.dimensions])
     return Served(*sides, _batches(manifest), sizes, manifest.entry, others)
 
 
-def _port(spec: Any) -> Port:
-    shape = tuple([size if type(size) is int else -1 for size in spec.shape])
-    axes = tuple([size if type(size) is int else text(size) for size in spec.shape])
+def _port(spec: Any, free: Sequence[int]) -> Port:
+    """`free`: the axes whose sizes depend on data."""
+    shape = tuple([size if type(size) is int and axis not in free else -1 for axis, size in enumerate(spec.shape)])
+    axes = tuple(
+        [f"<={text(size)}" if axis in free else size if type(size) is int else text(size) for axis, size in enumerate(spec.shape)]
+    )
     return Port(spec.name, DATATYPES[spec.dtype], shape, axes if -1 in shape else ())
 
 

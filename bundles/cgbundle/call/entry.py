@@ -21,6 +21,7 @@ from .views import Epoch, View
 
 if TYPE_CHECKING:
     from ..session.profile import Profile
+    from .data_sizes import DataSizes
     from .output_aliases import OutputAliases
     from .written_inputs import WrittenInputs
 
@@ -45,6 +46,12 @@ class Entry:
         self._cast = cast
         self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call, manifest.parameters)
         self._build: Callable[..., Any] = builder(manifest.result)
+        self._data_sizes: DataSizes | None = None
+        if manifest.data_sizes:
+            from .data_sizes import DataSizes  # few bundles have any: a load without them stays light
+
+            self._data_sizes = DataSizes(manifest, session.backend)
+            self._build = self._data_sizes.builder(self._build)
         self._flat = flat_arguments(manifest.call, manifest.parameters)  # of a call that is taken as it comes
         self._ends = (self._flatten, self._build, self._flat)
         self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
@@ -54,7 +61,7 @@ class Entry:
         self._aliases: OutputAliases | None = None
         self._written: WrittenInputs | None = None
         if manifest.aliases:
-            from .output_aliases import OutputAliases  # few bundles have any: a load without them stays light
+            from .output_aliases import OutputAliases  # likewise
 
             self._aliases = OutputAliases(manifest, session.backend, views=self._views)
         if manifest.written:
@@ -73,10 +80,15 @@ class Entry:
         CallError that names the input, the axis, what was expected and what came.
         """
         flat = args if len(args) == self._flat and not kwargs else self._flatten(args, kwargs)
-        return self._build(self.replay(flat))
+        return self._build(self.replay_whole(flat))
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
+        made = self.replay_whole(tensors)
+        return made if self._data_sizes is None else self._data_sizes.cut(made)
+
+    def replay_whole(self, tensors: Sequence[Any]) -> list[Any]:
+        """As `replay`; outputs whose sizes depend on data are as they were recorded, with zeros behind what counts."""
         direct = self._direct.last
         if direct is not None:
             same = direct.like(tensors)

@@ -62,6 +62,10 @@ class View:
         """A copy of the caller's kind that no later call touches."""
         return self._library.copy(self.tensor)
 
+    def part(self, slices: tuple[slice, ...]) -> View:
+        """A view of a part of this one, good as long as this is.  Raises stale-view."""
+        return View(self._spec, self.tensor[slices], self._library, self._epoch, self.call)
+
     def __getitem__(self, index: Any) -> Any:
         """A part of the tensor, as its library gives it.  Raises stale-view."""
         return self.tensor[index]

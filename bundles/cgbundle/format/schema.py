@@ -201,6 +201,16 @@ class Alias:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class DataSize:
+    """Axis number `axis` of output number `output` is filled up with zeros: its first elements count, as many as output number
+    `count` says, int64 of no axes.  A call gives these alone, and not the counts, which stand behind the model's outputs."""
+
+    output: int
+    axis: int
+    count: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
     """What a check found: `severity` is refuse, host or note.  `node` names a node of the exported program, or is "" where the
     finding concerns the whole model; `where` is the user's file:line or ""."""
@@ -295,6 +305,7 @@ class Entry:
     programs: tuple[Program, ...]
     findings: tuple[Finding, ...]
     exam: Exam
+    data_sizes: tuple[DataSize, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -347,7 +358,7 @@ class Manifest:
     `weights` of the state of the random numbers, int64 [seed, calls so far], or -1 for a model that draws none.  `parameters`:
     those of `call`, in its order.  `fixed`: the weights that no update may change, by position.  `tables`: positions in `weights`
     of what the build computed, whose tensors lie in tables.safetensors.  `world`: of a bundle over several devices which rank it
-    is, () of all others."""
+    is, () of all others.  `data_sizes`: axes of outputs whose sizes depend on data."""
 
     format: int
     name: Name
@@ -379,3 +390,4 @@ class Manifest:
     reserved: tuple[Reserved, ...]
     provenance: Provenance
     files: tuple[File, ...]
+    data_sizes: tuple[DataSize, ...] = ()

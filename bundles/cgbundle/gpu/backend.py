@@ -18,6 +18,7 @@ from ..cuda.driver import Context, Relaxed, cu
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
 from ..format.archive import Archive
+from ..format.entries import each_entry
 from ..format.schema import KERNEL_CODE
 from ..format.spans import span
 from ..session.background import Background
@@ -48,6 +49,7 @@ three keys, one instead of all takes 11 to 18 ms off 340 to 400 (tests/gpu/REPOR
 rest."""
 
 HOSTED = "operations on the host, which this bundle has, cannot become part of a CUDA graph"
+SIZED = "outputs whose sizes depend on data, which this bundle has, are waited for: a CUDA graph cannot"
 
 
 class CudaBackend:
@@ -125,7 +127,8 @@ class CudaBackend:
         if alone:
             cleanup.callback(context.back, stream)
         hosted = any(region.kind == "host" for region in self._manifest.regions)
-        self._order = StreamOrder(stream, cleanup, HOSTED if hosted else "")
+        sized = any(each.data_sizes for each in each_entry(self._manifest))
+        self._order = StreamOrder(stream, cleanup, HOSTED if hosted else SIZED if sized else "")
         own = {name: size for name, size in shared.sizes.items() if name not in SHARED}
         self._memories = Memories(own, {WEIGHTS: shared.base, PEER: shared.peer}, cleanup, stream)
         self._memories.fill_state(shared.initial, stream)

@@ -23,7 +23,8 @@ def check_signature(manifest: Manifest) -> None:
     _check_written(manifest)
     pytree.check_call(manifest.call, len(manifest.inputs))
     _check_parameters(manifest)
-    pytree.check(manifest.result, "result", len(manifest.outputs))
+    _check_data_sizes(manifest)
+    pytree.check(manifest.result, "result", len(manifest.outputs) - len({row.count for row in manifest.data_sizes}))
 
 
 def _check_dimensions(dimensions: Sequence[Dimension]) -> None:
@@ -72,6 +73,26 @@ def _check_written(manifest: Manifest) -> None:
     require(all(0 <= place < len(manifest.inputs) for place in written), "written", "no such input")
     if written:
         require_whole_calls(manifest, "calls write to their inputs")
+
+
+def _check_data_sizes(manifest: Manifest) -> None:
+    """An axis of an output stands once, and its count is int64 of no axes, behind the outputs of the model.  No call is padded or
+    cut: what is selected from would be larger."""
+    rows, outputs = manifest.data_sizes, manifest.outputs
+    places = [(row.output, row.axis) for row in rows]
+    require(places == sorted(set(places)), "data_sizes", "not ascending, or an axis stands twice")
+    counts = sorted({row.count for row in rows})
+    own = len(outputs) - len(counts)
+    require(counts == list(range(own, len(outputs))), "data_sizes", "the counts are not the last outputs")
+    for index, row in enumerate(rows):
+        where = f"data_sizes[{index}]"
+        require(0 <= row.output < own and 0 <= row.axis < len(outputs[row.output].shape), where, "no such axis of an output")
+        count = outputs[row.count]
+        require(count.dtype == "int64" and not count.shape, f"{where}.count", f"{count.name!r} is not an int64 of no axes")
+    shared = {alias.output for alias in manifest.aliases}
+    require(not shared & {*counts, *[row.output for row in rows]}, "data_sizes", "an output that shares memory")
+    if rows:
+        require_whole_calls(manifest, "the sizes of outputs depend on data")
 
 
 def _check_parameters(manifest: Manifest) -> None:

@@ -136,6 +136,8 @@ def check_chains(each: Sequence[Manifest]) -> None:
         shared = any(alias.output == chain.output and alias.memory != "outputs" for alias in source.aliases)
         require(not shared, f"{where}.output", "shares memory with an input, a weight or state")
         require(chain.input not in target.written, f"{where}.input", "calls write to it")
+        sized = any(chain.output in (row.output, row.count) for row in source.data_sizes)
+        require(not sized, f"{where}.output", "has a size that depends on data")
     total = 0
     for place, chain in enumerate(chains):
         makers, takers = entries[chain.source].programs, entries[chain.target].programs

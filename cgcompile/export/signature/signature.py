@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from cgbundle.format.schema import Size, TensorSpec
+from cgbundle.format.schema import DataSize, Size, TensorSpec
 from cgbundle.format.size_expressions import evaluate, linear
 
 from ...errors import ModelError
@@ -32,7 +32,12 @@ def describe_signature(exported: Exported) -> Signature:
     ]
     if programs.dynamic:
         symbols = symbols_of(source, programs.first, exported.shapes, exported.sizes)
-        made = _outputs(source, programs.first, flat.names, symbols)
+        try:
+            made = _outputs(source, programs.first, flat.names, symbols)
+        except ModelError as error:
+            if error.code != "data-dependent-output" or not exported.unbounded:
+                raise
+            raise ModelError(error.code, f"{error}, and has no bound: {exported.unbounded}", error.hint) from error
         outputs = [_as_eager(source, spec, index, exported.eager_shapes) for index, spec in enumerate(made)]
     else:
         outputs = [_inferred(exported, name, index) for index, name in enumerate(flat.names)]
@@ -42,6 +47,7 @@ def describe_signature(exported: Exported) -> Signature:
         call=flat.like.call,
         parameters=flat.like.parameters,
         result=flat.result,
+        data_sizes=tuple([DataSize(output=row.output, axis=row.axis, count=row.count) for row in flat.bounded]),
     )
 
 
@@ -129,7 +135,7 @@ def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], sym
     values = [item.meta["val"] for item in node.args[0][-count:]]
     specs = []
     for name, value in zip(names, values, strict=True):
-        shape = tuple([_size(source, name, axis, size, symbols) for axis, size in enumerate(value.shape)])
+        shape = tuple([size_of(source, name, axis, size, symbols) for axis, size in enumerate(value.shape)])
         specs.append(TensorSpec(name=name, dtype=dtype_name(value.dtype), shape=shape, order=tuple(range(value.dim())), range=()))
     return tuple(specs)
 
@@ -148,7 +154,9 @@ def _as_eager(source: Source, spec: TensorSpec, index: int, eager: Sequence[Eage
     )
 
 
-def _size(source: Source, name: str, axis: int, size: Any, symbols: Mapping[Any, Size]) -> Size:
+def size_of(source: Source, name: str, axis: int, size: Any, symbols: Mapping[Any, Size]) -> Size:
+    """The size of an axis of output `name` in terms of the declared dimensions.  Raises data-dependent-output,
+    structure-unsupported."""
     if not isinstance(size, torch.SymInt):
         return int(size)
     unknown = sorted(str(symbol) for symbol in size.node.expr.free_symbols if symbol not in symbols)

@@ -142,7 +142,7 @@ def _compiled(
     options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
     wrapped = wrap(work / "compiler", level)
     options["cpp.cxx"] = (None, str(wrapped.path))
-    options |= passes()
+    options |= passes(ahead=True)
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
     functions = None

@@ -298,4 +298,6 @@ def _notes(found: dict[str, _State], manifest: Manifest, model: str, load: float
         notes.append(("calls", 'take inputs on the GPU and leave outputs there (the bundle: outputs="view")'))
     if manifest.random >= 0:
         notes.append(("outputs", "not compared: the model draws random numbers"))
+    if manifest.data_sizes:
+        notes.append(("outputs", "not compared: their sizes depend on data"))
     return notes

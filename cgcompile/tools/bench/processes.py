@@ -102,7 +102,7 @@ def write_job(
         "call": manifest.call["call"],
         "calls": manifest.exam.calls,
         "state": any(weight.memory == "state" for weight in manifest.weights),
-        "compared": manifest.random < 0,
+        "compared": manifest.random < 0 and not manifest.data_sizes,
         "weights": os.path.join(folder, file_names.WEIGHTS),
         "model": os.path.abspath(model) if os.path.exists(model) else model,
         "threads": threads,

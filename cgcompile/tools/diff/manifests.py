@@ -22,7 +22,7 @@ from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, com
 ELSEWHERE = frozenset({
     "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result", "weights",
     "memories", "regions", "programs", "module_state", "findings", "waivers", "exam", "provenance", "files", "entry", "entries",
-    "changes", "fixed", "chains", "reserved",
+    "changes", "fixed", "chains", "reserved", "data_sizes",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
 
@@ -130,9 +130,14 @@ def _specs(manifest: Manifest, side: str) -> dict[str, Row]:
         }
     aliases = {alias.output: alias for alias in manifest.aliases}
     return {
-        f"{side} {spec.name}": as_row(spec, "name", shares=_shared(manifest, aliases.get(index)))
+        f"{side} {spec.name}": as_row(spec, "name", shares=_shared(manifest, aliases.get(index)), counted=_counted(manifest, index))
         for index, spec in enumerate(manifest.outputs)
     }
+
+
+def _counted(manifest: Manifest, output: int) -> str:
+    """The axes of an output whose sizes depend on data."""
+    return ", ".join([f"axis {row.axis}" for row in manifest.data_sizes if row.output == output])
 
 
 def _parameters(manifest: Manifest) -> list[str]:

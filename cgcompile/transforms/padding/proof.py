@@ -88,6 +88,8 @@ def unpadded(source: Source, prepared: Prepared) -> str:
         return f"{source.entry}() draws random numbers, and others for other sizes"
     if prepared.changes:
         return f"{source.entry}() writes to its buffer {prepared.changes[0].removeprefix(PREFIX)!r}"
+    if rows := prepared.signature.data_sizes:
+        return f"the size of output {prepared.signature.outputs[rows[0].output].name!r} depends on data"
     if shared := _partial(prepared, "inputs"):
         return f"output {shared!r} is a part of an input, and the caller's own would not be padded"
     return ""

@@ -13,7 +13,6 @@ apart as in torch.export.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
@@ -31,7 +30,7 @@ from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from ...export.higher_order.conditionals import bodies, is_conditional
-from ...export.torch_program import arguments, copied_graph, device_of, with_graph
+from ...export.torch_program import arguments, copied_graph, device_of, spell_counts, with_graph
 from .bodies import given_to_bodies, of_turn
 from .distributions import BLOCK, Stream, axes_in_memory
 from .operators import COMPOSITES, LEAVES
@@ -108,7 +107,7 @@ def with_generator(program: ExportedProgram, first: Tensor | None = None) -> Exp
     renamed |= _rewrite(root, _insert(first_draw, [state], schedule), itertools.count())
     (output,) = graph.find_nodes(op="output")
     _insert(output, [state], lambda value: value.select(0, 1).add_(1))
-    _spell_counts(graph)
+    spell_counts(graph)
     graph.lint()
     root.recompile()
     buffer = torch.zeros(2, dtype=torch.int64, device=device) if first is None else first
@@ -133,7 +132,7 @@ def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[
                 begin = next(each for each in body.module.graph.nodes if each.op != "placeholder")
                 own = body.shared if body.turn is None else _insert(begin, [body.shared, body.turn], of_turn)
                 _rewrite(body.module, own, numbers)
-                _spell_counts(body.module.graph)
+                spell_counts(body.module.graph)
                 body.module.graph.eliminate_dead_code()
                 body.module.recompile()
             if not first.users:
@@ -260,34 +259,6 @@ def _expand(graph: Graph) -> None:
         for each in reversed(operations):
             if not known[each].users and each not in once:
                 graph.erase_node(known[each])
-
-
-def _spell_counts(graph: Graph) -> None:
-    """Numbers of elements as products of sizes: torch.compile of 2.11 takes no operator that gives a number but `sym_size`."""
-    for node in graph.find_nodes(op="call_function", target=aten.sym_numel.default):
-        (tensor,) = node.args
-        value = tensor.meta["val"]
-        with graph.inserting_before(node):
-            total: Any = 1
-            for axis, size in enumerate(value.shape):
-                factor: Any = size
-                if isinstance(size, torch.SymInt):
-                    factor = graph.call_function(aten.sym_size.int, (tensor, axis))
-                    factor.meta = {**node.meta, "val": size}
-                if isinstance(total, int) and isinstance(factor, int):
-                    total *= factor
-                elif isinstance(total, int) and total == 1:
-                    total = factor
-                else:
-                    made = graph.call_function(operator.mul, (total, factor))
-                    made.meta = {**node.meta, "val": _value_of(total) * _value_of(factor)}
-                    total = made
-        node.replace_all_uses_with(total)
-        graph.erase_node(node)
-
-
-def _value_of(argument: Any) -> Any:
-    return argument.meta["val"] if isinstance(argument, Node) else argument
 
 
 def _off(node: Node) -> bool:

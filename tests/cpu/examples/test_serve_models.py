@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from cgbundle.format import archive, file_names, manifest_json, safetensors
-from cgbundle.format.schema import Dimension, TensorSpec
+from cgbundle.format.schema import DataSize, Dimension, TensorSpec
 from tests.helpers.places import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -533,7 +533,7 @@ def versions() -> Iterator[ModuleType]:
 def described(**changes: Any) -> Any:
     """What `describe` reads of a manifest: a model of x [batch, 3] -> y [batch]."""
     made = {
-        "random": -1, "changes": (), "written": (), "entry": "forward", "entries": (),
+        "random": -1, "changes": (), "written": (), "data_sizes": (), "entry": "forward", "entries": (),
         "dimensions": (Dimension(name="batch", sizes=(1, 4), pad="rows", chunk=True, reason="", uncut=""),),
         "inputs": (TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1), range=()),),
         "outputs": (TensorSpec(name="y", dtype="int64", shape=("batch",), order=(0,), range=()),),
@@ -569,6 +569,10 @@ def test_axes_are_told_as_they_are(versions: ModuleType) -> None:
     mixed = TensorSpec(name="x", dtype="float32", shape=("batch", 3, ("+", ("*", "seq", 2), 1)), order=(0, 1, 2), range=())
     [port] = versions.describe(described(inputs=(mixed,))).inputs
     assert (port.shape, port.axes) == ((-1, 3, -1), ("batch", 3, "2*seq+1"))
+    boxes = TensorSpec(name="boxes", dtype="float32", shape=(100, 4), order=(0, 1), range=())
+    count = TensorSpec(name="boxes.rows", dtype="int64", shape=(), order=(), range=())
+    sized = described(outputs=(boxes, count), data_sizes=(DataSize(output=0, axis=0, count=1),))
+    assert [(port.shape, port.axes) for port in versions.describe(sized).outputs] == [((-1, 4), ("<=100", 4)), ((), ())]
 
 
 def test_the_log_says_which_entry_is_served_and_which_are_not(versions: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:

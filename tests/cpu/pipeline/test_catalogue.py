@@ -292,7 +292,7 @@ def test_a_variable_that_kernels_write_is_kept_though_it_looks_unchanged(
 
 
 def test_an_output_whose_size_depends_on_data() -> None:
-    from cgcompile.export.signature.signature import _size
+    from cgcompile.export.signature.signature import size_of
 
     class Ragged(torch.nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -302,7 +302,7 @@ def test_an_output_whose_size_depends_on_data() -> None:
     (output,) = [node for node in program.graph.nodes if node.op == "output"]
     size = output.args[0][0].meta["val"].shape[0]
     with raises("data-dependent-output", match="m.py: output 'y', axis 0: its size .* depends on data"):
-        _size(SimpleNamespace(label="m.py"), "y", 0, size, {})
+        size_of(SimpleNamespace(label="m.py"), "y", 0, size, {})
 
 
 def test_a_dtype_that_no_bundle_holds() -> None:

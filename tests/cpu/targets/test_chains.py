@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cgbundle.format.entries import each_entry
-from cgbundle.format.schema import Chain, TensorSpec
+from cgbundle.format.schema import Chain, DataSize, TensorSpec
 from cgcompile.model.load import checked_chains
 from cgcompile.targets.chains import chains_of, check_layouts
 from tests.helpers.bundles.chained_bundles import write
@@ -21,9 +21,14 @@ def spec(name: str, shape: tuple[Any, ...], dtype: str = "float32") -> TensorSpe
 
 
 def described(
-    name: str, inputs: list[TensorSpec], outputs: list[TensorSpec], aliases: tuple[Any, ...] = (), written: tuple[int, ...] = ()
+    name: str,
+    inputs: list[TensorSpec],
+    outputs: list[TensorSpec],
+    aliases: tuple[Any, ...] = (),
+    written: tuple[int, ...] = (),
+    data_sizes: tuple[DataSize, ...] = (),
 ) -> Any:
-    signature = SimpleNamespace(inputs=tuple(inputs), outputs=tuple(outputs))
+    signature = SimpleNamespace(inputs=tuple(inputs), outputs=tuple(outputs), data_sizes=data_sizes)
     prepared = SimpleNamespace(signature=signature, aliases=aliases, written=written)
     return SimpleNamespace(name=name, prepared=prepared, sizes={"batch": (1, 8)}, keys=((1,), (8,)))
 
@@ -84,6 +89,9 @@ def test_outputs_that_lie_elsewhere_and_inputs_that_are_written() -> None:
         own = described("prefill", [], [spec("output", ("batch", 16))], aliases=(alias,))
         with raises("chain-refused", match=words):
             chains_of([("prefill", "decode.hidden")], [own, ENTRIES[1]])
+    sized = described("prefill", [], [spec("output", ("batch", 16))], data_sizes=(DataSize(output=0, axis=0, count=1),))
+    with raises("chain-refused", match="the size of the output depends on data"):
+        chains_of([("prefill", "decode.hidden")], [sized, ENTRIES[1]])
     fills = described("fill", [spec("into", ("batch", 16))], [spec("output", (1,))], written=(0,))
     with raises("chain-refused", match=r"fill\(\) writes to that input"):
         chains_of([("prefill", "fill.into")], [ENTRIES[0], fills])

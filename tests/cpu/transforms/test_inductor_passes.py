@@ -122,6 +122,23 @@ def test_numbers_that_are_scattered_keep_the_dtype() -> None:
         assert one.dtype == want.dtype and torch.equal(one, want)
 
 
+class Repeating(torch.nn.Module):
+    """Equal outputs, which become one operation."""
+
+    def forward(self, x: Any) -> Any:
+        count = x.gt(0.5).sum()
+        shown = torch.where(torch.arange(x.shape[0]) < count, x, 0.0)
+        return count.clone(), shown.clone(), shown.clone(), count.clone()
+
+
+def test_equal_outputs_are_tensors_of_their_own(tmp_path: Path) -> None:
+    """Code that was compiled ahead gave one tensor twice, and the process that called it died."""
+    x = torch.rand(6)
+    with cgbundle.load(cgcompile.build(Repeating(), lambda: (x,), out=tmp_path / "equal.cgb", target="cpu").path) as program:
+        for one, want in zip(program(x), Repeating()(x), strict=True):
+            assert torch.equal(one, want)
+
+
 def test_a_number_that_identity_is_a_part_of_is_compared() -> None:
     three = Identity(sympy.Integer(2)) + 1
     x = sympy.Symbol("x", integer=True, nonnegative=True)

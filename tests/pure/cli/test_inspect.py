@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, Alias, Dimension, FixedWeight, Lowering, Manifest, Weight
+from cgbundle.format.schema import MEMORIES, Alias, DataSize, Dimension, FixedWeight, Lowering, Manifest, TensorSpec, Weight
 from cgbundle.format.spans import span
 from cgbundle.tables import codec as tables
 from cgbundle.tables.recording import Edge, KernelNode, Recording
@@ -460,6 +460,15 @@ def test_what_an_output_shares_memory_with_is_told(bundle: Path, alias: tuple[st
     manifest = replace(manifest, aliases=(Alias(output=0, memory=alias[0], index=alias[1]),), written=(0,))
     rows = summary.signature_rows(manifest)
     assert [row[-1] for row in rows] == [summary.UPDATED, "", f"(shares memory with {told})"]
+
+
+def test_an_output_whose_size_depends_on_data_shows_its_bound(bundle: Path) -> None:
+    manifest = archive.read_manifest(str(bundle))
+    count = TensorSpec(name="y.rows", dtype="int64", shape=(), order=(), range=())
+    manifest = replace(manifest, outputs=(*manifest.outputs, count), data_sizes=(DataSize(output=0, axis=0, count=1),))
+    (shown,) = [row for row in summary.signature_rows(manifest) if row[0] == "out"]
+    assert shown[3].startswith("[<=") and "<=" not in shown[3][2:]
+    assert summary.plain_entry(manifest)["outputs"] == [f"{shown[1]}: {shown[2]} {shown[3]}"]
 
 
 def test_the_last_of_many_int_keys_is_shown(tmp_path: Path) -> None:

@@ -1,0 +1,128 @@
+"""Axes of a bounded size: which of a tensor's axes have one, and how many of their elements count.
+
+Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`, `SymInt.node.expr`, and
+`ShapeEnv.bound_sympy`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
+from torch.utils._pytree import tree_leaves
+
+
+class Unsupported(Exception):
+    """An operation that is not known to keep the elements behind the true sizes apart from the others."""
+
+
+def data_size(size: Any) -> Any:
+    """The expression of a size that depends on data, None for another."""
+    return size.node.expr if isinstance(size, torch.SymInt) and free_unbacked_symbols(size) else None
+
+
+def axes_of(value: Any) -> dict[int, Any]:
+    """The axes of a tensor whose size depends on data: axis -> expression."""
+    if not isinstance(value, Tensor):
+        return {}
+    return {axis: expr for axis, size in enumerate(value.shape) if (expr := data_size(size)) is not None}
+
+
+def node_axes(node: Any) -> dict[int, Any]:
+    """`axes_of` the value that a node has in the exported program; of what is no node none."""
+    return axes_of(node.meta.get("val")) if isinstance(node, Node) else {}
+
+
+def depends(node: Node) -> bool:
+    """Whether a node's value, or its size, depends on data."""
+    leaves = tree_leaves(node.meta.get("val"))
+    return any(axes_of(leaf) or data_size(leaf) is not None for leaf in leaves)
+
+
+class Counts:
+    """The true sizes of axes, as tensors: int64 of no axes, by the expressions that the exported program has for them."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, Tensor] = {}
+        self._bounds: dict[Any, Any] = {}
+
+    def define(self, expr: Any, count: Tensor, bound: Any) -> None:
+        """A new size, `bound` at the most.  Raises Unsupported where another operation has it already: that they agree is a promise
+        of the data."""
+        if expr in self._known or not expr.is_Symbol:
+            raise Unsupported(f"the size {expr} is that of two selections")
+        self._known[expr], self._bounds[expr] = count, bound
+
+    def holds(self, condition: Any) -> bool:
+        """Whether a condition, an expression, is so of a size whatever is selected: it is no less than 0, and no more than fits."""
+        kind = type(condition).__name__
+        if kind not in ("LessThan", "GreaterThan"):
+            return False
+        low, high = (condition.lhs, condition.rhs) if kind == "LessThan" else (condition.rhs, condition.lhs)
+        if high in self._bounds:
+            return bool(low.is_Integer and low <= 0)
+        return low in self._bounds and bool(high.is_Integer and _largest(self._bounds[low]) <= high)
+
+    def knows(self, expr: Any) -> bool:
+        """Whether all that an expression is made of is known."""
+        return bool(expr.free_symbols <= self._symbols())
+
+    def is_count(self, expr: Any, count: Tensor) -> bool:
+        """Whether this is the count that an expression stands for."""
+        return self._known.get(expr) is count
+
+    def of(self, expr: Any) -> Tensor:
+        """The count that an expression stands for.  Raises Unsupported for what is not made of known ones."""
+        if expr not in self._known:
+            self._known[expr] = self._computed(expr)
+        return self._known[expr]
+
+    def _computed(self, expr: Any) -> Tensor:
+        values = [int(arg) if arg.is_Integer else self.of(arg) for arg in expr.args]
+        kind = type(expr).__name__
+        if len(values) < 2 or kind not in ("Min", "Mul", "Add") or expr.free_symbols - self._symbols():
+            raise Unsupported(f"the size {expr}")
+        tensors = [value for value in values if isinstance(value, Tensor)]
+        made = tensors[0]
+        for value in [*tensors[1:], *[value for value in values if not isinstance(value, Tensor)]]:
+            if kind == "Min":
+                made = torch.minimum(made, value) if isinstance(value, Tensor) else made.clamp(max=value)
+            else:
+                made = made * value if kind == "Mul" else made + value
+        return made
+
+    def _symbols(self) -> set[Any]:
+        return {expr for expr in self._known if expr.is_Symbol}
+
+    def valid(self, value: Tensor, axes: dict[int, Any]) -> Tensor | None:
+        """Which elements of a padded tensor count: a mask of as many axes, to be broadcast; None where all do."""
+        made = None
+        for axis, expr in axes.items():
+            rows = torch.arange(value.shape[axis], device=value.device) < self.of(expr)
+            rows = rows.reshape([-1 if place == axis else 1 for place in range(value.dim())])
+            made = rows if made is None else made & rows
+        return made
+
+    def masked(self, value: Tensor, axes: dict[int, Any], filling: float = 0) -> Tensor:
+        """A padded tensor with `filling` where no element counts."""
+        valid = self.valid(value, axes)
+        return (
+            value if valid is None else torch.where(valid, value, torch.full((), filling, dtype=value.dtype, device=value.device))
+        )
+
+
+def _largest(size: Any) -> Any:
+    """The largest value of a size in the range that the export has for its dimensions."""
+    return size.node.shape_env.bound_sympy(size.node.expr).upper if isinstance(size, torch.SymInt) else size
+
+
+def leading(shape: Sequence[Any], axis: int) -> Any:
+    """The product of the sizes before an axis."""
+    made: Any = 1
+    for size in shape[:axis]:
+        made = made * size
+    return made

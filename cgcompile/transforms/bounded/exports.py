@@ -1,0 +1,98 @@
+"""Exports whose outputs have sizes that depend on data, with bounds, checked against eager PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch.export import ExportedProgram
+
+from cgbundle.format.schema import IntKey, Size
+
+from ...errors import ModelError
+from ...export.exported import Exported
+from ...export.programs import Programs, coarsest
+from ...export.signature.output_sizes import fitted, tabled
+from ...export.signature.signature import size_of, symbols_of
+from ...model.dynamic_axes import BoundedAxis, bounded_outputs, bounded_shapes, names_of_counts
+from ...model.flat_module import ProgramModule, Reference, run_eager
+from ...model.source import EXAM_SEED, SEED, sample
+from ...model.user_code import first_line
+from ...util.tolerance import compare, is_float
+from .axes import Unsupported
+from .rewrite import Bounded, with_bounds
+
+
+def with_bounded_outputs(exported: Exported) -> Exported:
+    """The export with bounds for outputs of sizes that depend on data; its `flat` fills them up from then on.
+
+    As it was where no output has such a size, and where one follows from what `with_bounds` does not support, or differs from
+    what eager PyTorch gives: data-dependent-shape refuses that.
+    """
+    if any(obstacle.rule == "data-dependent-branch" for obstacle in exported.obstacles):
+        return exported
+    made: dict[int, Bounded] = {}
+    try:
+        for _, program in exported.programs.each:
+            if (bounded := with_bounds(program)) is None:
+                return exported
+            made[id(program)] = bounded
+        programs = exported.programs.changed(lambda program: made[id(program)].program)
+        rows = _rows(exported, programs, [each.axes for each in made.values()])
+    except (Unsupported, ModelError) as error:
+        return replace(exported, unbounded=first_line(error))
+    if not all(_agrees(exported, programs, rows, key) for key in programs.by_key):
+        return replace(exported, unbounded="what was computed with one differs from eager PyTorch")
+    flat = exported.flat
+    flat.bounded, flat.shapes = rows, exported.shapes
+    flat.names += names_of_counts(flat.names, rows)
+    shapes = tuple([(sizes, bounded_shapes(found, rows, sizes)) for sizes, found in exported.eager_shapes])
+    return replace(exported, programs=programs, eager_shapes=shapes)
+
+
+def _rows(exported: Exported, programs: Programs, axes: Sequence[Sequence[tuple[int, int, int]]]) -> tuple[BoundedAxis, ...]:
+    """The padded axes, with their bounds in terms of the declared dimensions.  Raises Unsupported, ModelError."""
+    if len(set(map(tuple, axes))) > 1:
+        raise Unsupported("axes that change with the sizes")
+    source, sizes = exported.source, exported.sizes
+    symbols = symbols_of(source, programs.first, exported.shapes, sizes) if programs.dynamic else {}
+    rows = []
+    for output, axis, count in axes[0]:
+        found = [_output(program, output).shape[axis] for _, program in programs.each]
+        bound: Size | None
+        if programs.dynamic:
+            bound = size_of(source, str(output), axis, found[0], symbols)
+        else:
+            points = [(dict(zip(sizes, key, strict=True)), int(size)) for key, size in zip(programs.by_key, found, strict=True)]
+            bound = fitted(points) or tabled(points)
+        if bound is None:
+            raise Unsupported("a bound that follows no rule")
+        rows.append(BoundedAxis(output=output, axis=axis, count=count, bound=bound))
+    return tuple(rows)
+
+
+def _output(program: ExportedProgram, index: int) -> torch.Tensor:
+    value: torch.Tensor = program.graph.output_node().args[0][index].meta["val"]
+    return value
+
+
+def _agrees(exported: Exported, programs: Programs, rows: Sequence[BoundedAxis], key: IntKey) -> bool:
+    """Whether the program of an int_key gives what eager PyTorch gives, on inputs of two seeds."""
+    bound, sizes = coarsest(programs), dict(zip(exported.sizes, key, strict=True))
+    module = ProgramModule([programs.at(key)])
+    for seed in (SEED, EXAM_SEED):
+        tensors = sample(exported.source, sizes, seed).tensors
+        wanted = bounded_outputs(_seeded(exported.flat, tensors), rows, sizes)
+        given = _seeded(module, tensors)
+        pairs = zip(wanted, given, strict=True)
+        if any(compare(want, got).error > (bound if is_float(want.dtype) else 0.0) for want, got in pairs):
+            return False
+    return True
+
+
+def _seeded(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The outputs, with the same random numbers every time."""
+    with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in tensors if tensor.is_cuda})):
+        torch.manual_seed(SEED)
+        return run_eager(reference, tensors).outputs

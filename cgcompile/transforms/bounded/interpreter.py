@@ -1,0 +1,282 @@
+"""The part of a program that leads to outputs of sizes that depend on data, run at sizes that hold any selection."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from math import inf
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.fx.node import map_arg
+from torch.utils._pytree import tree_leaves
+
+from ...export.torch_program import arguments
+from .axes import Counts, Unsupported, axes_of, data_size, depends, node_axes
+from .row_wise import check_rows, is_pointwise, name_of
+from .selections import Selected, kept_boxes, selected, sort, unique
+
+aten = torch.ops.aten
+
+MASKS = (torch.bool, torch.uint8)
+"""Dtypes of an index that is a mask."""
+
+INDEXED = {"index_select": "index", "gather": "index", "embedding": "indices"}
+"""Operators that take positions, and the argument that has them."""
+
+DIVISIONS = frozenset(["floor_divide", "remainder.Tensor", "remainder.Scalar_Tensor", "fmod.Tensor", "div.Tensor_mode"])
+"""Of integers, a processor may stop where the divisor is 0."""
+
+SIZED = frozenset({
+    "_unsafe_view", "arange", "expand", "flatten.using_ints", "full", "new_full", "new_ones", "new_zeros", "ones",
+    "reshape", "slice.Tensor", "unflatten.int", "view", "zeros",
+})  # fmt: skip
+"""Operators whose numbers are sizes."""
+
+NEUTRAL: dict[str, float] = {
+    "sum.dim_IntList": 0, "any.dim": 0, "any.dims": 0, "all.dim": 1, "all.dims": 1, "softmax.int": -inf, "log_softmax.int": -inf,
+}  # fmt: skip
+"""Operators along an axis, and what an element has to be to count for nothing."""
+
+PRODUCTS = ("matmul", "mm", "bmm")
+
+
+class Interpreter:
+    """Runs nodes.  `values`: what they give, padded, and what they take from the rest of the program; `counts`: grows by what they
+    select."""
+
+    def __init__(self, values: Mapping[Node, Any], counts: Counts) -> None:
+        self.values: dict[Node, Any] = dict(values)
+        self.counts = counts
+        self._selected: dict[Node, Selected] = {}
+        self._own: dict[str, Callable[[Node, Mapping[str, Any]], Any]] = {
+            "nonzero": self._nonzero, "argwhere": self._nonzero, "nonzero_numpy": self._positions, "where": self._positions,
+            "index.Tensor": self._index, "masked_select": self._masked_select, "_unique2": self._unique,
+            "unique_consecutive": self._unique_consecutive, "slice.Tensor": self._slice, "sort": self._sort,
+            "sort.stable": self._sort, "argsort": self._sort, "argsort.stable": self._sort, "cat": self._joined,
+        }  # fmt: skip
+
+    def run(self, node: Node) -> None:
+        """Raises Unsupported."""
+        self.values[node] = self._result(node)
+
+    def masked(self, node: Node) -> Tensor:
+        """A result, with zeros behind its true sizes."""
+        made: Tensor = self.counts.masked(self.values[node], node_axes(node))
+        return made
+
+    def _result(self, node: Node) -> Any:
+        if node.op != "call_function":
+            raise Unsupported(node.op)
+        if isinstance(node.target, torch._ops.OpOverload) and str(node.target) == "torchvision.nms.default":
+            return self._suppressed(node)
+        if node.target is aten.sym_size.int or getattr(node.target, "__module__", "") == "_operator":
+            return self._plain(node)
+        if not name_of(node):
+            raise Unsupported(str(node.target))
+        given = arguments(node)
+        own = self._own.get(name_of(node))
+        if own is not None:
+            return own(node, given)
+        if name_of(node) in NEUTRAL:
+            return self._reduced(node, given)
+        if name_of(node) in PRODUCTS:
+            return self._product(node)
+        return self._rows(node)
+
+    def _plain(self, node: Node) -> Any:
+        args, kwargs = map_arg((node.args, node.kwargs), self.values.__getitem__)
+        return node.target(*args, **kwargs)
+
+    def _rows(self, node: Node) -> Any:
+        """An operator that keeps rows apart.  Positions behind the true sizes are 0, divisors 1."""
+        check_rows(node)
+        name = name_of(node)
+        given = arguments(node)
+        if any(isinstance(value, Node) and depends(value) for value in [given.get("fill_value"), given.get("start")]):
+            raise Unsupported(f"{node.target} of a size")  # a number, and no size
+        positions = given.get(INDEXED.get(name, ""))
+        divisor = node.args[1] if name in DIVISIONS else None
+
+        def value(each: Node) -> Any:
+            made = self.values[each]
+            if isinstance(made, Tensor):
+                filling = 1 if each is divisor else 0
+                return self.counts.masked(made, node_axes(each), filling) if each in (positions, divisor) else made
+            if data_size(each.meta.get("val")) is None or name in SIZED:
+                return made
+            if not is_pointwise(node):
+                raise Unsupported(f"{node.target} of a size")
+            return self.counts.of(data_size(each.meta["val"]))
+
+        args, kwargs = map_arg((node.args, node.kwargs), value)
+        return node.target(*args, **kwargs)
+
+    def _reduced(self, node: Node, given: Mapping[str, Any]) -> Any:
+        """A reduction over a bounded axis of a tensor that has another one."""
+        source, name = given["self"], name_of(node)
+        axes, rank = node_axes(source), source.meta["val"].dim()
+        named = given["dim"]
+        over = {axis % rank for axis in (named if isinstance(named, list | tuple) else [named])} if named else set(axes)
+        over = {named % rank} if isinstance(named, int) else over
+        mixed = {axis: expr for axis, expr in axes.items() if axis in over}
+        if mixed and NEUTRAL[name] == -inf and not source.meta["val"].is_floating_point():
+            raise Unsupported(str(node.target))
+        x = self.counts.masked(self.values[source], mixed, NEUTRAL[name])
+        args, kwargs = map_arg((node.args, node.kwargs), lambda each: x if each is source else self.values[each])
+        return node.target(*args, **kwargs)
+
+    def _product(self, node: Node) -> Any:
+        """A product of matrices: what is summed over is 0 where it does not count."""
+        factors = []
+        for place, each in enumerate(node.args):
+            rank, axes = each.meta["val"].dim(), node_axes(each)
+            summed = rank - 1 if place == 0 or rank == 1 else rank - 2
+            factors.append(self.counts.masked(self.values[each], {axis: expr for axis, expr in axes.items() if axis == summed}))
+        return node.target(*factors)
+
+    # --- selections -------------------------------------------------------------------------------------------
+
+    def _select(self, mask: Node, result: Any) -> Selected:
+        """The positions where a mask is true; `result` has them along an axis of a new size."""
+        if not mask.meta["val"].dim():
+            raise Unsupported("a mask without axes")
+        if mask not in self._selected:
+            true = self.values[mask] if mask.meta["val"].dtype is torch.bool else self.values[mask] != 0
+            valid = self.counts.valid(true, node_axes(mask))
+            made = selected(true if valid is None else true & valid)
+            self.counts.define(self._new(result), made.count, made.positions[0].shape[0])
+            self._selected[mask] = made
+        elif not any(self.counts.is_count(expr, self._selected[mask].count) for expr in _sizes(result)):
+            made = self._selected[mask]
+            self.counts.define(self._new(result), made.count, made.positions[0].shape[0])
+        return self._selected[mask]
+
+    def _new(self, result: Any) -> Any:
+        """The expression of the size that a selection has: the one that nothing had before."""
+        fresh = [expr for expr in _sizes(result) if not self.counts.knows(expr)]
+        if len(fresh) != 1:
+            raise Unsupported("the size of a selection")
+        return fresh[0]
+
+    def _nonzero(self, node: Node, given: Mapping[str, Any]) -> Any:
+        return torch.stack(self._select(given["self"], node.meta["val"]).positions, 1)
+
+    def _positions(self, node: Node, given: Mapping[str, Any]) -> Any:
+        source = given.get("condition", given.get("self"))
+        return list(self._select(source, node.meta["val"]).positions)
+
+    def _index(self, node: Node, given: Mapping[str, Any]) -> Any:
+        indices: list[Tensor | None] = []
+        axes = node_axes(given["self"])
+        for each in given["indices"]:
+            if each is None:
+                indices.append(None)
+            elif each.meta["val"].dtype in MASKS:
+                indices += self._select(each, node.meta["val"]).positions
+            else:
+                positions = self.counts.masked(self.values[each], node_axes(each))
+                if (size := axes.get(len(indices))) is not None:  # -1 is the last one that counts
+                    positions = torch.where(positions < 0, positions + self.counts.of(size), positions)
+                indices.append(positions)
+        return aten.index.Tensor(self.values[given["self"]], indices)
+
+    def _masked_select(self, node: Node, given: Mapping[str, Any]) -> Any:
+        source, mask = given["self"], given["mask"]
+        if source.meta["val"].shape != mask.meta["val"].shape:
+            if node_axes(source) or node_axes(mask):
+                raise Unsupported("masked_select of a mask of another shape")
+            x, true = torch.broadcast_tensors(self.values[source], self.values[mask])
+            made = selected(true)
+            self.counts.define(self._new(node.meta["val"]), made.count, made.positions[0].shape[0])
+            return aten.index.Tensor(x, list(made.positions))
+        return aten.index.Tensor(self.values[source], list(self._select(mask, node.meta["val"]).positions))
+
+    def _suppressed(self, node: Node) -> Any:
+        boxes, scores, threshold = node.args
+        made = kept_boxes(
+            self.values[boxes], self.values[scores], threshold, self.counts.valid(self.values[scores], node_axes(scores))
+        )
+        self.counts.define(self._new(node.meta["val"]), made.count, made.positions[0].shape[0])
+        return made.positions[0]
+
+    def _unique(self, node: Node, given: Mapping[str, Any]) -> Any:
+        if not given["sorted"]:
+            raise Unsupported("unique without an order")
+        return self._different(node, given["self"], ordered=True)
+
+    def _unique_consecutive(self, node: Node, given: Mapping[str, Any]) -> Any:
+        source = given["self"]
+        if given["dim"] is not None or not set(node_axes(source)) <= {0}:
+            raise Unsupported("unique_consecutive along an axis")
+        return self._different(node, source, ordered=False)
+
+    def _different(self, node: Node, source: Node, *, ordered: bool) -> Any:
+        x = self.values[source]
+        valid = self.counts.valid(x, node_axes(source))
+        made = unique(x, None if valid is None else valid.expand(x.shape), ordered=ordered)
+        self.counts.define(self._new(node.meta["val"][0]), made.count, made.values.shape[0])
+        return made.values, made.inverse, made.counts
+
+    # --- along a bounded axis ---------------------------------------------------------------------------------
+
+    def _slice(self, node: Node, given: Mapping[str, Any]) -> Any:
+        """`x[:k]`: as many elements as there are, k at the most."""
+        source, dim, end = given["self"], given["dim"], given["end"]
+        axis = dim % source.meta["val"].dim()
+        if axis not in node_axes(source):
+            return self._rows(node)
+        x = self.values[source]
+        if given["start"] not in (None, 0) or given["step"] != 1 or not (end is None or (type(end) is int and end >= 0)):
+            raise Unsupported("a part of a bounded axis")
+        size, expr = x.shape[axis], node_axes(node).get(axis)
+        if expr is not None and not self.counts.knows(expr):  # torch may give a part's size a symbol of its own
+            count = self.counts.of(node_axes(source)[axis])
+            self.counts.define(expr, count if end is None else count.clamp(max=end), size)
+        shorter = end is not None and type(size) is int and end < size
+        return aten.slice.Tensor(x, axis, 0, end) if shorter else x
+
+    def _joined(self, node: Node, given: Mapping[str, Any]) -> Any:
+        """Tensors behind each other along a bounded axis: what does not count goes behind them all."""
+        parts = given["tensors"]
+        axis = given["dim"] % node.meta["val"].dim()
+        if axis not in node_axes(node) or any(each.meta["val"].dim() != node.meta["val"].dim() for each in parts):
+            return self._rows(node)
+        rows = []
+        for each in parts:
+            x = self.values[each]
+            valid = self.counts.valid(x, {place: expr for place, expr in node_axes(each).items() if place == axis})
+            rows.append(x.new_ones(x.shape[axis], dtype=torch.bool) if valid is None else valid.reshape(-1))
+        ((places,), _) = selected(torch.cat(rows))
+        return torch.cat([self.values[each] for each in parts], axis).index_select(axis, places)
+
+    def _sort(self, node: Node, given: Mapping[str, Any]) -> Any:
+        source = given["self"]
+        rank = source.meta["val"].dim()
+        axis = given["dim"] % rank if rank else 0
+        if axis not in node_axes(source):
+            return self._rows(node)
+        x = self.values[source]
+        made = sort(x, self.counts.valid(x, {axis: node_axes(source)[axis]}), axis, given["descending"])
+        return made[1] if name_of(node).startswith("argsort") else made
+
+
+def _sizes(result: Any) -> list[Any]:
+    """The sizes in a result that depend on data."""
+    return list(dict.fromkeys([expr for leaf in tree_leaves(result) for expr in axes_of(leaf).values()]))
+
+
+def chain(nodes: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
+    """The nodes, in order, that outputs of sizes that depend on data follow from, back to where values have fixed sizes; and the
+    other results of these."""
+    waiting, found = [node for node in outputs if depends(node)], set()
+    while waiting:
+        node = waiting.pop()
+        if node not in found:
+            found.add(node)
+            waiting += [source for source in node.all_input_nodes if depends(source)]
+    for node in list(found):
+        found.update([user for user in node.users if user.target is operator.getitem])
+    return [node for node in nodes if node in found]

@@ -1,0 +1,124 @@
+"""Operators that keep the elements in front of a bounded axis apart from those behind: which axes they mix."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.fx import Node
+
+from ...export.torch_program import arguments
+from .axes import Unsupported, leading, node_axes
+
+SAME = frozenset({
+    "__and__.Scalar", "__and__.Tensor", "__or__.Scalar", "__or__.Tensor", "__xor__.Tensor", "_to_copy", "alias", "clone",
+    "contiguous", "detach", "dropout", "expand", "expand_as", "feature_dropout", "floor_divide", "floor_divide.Scalar", "full",
+    "full_like", "lift_fresh_copy", "mT", "masked_fill.Tensor", "movedim.int", "new_full", "new_ones", "new_zeros", "numpy_T",
+    "ones", "ones_like", "permute", "stack", "swapaxes", "t", "to.device", "to.dtype",
+    "to.dtype_layout", "to.other", "transpose.int", "type_as", "unsqueeze", "where.Scalar", "where.ScalarOther",
+    "where.ScalarSelf", "zeros", "zeros_like",
+})  # fmt: skip
+"""Every element of the result follows from the elements at its own place."""
+
+ALONG = frozenset({
+    "all.dim", "all.dims", "amax", "amin", "any.dim", "any.dims", "argmax", "argmin", "argsort", "argsort.stable", "cat",
+    "chunk", "cumprod", "cumsum", "flip", "gather", "glu", "index_select", "linalg_vector_norm", "log_softmax.int",
+    "logcumsumexp", "logsumexp", "max.dim", "mean.dim", "min.dim", "narrow", "norm.ScalarOpt_dim", "prod.dim_int", "roll",
+    "select.int", "slice.Tensor", "softmax.int", "sort", "sort.stable", "split.Tensor", "split_with_sizes", "squeeze.dim",
+    "squeeze.dims", "std.correction",
+    "sum.dim_IntList", "topk", "unbind.int", "var.correction",
+})  # fmt: skip
+"""They mix elements along the axes that `dim` or `dims` name."""
+
+RUNNING = frozenset(["cumsum", "cumprod", "logcumsumexp"])
+"""An element follows from those before it."""
+
+CONTRACTED = ("linear", "addmm")
+"""They sum along the last axis of a matrix."""
+
+BATCHED = frozenset({
+    "adaptive_avg_pool2d", "avg_pool2d", "batch_norm", "conv1d", "conv1d.padding", "conv2d", "conv2d.padding", "conv3d",
+    "group_norm", "max_pool2d", "pixel_shuffle", "upsample_bilinear2d.vec", "upsample_nearest2d.vec",
+})  # fmt: skip
+"""Their first argument has rows along axis 0 that do not depend on each other."""
+
+
+def name_of(node: Node) -> str:
+    """`sum.dim_IntList`, without the overload where it is the default one; "" for what is no operator of aten."""
+    target = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return ""
+    name = str(target).removeprefix("aten.")
+    return name.removesuffix(".default")
+
+
+def is_pointwise(node: Node) -> bool:
+    """Whether every element of the result follows from the elements at its own place."""
+    return torch.Tag.pointwise in getattr(node.target, "tags", ()) or name_of(node) in SAME
+
+
+def check_rows(node: Node) -> None:
+    """Raises Unsupported unless no element that counts follows from one that does not, for a node whose indices are masked."""
+    name = name_of(node)
+    given = arguments(node)
+    if is_pointwise(node):
+        return
+    if name in ALONG:
+        _check_along(node, name, given)
+    elif name in CONTRACTED:
+        _check_contracted(node, name, given)
+    elif name in ("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "view_as", "reshape_as"):
+        _check_view(node, given)
+    elif name in ("layer_norm", "rms_norm", "native_layer_norm"):
+        inner = given["input"].meta["val"].dim() - len(given["normalized_shape"])
+        _require(all(axis < inner for axis in node_axes(given["input"])), node)
+    elif name == "embedding":
+        _require(not node_axes(given["weight"]), node)
+    elif name in BATCHED:
+        first, *others = node.all_input_nodes
+        _require(set(node_axes(first)) <= {0} and not any(map(node_axes, others)) and not given.get("training"), node)
+    elif name == "arange":
+        pass
+    else:
+        raise Unsupported(str(node.target))
+
+
+def _check_along(node: Node, name: str, given: Mapping[str, Any]) -> None:
+    for source in [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]:
+        axes, rank = node_axes(source), source.meta["val"].dim()
+        if not axes:
+            continue
+        named = given.get("dim", given.get("dims"))
+        if named is None or named == []:
+            raise Unsupported(str(node.target))
+        mixed = {axis % max(1, rank) for axis in (named if isinstance(named, list | tuple) else [named])}
+        _require(not mixed & set(axes) or name in RUNNING or (name in ("gather", "index_select")), node)
+
+
+def _check_contracted(node: Node, name: str, given: Mapping[str, Any]) -> None:
+    left, *others = [given["mat1"], given["mat2"], given["self"]] if name == "addmm" else node.all_input_nodes
+    _require(left.meta["val"].dim() - 1 not in node_axes(left) and not any(map(node_axes, others)), node)
+
+
+def _check_view(node: Node, given: Mapping[str, Any]) -> None:
+    """Elements that count stay in front: what comes before a bounded axis is as it was."""
+    source = next(each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor))
+    before, after = node_axes(source), node_axes(node)
+    _require(len(before) == len(after), node)
+    for (axis, expr), (place, other) in zip(before.items(), after.items(), strict=True):
+        outer, now = leading(source.meta["val"].shape, axis), leading(node.meta["val"].shape, place)
+        _require(_same(outer, now) and (expr == other or len(before) == 1), node)
+
+
+def _same(one: Any, other: Any) -> bool:
+    return _expr(one) == _expr(other)
+
+
+def _expr(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else size
+
+
+def _require(holds: bool, node: Node) -> None:
+    if not holds:
+        raise Unsupported(str(node.target))
