@@ -6,7 +6,7 @@ The model is wrapped so that export sees only tensors in and tensors out; the ne
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from cgbundle.format.schema import IntKey, Size
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.devices.index_guard import guarded_indices
-from ..model.flat_module import PREFIX, FlatModule, unwatched
+from ..model.flat_module import PREFIX, FlatModule, held_weights, unwatched
 from ..model.nondeterminism.repeated_calls import apart, unrepeated
 from ..model.pytree import DENSE, SPARSE, not_dense
 from ..model.side_effects import NOTHING, Asserted, Obstacle, SideEffects
@@ -50,19 +50,25 @@ PROBES = 8
 """Sizes of a dimension, beside the declared ones, at which eager PyTorch is asked for the shapes of the outputs."""
 
 
-def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = True, max_paths: int = MAX_PATHS) -> Exported:
+def export(
+    source: Source,
+    sizes: Mapping[str, tuple[int, ...]],
+    alone: bool = True,
+    max_paths: int = MAX_PATHS,
+    written: Set[str] = frozenset(),
+) -> Exported:
     """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
 
     Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
     tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.  `alone`: the model has no other entry,
-    which might write to a buffer that this one asks for its values, and no error has to say which entry it means.
+    and no error has to say which entry it means.  `written` are buffers that other entries write to: their values are not known.
     `max_paths`: so many ways through its Python are exported at most.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
     """
     try:
-        return _exported(source, sizes, alone, max_paths)
+        return _exported(source, sizes, alone, max_paths, written)
     except ModelError as error:
         named = error if alone else _of_entry(error, source)
         if named is error:
@@ -70,7 +76,9 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
         raise named from error.__cause__
 
 
-def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int) -> Exported:
+def _exported(
+    source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int, written: Set[str]
+) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source)
@@ -79,16 +87,15 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     calls = list(seen.calls)
     flat.watch = calls.append
     flat.assigned = tuple(seen.changes)
-    flat.constants = seen.constants if alone else []
     left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
-        made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
+        made = _with_known(source, flat, shapes, sizes, calls, max_paths, written | seen.written)
         unread = _unread_counters(made.programs, seen.counters) if alone else []
         for name in unread:
             make_attribute(source.model, name, seen.counters[name][1])
         if unread:
             flat.follow_buffers()
-            made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
+            made = _with_known(source, flat, shapes, sizes, calls, max_paths, written | seen.written)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -106,7 +113,44 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
         eager_shapes=(*seen.shapes, *made.eager_shapes), obstacles=(*left, *uncounted, *outside, *made.obstacles),
+        baked={name: where or source.label for name, (where, _) in _baked(calls).items()},
+        written=frozenset(seen.written.union(*[call.written for call in calls])),
     )  # fmt: skip
+
+
+def _with_known(
+    source: Source,
+    flat: FlatModule,
+    shapes: Sequence[tuple[Size, ...]],
+    sizes: Mapping[str, tuple[int, ...]],
+    calls: list[SideEffects],
+    max_paths: int,
+    written: Set[str],
+) -> _Made:
+    """Python gets the values of parameters and buffers, but of those in `written`.  Where it got one that some way through the
+    model writes to, the model is exported again without that."""
+    first, before = flat.earlier, list(calls)
+    while True:
+        flat.weights = held_weights(flat.model, written)
+        flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
+        failed: ModelError | None = None
+        try:
+            made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
+        except ModelError as error:
+            failed = error
+        wrong = _baked(calls).keys() & set().union(*[call.written for call in calls])
+        if not wrong:
+            break
+        written = written | wrong
+        calls[:] = before
+    if failed is not None:
+        raise failed
+    return made
+
+
+def _baked(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
+    """The parameters and buffers whose values Python got in some call, by name, with the line that asked first."""
+    return {name: asked for call in reversed(calls) for name, asked in call.baked.items()}
 
 
 def _unread_counters(programs: Programs, counters: Mapping[str, Counter]) -> list[str]:

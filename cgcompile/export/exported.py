@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -24,6 +24,8 @@ class Exported:
 
     `programs` are over flat tensors; `flat` runs the user's own module in eager PyTorch the same way.  `shapes` are those of the
     inputs.  `eager_shapes` were found at the smallest and the largest sizes.  `obstacles` leave no operation in a program.
+    `baked` are parameters and buffers whose values Python got while it was exported, by their names in the model, with the line
+    that asked; `written` are those that a call may write to.
     """
 
     source: Source
@@ -33,6 +35,8 @@ class Exported:
     shapes: tuple[tuple[Size, ...], ...]
     eager_shapes: tuple[EagerShapes, ...]
     obstacles: tuple[Obstacle, ...]
+    baked: Mapping[str, str] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
-from ..model.flat_module import FlatModule, unwatched
+from ..model.devices.constant_expressions import version_of
+from ..model.flat_module import FlatModule, held_weights, unwatched
 from ..model.nondeterminism.generators import Generator, generators, states
 from ..model.nondeterminism.repeated_calls import Observed, Results, observed, outside_values, results
 from ..model.side_effects import Obstacle, SideEffects
@@ -23,14 +24,8 @@ from ..util.raw_bytes import same_bits
 from .eager_check import try_eager
 from .exported import EagerShapes
 
-FEW = 16
-"""Elements of a buffer that Python may ask for its values."""
-
 Counter = tuple[Obstacle, Any]
 """What to say of an attribute that calls count in, and what it was before the first call."""
-
-Constants = list[tuple[Any, str, torch.Tensor]]
-"""Buffers that no call writes to: (module, name in it, value)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -39,7 +34,7 @@ class FirstCalls:
 
     `calls` are those at the smallest and the largest sizes, `shapes` the shapes of their outputs.  `changes` are attributes that
     every call changes, by name, and `counters` those that became buffers instead; `outside` are obstacles of what lies outside of
-    the model; `constants` are small buffers that kept their values.  `first` and `second` are what two more calls at the smallest
+    the model; `written` are parameters and buffers that a call wrote to, by their names.  `first` and `second` are what two more calls at the smallest
     sizes gave.
     """
 
@@ -48,7 +43,7 @@ class FirstCalls:
     changes: Mapping[str, Obstacle]
     counters: Mapping[str, Counter]
     outside: tuple[Obstacle, ...]
-    constants: Constants
+    written: frozenset[str]
     first: Results
     second: Observed
 
@@ -61,7 +56,7 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
     calls: list[SideEffects] = []
     flat.watch = calls.append
     fresh = own_attributes(source.model)
-    versions = {id(buffer): buffer._version for buffer in source.model.buffers() if not buffer.is_inference()}
+    versions = {id(weight.tensor): version_of(weight.tensor) for weight in held_weights(source.model)}
     before = states(generators(source.model, source.entry))
     shapes = _fill_caches(source, flat, sizes, calls)
     drawn_from = generators(source.model, source.entry)  # a call may import NumPy
@@ -75,7 +70,7 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
         outside += outside_values(flat, largest, (), replace(observed(flat, largest, drawn_from, after), reads=()))
     return FirstCalls(
         calls=tuple(calls), shapes=tuple(shapes), changes=changes, counters=kept, outside=outside,
-        constants=_constants(flat, versions), first=first, second=second,
+        written=_written(source.model, versions), first=first, second=second,
     )  # fmt: skip
 
 
@@ -121,16 +116,11 @@ def sample_at(source: Source, sizes: Mapping[str, tuple[int, ...]], pick: int) -
     return sample(source, {name: values[pick] for name, values in sizes.items()}).tensors
 
 
-def _constants(flat: FlatModule, versions: Mapping[int, int]) -> Constants:
-    """Buffers of a few integers that are no part of the state dict, and that no call writes to: strides and paddings that a model
-    keeps as tensors (transformers' EnCodec).  `versions`: of each buffer before the first call, by its id."""
-    found = []
-    for owner, leaf in flat.snapshot.owners():
-        buffer = owner._buffers[leaf]
-        small = buffer.numel() <= FEW and not buffer.is_floating_point() and not buffer.is_complex()
-        if small and leaf in owner._non_persistent_buffers_set and versions.get(id(buffer)) == buffer._version:
-            found.append((owner, leaf, buffer.detach().clone()))
-    return found
+def _written(model: torch.nn.Module, versions: Mapping[int, int | None]) -> frozenset[str]:
+    """The parameters and buffers that are others, or were written to.  `versions`: of each before the first call, by its id."""
+    nothing = object()
+    weights = held_weights(model)
+    return frozenset([each.name for each in weights if versions.get(id(each.tensor), nothing) != version_of(each.tensor)])
 
 
 def _changed_attributes(

@@ -137,7 +137,7 @@ def track_devices(
     told: torch.device = CUDA,
     capability: tuple[int, int] = (8, 0),
     asserted: Asserted = NOTHING,
-    constants: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    weights: Sequence[tuple[str, torch.Tensor, torch.Tensor]] = (),
     way: TracedWay | ForcedWay | None = None,
     model: torch.nn.Module | None = None,
     padded: bool = False,
@@ -145,14 +145,14 @@ def track_devices(
     """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
 
     `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier`,
-    `known` and `asserted` are those of `DataReads`, `padded` that of `PackedSequences`, and `constants` traced tensors with their
-    values.  `way`: the answers that the call of `model` gets are forced.  Fake tensors answer `.device` by a property that asks no
+    `known` and `asserted` are those of `DataReads`, `padded` that of `PackedSequences`, and `weights` parameters and
+    buffers that no call writes to, as far as is known: names, traced tensors, values.  `way`: the answers that the call of `model` gets are forced.  Fake tensors answer `.device` by a property that asks no
     mode.  While the user's own code runs, the property asks this one; in what that code calls, the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, told)
-    values = KnownValues(real)
-    for tensor, value in constants:
-        values.hold(tensor, value)
+    values = KnownValues(real, places.effects.baked)
+    for name, tensor, value in weights:
+        values.hold(tensor, value, name)
     reads = DataReads(places, values, earlier, known, asserted)
     asked_by: AbstractContextManager[None] = nullcontext()
     if isinstance(way, TracedWay):
@@ -183,6 +183,7 @@ def track_devices(
         with layers_of_packed_sequences(_packed), mode, asked_by:
             yield places.effects
     finally:
+        places.effects.written |= values.written()
         FakeTensor.device = fake
         torch.autocast.__init__ = autocast
         torch.cuda.get_device_capability = asked
