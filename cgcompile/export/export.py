@@ -241,7 +241,11 @@ def _made(
             with suppress(ModelError):
                 return _per_size(source, flat, sizes, calls, _reason(source, obstacles), None)
         try:
-            return _paths(source, flat, shapes, sizes, calls, max_paths) or dynamic
+            if made := _paths(source, flat, shapes, sizes, calls, max_paths):
+                return made
+            with suppress(ModelError):
+                return _per_size(source, flat, sizes, calls, _reason(source, obstacles), max_paths)
+            return dynamic
         except ModelError as error:
             if not isinstance(error.__cause__, PathsRefused) or error.code != "data-dependent-branch":
                 raise

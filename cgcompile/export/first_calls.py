@@ -56,9 +56,9 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
     calls: list[SideEffects] = []
     flat.watch = calls.append
     fresh = own_attributes(source.model)
-    versions = {id(weight.tensor): version_of(weight.tensor) for weight in held_weights(source.model)}
     before = states(generators(source.model, source.entry))
     shapes = _fill_caches(source, flat, sizes, calls)
+    versions = {id(weight.tensor): version_of(weight.tensor) for weight in held_weights(source.model)}
     drawn_from = generators(source.model, source.entry)  # a call may import NumPy
     after = states(drawn_from)
     flat.earlier = calls[0]
@@ -117,7 +117,7 @@ def sample_at(source: Source, sizes: Mapping[str, tuple[int, ...]], pick: int) -
 
 
 def _written(model: torch.nn.Module, versions: Mapping[int, int | None]) -> frozenset[str]:
-    """The parameters and buffers that are others, or were written to.  `versions`: of each before the first call, by its id."""
+    """The parameters and buffers that are others, or were written to.  `versions`: of each before, by its id."""
     nothing = object()
     weights = held_weights(model)
     return frozenset([each.name for each in weights if versions.get(id(each.tensor), nothing) != version_of(each.tensor)])

@@ -204,7 +204,7 @@ class KnownValues:
             return [*args[:1], *pytree.tree_map(self._number, args[1:])], pytree.tree_map(self._number, kwargs)
         if func in INDEXING:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            made = tuple([self._slice(each) if isinstance(each, slice) else each for each in index])
+            made = tuple([self._slice(part) if isinstance(part, slice) else self._position(part) for part in index])
             return [args[0], made if isinstance(args[1], tuple) else made[0], *args[2:]], kwargs
         if func in REPEATS and kwargs.get("output_size") is None and (size := self._repeated(args, kwargs)) is not None:
             return args, {**kwargs, "output_size": size}
@@ -216,6 +216,11 @@ class KnownValues:
         self._answered(self._of(part).weights)
         with plain():
             return value.item()
+
+    def _position(self, part: Any) -> Any:
+        """An index; of an integer without dimensions, which selects as a number does, the number."""
+        whole = isinstance(part, torch.Tensor) and not (part.is_floating_point() or part.dtype in (torch.bool, torch.uint8))
+        return self._number(part) if whole else part
 
     def _repeated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
         """How many rows `repeat_interleave` of a tensor makes by repeats of known value; None where they are not known."""
