@@ -76,6 +76,19 @@ def export(
         raise named from error.__cause__
 
 
+def with_unwritten(made: Sequence[Exported], max_paths: int = MAX_PATHS) -> list[Exported]:
+    """The entries of one model, those of which exported again that know the value of a buffer to which another entry writes.  Raises
+    what `export` does."""
+    while True:
+        written = frozenset().union(*[each.written for each in made])
+        if not any(each.baked.keys() & written for each in made):
+            return list(made)
+        made = [
+            export(each.source, each.sizes, len(made) == 1, max_paths, written) if each.baked.keys() & written else each
+            for each in made
+        ]
+
+
 def _exported(
     source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int, written: Set[str]
 ) -> Exported:

@@ -35,6 +35,7 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Program", "lowerings"): (6, ()),
     ("Weight", "zeros"): (6, False),
     ("Manifest", "world"): (6, ()),
+    ("FixedWeight", "where"): (6, ""),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
@@ -46,5 +47,6 @@ SPARSE = {
     ("Program", "lowerings"),
     ("Weight", "zeros"),
     ("Manifest", "world"),
+    ("FixedWeight", "where"),
 }
 """(record, field) of those in ADDED that are left out where they have the value of before: few bundles have any."""
