@@ -29,6 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from ..user_code import here
 from .constant_expressions import Expression, Leaf, NotConstant, Operation, Result, leaf, plain
+from .size_lists import SizeLists
 from .tracing import called, tensors_in
 
 LARGEST = 1 << 16
@@ -92,6 +93,7 @@ class KnownValues:
         self._notes: Any = WeakTensorKeyDictionary()
         self._writes: dict[int, int] = {}
         self._held: list[tuple[str, torch.Tensor]] = []
+        self._sizes = SizeLists(self._state)
 
     def hold(self, tensor: torch.Tensor, value: torch.Tensor, name: str) -> None:
         """A traced tensor stands for `value` in every call: the parameter or buffer of this name."""
@@ -108,7 +110,10 @@ class KnownValues:
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operation gives, a number or a truth value too; `is_known` is False of it where an argument is not known."""
         operation = self._operation(func, args, kwargs)
-        return _UNKNOWN if operation is None else self._evaluated(operation)
+        if operation is not None:
+            return self._evaluated(operation)
+        size = self._sizes.read(func, args) if get_proxy_mode() is not None else None
+        return _UNKNOWN if size is None else size
 
     def _evaluated(self, operation: Operation) -> Any:
         try:
@@ -181,7 +186,9 @@ class KnownValues:
         """An argument with an expression in place of a tensor."""
         if isinstance(argument, FakeTensor):
             noted = self._notes.get(argument)
-            return noted[3] if noted is not None and noted[:3] == self._state(argument) else _UNKNOWN
+            if noted is not None:
+                return noted[3] if noted[:3] == self._state(argument) else _UNKNOWN
+            return self._of_sizes(argument)
         if isinstance(argument, torch.Tensor):
             # a constant of the model's: parameters and buffers are fake while they are traced
             return leaf(argument) or _UNKNOWN
@@ -193,6 +200,15 @@ class KnownValues:
         if isinstance(argument, torch.Size):
             return _UNKNOWN if any(isinstance(size, _SYMBOLS) for size in argument) else argument
         return argument if isinstance(argument, _ARGUMENTS) and not isinstance(argument, _SYMBOLS) else _UNKNOWN
+
+    def _of_sizes(self, tensor: FakeTensor) -> Any:
+        """A part of a list of sizes as an expression, where none of these sizes varies."""
+        elements = self._sizes.of(tensor)
+        parts = elements if isinstance(elements, list) else [elements]
+        if not all(type(part) is int for part in parts):
+            return _UNKNOWN
+        operation = Operation(func=torch.tensor, args=(elements,), kwargs={"dtype": tensor.dtype, "device": self._real})
+        return Result(operation=operation, index=0, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
     def with_numbers(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, with numbers for known tensors of one element where the operation wants numbers."""
@@ -252,6 +268,7 @@ class KnownValues:
             if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()._cdata
                 self._writes[storage] = self._writes.get(storage, 0) + 1
+        self._sizes.note(func, args, made[0])
         if not outputs or not all(map(_constant_shape, outputs)) or any(tensor is not outputs[0] for tensor in written):
             return
         if func in OF_ONE_NUMBER:
