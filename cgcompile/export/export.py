@@ -102,13 +102,13 @@ def _exported(
     flat.assigned = tuple(seen.changes)
     left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
-        made = _with_known(source, flat, shapes, sizes, calls, max_paths, written | seen.written)
+        made, own = _with_known(source, flat, shapes, sizes, calls, max_paths, written, seen.written)
         unread = _unread_counters(made.programs, seen.counters) if alone else []
         for name in unread:
             make_attribute(source.model, name, seen.counters[name][1])
         if unread:
             flat.follow_buffers()
-            made = _with_known(source, flat, shapes, sizes, calls, max_paths, written | seen.written)
+            made, own = _with_known(source, flat, shapes, sizes, calls, max_paths, written, own)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -127,7 +127,7 @@ def _exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
         eager_shapes=(*seen.shapes, *made.eager_shapes), obstacles=(*left, *uncounted, *outside, *made.obstacles),
         baked={name: where or source.label for name, (where, _) in _baked(calls).items()},
-        written=frozenset(seen.written.union(*[call.written for call in calls])),
+        written=own,
     )  # fmt: skip
 
 
@@ -138,27 +138,28 @@ def _with_known(
     sizes: Mapping[str, tuple[int, ...]],
     calls: list[SideEffects],
     max_paths: int,
-    written: Set[str],
-) -> _Made:
-    """Python gets the values of parameters and buffers, but of those in `written`.  Where it got one that some way through the
-    model writes to, the model is exported again without that."""
+    elsewhere: Set[str],
+    own: Set[str],
+) -> tuple[_Made, frozenset[str]]:
+    """Python gets the values of parameters and buffers, but of those that are written to: `elsewhere`, or by this entry as far as
+    `own` says.  Where it got one that some way through the model writes to, the model is exported again without that.  Gives also
+    all that this entry writes to."""
     first, before = flat.earlier, list(calls)
     while True:
-        flat.weights = held_weights(flat.model, written)
+        flat.weights = held_weights(flat.model, elsewhere | own)
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
         failed: ModelError | None = None
         try:
             made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
         except ModelError as error:
             failed = error
-        wrong = _baked(calls).keys() & set().union(*[call.written for call in calls])
-        if not wrong:
+        own = own.union(*[call.written for call in calls])
+        if _baked(calls).keys().isdisjoint(own):
             break
-        written = written | wrong
         calls[:] = before
     if failed is not None:
         raise failed
-    return made
+    return made, frozenset(own)
 
 
 def _baked(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:

@@ -70,6 +70,9 @@ COUNTED = frozenset(
 
 REPEATS = frozenset({torch.repeat_interleave, torch.Tensor.repeat_interleave})
 
+PYTHON = frozenset({torch.Tensor.__contains__, torch.Tensor.__format__, torch.Tensor.__complex__})
+"""What Python asks that is neither a truth nor a number of a program."""
+
 UNFILLED = frozenset({
     torch.empty_like, torch.Tensor.new_empty, torch.Tensor.new_empty_strided, torch.Tensor.new, torch.Tensor.resize_,
     torch.Tensor.resize_as_, torch.Tensor.data_ptr,
@@ -114,6 +117,10 @@ class KnownValues:
             return self._evaluated(operation)
         size = self._sizes.read(func, args) if get_proxy_mode() is not None else None
         return _UNKNOWN if size is None else size
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What Python gets of an operation that it asks for something else than a tensor; `is_known` is False of any other."""
+        return self.result(func, args, kwargs) if func in PYTHON and get_proxy_mode() is not None else _UNKNOWN
 
     def _evaluated(self, operation: Operation) -> Any:
         try:
@@ -169,7 +176,8 @@ class KnownValues:
         """The real tensor that a traced one stands for, None where it is not known."""
         found = self._of(tensor)
         try:
-            value: torch.Tensor | None = None if found is _UNKNOWN else found.value()
+            with plain():
+                value: torch.Tensor | None = None if found is _UNKNOWN else found.value()
         except NotConstant:
             return None
         return value

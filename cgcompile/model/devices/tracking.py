@@ -28,7 +28,7 @@ from ..side_effects import NOTHING, Asserted, SideEffects
 from ..tracing.way import ForcedWay, TracedWay
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
-from .known_values import KnownValues
+from .known_values import KnownValues, is_known
 from .masks import MASKED, with_masks
 from .operations import histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
 from .packed_sequences import PackedSequences, layers_of_packed_sequences
@@ -104,6 +104,8 @@ class DeviceTracking(TorchFunctionMode):
             return self._reads.truth(func, given, named)
         if func in NUMBERS:
             return self._reads.read(func, given, named)
+        if is_known(answer := self._known.answer(func, given, named)):
+            return answer
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, given, named))
         if func in MASKED:
