@@ -55,20 +55,20 @@ def export(
     sizes: Mapping[str, tuple[int, ...]],
     alone: bool = True,
     max_paths: int = MAX_PATHS,
-    written: Set[str] = frozenset(),
+    elsewhere: Set[str] = frozenset(),
 ) -> Exported:
     """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
 
     Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
     tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.  `alone`: the model has no other entry,
-    and no error has to say which entry it means.  `written` are buffers that other entries write to: their values are not known.
+    and no error has to say which entry it means.  `elsewhere`: buffers that other entries write to, whose values are not known.
     `max_paths`: so many ways through its Python are exported at most.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
     """
     try:
-        return _exported(source, sizes, alone, max_paths, written)
+        return _exported(source, sizes, alone, max_paths, elsewhere)
     except ModelError as error:
         named = error if alone else _of_entry(error, source)
         if named is error:
@@ -77,21 +77,19 @@ def export(
 
 
 def with_unwritten(made: Sequence[Exported], max_paths: int = MAX_PATHS) -> list[Exported]:
-    """The entries of one model, those of which exported again that know the value of a buffer to which another entry writes.  Raises
-    what `export` does."""
+    """The entries of one model.  Those that know the value of a buffer to which another entry writes are exported again without it.
+    Raises what `export` does."""
     while True:
-        written = frozenset().union(*[each.written for each in made])
-        if not any(each.baked.keys() & written for each in made):
+        writes = frozenset().union(*[entry.written for entry in made])
+        if all(entry.baked.keys().isdisjoint(writes) for entry in made):
             return list(made)
         made = [
-            export(each.source, each.sizes, len(made) == 1, max_paths, written) if each.baked.keys() & written else each
-            for each in made
+            entry if entry.baked.keys().isdisjoint(writes) else export(entry.source, entry.sizes, len(made) == 1, max_paths, writes)
+            for entry in made
         ]
 
 
-def _exported(
-    source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int, written: Set[str]
-) -> Exported:
+def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int, elsewhere: Set[str]) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source)
@@ -102,13 +100,13 @@ def _exported(
     flat.assigned = tuple(seen.changes)
     left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
-        made, own = _with_known(source, flat, shapes, sizes, calls, max_paths, written, seen.written)
+        made, writes = _with_known(source, flat, shapes, sizes, calls, max_paths, elsewhere, seen.written)
         unread = _unread_counters(made.programs, seen.counters) if alone else []
         for name in unread:
             make_attribute(source.model, name, seen.counters[name][1])
         if unread:
             flat.follow_buffers()
-            made, own = _with_known(source, flat, shapes, sizes, calls, max_paths, written, own)
+            made, writes = _with_known(source, flat, shapes, sizes, calls, max_paths, elsewhere, writes)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -127,7 +125,7 @@ def _exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
         eager_shapes=(*seen.shapes, *made.eager_shapes), obstacles=(*left, *uncounted, *outside, *made.obstacles),
         baked={name: where or source.label for name, (where, _) in _baked(calls).items()},
-        written=own,
+        written=writes,
     )  # fmt: skip
 
 
@@ -139,27 +137,28 @@ def _with_known(
     calls: list[SideEffects],
     max_paths: int,
     elsewhere: Set[str],
-    own: Set[str],
+    writes: frozenset[str],
 ) -> tuple[_Made, frozenset[str]]:
     """Python gets the values of parameters and buffers, but of those that are written to: `elsewhere`, or by this entry as far as
-    `own` says.  Where it got one that some way through the model writes to, the model is exported again without that.  Gives also
-    all that this entry writes to."""
+    `writes` says.  Where it got one that some way through the model writes to, the model is exported again without that.
+
+    Gives also all that this entry writes to."""
     first, before = flat.earlier, list(calls)
     while True:
-        flat.weights = held_weights(flat.model, elsewhere | own)
+        flat.weights = held_weights(flat.model, elsewhere | writes)
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
         failed: ModelError | None = None
         try:
             made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
         except ModelError as error:
             failed = error
-        own = own.union(*[call.written for call in calls])
-        if _baked(calls).keys().isdisjoint(own):
+        writes = writes.union(*[call.written for call in calls])
+        if _baked(calls).keys().isdisjoint(writes):
             break
         calls[:] = before
     if failed is not None:
         raise failed
-    return made, frozenset(own)
+    return made, writes
 
 
 def _baked(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:

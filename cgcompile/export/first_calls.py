@@ -34,8 +34,8 @@ class FirstCalls:
 
     `calls` are those at the smallest and the largest sizes, `shapes` the shapes of their outputs.  `changes` are attributes that
     every call changes, by name, and `counters` those that became buffers instead; `outside` are obstacles of what lies outside of
-    the model; `written` are parameters and buffers that a call wrote to, by their names.  `first` and `second` are what two more calls at the smallest
-    sizes gave.
+    the model; `written` are parameters and buffers that a call wrote to, by their names.  `first` and `second` are what two more
+    calls at the smallest sizes gave.
     """
 
     calls: tuple[SideEffects, ...]

@@ -70,7 +70,7 @@ class BuildSpec:
 
     @property
     def baked(self) -> dict[str, str]:
-        """The weights whose values Python got while an entry was exported, by their names in the model, with the line that asked."""
+        """The weights whose values Python got while an entry was exported, by name, with the file:line that asked."""
         return {name: where for entry in reversed(self.entries) for name, where in entry.prepared.baked.items()}
 
     def by_key(self, each: Mapping[str, Mapping[IntKey, Any]]) -> dict[IntKey, Any]:

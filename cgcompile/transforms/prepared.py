@@ -77,8 +77,9 @@ def prepare(
 
 
 def together(each: Sequence[Prepared]) -> tuple[Prepared, ...]:
-    """The entries of one model, each of which knows the state and the weights of all.  Raises data-dependent-branch for a value that
-    Python got of a buffer that calls change."""
+    """The entries of one model, each of which knows the state and the weights of all.
+
+    Raises data-dependent-branch for a value that Python got of a buffer that calls change."""
     state = tuple(sorted({name for one in each for name in one.changes}))
     weights = {name: value for one in each for name, value in one.weights.items()}
     plain = {name.removeprefix(PREFIX) for name in state}

@@ -1,8 +1,8 @@
 """Expressions over constants: what tensors of a traced call are computed from, evaluated with real tensors when Python asks.
 
 A leaf is a tensor of the model with its real data, an operation takes leaves, results of other operations, and plain arguments.
-Nothing is computed before it is asked for, and then once: a trace of large weights costs nothing.  Evaluation writes to no tensor of the model:
-an operation that writes in place writes to a copy.
+Nothing is computed before it is asked for, and then once: a trace of large weights costs nothing.  Evaluation writes to no tensor
+of the model: an operation that writes in place writes to a copy.
 
 Private interfaces (torch 2.11, 2.13): `torch.utils._python_dispatch._disable_current_modes`, `torch._C._functorch`.
 """

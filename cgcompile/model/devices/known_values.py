@@ -1,4 +1,4 @@
-"""Tensors of a traced call whose values are known, since no input is among what they are made of, and no buffer that calls write to.
+"""Tensors of a traced call whose values are known: no input is among what they are made of, and no buffer that calls write to.
 
 A model makes positions, grids and masks of ones from sizes, and asks them: how long, how many, where.  It asks parameters and
 buffers as well: the times of a solver, a flag.  In eager PyTorch these are tensors like others; a trace knows of no tensor what it
