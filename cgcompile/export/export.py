@@ -6,7 +6,7 @@ The model is wrapped so that export sees only tensors in and tensors out; the ne
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -121,10 +121,12 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     uncounted = tuple([replace(seen.counters[name][0], rule="unread-attribute") for name in unread])
     early = set().union(*[call.early for call in calls])
     left = tuple([each if name in early else replace(each, rule="assigned-attribute") for name, each in seen.changes.items()])
+    baked = _baked(calls)
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
-        eager_shapes=(*seen.shapes, *made.eager_shapes), obstacles=(*left, *uncounted, *outside, *made.obstacles),
-        baked={name: where or source.label for name, (where, _) in _baked(calls).items()},
+        eager_shapes=(*seen.shapes, *made.eager_shapes),
+        obstacles=(*left, *uncounted, *outside, *made.obstacles, *_reads(made.programs, baked)),
+        baked={name: where or source.label for name, (where, _) in baked.items()},
         written=writes,
     )  # fmt: skip
 
@@ -159,6 +161,16 @@ def _with_known(
     if failed is not None:
         raise failed
     return made, writes
+
+
+def _reads(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:
+    """A note for every line that read weights of the state dict: others are constants of a bundle anyway."""
+    updated = {name.removeprefix(PREFIX) for _, program in programs.each for name in program.state_dict}
+    names = {asked: [name for name in baked if baked[name] == asked and name in updated] for asked in baked.values()}
+    for (where, line), read in names.items():
+        if read:
+            message = f"Python reads the value of {', '.join(map(repr, read))}"
+            yield Obstacle(rule="baked-weight", message=message, where=where, source=line)
 
 
 def _baked(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
