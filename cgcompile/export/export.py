@@ -28,7 +28,7 @@ from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import defined
 from .eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .exported import EagerShapes, Exported, memory_order
-from .first_calls import Counter, first_calls, sample_at
+from .first_calls import Counter, changed_weights, first_calls, sample_at
 from .functionalization import size_from_a_float
 from .paths import MAX_PATHS
 from .paths.explore import PathsRefused
@@ -154,8 +154,11 @@ def _with_known(
             made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
         except ModelError as error:
             failed = error
+        baked = _baked(calls).keys()
         writes = writes.union(*[call.written for call in calls])
-        if _baked(calls).keys().isdisjoint(writes):
+        if failed is None and baked.isdisjoint(writes):
+            writes = writes.union(changed_weights(flat, sample_at(source, sizes, 0), baked))
+        if baked.isdisjoint(writes):
             break
         calls[:] = before
     if failed is not None:

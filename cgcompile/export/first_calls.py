@@ -5,7 +5,7 @@ Called are the smallest and the largest sizes, and the smallest twice more: the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,14 +13,14 @@ import torch
 
 from ..errors import ModelError
 from ..model.devices.constant_expressions import version_of
-from ..model.flat_module import FlatModule, held_weights, unwatched
+from ..model.flat_module import FlatModule, held_weights, run_eager, unwatched
 from ..model.nondeterminism.generators import Generator, generators, states
 from ..model.nondeterminism.repeated_calls import Observed, Results, observed, outside_values, results
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import OTHER_SEED, Source, sample
 from ..model.tracing.attributes import assignment_place, changed, holder_of, marks, own_attributes
 from ..model.tracing.held_tensors import Held, held_tensors, make_buffer
-from ..util.raw_bytes import same_bits
+from ..util.raw_bytes import copied, same_bits
 from .eager_check import try_eager
 from .exported import EagerShapes
 
@@ -121,6 +121,19 @@ def _written(model: torch.nn.Module, versions: Mapping[int, int | None]) -> froz
     nothing = object()
     weights = held_weights(model)
     return frozenset([each.name for each in weights if versions.get(id(each.tensor), nothing) != version_of(each.tensor)])
+
+
+def changed_weights(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Set[str]) -> frozenset[str]:
+    """Those of these parameters and buffers that hold something else after a call with these inputs: no version has to show it."""
+    weights = [(weight, copied(weight.tensor)) for weight in held_weights(flat.model) if weight.name in names]
+    if not weights:
+        return frozenset()
+    watch, flat.watch = flat.watch, unwatched
+    run_eager(flat, tensors, keep=True)
+    flat.watch = watch
+    found = frozenset([weight.name for weight, before in weights if not same_bits(weight.tensor, before)])
+    flat.snapshot.restore()
+    return found
 
 
 def _changed_attributes(

@@ -70,6 +70,11 @@ COUNTED = frozenset(
 
 REPEATS = frozenset({torch.repeat_interleave, torch.Tensor.repeat_interleave})
 
+NORMS = frozenset({F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, torch.native_batch_norm})
+"""What writes to running statistics, whose versions do not show it, unless argument number `NORM_FLAG` says otherwise."""
+
+NORM_FLAG = 5
+
 PYTHON = frozenset({torch.Tensor.__contains__, torch.Tensor.__format__, torch.Tensor.__complex__})
 """What Python asks that is neither a truth nor a number of a program."""
 
@@ -272,12 +277,15 @@ class KnownValues:
         yield made
         outputs = [args[0]] if func is torch.Tensor.__setitem__ else tensors_in(made)
         written = [tensor for tensor, version in given if tensor._version != version]
-        for tensor in [*written, *([args[0]] if func is torch.Tensor.data.__set__ else [])]:
+        unseen = _written_unseen(func, args, kwargs)
+        for tensor in [*written, *unseen]:
             if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
                 storage = tensor.untyped_storage()._cdata
                 self._writes[storage] = self._writes.get(storage, 0) + 1
         self._sizes.note(func, args, made[0])
         if not outputs or not all(map(_constant_shape, outputs)) or any(tensor is not outputs[0] for tensor in written):
+            return
+        if unseen and not written:
             return
         if func in OF_ONE_NUMBER:
             operation = self._filled(func, args, kwargs, outputs[0])
@@ -341,6 +349,20 @@ class KnownValues:
 def is_known(value: Any) -> bool:
     """Whether `KnownValues.result` found it."""
     return value is not _UNKNOWN
+
+
+def _written_unseen(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operation may write to without a change of their versions."""
+    if func is torch.Tensor.data.__set__:
+        return [args[0]]
+    if func in NORMS:
+        flag = args[NORM_FLAG] if len(args) > NORM_FLAG else kwargs.get("training", kwargs.get("use_input_stats", True))
+        return [] if flag is False else tensors_in((args[1:], kwargs))
+    if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):  # of a library that may count no versions
+        packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
+        schemas = [getattr(packet, name)._schema for name in packet.overloads()]
+        return tensors_in((args, kwargs)) if any(schema.is_mutable for schema in schemas) else []
+    return []
 
 
 def _constant_shape(tensor: torch.Tensor) -> bool:

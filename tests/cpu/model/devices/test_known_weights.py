@@ -175,6 +175,18 @@ def replaced(m: Asking, x: torch.Tensor) -> torch.Tensor:
     return made
 
 
+def through_detach(m: Asking, x: torch.Tensor) -> torch.Tensor:
+    made = x * 3 if m.sums.sum() > 2 else x
+    m.sums.detach()[0] += 1
+    return made
+
+
+def normalized(m: Asking, x: torch.Tensor) -> torch.Tensor:
+    """A normalization writes to its statistics, and no version shows it."""
+    made = x * 3 if m.sums.sum() > 0 else x
+    return F.batch_norm(made, m.sums, torch.ones(4), training=True)
+
+
 def from_an_input(m: Asking, x: torch.Tensor) -> torch.Tensor:
     m.sums.copy_(x[0])
     return x * 3 if m.sums.sum() > 0 else x
@@ -182,12 +194,32 @@ def from_an_input(m: Asking, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize(
     ("function", "name"),
-    [(counted, "count"), (on_one_path, "mode"), (through_a_view, "sums"), (replaced, "mode"), (from_an_input, "sums")],
+    [
+        (counted, "count"),
+        (on_one_path, "mode"),
+        (through_a_view, "sums"),
+        (replaced, "mode"),
+        (from_an_input, "sums"),
+        (through_detach, "sums"),
+        (normalized, "sums"),
+    ],
 )
 def test_what_a_call_writes_to_is_not_known(function: Function, name: str) -> None:
     made = exported(function)
     assert "path" in [each.rule for each in made.obstacles] and not made.baked and name in made.written
     check(made, function)
+
+
+def statistics(m: Asking, x: torch.Tensor) -> torch.Tensor:
+    mean = m.sums.clone()
+    F.batch_norm(x, mean, torch.ones(4), training=True)
+    return x * 2 if mean.sum() > 0 else x
+
+
+def test_statistics_that_a_normalization_writes_are_not_known() -> None:
+    made = exported(statistics)
+    assert "path" in [each.rule for each in made.obstacles]
+    check(made, statistics)
 
 
 def autocast(m: Asking, x: torch.Tensor) -> torch.Tensor:
