@@ -291,11 +291,26 @@ class EagerResult:
 
 
 def call_eager(reference: Reference, given: Sequence[torch.Tensor], seed: int) -> tuple[torch.Tensor, ...]:
-    """One call, torch's random numbers seeded.  It may write to `given` and to buffers."""
-    with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in given if tensor.is_cuda})):
+    """One call, torch's random numbers seeded.  It may write to `given` and to buffers.  Without TF32, which cuDNN may use in one
+    process and not in another."""
+    with torch.random.fork_rng(devices=sorted({tensor.device.index or 0 for tensor in given if tensor.is_cuda})), without_tf32():
         torch.manual_seed(seed)
         with torch.no_grad(), traced_per_size():
             return reference(*given)
+
+
+@contextmanager
+def without_tf32() -> Iterator[None]:
+    """Meanwhile a GPU computes float32 products and convolutions in float32."""
+    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
+    before = [switch.allow_tf32 for switch in switches]
+    try:
+        for switch in switches:
+            switch.allow_tf32 = False
+        yield
+    finally:
+        for switch, value in zip(switches, before, strict=True):
+            switch.allow_tf32 = value
 
 
 def run_eager(reference: Reference, tensors: Sequence[torch.Tensor], calls: int = 1, *, keep: bool = False) -> EagerResult:

@@ -3,13 +3,12 @@ that a GPU rounds to TF32."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
 import torch
 
 from ..model.devices.index_guard import FAILURES, guarded_indices
-from ..model.flat_module import Reference, run_eager
+from ..model.flat_module import Reference, run_eager, without_tf32
 from ..model.source import CPU
 from ..util.tolerance import compare
 
@@ -33,7 +32,7 @@ def eager_spread(reference: Reference, tensors: Sequence[torch.Tensor]) -> tuple
     found = []
     if any(output.is_cuda for output in first):
         found.append(run_eager(reference, tensors).outputs)
-        with _without_tf32():
+        with without_tf32():
             found.append(run_eager(reference, tensors).outputs)
     steps = [0.0 if want.dtype in WIDE else compare(want, other).error for want, other in zip(first, stepped, strict=True)]
     others = [[compare(want, other).error for other in each] for want, *each in zip(first, *found, strict=True)]
@@ -50,16 +49,3 @@ def _stepped(tensor: torch.Tensor) -> torch.Tensor:
     signs[::2] = -1
     other = tensor + tensor * (signs.reshape(tensor.shape) * step)
     return torch.where(tensor == tensor.round(), tensor, other)
-
-
-@contextmanager
-def _without_tf32() -> Iterator[None]:
-    switches = (torch.backends.cuda.matmul, torch.backends.cudnn)
-    before = [switch.allow_tf32 for switch in switches]
-    try:
-        for switch in switches:
-            switch.allow_tf32 = False
-        yield
-    finally:
-        for switch, value in zip(switches, before, strict=True):
-            switch.allow_tf32 = value

@@ -71,6 +71,8 @@ def run_at(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, A
     for tensor, made, version in copies:
         if made._version != version:
             tensor.copy_(made)
+    if not tensors_in(result):
+        return result  # a torch.Size would become a tuple below
     return pytree.tree_map_only(torch.Tensor, lambda tensor: own[id(tensor)] if id(tensor) in own else there(tensor), result)
 
 

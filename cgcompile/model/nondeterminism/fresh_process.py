@@ -34,6 +34,7 @@ from ...util.workers import end_with_parent
 from ..devices.placing import placed
 from ..flat_module import FlatModule, call_eager
 from ..source import CPU, Source, sample
+from ..tracing.held_tensors import held_tensors
 from ..user_code import call_user, first_line
 from .kept_values import Kept, kept_values
 
@@ -349,9 +350,9 @@ def _with_weights(made: Sequence[Source], like: torch.nn.Module) -> Sequence[Sou
 
 def _copy(sources: Sequence[Source]) -> Sequence[Source]:
     model = sources[0].model
-    held = [tensor for module in model.modules() for tensor in vars(module).values() if isinstance(tensor, torch.Tensor)]
-    # what was computed with gradients, as weight_norm does, refuses to be copied
-    memory: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in held if not tensor.is_leaf}
+    tensors = [*model.buffers(), *[held.tensor for held in held_tensors(model)]]
+    # what was computed with gradients, as weight_norm does and some a buffer in eval(), refuses to be copied
+    memory: dict[int, Any] = {id(tensor): tensor.detach().clone() for tensor in tensors if not tensor.is_leaf}
     try:
         made = copy.deepcopy(model, memory)
     except Exception as error:

@@ -1,13 +1,16 @@
-"""A model whose later part depends on a branch, as the paths 1-2-4 and 1-3-4 of torch.compile's trees of CUDA graphs, in one run:
+"""Branches of Python as one launch, beside torch.compile's trees of CUDA graphs, in one run:
 
-    paths.py [--target cuda] [--record capture] [--layers 4] [--width 768] [--rows 8]
+    paths.py [--target cuda] [--record capture] [--layers 4] [--width 768] [--rows 64]
 
-- a bundle of the model with `torch.cond`: one graph, one launch, and the GPU chooses;
-- `torch.compile(mode="reduce-overhead")` of the model with `if`: a graph per part, and the host waits for the condition;
-- `torch.compile(mode="reduce-overhead")` of the model with `torch.cond`.
+Two models: the first example of PyTorch's trees, verbatim, and a model of linear layers whose later part depends on a branch (the
+paths 1-2-4 and 1-3-4).  For both:
 
-A row is microseconds per call where nobody waits between calls, per call that is waited for, and seconds until the first result of
-the second path.  Exit status 1 when results differ.
+- a bundle of the model with its `if`: one graph, one launch, and the GPU chooses;
+- `torch.compile(mode="reduce-overhead")` of the same model: a graph per part, and the host waits for the condition;
+- of the second one with `torch.cond` as well.
+
+A row is microseconds of the process's CPU time per call, of whole time per call where nobody waits between calls and where every
+call is waited for, and seconds until the first result of the second path.  Exit status 1 when results differ.
 """
 
 from __future__ import annotations
@@ -54,64 +57,90 @@ class If(Cond):
         return self.four(self.two(h) if x.sum() > 0 else self.three(h).tanh())
 
 
+class Foo(nn.Module):
+    """The first example of PyTorch's trees of CUDA graphs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x * x * x
+        if y.sum() > 0:  # noqa: SIM108  as PyTorch has it
+            z = y**y
+        else:
+            z = y.abs() ** y.abs()
+        return z * torch.rand_like(z)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="cuda")
     parser.add_argument("--record", default="capture")
-    for name, value in (("layers", 4), ("width", 768), ("rows", 8)):
+    for name, value in (("layers", 4), ("width", 768), ("rows", 64)):
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
     device, dtype = ("cuda", torch.bfloat16) if given.target == "cuda" else ("cpu", torch.float32)
     models = []
-    for kind in (Cond, If):
+    for kind in (If, Cond):
         torch.manual_seed(0)
         models.append(kind(given.layers, given.width).to(dtype).eval())
-    inputs = [(torch.randn(given.rows, given.width) + shift).to(device, dtype) for shift in (-1, 1)]
+    inputs = [(torch.randn(given.rows, given.width) + shift).to(device) for shift in (-1, 1)]
+    options = {"record": given.record} if device == "cuda" else {}
+    right = rows(Foo(), None, inputs, given.target, options)
+    return 0 if right & rows(*models, [x.to(dtype) for x in inputs], given.target, options) else 1
+
+
+def rows(model: nn.Module, cond: nn.Module | None, inputs: Sequence[Tensor], target: str, options: dict[str, Any]) -> bool:
+    """The rows of a model, and of the same model with `torch.cond`; whether all results are right."""
+    example = inputs[0].cpu()
     with tempfile.TemporaryDirectory() as scratch, torch.no_grad():
-        options = {"record": given.record} if device == "cuda" else {}
-        example = inputs[0].cpu()
-        path = cgcompile.build(models[0], lambda: (example,), out=Path(scratch, "tree.cgb"), target=given.target, **options).path
+        path = cgcompile.build(model, lambda: (example,), out=Path(scratch, "tree.cgb"), target=target, **options).path
         begun = time.perf_counter()
         program = cgbundle.load(path, outputs="view")
-        cond, python = [model.to(device) for model in models]
-        wanted = [cond(x) for x in inputs]
-        right = row("bundle, one launch", program, inputs, wanted, begun)
-        for name, model in (("torch.compile, Python's if", python), ("torch.compile, torch.cond", cond)):
+        model.to(inputs[0].device)
+        wanted = None if isinstance(model, Foo) else [model(x) for x in inputs]
+        print(type(model).__name__)
+        right = row("  bundle, one launch", program, inputs, wanted, begun)
+        for name, other in (("torch.compile, Python's if", model), ("torch.compile, torch.cond", cond)):
+            if other is None:
+                continue
+            other.to(inputs[0].device)
             begun = time.perf_counter()
-            compiled = torch.compile(model, mode="reduce-overhead")
+            compiled = torch.compile(other, mode="reduce-overhead")
             try:
-                right &= row(name, compiled, inputs, wanted, begun)
+                right &= row(f"  {name}", compiled, inputs, wanted, begun)
             except RuntimeError as error:  # torch could not compile it; the others are still compared
-                print(f"{name:30} {type(error).__name__}: {str(error).splitlines()[0][:90]}")
-    return 0 if right else 1
+                print(f"  {name:30} {type(error).__name__}: {str(error).splitlines()[0][:90]}")
+        program.close()
+    return right
 
 
-def row(name: str, call: Callable[[Tensor], Any], inputs: Sequence[Tensor], wanted: Sequence[Tensor], begun: float) -> bool:
-    """Prints a row; whether the results are right."""
-    found = [torch.as_tensor(call(x)).clone() for x in inputs]
+def row(name: str, call: Callable[[Tensor], Any], inputs: Sequence[Tensor], wanted: Sequence[Tensor] | None, begun: float) -> bool:
+    """Prints a row; whether the results are right (always where they are random: `wanted` is None)."""
+    results = [torch.as_tensor(call(x)).clone() for x in inputs]
     wait()
     first = time.perf_counter() - begun
     for _ in range(10):
         for x in inputs:
             call(x)
-    together = [timed(call, inputs, each=False) for _ in range(ROUNDS)]
-    waited = [timed(call, inputs, each=True) for _ in range(ROUNDS)]
-    right = all(torch.allclose(got.float(), want.float(), rtol=0.05, atol=0.05) for got, want in zip(found, wanted, strict=True))
-    times = f"{statistics.median(together):8.1f} us {statistics.median(waited):8.1f} us waited for {first:8.2f} s"
+    together = [timed(call, inputs, wait_for_all=False) for _ in range(ROUNDS)]
+    waited = [timed(call, inputs, wait_for_all=True) for _ in range(ROUNDS)]
+    pairs = zip(results, wanted or results, strict=True)
+    right = all(torch.allclose(got.float(), want.float(), rtol=0.05, atol=0.05, equal_nan=True) for got, want in pairs)
+    cpu, apart, whole = [statistics.median(column) for column in (*zip(*together, strict=True), [time for _, time in waited])]
+    times = f"{cpu:8.1f} us CPU {apart:8.1f} us {whole:8.1f} us waited for {first:8.2f} s"
     print(f"{name:30} {times}{'' if right else '  OTHER RESULTS'}", flush=True)
     return right
 
 
-def timed(call: Callable[[Tensor], Any], inputs: Sequence[Tensor], *, each: bool) -> float:
-    """Microseconds per call, the paths by turns; `each`: the host waits for every call."""
+def timed(call: Callable[[Tensor], Any], inputs: Sequence[Tensor], *, wait_for_all: bool) -> tuple[float, float]:
+    """Microseconds per call, of the process's CPU time and in all, the paths by turns; whether the host waits for every call."""
     wait()
-    begun = time.perf_counter()
+    begun, used = time.perf_counter(), time.process_time()
     for number in range(CALLS):
         call(inputs[number % 2])
-        if each:
+        if wait_for_all:
             wait()
+    busy = time.process_time() - used
     wait()
-    return (time.perf_counter() - begun) / CALLS * 1e6
+    return busy / CALLS * 1e6, (time.perf_counter() - begun) / CALLS * 1e6
 
 
 def wait() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
@@ -16,7 +15,7 @@ from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
 from cgcompile.export.paths import merge
 from cgcompile.model.load import load_source
-from tests.cpu.export.paths.models import (
+from tests.helpers.models.path_models import (
     Again,
     Best,
     Breaks,
@@ -30,6 +29,7 @@ from tests.cpu.export.paths.models import (
     State,
     Twelve,
     Written,
+    calls,
     rows,
 )
 from tests.helpers.raising import raises
@@ -70,15 +70,6 @@ def outputs(model: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor] | 
     return [*(made if isinstance(made, Sequence) else [made]), x]
 
 
-def calls() -> list[torch.Tensor]:
-    """Inputs that take a model down different ways."""
-    chance = random.Random(0)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        made = [torch.randn(3, 4) * chance.choice([0.05, 0.5, 1, 2]) + chance.choice([0, 0, 1, -1]) for _ in range(CALLS)]
-    return [torch.cat([x[:2], x[:1]]) if number % 5 == 0 else x for number, x in enumerate(made)]
-
-
 @pytest.mark.parametrize(
     "kind", [Foo, EarlyReturns, Breaks, Numbers, State, Written, Parts, Best, Again, Drawn, Chosen, Nested, Twelve]
 )
@@ -86,7 +77,7 @@ def test_a_program_goes_every_way_as_eager_pytorch_does(kind: Callable[[], nn.Mo
     model, made = kind().eval(), exported_once(kind)
     assert any(each.rule == "path" for each in made.obstacles)
     program = made.programs.first.module(check_guards=False)
-    for x in calls():
+    for x in calls(CALLS):
         wanted, found = outputs(model, x.clone()), outputs(program, x.clone())
         assert (wanted == "raised") == (found == "raised")
         if wanted != "raised":
@@ -96,12 +87,12 @@ def test_a_program_goes_every_way_as_eager_pytorch_does(kind: Callable[[], nn.Mo
 def test_the_tree_is_told_as_pytorch_tells_it() -> None:
     (note,) = [each for each in exported_once(Foo).obstacles if each.rule == "path"]
     assert note.message.startswith("Graph[0] -> Graph[1] if (y.sum() > 0), Graph[2] if not, then Graph[3]; example inputs took ")
-    assert note.source.startswith("if y.sum() > 0:") and "models.py:" in note.where
+    assert note.source.startswith("if y.sum() > 0:") and "path_models.py:" in note.where
 
 
 def test_what_the_model_raises_is_what_a_call_raises() -> None:
     program = exported_once(Numbers).programs.first.module(check_guards=False)
-    with pytest.raises(RuntimeError, match=r"models.py:\d+: the model asserts .*: the model raises AssertionError: too large"):
+    with pytest.raises(RuntimeError, match=r"path_models.py:\d+: the model asserts .*: the model raises AssertionError: too large"):
         program(torch.full((3, 4), 9.0))
 
 

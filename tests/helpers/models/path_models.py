@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import torch
 from torch import nn
 
@@ -133,10 +135,6 @@ class Drawn(Held):
         return x + torch.rand_like(x)
 
 
-def rows() -> torch.Tensor:
-    return torch.randn(3, 4)
-
-
 class Chosen(Held):
     """A size that depends on data comes before the question."""
 
@@ -167,3 +165,16 @@ class Gated(nn.Module):
         if x.mean() > self.least:
             return x.sin()
         return x * 1.5
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(3, 4)
+
+
+def calls(count: int) -> list[torch.Tensor]:
+    """So many inputs, float32 [3, 4], that take a model down different ways."""
+    chance = random.Random(0)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        made = [torch.randn(3, 4) * chance.choice([0.05, 0.5, 1, 2]) + chance.choice([0, 0, 1, -1]) for _ in range(count)]
+    return [torch.cat([x[:2], x[:1]]) if number % 5 == 0 else x for number, x in enumerate(made)]

@@ -1,0 +1,113 @@
+"""Branches of plain Python on a GPU: captured, and cross-compiled for it, a call goes the way that eager PyTorch goes."""
+
+from __future__ import annotations
+
+import copy
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cgbundle
+from cgbundle import CallError
+from cgbundle.loader import MODES
+from tests.helpers.models import path_models
+
+torch = pytest.importorskip("torch")
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+
+import cgcompile  # noqa: E402
+
+CLOSE = {"rtol": 2e-3, "atol": 2e-3}
+DIFFERENT, TURNS = 200, 5
+"""Inputs, and how often a program is called with all of them, in another order."""
+
+MODELS = ("EarlyReturns", "Breaks", "Numbers", "State", "Written", "Parts", "Best", "Again", "Nested", "Twelve")
+RAISING = ("Numbers",)
+"""Of these: the model raises on some ways, so that the host reads a flag after the launch."""
+
+TARGETS = ("captured", "cross-compiled")
+
+
+def build(name: str, how: str, folder: Path) -> Path:
+    model = getattr(path_models, name)().eval()
+    given: dict[str, Any] = {"target": "sm_90"} if how == "cross-compiled" else {"target": "cuda", "record": "capture"}
+    built = cgcompile.build(model, lambda: (path_models.rows(),), out=folder / "paths.cgb", **given)
+    kinds = [step.kind for step in built.manifest.programs[0].steps]
+    assert kinds == ["graph", *(["copy", "host"] if name in RAISING else [])], f"one launch, then one flag for the host: {kinds}"
+    return built.path
+
+
+def outputs(call: Any, x: Any) -> list[Any] | str:
+    """The tensors of one call on the host, with the input behind it; "raised" where it raises."""
+    try:
+        made = call(x)
+    except (CallError, AssertionError):
+        return "raised"
+    return [tensor.cpu() for tensor in (*(made if isinstance(made, tuple | list) else [made]), x)]
+
+
+@pytest.mark.parametrize("how", TARGETS)
+@pytest.mark.parametrize("name", MODELS)
+def test_a_call_goes_every_way_as_eager_pytorch_does(tmp_path: Path, name: str, how: str) -> None:
+    path, order = build(name, how, tmp_path), random.Random(1)
+    for mode in MODES:
+        model, inputs = getattr(path_models, name)().eval().cuda(), path_models.calls(DIFFERENT) * TURNS
+        order.shuffle(inputs)
+        with cgbundle.load(path, mode=mode) as program, torch.no_grad():
+            for number, x in enumerate(inputs):
+                wanted, got = outputs(model, x.clone().cuda()), outputs(program, x.clone().cuda())
+                assert (wanted == "raised") == (got == "raised"), f"{mode}, call {number}"
+                if wanted != "raised":
+                    about = f"{mode}, call {number}"
+                    torch.testing.assert_close(
+                        got, wanted, equal_nan=True, msg=lambda said, about=about: f"{about}: {said}", **CLOSE
+                    )
+
+
+@pytest.mark.parametrize("how", TARGETS)
+def test_random_numbers_of_either_way(tmp_path: Path, how: str) -> None:
+    """The first example of PyTorch's trees: what follows the branch is multiplied by numbers between 0 and 1."""
+    path, factors = build("Foo", how, tmp_path), []
+    for mode in MODES:
+        with cgbundle.load(path, mode=mode) as program:
+            program.seed(3)
+            drawn = []
+            for x in path_models.calls(DIFFERENT) * TURNS:
+                x = x.cuda()
+                y = x * x * x
+                z = y**y if y.sum() > 0 else y.abs() ** y.abs()
+                got = program(x)
+                assert torch.equal(got.isnan(), z.isnan())
+                drawn.append((got / z)[z.isfinite() & (z.abs() > 1e-6)].cpu())
+            factors.append(torch.cat(drawn))
+    assert torch.equal(factors[0], factors[1]), "one seed, the same numbers in both modes"
+    assert factors[0].min() >= -1e-5 and factors[0].max() < 1 + 1e-5
+    histogram = torch.histc(factors[0], 10, 0, 1) / len(factors[0])
+    assert (histogram - 0.1).abs().max() < 0.01, histogram
+
+
+@pytest.mark.parametrize("how", TARGETS)
+def test_the_numbers_of_one_way_are_no_others(tmp_path: Path, how: str) -> None:
+    path = build("Drawn", how, tmp_path)
+    with cgbundle.load(path) as program:
+        found = []
+        for sign in (1, -1, 1, 1, -1):
+            program.seed(5)
+            found.append(program(sign * torch.ones(3, 4, device="cuda")).clone())
+        assert torch.equal(found[0], found[2]) and torch.equal(found[1], found[4]) and not torch.equal(found[0], found[1])
+        assert (found[0] >= 1).all() and (found[0] <= 3).all()
+        assert not torch.equal(found[3], program(torch.ones(3, 4, device="cuda")))
+
+
+def test_a_size_that_depends_on_data_before_the_question(tmp_path: Path) -> None:
+    """The host computes the sum of what a mask leaves; graphs before and behind it hold the rest."""
+    model = path_models.Chosen().eval()
+    built = cgcompile.build(
+        copy.deepcopy(model), lambda: (path_models.rows(),), out=tmp_path / "chosen.cgb", target="cuda", record="capture"
+    )
+    model.cuda()
+    with cgbundle.load(built.path) as program:
+        for x in path_models.calls(DIFFERENT):
+            torch.testing.assert_close(program(x.cuda()), model(x.cuda()), **CLOSE)
