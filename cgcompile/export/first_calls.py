@@ -24,6 +24,9 @@ from ..util.raw_bytes import copied, same_bits
 from .eager_check import try_eager
 from .exported import EagerShapes
 
+COMPARED = 1 << 24
+"""Elements of a weight that is copied to see whether a call changes it."""
+
 Counter = tuple[Obstacle, Any]
 """What to say of an attribute that calls count in, and what it was before the first call."""
 
@@ -124,8 +127,10 @@ def _written(model: torch.nn.Module, versions: Mapping[int, int | None]) -> froz
 
 
 def changed_weights(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Set[str]) -> frozenset[str]:
-    """Those of these parameters and buffers that hold something else after a call with these inputs: no version has to show it."""
-    weights = [(weight, copied(weight.tensor)) for weight in held_weights(flat.model) if weight.name in names]
+    """Those of these parameters and buffers that hold something else after a call with these inputs: no version has to show it.
+    Only those of at most COMPARED elements are looked at."""
+    small = [weight for weight in held_weights(flat.model) if weight.name in names and weight.tensor.numel() <= COMPARED]
+    weights = [(weight, copied(weight.tensor)) for weight in small]
     if not weights:
         return frozenset()
     watch, flat.watch = flat.watch, unwatched
