@@ -12,13 +12,13 @@ from typing import Any
 import torch
 
 from ..errors import ModelError
-from ..model.devices.constant_expressions import version_of
 from ..model.flat_module import FlatModule, held_weights, run_eager, unwatched
 from ..model.nondeterminism.generators import Generator, generators, states
 from ..model.nondeterminism.repeated_calls import Observed, Results, observed, outside_values, results
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import OTHER_SEED, Source, sample
 from ..model.tracing.attributes import assignment_place, changed, holder_of, marks, own_attributes
+from ..model.tracing.constant_expressions import version_of
 from ..model.tracing.held_tensors import Held, held_tensors, make_buffer
 from ..util.raw_bytes import copied, same_bits
 from .eager_check import try_eager

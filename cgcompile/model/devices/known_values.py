@@ -3,8 +3,8 @@
 A model makes positions, grids and masks of ones from sizes, and asks them: how long, how many, where.  It asks parameters and
 buffers as well: the times of a solver, a flag.  In eager PyTorch these are tensors like others; a trace knows of no tensor what it
 holds, and stops.  So it notes what each tensor is computed from, and where Python asks for a value that follows from constants
-alone, it is computed with real tensors (constant_expressions.py).  It holds for every call of these sizes, because nothing else
-went in, and as long as the weights that it was computed from stay: their names are noted with the line that asks.
+alone, it is computed with real tensors (tracing/constant_expressions.py).  It holds for every call of these sizes, because nothing
+else went in, and as long as the weights that it was computed from stay: their names are noted with the line that asks.
 
 An expression counts as long as the tensor's version and its storage are those at which it was noted, and nothing was written to
 the storage since.
@@ -27,8 +27,8 @@ from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..tracing.constant_expressions import Expression, Leaf, NotConstant, Operation, Result, leaf, plain
 from ..user_code import here
-from .constant_expressions import Expression, Leaf, NotConstant, Operation, Result, leaf, plain
 from .size_lists import SizeLists
 from .tracing import called, tensors_in
 

@@ -18,7 +18,7 @@ import torch
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .tracing import tensors_in
+from ..devices.tracing import tensors_in
 
 KEPT = 1 << 22
 """Elements of the results that an operation keeps at most; larger ones are computed again when they are asked for again."""
