@@ -62,7 +62,8 @@ def mutated_attribute(context: RuleContext) -> Iterable[Finding]:
     Why CUDA cares: a replay runs kernels and no Python; the attribute would stay what it was when the model was traced.
     Effect: no bundle can be built: its results would be those of the first call for ever.  One that a call assigns before it reads
     it carries nothing to the next call: it changes no result, and is only noted.  A number, and a tensor that keeps its shape and
-    dtype, become a buffer as long as the build takes; a number that no result depends on is only noted.
+    dtype, become a buffer as long as the build takes; what no result depends on is only noted: a number, and tensors in a list, a
+    dict or a buffer that calls make anew at every size.
     Fix: `self.register_buffer(name, torch.zeros(()))`, and write to it: that is state, and kept from call to call.
     Source: torch.export traces Python once ("attributes assigned during export").
     """

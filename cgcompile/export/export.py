@@ -20,7 +20,7 @@ from ..model.devices.index_guard import guarded_indices
 from ..model.flat_module import PREFIX, FlatModule, held_weights, unwatched
 from ..model.nondeterminism.repeated_calls import apart, unrepeated
 from ..model.pytree import DENSE, SPARSE, not_dense
-from ..model.side_effects import NOTHING, Asserted, Obstacle, SideEffects
+from ..model.side_effects import ASSIGNED, NOTHING, UNREAD, Asserted, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample, written_method
 from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.tracing.held_tensors import make_attribute
@@ -28,7 +28,7 @@ from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import defined
 from .eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .exported import EagerShapes, Exported, memory_order
-from .first_calls import Counter, changed_weights, first_calls, sample_at
+from .first_calls import changed_weights, first_calls, sample_at
 from .functionalization import size_from_a_float
 from .paths import MAX_PATHS
 from .paths.explore import PathsRefused
@@ -101,9 +101,13 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
         made, writes = _with_known(source, flat, shapes, sizes, calls, max_paths, elsewhere, seen.written)
-        unread = _unread_counters(made.programs, seen.counters) if alone else []
+        unread = _unread(made.programs, {name: (name,) for name in seen.counters} | dict(seen.holding)) if alone else []
         for name in unread:
-            make_attribute(source.model, name, seen.counters[name][1])
+            if name in seen.counters:
+                make_attribute(source.model, name, seen.counters[name][1])
+            for buffer in seen.holding.get(name, ()):
+                path, _, leaf = buffer.rpartition(".")
+                delattr(source.model.get_submodule(path), leaf)
         if unread:
             flat.follow_buffers()
             made, writes = _with_known(source, flat, shapes, sizes, calls, max_paths, elsewhere, writes)
@@ -118,9 +122,10 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     if not seen.changes and not outside and apart(seen.first, seen.second.results):
         written = defined(written_method(source.model, source.entry))
         outside = unrepeated(flat, sample_at(source, sizes, 0), seen.second, coarsest(made.programs), written)
-    uncounted = tuple([replace(seen.counters[name][0], rule="unread-attribute") for name in unread])
+    uncounted = tuple([replace(seen.counters[name][0], rule=UNREAD) for name in unread if name in seen.counters])
     early = set().union(*[call.early for call in calls])
-    left = tuple([each if name in early else replace(each, rule="assigned-attribute") for name, each in seen.changes.items()])
+    rules = {name: UNREAD if name in unread else each.rule if name in early else ASSIGNED for name, each in seen.changes.items()}
+    left = tuple([replace(each, rule=rules[name]) for name, each in seen.changes.items()])
     baked = _baked(calls)
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
@@ -181,10 +186,10 @@ def _baked(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
     return {name: asked for call in reversed(calls) for name, asked in call.baked.items()}
 
 
-def _unread_counters(programs: Programs, counters: Mapping[str, Counter]) -> list[str]:
-    """Counters that no result depends on: they stay attributes, and a call may be padded."""
+def _unread(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:
+    """The attributes that no result depends on: a call may be padded.  `holding`: the buffers that hold what is in an attribute."""
     each = [program for _, program in programs.each]
-    return [name for name in counters if not any(reaches_a_result(program, PREFIX + name) for program in each)]
+    return [name for name, own in holding.items() if not any(reaches_a_result(one, PREFIX + it) for one in each for it in own)]
 
 
 def _of_entry(error: ModelError, source: Source) -> ModelError:

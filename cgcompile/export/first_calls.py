@@ -17,9 +17,9 @@ from ..model.nondeterminism.generators import Generator, generators, states
 from ..model.nondeterminism.repeated_calls import Observed, Results, observed, outside_values, results
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import OTHER_SEED, Source, sample
-from ..model.tracing.attributes import assignment_place, changed, holder_of, marks, own_attributes
+from ..model.tracing.attributes import assignment_place, changed, holder_of, marks, own_attributes, same_nesting
 from ..model.tracing.constant_expressions import version_of
-from ..model.tracing.held_tensors import Held, held_tensors, make_buffer
+from ..model.tracing.held_tensors import Held, also_buffer, held_tensors, make_attribute, make_buffer
 from ..util.raw_bytes import copied, same_bits
 from .eager_check import try_eager
 from .exported import EagerShapes
@@ -36,8 +36,9 @@ class FirstCalls:
     """What the first calls showed.
 
     `calls` are those at the smallest and the largest sizes, `shapes` the shapes of their outputs.  `changes` are attributes that
-    every call changes, by name, and `counters` those that became buffers instead; `outside` are obstacles of what lies outside of
-    the model; `written` are parameters and buffers that a call wrote to, by their names.  `first` and `second` are what two more
+    every call changes, by name, and `counters` those that became buffers instead; `holding` are the buffers that hold the tensors
+    of others, too, by the attribute's name, to see whether a result depends on them; `outside` are obstacles of what lies outside
+    of the model; `written` are parameters and buffers that a call wrote to, by their names.  `first` and `second` are what two more
     calls at the smallest sizes gave.
     """
 
@@ -45,6 +46,7 @@ class FirstCalls:
     shapes: tuple[EagerShapes, ...]
     changes: Mapping[str, Obstacle]
     counters: Mapping[str, Counter]
+    holding: Mapping[str, tuple[str, ...]]
     outside: tuple[Obstacle, ...]
     written: frozenset[str]
     first: Results
@@ -66,13 +68,13 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
     after = states(drawn_from)
     flat.earlier = calls[0]
     flat.watch = unwatched
-    changes, kept, first, second = _changed_attributes(source, flat, sizes, drawn_from, fresh)
+    changes, kept, holding, first, second = _changed_attributes(source, flat, sizes, drawn_from, fresh)
     outside = outside_values(flat, sample_at(source, sizes, 0), first, second)
     if after != before and not second.moved:  # drawn at other sizes alone, or by inputs()
         largest = sample_at(source, sizes, -1)
         outside += outside_values(flat, largest, (), replace(observed(flat, largest, drawn_from, after), reads=()))
     return FirstCalls(
-        calls=tuple(calls), shapes=tuple(shapes), changes=changes, counters=kept, outside=outside,
+        calls=tuple(calls), shapes=tuple(shapes), changes=changes, counters=kept, holding=holding, outside=outside,
         written=_written(source.model, versions), first=first, second=second,
     )  # fmt: skip
 
@@ -92,11 +94,23 @@ def _fill_caches(
     except ModelError as error:
         if not flat.snapshot.changed():
             raise
-        if error.code == "state-changed":  # a buffer that the first call makes, in its shape: it has it by now
-            flat.follow_buffers()
-        else:
-            flat.snapshot.restore()  # a buffer may have been full
         calls.clear()
+        if error.code != "state-changed":
+            flat.snapshot.restore()  # a buffer may have been full
+            return try_eager(source, flat, sizes)
+        made = flat.snapshot.changed()
+        flat.follow_buffers()  # a buffer that the first call makes, in its shape: it has it by now
+        try:
+            return try_eager(source, flat, sizes)
+        except ModelError as again:
+            if again.code != "state-changed":
+                raise
+        calls.clear()
+        for name in made:  # calls make it anew at every size: it is no buffer, but an attribute
+            owner, leaf = source.model.get_submodule(name.rpartition(".")[0]), name.rpartition(".")[2]
+            if leaf in owner._non_persistent_buffers_set:
+                make_attribute(source.model, name, source.model.get_buffer(name))
+        flat.follow_buffers()
         return try_eager(source, flat, sizes)
     if written := flat.snapshot.changed():
         filled = flat.snapshot.current()
@@ -147,7 +161,7 @@ def _changed_attributes(
     sizes: Mapping[str, tuple[int, ...]],
     drawn_from: Sequence[Generator],
     fresh: Mapping[str, Any],
-) -> tuple[dict[str, Obstacle], dict[str, Counter], Results, Observed]:
+) -> tuple[dict[str, Obstacle], dict[str, Counter], dict[str, tuple[str, ...]], Results, Observed]:
     """The attributes that a call changes, at every call: the first ones may fill caches.  Tensors it writes to become buffers, and
     so do counters.  `fresh`: the attributes before the first call.
 
@@ -157,7 +171,8 @@ def _changed_attributes(
     held = {id(each.tensor): (each, each.tensor._version) for each in reversed(held_tensors(source.model))}
     before = marks(source.model, held.keys())
     second = observed(flat, tensors, drawn_from)
-    names = changed(before, marks(source.model, held.keys()))
+    after = marks(source.model, held.keys())
+    names = changed(before, after)
     buffers = {id(tensor) for tensor in source.model.buffers()}
     for each, version in held.values():
         if each.tensor._version != version and id(each.tensor) not in buffers:
@@ -168,15 +183,19 @@ def _changed_attributes(
         for name, (where, line) in places.items()
     }
     kept: dict[str, Counter] = {}
-    for name in _read_first(flat, tensors, [name for name in names if name in fresh]):
+    holding: dict[str, tuple[str, ...]] = {}
+    for name in _read_first(flat, tensors, [name for name in names if name in before]):
         path, _, leaf = name.rpartition(".")
         module = holder_of(source.model, path)
-        value = number_or_tensor(fresh[name], own_attributes(source.model)[name])
+        value = number_or_tensor(fresh[name], own_attributes(source.model)[name]) if name in fresh else None
         if value is not None and isinstance(module, torch.nn.Module):
             make_buffer(Held(module=module, path=leaf, holder=vars(module), key=leaf, tensor=value.to(source.device)))
             kept[name] = changes.pop(name), fresh[name]
+        elif isinstance(module, torch.nn.Module) and same_nesting(before[name], after[name]):
+            own = [each for each in held_tensors(source.model) if each.module is module and each.path.partition(".")[0] == leaf]
+            holding[name] = tuple([f"{path}.{also_buffer(each)}" if path else also_buffer(each) for each in own])
     flat.follow_buffers()
-    return changes, kept, first, second
+    return changes, kept, {name: names for name, names in holding.items() if names}, first, second
 
 
 def _read_first(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Sequence[str]) -> list[str]:

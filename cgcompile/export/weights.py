@@ -21,6 +21,13 @@ def weight_placeholders(program: ExportedProgram) -> dict[str, str]:
     return {spec.arg.name: str(spec.target) for spec in program.graph_signature.input_specs if spec.kind in WEIGHT_KINDS}
 
 
+SHAPE_ALONE = frozenset({
+    "aten::zeros_like", "aten::ones_like", "aten::full_like", "aten::empty_like", "aten::new_zeros", "aten::new_ones",
+    "aten::new_full", "aten::new_empty", "aten::sym_size.int", "aten::_assert_tensor_metadata",
+})  # fmt: skip
+"""Operators that read no value of their first argument."""
+
+
 def reaches_a_result(program: ExportedProgram, name: str) -> bool:
     """Whether anything but the buffer of this name itself may depend on what it holds."""
     names = {target: placeholder for placeholder, target in weight_placeholders(program).items()}
@@ -28,6 +35,8 @@ def reaches_a_result(program: ExportedProgram, name: str) -> bool:
     aliases, seen = set(waiting), set(waiting)
     while waiting:
         for user in waiting.pop().users:
+            if isinstance(user.target, torch._ops.OpOverload) and user.target.name() in SHAPE_ALONE:
+                continue
             if user.op == "output" or not isinstance(user.target, torch._ops.OpOverload) or "assert" in user.target.name():
                 return True
             if user.target._schema.is_mutable:

@@ -43,6 +43,9 @@ class Asserted:
 
 NOTHING = Asserted()
 
+ASSIGNED, UNREAD = "assigned-attribute", "unread-attribute"
+"""The rules of attributes that calls change: assigned before it is read, and of which no result depends on it."""
+
 UNFINISHED = object()
 """A read that raised."""
 

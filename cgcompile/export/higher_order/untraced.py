@@ -1,9 +1,10 @@
-"""Exports of models that compute what torch.export does not trace: derivatives by autograd, and products under nested vmap.
+"""Exports of models that compute what torch.export does not trace: derivatives by autograd, products under nested vmap, hashes.
 
 torch.export traces above autograd.  What torch.autograd.grad() computes below it is not traced: export finds values without
 a history and stops (forces of an energy, residuals of an equation, densities).  An export below autograd traces each operator
 of the derivative.  A product under two torch.vmap() leaves a value of the inner one among the program's constants, where
-only operators without users read it.
+only operators without users read it.  While torch.export traces, it looks a module's stand-in up by the module's hash, whenever
+an attribute is read: a hash that is computed from attributes would ask for itself without end.
 
 Private interfaces of torch: `torch.export._trace._export(pre_dispatch=False)` and `is_functorch_wrapped_tensor`.  Run with
 torch 2.13; those of 2.11 have the same parameters.
@@ -31,13 +32,14 @@ BACKWARD = "Cannot backprop through mirrored meta"
 def export(module: torch.nn.Module, tensors: Sequence[torch.Tensor], dynamic: Any) -> ExportedProgram:
     """The program of `module`.  A model that asks autograd for derivatives is traced once more, below autograd."""
     try:
-        return _without_leaks(torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False))
+        with _hashes_computed_before(module):
+            return _without_leaks(torch.export.export(module, tuple(tensors), dynamic_shapes=dynamic, strict=False))
     except RuntimeError as error:
         if UNTRACED not in str(error):
             raise
     # detached inputs are leaves of no earlier call's graph; export would trace the derivative of outputs that have a history
     fresh = tuple([tensor.detach() for tensor in tensors])
-    with _outputs_without_history(module):
+    with _outputs_without_history(module), _hashes_computed_before(module):
         return _export(module, fresh, dynamic_shapes=dynamic, strict=False, pre_dispatch=False)
 
 
@@ -77,3 +79,23 @@ def _outputs_without_history(module: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         handle.remove()
+
+
+@contextmanager
+def _hashes_computed_before(model: torch.nn.Module) -> Iterator[None]:
+    """Meanwhile modules whose class defines a hash have the one that they have now; their stand-ins share their `__dict__`."""
+    own = [module for module in model.modules() if type(module).__hash__ is not object.__hash__]
+    hashes = {id(vars(module)): hash(module) for module in own}
+    kinds = {kind for module in own for kind in type(module).__mro__ if "__hash__" in vars(kind) and kind is not object}
+    before: list[tuple[Any, Any]] = [(kind, vars(kind)["__hash__"]) for kind in kinds]
+
+    def replaced(method: Any) -> Any:
+        return lambda self: hashes[id(vars(self))] if id(vars(self)) in hashes else method(self)
+
+    try:
+        for kind, method in before:
+            kind.__hash__ = replaced(method)
+        yield
+    finally:
+        for kind, method in before:
+            kind.__hash__ = method

@@ -9,7 +9,7 @@ from torch.export import ExportedProgram
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
-from ...model.side_effects import NOTHING, Obstacle, SideEffects
+from ...model.side_effects import ASSIGNED, NOTHING, Obstacle, SideEffects
 from ...model.source import CPU
 from ...model.tracing.attributes import assignment_place
 from ..programs import Programs, coarsest
@@ -61,7 +61,7 @@ def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterato
     """Attributes that a way changes which the first calls did not take; `early`: a way reads them first."""
     for name in names:
         where, line = assignment_place(flat.model, name)
-        rule = "mutated-attribute" if name in early else "assigned-attribute"
+        rule = "mutated-attribute" if name in early else ASSIGNED
         yield Obstacle(rule=rule, message=f"forward() changes {name!r}", where=where, source=line)
 
 

@@ -86,6 +86,17 @@ def changed(before: Marks, after: Marks) -> list[str]:
     return [name for name in names if name.rpartition(".")[0] not in names]
 
 
+def same_nesting(one: Any, other: Any) -> bool:
+    """Whether two marks of an attribute differ in nothing but which tensors it holds."""
+    if isinstance(one, tuple) and isinstance(other, tuple):
+        return True
+    if isinstance(one, dict) and isinstance(other, dict):
+        return one.keys() == other.keys() and all(same_nesting(value, other[key]) for key, value in one.items())
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(same_nesting(*pair) for pair in zip(one, other, strict=True))
+    return bool(one == other)
+
+
 def _mark(value: Any, deep: int, state: Set[int]) -> Any:
     if not can_be_asked(value):
         return id(value)

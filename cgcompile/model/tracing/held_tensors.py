@@ -106,12 +106,18 @@ def make_buffer(held: Held) -> None:
     """Makes it a buffer of its module, under its path."""
     if held.holder is vars(held.module):
         del held.holder[held.key]  # the buffer of that name is found instead
+    also_buffer(held)
+
+
+def also_buffer(held: Held) -> str:
+    """Registers it as a buffer of its module, too, under a free name, which is returned."""
     plain = re.sub(r"\W", "_", held.path)
     number, name = 0, plain
     while name in held.module._buffers or hasattr(held.module, name):
         number += 1
         name = f"{plain}_{number}"
     held.module.register_buffer(name, held.tensor, persistent=False)
+    return name
 
 
 def make_attribute(model: torch.nn.Module, name: str, value: Any) -> None:

@@ -1,7 +1,8 @@
 """Modules that others are wrapped in: by torch.compile, nn.DataParallel and DistributedDataParallel.
 
 A bundle is compiled for one device, so what such a wrapper does is done without it, and its weights have the names that they have
-inside.
+inside.  torch.export reaches children by their names: one that a method of the class hides gets another name
+(`self.parameters = nn.ParameterList(...)`).
 
 Private interface (torch 2.11, 2.13): `torch._dynamo.eval_frame.OptimizedModule`, by its name, and `_orig_mod`, what it wraps.
 """
@@ -46,7 +47,13 @@ def _unwrapped(module: nn.Module, path: str, notes: dict[str, None], seen: dict[
         name: child if child is None else _unwrapped(child, f"{prefix}{name}", notes, seen)
         for name, child in module._modules.items()
     }
-    if any(child is not module._modules[name] for name, child in children.items()):
+    hidden = [name for name, child in module._modules.items() if child is not None and getattr(module, name) is not child]
+    if hidden:
+        notes.update(
+            dict.fromkeys([f"{prefix}{name} is hidden by the method of that name, and is called {name}_" for name in hidden])
+        )
+        children = {f"{name}_" if name in hidden else name: child for name, child in children.items()}
+    if hidden or any(child is not module._modules[name] for name, child in children.items()):
         copied = copy.copy(module)
         copied._modules = children
         seen[id(module)] = copied

@@ -126,6 +126,11 @@ def pad(x: Tensor, lengths: Sequence[int], value: Number = 0) -> Tensor:
     return torch.complex(aten.constant_pad_nd(real, lengths, number.real), aten.constant_pad_nd(imag, lengths, number.imag))
 
 
+def flipped(x: Tensor, dims: Sequence[int]) -> Tensor:
+    parts = torch.view_as_real(x.resolve_conj()).unbind(-1)
+    return torch.complex(*[torch.flip(part, dims) for part in parts])
+
+
 def variance(x: Tensor, dim: Sequence[int] | None = None, *, correction: Number | None = None, keepdim: bool = False) -> Tensor:
     parts = torch.view_as_real(x.resolve_conj()).unbind(-1)
     one, two = [torch.var(part, dim, correction=correction, keepdim=keepdim) for part in parts]
@@ -156,6 +161,7 @@ DECOMPOSITIONS: dict[Any, Callable[..., Any]] = {
     aten.constant_pad_nd.default: pad,
     aten._to_copy.default: converted,
     aten.var.correction: variance,
+    aten.flip.default: flipped,
     aten._conj.default: lambda x: x.conj_physical(),  # else a kernel would read the values without the conjugation
 }
 """By operator, what it is where something is complex."""

@@ -84,7 +84,7 @@ def main() -> int:
     inputs = [(torch.randn(given.rows, given.width) + shift).to(device) for shift in (-1, 1)]
     options = {"record": given.record} if device == "cuda" else {}
     right = rows(Foo(), None, inputs, given.target, options)
-    return 0 if right & rows(*models, [x.to(dtype) for x in inputs], given.target, options) else 1
+    return 0 if right & rows(models[0], models[1], [x.to(dtype) for x in inputs], given.target, options) else 1
 
 
 def rows(model: nn.Module, cond: nn.Module | None, inputs: Sequence[Tensor], target: str, options: dict[str, Any]) -> bool:

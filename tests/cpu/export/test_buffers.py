@@ -71,6 +71,9 @@ def test_a_buffer_that_the_first_call_makes_keeps_its_shape(tmp_path: Path) -> N
         torch.testing.assert_close(program(x), x + 6)
 
 
-def test_one_that_changes_its_shape_with_the_sizes_is_refused_with_its_line() -> None:
-    with pytest.raises(ModelError, match=r"test_buffers\.py:47: forward\(\) assigns .* to the buffer 'relative'"):
-        export(load_source(Filled(kept=False), rows), {"batch": (2, 4)})
+def test_one_that_is_made_anew_at_every_size_is_no_state() -> None:
+    made = export(load_source(Filled(kept=False), rows), {"batch": (2, 4)})
+    for size in (2, 4, 2):
+        x = rows(size)
+        (result,) = made.programs.at((size,)).module()(x)
+        torch.testing.assert_close(result, x + sum(range(size)))

@@ -1,4 +1,4 @@
-"""Models whose forward() asks autograd for derivatives of what it computes, or maps over a map."""
+"""Models whose forward() asks autograd for derivatives, or maps over a map, and whose hash is computed from attributes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from cgcompile.export.export import export
+from cgcompile.export.higher_order import untraced
 from cgcompile.model.load import load_source
 from cgcompile.model.source import CPU
 from tests.cpu.models import rows
@@ -99,3 +100,24 @@ def test_backward_is_refused_with_what_to_write_instead() -> None:
 def test_a_model_that_needs_gradients_is_told_how_to_turn_them_on() -> None:
     with raises("eager-failed", match=r"with torch.enable_grad\(\)"):
         export(load_source(Ambient(), rows), {"batch": (1, 8)})
+
+
+class Circuit(Potential):
+    """A hash that is computed from children, as those of gates and circuits are; `asked` counts how often."""
+
+    asked = 0
+
+    def __hash__(self) -> int:
+        type(self).asked += 1
+        return hash(self.net[0].in_features)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        made: torch.Tensor = self.net(x)
+        return made
+
+
+def test_a_hash_is_computed_before_the_trace_and_not_while_attributes_are_read() -> None:
+    outer, own = nn.Sequential(Circuit()), Circuit.__hash__
+    untraced.export(outer, (torch.rand(2, 4),), None)
+    assert Circuit.asked == 1 and Circuit.__hash__ is own
+    assert hash(outer[0]) == hash(4) and Circuit.asked == 2

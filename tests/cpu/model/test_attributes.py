@@ -115,6 +115,55 @@ def test_an_attribute_that_is_read_before_is_refused(model: nn.Module) -> None:
     assert ("mutated-attribute", "refuse") in severities(exported(model))
 
 
+class Spiking(nn.Module):
+    """Its potential lies in a dict; `reset` is done at the start of every call, `strange` reads the old one for rare inputs."""
+
+    def __init__(self, reset: bool, strange: bool = False) -> None:
+        super().__init__()
+        self.memories: dict[str, Any] = {"v": 0.0}
+        self.reset, self.strange = reset, strange
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        old = self.memories["v"]
+        if self.reset:
+            self.memories["v"] = torch.zeros(1)
+        for turn in range(3):
+            self.memories["v"] = self.memories["v"] * 0.5 + x[0, turn]
+        return torch.where(x > 1e9, old, x) if self.strange else (self.memories["v"] > 0) + x
+
+
+class Sized(nn.Module):
+    """A buffer of the batch's size, which `reset` fills anew."""
+
+    def __init__(self, reset: bool) -> None:
+        super().__init__()
+        self.register_buffer("potential", torch.zeros(0), persistent=False)
+        self.reset = reset
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.reset:
+            self.potential = torch.zeros_like(self.potential)
+        if self.potential.shape != x.shape:
+            self.potential = torch.zeros_like(x)
+        self.potential = self.potential / 2 + x
+        return self.potential * 2
+
+
+@pytest.mark.parametrize("model", [Spiking(reset=True), Sized(reset=True)])
+def test_tensors_in_an_attribute_that_no_result_depends_on_are_a_note(model: nn.Module) -> None:
+    made = exported(model)
+    assert severities(made) == [("mutated-attribute", "note")]
+    assert not list(made.source.model.buffers()), "they are no buffers afterwards"
+    for size in (2, 4, 2):
+        tensors = sample(made.source, {"batch": size}).tensors
+        torch.testing.assert_close(made.programs.at((size,)).module()(*tensors), run_eager(made.flat, tensors).outputs)
+
+
+@pytest.mark.parametrize("model", [Spiking(reset=False), Spiking(reset=True, strange=True), Sized(reset=False)])
+def test_tensors_in_an_attribute_that_a_result_depends_on_are_refused(model: nn.Module) -> None:
+    assert ("mutated-attribute", "refuse") in severities(exported(model))
+
+
 class Caches(nn.Module):
     """Tensors that it writes to: in an object, and as a plain attribute; `places` of a buffer, as transformers' cache has them."""
 

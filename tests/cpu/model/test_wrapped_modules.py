@@ -54,6 +54,29 @@ def test_wrappers_inside_of_a_model_are_taken_off_a_copy() -> None:
     assert isinstance(model.parallel, nn.DataParallel) and source.model.parallel is model.parallel.module
 
 
+class Hiding(nn.Module):
+    """Its layers are in a plain list; a child with their weights has the name of a method."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [[nn.Linear(4, 4)]]
+        self.parameters = nn.ParameterList(self.layers[0][0].parameters())  # type: ignore[assignment]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.layers[0][0](x)
+        return made
+
+
+def test_a_child_that_a_method_hides_gets_another_name() -> None:
+    model = Hiding()
+    report = cgcompile.check(model, rows, sizes=[1, 4], target="cpu")
+    assert [each.message for each in report.findings] == [
+        "parameters is hidden by the method of that name, and is called parameters_"
+    ]
+    assert sorted(dict(load_source(model, rows).model.named_parameters())) == ["parameters_.0", "parameters_.1"]
+    assert list(model._modules) == ["parameters"]
+
+
 def test_a_module_that_is_there_twice_stays_one() -> None:
     inner = nn.DataParallel(Block())
     source = load_source(nn.Sequential(inner, nn.Sequential(inner)), rows)

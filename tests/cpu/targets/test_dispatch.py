@@ -37,6 +37,7 @@ CALLS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "variance": lambda x, z, m: z.std(-1),
     "to complex128 and back": lambda x, z, m: (z.to(torch.complex128) * 2).to(torch.complex64),
     "one number to complex128": lambda x, z, m: x.sum().to(torch.complex128),
+    "complex from the end": lambda x, z, m: torch.flip(z, [0, 1]),
     "complex to bool": lambda x, z, m: (z * (z.real > 0)).to(torch.bool),
     "einsum": lambda x, z, m: torch.einsum("bi,bj->ij", z, z.conj()).angle(),
     "solve": lambda x, z, m: torch.linalg.solve(m, x[:, :4]),
