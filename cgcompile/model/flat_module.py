@@ -146,7 +146,8 @@ class HeldWeight:
     @property
     def now(self) -> Any:
         """What the module has there: the traced tensor while it is traced, None for nothing."""
-        return self.owner[self.leaf] if self.leaf in self.owner else None  # a scripted module's has no `get`
+        # a scripted module's dict has no `get`
+        return self.owner[self.leaf] if self.leaf in self.owner else None  # noqa: SIM401
 
 
 @contextmanager
