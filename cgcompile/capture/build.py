@@ -161,7 +161,7 @@ def emit(
     return ManifestParts(
         target=cuda_target(recorded.arch, driver, cut.hosts, spec.torch_version),
         weights=written.weights,
-        fixed=fixed_weights(stage, written.weights, spec.programs, {*folded, *cut.hosts.unbound}, tables),
+        fixed=fixed_weights(stage, written.weights, spec.programs, {*folded, *cut.hosts.unbound}, spec.baked, tables),
         tables=tables,
         memories=written.memories,
         regions=written.regions,

@@ -42,6 +42,7 @@ RULES: tuple[Rule, ...] = (
     devices.wrapped_module,
     scalars.assert_scalar,
     scalars.asserted_value,
+    scalars.baked_weight,
     scalars.path,
     scalars.tensor_assertion,
     writes.overlapping_input,

@@ -121,6 +121,23 @@ def path(context: RuleContext) -> Iterable[Finding]:
         yield finding("path", NOTE, obstacle.message, obstacle, "a branch of the program, as torch.cond is one", "none needed")
 
 
+def baked_weight(context: RuleContext) -> Iterable[Finding]:
+    """Python that reads the value of a weight: `if self.flag > 0`, `torch.arange(int(self.count))`, the times of a solver.
+
+    What it looks for: Python asks for a value during the export that follows from parameters, buffers that no call writes to, and
+    constants alone.
+    Why CUDA cares: a graph is a fixed order of kernels, and the program goes on by this value.
+    Effect: the build computes the value; an update of a loaded program takes no other values of these weights.
+    Fix: none needed; for a weight that may be replaced compute with the tensor: torch.where, `x * self.scale`.
+    Source: `KnownValues` in model/devices/known_values.py.
+    """
+    for obstacle in context.obstacles("baked-weight"):
+        yield finding(
+            "baked-weight", NOTE, obstacle.message, obstacle, "program.update refuses other values of it",
+            "none needed; for a weight that may be replaced compute with the tensor (torch.where)",
+        )  # fmt: skip
+
+
 def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
     """Python that branches on the value of a tensor where not every way can be followed: `while error > bound:`, `range(int(n))`.
 

@@ -6,7 +6,7 @@ The model is wrapped so that export sees only tensors in and tensors out; the ne
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,7 +17,7 @@ from cgbundle.format.schema import IntKey, Size
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.devices.index_guard import guarded_indices
-from ..model.flat_module import PREFIX, FlatModule, unwatched
+from ..model.flat_module import PREFIX, FlatModule, held_weights, unwatched
 from ..model.nondeterminism.repeated_calls import apart, unrepeated
 from ..model.pytree import DENSE, SPARSE, not_dense
 from ..model.side_effects import ASSIGNED, NOTHING, UNREAD, Asserted, Obstacle, SideEffects
@@ -28,7 +28,7 @@ from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import defined
 from .eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .exported import EagerShapes, Exported, memory_order
-from .first_calls import first_calls, sample_at
+from .first_calls import changed_weights, first_calls, sample_at
 from .functionalization import size_from_a_float
 from .paths import MAX_PATHS
 from .paths.explore import PathsRefused
@@ -50,19 +50,25 @@ PROBES = 8
 """Sizes of a dimension, beside the declared ones, at which eager PyTorch is asked for the shapes of the outputs."""
 
 
-def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = True, max_paths: int = MAX_PATHS) -> Exported:
+def export(
+    source: Source,
+    sizes: Mapping[str, tuple[int, ...]],
+    alone: bool = True,
+    max_paths: int = MAX_PATHS,
+    elsewhere: Set[str] = frozenset(),
+) -> Exported:
     """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
 
     Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
     tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.  `alone`: the model has no other entry,
-    which might write to a buffer that this one asks for its values, and no error has to say which entry it means.
+    and no error has to say which entry it means.  `elsewhere`: buffers that other entries write to, whose values are not known.
     `max_paths`: so many ways through its Python are exported at most.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
     """
     try:
-        return _exported(source, sizes, alone, max_paths)
+        return _exported(source, sizes, alone, max_paths, elsewhere)
     except ModelError as error:
         named = error if alone else _of_entry(error, source)
         if named is error:
@@ -70,7 +76,20 @@ def export(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool = T
         raise named from error.__cause__
 
 
-def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int) -> Exported:
+def with_unwritten(made: Sequence[Exported], max_paths: int = MAX_PATHS) -> list[Exported]:
+    """The entries of one model.  Those that know the value of a buffer to which another entry writes are exported again without it.
+    Raises what `export` does."""
+    while True:
+        writes = frozenset().union(*[entry.written for entry in made])
+        if all(entry.baked.keys().isdisjoint(writes) for entry in made):
+            return list(made)
+        made = [
+            entry if entry.baked.keys().isdisjoint(writes) else export(entry.source, entry.sizes, len(made) == 1, max_paths, writes)
+            for entry in made
+        ]
+
+
+def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int, elsewhere: Set[str]) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source)
@@ -79,10 +98,9 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     calls = list(seen.calls)
     flat.watch = calls.append
     flat.assigned = tuple(seen.changes)
-    flat.constants = seen.constants if alone else []
     left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
-        made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
+        made, writes = _with_known(source, flat, shapes, sizes, calls, max_paths, elsewhere, seen.written)
         unread = _unread(made.programs, {name: (name,) for name in seen.counters} | dict(seen.holding)) if alone else []
         for name in unread:
             if name in seen.counters:
@@ -92,7 +110,7 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
                 delattr(source.model.get_submodule(path), leaf)
         if unread:
             flat.follow_buffers()
-            made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
+            made, writes = _with_known(source, flat, shapes, sizes, calls, max_paths, elsewhere, writes)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -108,10 +126,64 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     early = set().union(*[call.early for call in calls])
     rules = {name: UNREAD if name in unread else each.rule if name in early else ASSIGNED for name, each in seen.changes.items()}
     left = tuple([replace(each, rule=rules[name]) for name, each in seen.changes.items()])
+    baked = _baked(calls)
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
-        eager_shapes=(*seen.shapes, *made.eager_shapes), obstacles=(*left, *uncounted, *outside, *made.obstacles),
+        eager_shapes=(*seen.shapes, *made.eager_shapes),
+        obstacles=(*left, *uncounted, *outside, *made.obstacles, *_reads(made.programs, baked)),
+        baked={name: where or source.label for name, (where, _) in baked.items()},
+        written=writes,
     )  # fmt: skip
+
+
+def _with_known(
+    source: Source,
+    flat: FlatModule,
+    shapes: Sequence[tuple[Size, ...]],
+    sizes: Mapping[str, tuple[int, ...]],
+    calls: list[SideEffects],
+    max_paths: int,
+    elsewhere: Set[str],
+    writes: frozenset[str],
+) -> tuple[_Made, frozenset[str]]:
+    """Python gets the values of parameters and buffers, but of those that are written to: `elsewhere`, or by this entry as far as
+    `writes` says.  Where it got one that some way through the model writes to, the model is exported again without that.
+
+    Gives also all that this entry writes to."""
+    first, before = flat.earlier, list(calls)
+    while True:
+        flat.weights = held_weights(flat.model, elsewhere | writes)
+        flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
+        failed: ModelError | None = None
+        try:
+            made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
+        except ModelError as error:
+            failed = error
+        baked = _baked(calls).keys()
+        writes = writes.union(*[call.written for call in calls])
+        if failed is None and baked.isdisjoint(writes):
+            writes = writes.union(changed_weights(flat, sample_at(source, sizes, 0), baked))
+        if baked.isdisjoint(writes):
+            break
+        calls[:] = before
+    if failed is not None:
+        raise failed
+    return made, writes
+
+
+def _reads(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:
+    """A note for every line that read weights of the state dict: others are constants of a bundle anyway."""
+    updated = {name.removeprefix(PREFIX) for _, program in programs.each for name in program.state_dict}
+    names = {asked: [name for name in baked if baked[name] == asked and name in updated] for asked in baked.values()}
+    for (where, line), read in names.items():
+        if read:
+            message = f"Python reads the value of {', '.join(map(repr, read))}"
+            yield Obstacle(rule="baked-weight", message=message, where=where, source=line)
+
+
+def _baked(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
+    """The parameters and buffers whose values Python got in some call, by name, with the line that asked first."""
+    return {name: asked for call in reversed(calls) for name, asked in call.baked.items()}
 
 
 def _unread(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:
@@ -202,7 +274,11 @@ def _made(
             with suppress(ModelError):
                 return _per_size(source, flat, sizes, calls, _reason(source, obstacles), None)
         try:
-            return _paths(source, flat, shapes, sizes, calls, max_paths) or dynamic
+            if made := _paths(source, flat, shapes, sizes, calls, max_paths):
+                return made
+            with suppress(ModelError):
+                return _per_size(source, flat, sizes, calls, _reason(source, obstacles), max_paths)
+            return dynamic
         except ModelError as error:
             if not isinstance(error.__cause__, PathsRefused) or error.code != "data-dependent-branch":
                 raise

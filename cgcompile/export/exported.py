@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -25,6 +25,8 @@ class Exported:
     `programs` are over flat tensors; `flat` runs the user's own module in eager PyTorch the same way.  `shapes` are those of the
     inputs.  `eager_shapes` were found at the smallest and the largest sizes.  `obstacles` leave no operation in a program.
     `unbounded`: why outputs whose sizes depend on data have no bound, "" where none has such a size.
+    `baked` are parameters and buffers whose values Python got while it was exported, by their names in the model, with the line
+    that asked; `written` are those that a call may write to.
     """
 
     source: Source
@@ -35,6 +37,8 @@ class Exported:
     eager_shapes: tuple[EagerShapes, ...]
     obstacles: tuple[Obstacle, ...]
     unbounded: str = ""
+    baked: Mapping[str, str] = field(default_factory=dict)
+    written: frozenset[str] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -5,32 +5,30 @@ Called are the smallest and the largest sizes, and the smallest twice more: the 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from ..errors import ModelError
-from ..model.flat_module import FlatModule, unwatched
+from ..model.flat_module import FlatModule, held_weights, run_eager, unwatched
 from ..model.nondeterminism.generators import Generator, generators, states
 from ..model.nondeterminism.repeated_calls import Observed, Results, observed, outside_values, results
 from ..model.side_effects import Obstacle, SideEffects
 from ..model.source import OTHER_SEED, Source, sample
 from ..model.tracing.attributes import assignment_place, changed, holder_of, marks, own_attributes, same_nesting
+from ..model.tracing.constant_expressions import version_of
 from ..model.tracing.held_tensors import Held, also_buffer, held_tensors, make_attribute, make_buffer
-from ..util.raw_bytes import same_bits
+from ..util.raw_bytes import copied, same_bits
 from .eager_check import try_eager
 from .exported import EagerShapes
 
-FEW = 16
-"""Elements of a buffer that Python may ask for its values."""
+COMPARED = 1 << 24
+"""Elements of a weight that is copied to see whether a call changes it."""
 
 Counter = tuple[Obstacle, Any]
 """What to say of an attribute that calls count in, and what it was before the first call."""
-
-Constants = list[tuple[Any, str, torch.Tensor]]
-"""Buffers that no call writes to: (module, name in it, value)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,8 +38,8 @@ class FirstCalls:
     `calls` are those at the smallest and the largest sizes, `shapes` the shapes of their outputs.  `changes` are attributes that
     every call changes, by name, and `counters` those that became buffers instead; `holding` are the buffers that hold the tensors
     of others, too, by the attribute's name, to see whether a result depends on them; `outside` are obstacles of what lies outside
-    of the model; `constants` are small buffers that kept their values.  `first` and `second` are what two more calls at the
-    smallest sizes gave.
+    of the model; `written` are parameters and buffers that a call wrote to, by their names.  `first` and `second` are what two more
+    calls at the smallest sizes gave.
     """
 
     calls: tuple[SideEffects, ...]
@@ -50,7 +48,7 @@ class FirstCalls:
     counters: Mapping[str, Counter]
     holding: Mapping[str, tuple[str, ...]]
     outside: tuple[Obstacle, ...]
-    constants: Constants
+    written: frozenset[str]
     first: Results
     second: Observed
 
@@ -63,9 +61,9 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
     calls: list[SideEffects] = []
     flat.watch = calls.append
     fresh = own_attributes(source.model)
-    versions = {id(buffer): buffer._version for buffer in source.model.buffers() if not buffer.is_inference()}
     before = states(generators(source.model, source.entry))
     shapes = _fill_caches(source, flat, sizes, calls)
+    versions = {id(weight.tensor): version_of(weight.tensor) for weight in held_weights(source.model)}
     drawn_from = generators(source.model, source.entry)  # a call may import NumPy
     after = states(drawn_from)
     flat.earlier = calls[0]
@@ -77,7 +75,7 @@ def first_calls(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int,
         outside += outside_values(flat, largest, (), replace(observed(flat, largest, drawn_from, after), reads=()))
     return FirstCalls(
         calls=tuple(calls), shapes=tuple(shapes), changes=changes, counters=kept, holding=holding, outside=outside,
-        constants=_constants(flat, versions), first=first, second=second,
+        written=_written(source.model, versions), first=first, second=second,
     )  # fmt: skip
 
 
@@ -135,15 +133,25 @@ def sample_at(source: Source, sizes: Mapping[str, tuple[int, ...]], pick: int) -
     return sample(source, {name: values[pick] for name, values in sizes.items()}).tensors
 
 
-def _constants(flat: FlatModule, versions: Mapping[int, int]) -> Constants:
-    """Buffers of a few integers that are no part of the state dict, and that no call writes to: strides and paddings that a model
-    keeps as tensors (transformers' EnCodec).  `versions`: of each buffer before the first call, by its id."""
-    found = []
-    for owner, leaf in flat.snapshot.owners():
-        buffer = owner._buffers[leaf]
-        small = buffer.numel() <= FEW and not buffer.is_floating_point() and not buffer.is_complex()
-        if small and leaf in owner._non_persistent_buffers_set and versions.get(id(buffer)) == buffer._version:
-            found.append((owner, leaf, buffer.detach().clone()))
+def _written(model: torch.nn.Module, versions: Mapping[int, int | None]) -> frozenset[str]:
+    """The parameters and buffers that are others, or were written to.  `versions`: of each before, by its id."""
+    nothing = object()
+    weights = held_weights(model)
+    return frozenset([each.name for each in weights if versions.get(id(each.tensor), nothing) != version_of(each.tensor)])
+
+
+def changed_weights(flat: FlatModule, tensors: Sequence[torch.Tensor], names: Set[str]) -> frozenset[str]:
+    """Those of these parameters and buffers that hold something else after a call with these inputs: no version has to show it.
+    Only those of at most COMPARED elements are looked at."""
+    small = [weight for weight in held_weights(flat.model) if weight.name in names and weight.tensor.numel() <= COMPARED]
+    weights = [(weight, copied(weight.tensor)) for weight in small]
+    if not weights:
+        return frozenset()
+    watch, flat.watch = flat.watch, unwatched
+    run_eager(flat, tensors, keep=True)
+    flat.watch = watch
+    found = frozenset([weight.name for weight, before in weights if not same_bits(weight.tensor, before)])
+    flat.snapshot.restore()
     return found
 
 

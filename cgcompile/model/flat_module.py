@@ -45,9 +45,9 @@ class FlatModule(torch.nn.Module):
     `known` names by position, and asserts what `asserted` names; of what `as_eager` names the user's code is told that nothing is
     traced.  `padded`: a call is filled up, so that sequences may have length 0.  `uncalled`: nobody has called the
     module, whose first call may make a buffer in another shape.  `way`: the answers that a call gets are forced.
-    `constants` are buffers, (module, name in it, value), that Python may ask while they are traced.  `assigned` are
-    attributes that are watched: whether a call reads them before it assigns them.  `bounded`: outputs that are filled up, as the
-    program has them, with the `shapes` of the inputs.
+    `weights` are parameters and buffers whose values Python may ask for while they are traced.  `assigned` are attributes that are
+    watched: whether a call reads them before it assigns them.  `bounded`: outputs that are filled up, as the program has them, with
+    the `shapes` of the inputs.
     """
 
     __module__, __qualname__ = "cgcompile.flat", "Flat"  # stored programs name it: they must not change with the place of this file
@@ -73,7 +73,7 @@ class FlatModule(torch.nn.Module):
         self.earlier = SideEffects()
         self.known: frozenset[int] = frozenset()
         self.asserted = NOTHING
-        self.constants: list[tuple[Any, str, torch.Tensor]] = []
+        self.weights: tuple[HeldWeight, ...] = ()
         self.as_eager = ""
         self.padded = False
         self.uncalled = False
@@ -96,6 +96,7 @@ class FlatModule(torch.nn.Module):
         kwargs = {name: rebuild(trees[name], list(tensors), value) for name, value in self.like.kwargs.items()}
         leaves: list[NamedTensor] = []
         before = [(owner, leaf, owner._buffers[leaf]) for owner, leaf in self.snapshot.owners()]
+        weights = [(weight.name, weight.now, weight.tensor) for weight in self.weights]
         with (
             told_eager(self.as_eager),
             needless_conversions_left_out(),
@@ -108,7 +109,7 @@ class FlatModule(torch.nn.Module):
                 self.told,
                 self.capability,
                 self.asserted,
-                [(owner._buffers[leaf], value) for owner, leaf, value in self.constants],
+                weights,
                 self.way,
                 self.model,
                 self.padded,
@@ -116,7 +117,12 @@ class FlatModule(torch.nn.Module):
         ):
             self.watch(effects)
             marked = marks(self.model) if isinstance(self.way, TracedWay) else {}
-            with noting_errors(self.way), early_reads(self.model, self.assigned, effects.early), plain_errors():
+            with (
+                noting_errors(self.way),
+                early_reads(self.model, self.assigned, effects.early),
+                noting_replaced(self.weights, effects.written),
+                plain_errors(),
+            ):
                 made = entry_method(self.model, self.entry)(*args, **kwargs)
             if isinstance(self.way, TracedWay):
                 self.way.changed = tuple(changed(marked, marks(self.model)))
@@ -134,6 +140,45 @@ class FlatModule(torch.nn.Module):
             self.names += names_of_counts(self.names, self.bounded)
             outputs = bounded_outputs(outputs, self.bounded, sizes_of(tensors, self.shapes))
         return outputs
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class HeldWeight:
+    """A parameter or buffer by its name in the model: the module's dict of them, its key there, and the real tensor."""
+
+    name: str
+    owner: Any
+    leaf: str
+    tensor: torch.Tensor
+
+    @property
+    def now(self) -> Any:
+        """What the module has there: the traced tensor while it is traced, None for nothing."""
+        # a scripted module's dict has no `get`
+        return self.owner[self.leaf] if self.leaf in self.owner else None  # noqa: SIM401
+
+
+@contextmanager
+def noting_replaced(weights: Sequence[HeldWeight], names: set[str]) -> Iterator[None]:
+    """Adds the names of the weights that the code inside replaces in their modules."""
+    before = [weight.now for weight in weights]
+    try:
+        yield
+    finally:
+        names.update([weight.name for weight, was in zip(weights, before, strict=True) if weight.now is not was])
+
+
+def held_weights(model: torch.nn.Module, excluded: Collection[str] = ()) -> tuple[HeldWeight, ...]:
+    """The parameters and buffers of a model under all of their names, but the `excluded` ones."""
+    return tuple(
+        [
+            HeldWeight(name=name, owner=owner, leaf=leaf, tensor=tensor)
+            for path, module in model.named_modules(remove_duplicate=False)
+            for owner in (module._parameters, module._buffers)
+            for leaf, tensor in owner.items()
+            if tensor is not None and (name := f"{path}.{leaf}" if path else leaf) not in excluded
+        ]
+    )
 
 
 def _waited(tensor: torch.Tensor) -> torch.Tensor:

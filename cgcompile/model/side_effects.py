@@ -53,7 +53,8 @@ UNFINISHED = object()
 class SideEffects:
     """The obstacles of one call, what its branches on data said, the numbers that Python read out of tensors, in order, and the
     attributes that it read before it assigned them.  `guessed` are the positions of answers about one
-    tensor without data, `whole` of reads of one integer.
+    tensor without data, `whole` of reads of one integer.  `baked` are parameters and buffers whose values a traced call gave to
+    Python, by name, with the (file:line, source line) that asked first, and `written` those that the call wrote to, or replaced.
 
     It is filled during the call and read after it: torch.export puts the attributes of a traced module back, so that nothing else
     survives.  A traced call, whose tensors hold no data, has symbols among its `reads`.
@@ -66,6 +67,8 @@ class SideEffects:
         self.whole: set[int] = set()
         self.reads: list[Any] = []
         self.early: set[str] = set()
+        self.baked: dict[str, tuple[str, str]] = {}
+        self.written: set[str] = set()
 
     def reads_of(self, symbols: Set[Any]) -> frozenset[int]:
         """The positions of the reads that made some of these symbols of export, and of one that failed."""

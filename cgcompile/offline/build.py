@@ -112,7 +112,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
-        fixed=fixed_weights(stage, written.weights, exported, lowered.sources | hosts.unbound, tables),
+        fixed=fixed_weights(stage, written.weights, exported, lowered.sources | hosts.unbound, spec.baked, tables),
         tables=tables,
         memories=(*written.memories, *peer),
         regions=written.regions,

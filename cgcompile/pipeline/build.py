@@ -24,7 +24,7 @@ from ..bundle.ranks import Ranks
 from ..checks import Checked, check, refuse
 from ..checks.repeatability import widened_bound
 from ..errors import BuildError
-from ..export.export import export, refuse_branches
+from ..export.export import export, refuse_branches, with_unwritten
 from ..export.exported import Exported
 from ..export.paths import MAX_PATHS
 from ..export.programs import Programs, with_shared_constants
@@ -276,6 +276,7 @@ def export_entries(
     made = _exported(sources, sizes, tell, max_paths)
     while len(made[0].flat.snapshot.owners()) < len(made[-1].flat.snapshot.owners()):
         made = _exported(sources, sizes, tell, max_paths)
+    made = with_unwritten(made, max_paths)
     for each in made:
         refuse_branches(each)
     made = [with_bounded_outputs(each) for each in made]

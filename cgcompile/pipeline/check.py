@@ -20,7 +20,7 @@ from ..checks.context import operator
 from ..checks.repeatability import widened_bound
 from ..checks.sizes import small_region, too_many_keys
 from ..errors import BuildError, ModelError
-from ..export.export import export
+from ..export.export import export, with_unwritten
 from ..export.exported import Exported
 from ..export.signature.signature import describe_signature
 from ..export.weights import weight_placeholders
@@ -78,6 +78,7 @@ def check(
         sources = tuple([replace(source, told=told, capability=capability_of(target)) for source in sources])
         wanted = [_wanted(source, by_entry.get(source.entry), several) for source in sources]
         exported = [_exported(source, own, max_paths, alone=not several) for source, own in zip(sources, wanted, strict=True)]
+        exported = _unwritten(exported, max_paths)
         whole = [one for one in exported if isinstance(one, Exported)]
         if len(whole) == len(exported):  # entries are called in turns: what one sets, another may read
             exported = list(with_sequences(whole, fresh))
@@ -106,6 +107,18 @@ def _exported(source: Source, sizes: dict[str, tuple[int, ...]], max_paths: int,
         if error.code not in ("export-failed", "data-dependent-branch", "data-dependent-shape"):
             raise
         return _stopped(error)
+
+
+def _unwritten(exported: list[Exported | Finding], max_paths: int) -> list[Exported | Finding]:
+    """The entries, none of which knows the value of a buffer that another one writes to."""
+    whole = [one for one in exported if isinstance(one, Exported)]
+    try:
+        made = iter(with_unwritten(whole, max_paths))
+    except ModelError as error:
+        stopped = _stopped(error)
+        written = frozenset().union(*[one.written for one in whole])
+        return [stopped if isinstance(one, Exported) and one.baked.keys() & written else one for one in exported]
+    return [next(made) if isinstance(one, Exported) else one for one in exported]
 
 
 def _report(

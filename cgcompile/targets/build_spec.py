@@ -68,6 +68,11 @@ class BuildSpec:
         by_key = self.by_key({entry.name: entry.prepared.programs.by_key for entry in self.entries})
         return Programs(by_key=by_key, dynamic=False)
 
+    @property
+    def baked(self) -> dict[str, str]:
+        """The weights whose values Python got while an entry was exported, by name, with the file:line that asked."""
+        return {name: where for entry in reversed(self.entries) for name, where in entry.prepared.baked.items()}
+
     def by_key(self, each: Mapping[str, Mapping[IntKey, Any]]) -> dict[IntKey, Any]:
         """What every entry has by int_key, as one mapping by build key."""
         return {

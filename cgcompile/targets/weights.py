@@ -20,7 +20,7 @@ from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import DTYPES, FixedWeight, Weight
 from cgbundle.format.spans import span
 from cgbundle.tensors.tensor import memory_order
-from cgbundle.validate.state import CONSTANT, FOLDED, STATE
+from cgbundle.validate.state import BAKED, CONSTANT, FOLDED, STATE
 
 from ..errors import ModelError
 from ..export.programs import Programs
@@ -147,25 +147,35 @@ def table_rows(weights: Sequence[Weight]) -> tuple[int, ...]:
 
 
 def fixed_weights(
-    stage: Path, rows: Sequence[Weight], programs: Programs, folded: Collection[str], tables: Sequence[int] = ()
+    stage: Path,
+    rows: Sequence[Weight],
+    programs: Programs,
+    folded: Collection[str],
+    baked: Mapping[str, str],
+    tables: Sequence[int] = (),
 ) -> tuple[FixedWeight, ...]:
     """The rows of the manifest, whose files of weights and tables are in `stage`.  `folded`: names in the programs of weights from
-    which something was computed that compiled code holds; `tables`: as in the manifest.  Of weights that are tied, all are fixed or
-    none."""
+    which something was computed that compiled code holds; `baked`: as `BuildSpec` has them; `tables`: as in the manifest.  Of
+    weights that are tied, all are fixed or none."""
     named = {name for _, program in programs.each for name in program.state_dict}
     plain_named, plain_folded = [{name.removeprefix(PREFIX) for name in names} for names in (named, folded)]
     updatable = {row.tensor for row in rows if row.name in plain_named}
     held = {row.tensor for row in rows if row.name in plain_folded}
+    read = {row.tensor: baked[row.name] for row in reversed(rows) if row.name in baked}
     found = []
     mapped = {
         name: safetensors.Mapped(str(stage / name), name) for name in (file_names.WEIGHTS, *([file_names.TABLES] if tables else []))
     }
     for index, row in enumerate(rows):
-        reason = STATE if row.memory == STATE else CONSTANT if row.tensor not in updatable else FOLDED if row.tensor in held else ""
+        if row.memory == STATE or row.tensor not in updatable:
+            reason = STATE if row.memory == STATE else CONSTANT
+        else:
+            reason = BAKED if row.tensor in read else FOLDED if row.tensor in held else ""
         if reason:
             file = file_names.TABLES if index in tables else file_names.WEIGHTS
             digest = _zeros_digest(span(row)) if row.zeros else sha256(mapped[file].data(row.tensor)).hexdigest()
-            found.append(FixedWeight(weight=index, reason=reason, sha256=digest))
+            where = read[row.tensor] if reason == BAKED else ""
+            found.append(FixedWeight(weight=index, reason=reason, sha256=digest, where=where))
     for each in mapped.values():
         each.close()
     return tuple(found)

@@ -32,6 +32,7 @@ class Prepared:
     programs.  `state`: those that any entry of the model writes to, and `weights` the tensors of all entries.  `generator`: the
     buffer of the random numbers, named so too, "" without.  `reference` gives what a call has to give, and `exam_calls` is how
     often the exam calls each int_key.  `spread`: of `eager_spread`, at the smallest int_key.  `on_gpu`: eager PyTorch ran there.
+    `baked`: as `Exported` has them.
     """
 
     programs: Programs
@@ -46,6 +47,7 @@ class Prepared:
     exam_calls: int
     spread: tuple[float, ...]
     on_gpu: bool
+    baked: Mapping[str, str] = field(default_factory=dict)
 
 
 def prepare(
@@ -70,15 +72,21 @@ def prepare(
         programs=programs, signature=signature, written=written,
         changes=state, state=state, weights=programs.weights(), generator=generator, aliases=aliases, reference=reference,
         exam_calls=_exam_calls(exported, reference, state), spread=_spread(exported, reference),
-        on_gpu=exported.source.device != CPU,
+        on_gpu=exported.source.device != CPU, baked=exported.baked,
     )  # fmt: skip
 
 
 def together(each: Sequence[Prepared]) -> tuple[Prepared, ...]:
-    """The entries of one model, each of which knows the state and the weights of all."""
+    """The entries of one model, each of which knows the state and the weights of all.
+
+    Raises data-dependent-branch for a value that Python got of a buffer that calls change."""
     state = tuple(sorted({name for one in each for name in one.changes}))
     weights = {name: value for one in each for name, value in one.weights.items()}
     plain = {name.removeprefix(PREFIX) for name in state}
+    for one in each:
+        for name in sorted(one.baked.keys() & plain):
+            text = f"{one.baked[name]}: data-dependent-branch: Python reads the value of {name!r}, which calls change"
+            raise ModelError("data-dependent-branch", text)
 
     def alias(row: OutputAlias) -> OutputAlias:
         return replace(row, memory="state") if row.name in plain else row

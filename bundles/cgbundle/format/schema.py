@@ -114,12 +114,15 @@ class Weight:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FixedWeight:
     """A weight, by its position, that an update of the loaded program must leave as it is.  `reason` is "constant" (it is not in
-    the model's state_dict), "folded" (compiled code holds values that were computed from it) or "state" (calls change it).
-    `sha256` is that of its bytes in the file."""
+    the model's state_dict), "folded" (compiled code holds values that were computed from it), "baked" (Python read its value while
+    the bundle was built, for a branch, a size or a number of the program) or "state" (calls change it).
+
+    `sha256` is that of its bytes in the file.  `where` is the user's file:line that read a baked one, "" of all others."""
 
     weight: int
     reason: Name
     sha256: Name
+    where: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

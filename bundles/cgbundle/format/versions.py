@@ -37,6 +37,7 @@ ADDED: dict[tuple[str, str], tuple[int, Any]] = {
     ("Manifest", "world"): (6, ()),
     ("Manifest", "data_sizes"): (6, ()),
     ("Entry", "data_sizes"): (6, ()),
+    ("FixedWeight", "where"): (6, ""),
 }
 """(record, field) -> the format version that brought the field, and the value that it has where an earlier version is read."""
 
@@ -50,5 +51,6 @@ SPARSE = {
     ("Manifest", "world"),
     ("Manifest", "data_sizes"),
     ("Entry", "data_sizes"),
+    ("FixedWeight", "where"),
 }
 """(record, field) of those in ADDED that are left out where they have the value of before: few bundles have any."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import CallError
 from ..format.schema import FixedWeight, Manifest, Weight
-from ..validate.state import CONSTANT, FOLDED, STATE
+from ..validate.state import BAKED, CONSTANT, FOLDED, STATE
 from .weight_contents import Contents, Given, contents_of, files_of, invalid
 
 if TYPE_CHECKING:
@@ -19,12 +19,14 @@ SINCE = 6
 REASONS = {
     CONSTANT: "is a constant of the model, and not in its state_dict",
     FOLDED: "was folded: compiled code holds values that were computed from it",
+    BAKED: "was read by Python at {where} while the bundle was built, which went on by its value",
     STATE: "is state, which calls change",
 }
 
 HINTS = {
     CONSTANT: "leave it out",
     FOLDED: "build the bundle again with the new weights",
+    BAKED: "build the bundle again with the new weights",
     STATE: "leave it out; `program.state` writes state",
 }
 
@@ -163,6 +165,5 @@ def _check_complete(manifest: Manifest, fixed: Mapping[str, FixedWeight], chosen
 
 def _check_kept(name: str, contents: Contents, row: Weight, fixed: FixedWeight) -> None:
     if contents.digest(row) != fixed.sha256:
-        raise CallError(
-            "update-refused", f"weight {name!r} {REASONS[fixed.reason]}, and what is given differs", HINTS[fixed.reason]
-        )
+        reason = REASONS[fixed.reason].format(where=fixed.where)
+        raise CallError("update-refused", f"weight {name!r} {reason}, and what is given differs", HINTS[fixed.reason])

@@ -24,6 +24,7 @@ from ..tensors.detection import library_of
 from ..tensors.dlpack_tensors import DLPack
 from ..tensors.library import Library, array_type
 from ..tensors.tensor import Tensor, dense, empty, is_dense, memory_order
+from ..validate.state import BAKED, FOLDED
 
 INDEX = ".index.json"
 """How the name of a file ends that lists the files of a sharded checkpoint, as the Hugging Face Hub has it."""
@@ -249,7 +250,7 @@ def _of_bundle(path: str) -> Given:
     Raises what reading its manifest does."""
     manifest = Archive(path).manifest
     stored = _of_file(os.path.join(path, WEIGHTS))
-    left_out = {row.weight for row in manifest.fixed if row.reason != "folded"}
+    left_out = {row.weight for row in manifest.fixed if row.reason not in (FOLDED, BAKED)}
     found = {}
     for index, row in enumerate(manifest.weights):
         if index not in left_out and row.memory == "weights" and row.tensor in stored:

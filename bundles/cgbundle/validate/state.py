@@ -16,7 +16,7 @@ from .require import require, require_whole_calls
 from .steps import PERSISTENT
 
 STATE = "state"
-CONSTANT, FOLDED = "constant", "folded"
+CONSTANT, FOLDED, BAKED = "constant", "folded", "baked"
 SHARED = ("inputs", "outputs", "weights", STATE)
 
 
@@ -67,8 +67,9 @@ def check_fixed(manifest: Manifest) -> None:
         ascends = row.weight > (positions[place - 1] if place else -1)
         require(ascends and row.weight < len(manifest.weights), f"{where}.weight", "is no weight, or not ascending")
         kept = manifest.weights[row.weight].memory == STATE
-        fits = row.reason == STATE if kept else row.reason in (CONSTANT, FOLDED)
+        fits = row.reason == STATE if kept else row.reason in (CONSTANT, FOLDED, BAKED)
         require(fits, f"{where}.reason", f"{row.reason!r} of a weight of memory {manifest.weights[row.weight].memory}")
+        require(bool(row.where) == (row.reason == BAKED), f"{where}.where", f"{row.where!r} of a weight that is {row.reason}")
         require(is_sha256(row.sha256), f"{where}.sha256", "is no SHA-256 in lower-case hexadecimal")
 
 

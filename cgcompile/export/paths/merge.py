@@ -173,6 +173,8 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
                 _constants_end(specs), InputSpec(kind=InputKind.CONSTANT_TENSOR, arg=TensorArgument(name=place.name), target=target)
             )
         body.values[key] = place
+    placed = {node.name for node in body.graph.nodes}
+    specs = [spec for spec in specs if spec.arg.name in placed]  # constants that hold the same are one
     _order_inputs(body.graph, specs)
     slots = _emit(ways, body, root, 0, root.end, told_gpu)
     output_specs, values = _outputs(body, root, slots)

@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from cgbundle.cpu.host_region import ASSERTS
 
 from ..side_effects import ASSERTED, BRANCH, UNFINISHED, Asserted, SideEffects
+from ..tracing.predicates import EQUAL, differ_in_shape
 from ..user_code import here
 from .known_values import KnownValues, is_known
 from .operations import run_at
@@ -55,6 +56,8 @@ class DataReads:
             answer = bool(run_at(self._places, func, args, kwargs, DEVICE))
         elif is_known(value := self._values.result(func, args, kwargs)):
             answer = bool(value)
+        elif func in EQUAL and differ_in_shape(*args):
+            answer = False
         else:
             position = len(self._effects.answers)
             if func in ONE_TENSOR:

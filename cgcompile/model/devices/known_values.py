@@ -1,20 +1,23 @@
-"""Tensors of a traced call whose values are known, since no input, parameter or buffer that may change is among what they are made
-of.
+"""Tensors of a traced call whose values are known: no input is among what they are made of, and no buffer that calls write to.
 
-A model makes positions, grids and masks of ones from sizes, and asks them: how long, how many, where.  In eager PyTorch these are
-tensors like others; a trace knows of no tensor what it holds, and stops.  So whatever is made of constants alone is computed beside
-the trace, and Python gets the values that it asks for.  They hold for every call of these sizes, because nothing else went in.
+A model makes positions, grids and masks of ones from sizes, and asks them: how long, how many, where.  It asks parameters and
+buffers as well: the times of a solver, a flag.  In eager PyTorch these are tensors like others; a trace knows of no tensor what it
+holds, and stops.  So it notes what each tensor is computed from, and where Python asks for a value that follows from constants
+alone, it is computed with real tensors (tracing/constant_expressions.py).  It holds for every call of these sizes, because nothing
+else went in, and as long as the weights that it was computed from stay: their names are noted with the line that asks.
 
-A value counts as long as the tensor's version is that at which it was noted: a write of anything else to it, or to a tensor that
-shares its memory, changes that.
+An expression counts as long as the tensor's version and its storage are those at which it was noted, and nothing was written to
+the storage since.
 
-Private interfaces (torch 2.11, 2.13): `torch.utils._python_dispatch._disable_current_modes`, `torch.utils._device`'s constructors.
+Private interfaces (torch 2.11, 2.13): `torch.UntypedStorage._cdata`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
+from numbers import Number
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -22,17 +25,20 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from ..tracing.constant_expressions import Expression, Leaf, NotConstant, Operation, Result, leaf, plain
+from ..user_code import here
+from .size_lists import SizeLists
 from .tracing import called, tensors_in
 
 LARGEST = 1 << 16
-"""Elements of a value: masks and positions of short sequences, no weights."""
+"""Elements of a value that becomes a literal of the graph: masks and positions of short sequences, no weights."""
 
 MADE_OF_NUMBERS = frozenset({
     torch.arange, torch.zeros, torch.ones, torch.full, torch.eye, torch.linspace, torch.tensor, torch.as_tensor, torch.tril_indices,
-    torch.triu_indices, torch.scalar_tensor, torch.hann_window, torch.logspace,
+    torch.triu_indices, torch.scalar_tensor, torch.hann_window, torch.logspace, torch.hamming_window, torch.blackman_window,
+    torch.bartlett_window, torch.kaiser_window, torch.asarray, torch.fft.fftfreq, torch.fft.rfftfreq,
 })  # fmt: skip
 """What makes tensors of numbers alone."""
 
@@ -62,94 +68,160 @@ COUNTED = frozenset(
 )
 """What may give a tensor whose size depends on what its arguments hold."""
 
-_ARGUMENTS = (int, float, complex, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+REPEATS = frozenset({torch.repeat_interleave, torch.Tensor.repeat_interleave})
+
+NORMS = frozenset({F.batch_norm, F.instance_norm, torch.batch_norm, torch.instance_norm, torch.native_batch_norm})
+"""What writes to running statistics, whose versions do not show it, unless argument number `NORM_FLAG` says otherwise."""
+
+NORM_FLAG = 5
+
+PYTHON = frozenset({torch.Tensor.__contains__, torch.Tensor.__format__, torch.Tensor.__complex__})
+"""What Python asks that is neither a truth nor a number of a program."""
+
+UNFILLED = frozenset({
+    torch.empty_like, torch.Tensor.new_empty, torch.Tensor.new_empty_strided, torch.Tensor.new, torch.Tensor.resize_,
+    torch.Tensor.resize_as_, torch.Tensor.data_ptr,
+})  # fmt: skip
+"""What gives memory that nobody has filled, or says where it lies."""
+
+_ARGUMENTS = (Number, bool, str, torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), type(...))
+_SYMBOLS = (torch.SymInt, torch.SymFloat, torch.SymBool)
 _UNKNOWN = object()
 
 
-class _Drawn(RuntimeError):
-    """A value would be random."""
-
-
-class _NoDraws(TorchDispatchMode):
-    """Raises before a random number is drawn."""
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
-        if torch.Tag.nondeterministic_seeded in func.tags:
-            raise _Drawn
-        return func(*args, **(kwargs or {}))
-
-
-@contextmanager
-def _plain() -> Iterator[None]:
-    """Meanwhile nothing is traced, and no mode (of the user's, too) changes what an operation does."""
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        yield
-
-
 class KnownValues:
-    """Of one call, whose tensors are on the device `real`; nothing is known of a call that is not traced."""
+    """Of one call, whose tensors are on the device `real`; nothing is known of a call that is not traced.
 
-    def __init__(self, real: torch.device) -> None:
-        self._real = real
-        self._values: Any = WeakTensorKeyDictionary()
+    `asked`: gets the name of every parameter and buffer that an answer was computed from, with the (file:line, source line) that
+    asked first.
+    """
 
-    def hold(self, tensor: torch.Tensor, value: torch.Tensor) -> None:
-        """A traced tensor stands for `value` in every call: a constant of the model's."""
-        if isinstance(tensor, FakeTensor):
-            self._values[tensor] = tensor._version, value
+    def __init__(self, real: torch.device, asked: MutableMapping[str, tuple[str, str]]) -> None:
+        self._real, self._asked = real, asked
+        self._notes: Any = WeakTensorKeyDictionary()
+        self._writes: dict[int, int] = {}
+        self._held: list[tuple[str, torch.Tensor]] = []
+        self._sizes = SizeLists(self._state)
+
+    def hold(self, tensor: torch.Tensor, value: torch.Tensor, name: str) -> None:
+        """A traced tensor stands for `value` in every call: the parameter or buffer of this name."""
+        if not isinstance(tensor, FakeTensor) or tensor.layout is not torch.strided or (held := leaf(value, name)) is None:
+            return
+        if tensor not in self._notes:  # of a tied one the first name counts
+            self._note(tensor, held)
+        self._held.append((name, tensor))
+
+    def written(self) -> set[str]:
+        """The names of the held tensors that the call wrote to."""
+        return {name for name, tensor in self._held if not isinstance(self._of(tensor), Leaf)}
 
     def result(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operation gives, a number or a truth value too; `is_known` is False of it where an argument is not known."""
+        operation = self._operation(func, args, kwargs)
+        if operation is not None:
+            return self._evaluated(operation)
+        size = self._sizes.read(func, args) if get_proxy_mode() is not None else None
+        return _UNKNOWN if size is None else size
+
+    def answer(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """What Python gets of an operation that it asks for something else than a tensor; `is_known` is False of any other."""
+        return self.result(func, args, kwargs) if func in PYTHON and get_proxy_mode() is not None else _UNKNOWN
+
+    def _evaluated(self, operation: Operation) -> Any:
+        try:
+            value = operation.evaluate()
+        except NotConstant:
+            return _UNKNOWN
+        self._answered(operation.weights)
+        return value
+
+    def _answered(self, weights: frozenset[str]) -> None:
+        """Python got a value that was computed from these weights."""
+        if new := weights - self._asked.keys():
+            self._asked.update(dict.fromkeys(sorted(new), here()))
+
+    def _operation(
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: Mapping[str, Any],
+        before: Mapping[int, Any] = MappingProxyType({}),
+        written: torch.Tensor | None = None,
+    ) -> Operation | None:
+        """The call as an expression, None where an argument is not known.  `before`: what tensors were before it, by their ids;
+        `written`: the one that it writes to."""
+        if get_proxy_mode() is None or func in UNFILLED:
+            return None
         missing = False
 
-        def value(leaf: Any) -> Any:
+        def value(argument: Any) -> Any:
             nonlocal missing
-            found = self._of(leaf)
-            missing = missing or found is _UNKNOWN
-            return found
+            known = before.get(id(argument), _UNKNOWN)
+            known = self._of(argument) if known is _UNKNOWN else known
+            missing = missing or known is _UNKNOWN
+            return known
 
-        if get_proxy_mode() is None:
-            return _UNKNOWN
-        given, named = pytree.tree_map(value, (list(args), {name: each for name, each in kwargs.items() if name != "pin_memory"}))
+        given, named = pytree.tree_map(value, (list(args), {name: part for name, part in kwargs.items() if name != "pin_memory"}))
         if missing:
-            return _UNKNOWN
+            return None
         if func in MOVES:
-            return given[0]
+            return Operation(func=torch.Tensor.detach, args=given[:1], kwargs={})
         if func in MADE_OF_NUMBERS or "device" in named:
             named["device"] = self._real
         if func is torch.Tensor.to:
-            given = [self._real if isinstance(each, str) else each for each in given]
-        try:
-            with _plain(), _NoDraws(), torch.no_grad():
-                return func(*given, **named)
-        except _Drawn:
-            return _UNKNOWN
+            given = [self._real if isinstance(part, str) else part for part in given]
+        return Operation(func=func, args=given, kwargs=named, written=None if written is None else before[id(written)])
 
     def has(self, tensor: torch.Tensor) -> bool:
-        """Whether the value of a tensor is known."""
-        return self._of(tensor) is not _UNKNOWN
+        """Whether the value of a tensor is known, and follows from no weight."""
+        found = self._of(tensor)
+        return found is not _UNKNOWN and not found.weights and self._value(tensor) is not None
 
-    def _of(self, leaf: Any) -> Any:
-        """The value of an argument."""
-        if isinstance(leaf, FakeTensor):
-            version, value = self._values.get(leaf, (None, None))
-            return value if version == leaf._version else _UNKNOWN
-        if isinstance(leaf, torch.Tensor):
+    def _value(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """The real tensor that a traced one stands for, None where it is not known."""
+        found = self._of(tensor)
+        try:
+            with plain():
+                value: torch.Tensor | None = None if found is _UNKNOWN else found.value()
+        except NotConstant:
+            return None
+        return value
+
+    def _note(self, tensor: FakeTensor, expression: Expression) -> None:
+        self._notes[tensor] = (*self._state(tensor), expression)
+
+    def _state(self, tensor: torch.Tensor) -> tuple[int, int, int]:
+        """What changes when a tensor is written to: through another one that shares its memory, too."""
+        storage = tensor.untyped_storage()._cdata
+        return tensor._version, storage, self._writes.get(storage, 0)
+
+    def _of(self, argument: Any) -> Any:
+        """An argument with an expression in place of a tensor."""
+        if isinstance(argument, FakeTensor):
+            noted = self._notes.get(argument)
+            if noted is not None:
+                return noted[3] if noted[:3] == self._state(argument) else _UNKNOWN
+            return self._of_sizes(argument)
+        if isinstance(argument, torch.Tensor):
             # a constant of the model's: parameters and buffers are fake while they are traced
-            if type(leaf) is not torch.Tensor or leaf.numel() > LARGEST:
-                return _UNKNOWN
-            with _plain():
-                return leaf.clone()
-        if isinstance(leaf, slice):
-            parts = [self._of(part) for part in (leaf.start, leaf.stop, leaf.step)]
-            return _UNKNOWN if _UNKNOWN in parts or any(isinstance(part, torch.Tensor) for part in parts) else leaf
-        if isinstance(leaf, torch.device):
-            return self._real if leaf.type != "meta" else _UNKNOWN
-        return (
-            leaf
-            if isinstance(leaf, _ARGUMENTS) and not isinstance(leaf, torch.SymInt | torch.SymFloat | torch.SymBool)
-            else _UNKNOWN
-        )
+            return leaf(argument) or _UNKNOWN
+        if isinstance(argument, slice):
+            parts = [self._of(part) for part in (argument.start, argument.stop, argument.step)]
+            return _UNKNOWN if any(part is _UNKNOWN or isinstance(part, Expression) for part in parts) else argument
+        if isinstance(argument, torch.device):
+            return self._real if argument.type != "meta" else _UNKNOWN
+        if isinstance(argument, torch.Size):
+            return _UNKNOWN if any(isinstance(size, _SYMBOLS) for size in argument) else argument
+        return argument if isinstance(argument, _ARGUMENTS) and not isinstance(argument, _SYMBOLS) else _UNKNOWN
+
+    def _of_sizes(self, tensor: FakeTensor) -> Any:
+        """A part of a list of sizes as an expression, where none of these sizes varies."""
+        elements = self._sizes.of(tensor)
+        parts = elements if isinstance(elements, list) else [elements]
+        if not all(type(part) is int for part in parts):
+            return _UNKNOWN
+        operation = Operation(func=torch.tensor, args=(elements,), kwargs={"dtype": tensor.dtype, "device": self._real})
+        return Result(operation=operation, index=0, shape=tuple(tensor.shape), dtype=tensor.dtype)
 
     def with_numbers(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
         """The arguments, with numbers for known tensors of one element where the operation wants numbers."""
@@ -161,96 +233,116 @@ class KnownValues:
             return [*args[:1], *pytree.tree_map(self._number, args[1:])], pytree.tree_map(self._number, kwargs)
         if func in INDEXING:
             index = args[1] if isinstance(args[1], tuple) else (args[1],)
-            made = tuple([self._slice(each) if isinstance(each, slice) else each for each in index])
+            made = tuple([self._slice(part) if isinstance(part, slice) else self._position(part) for part in index])
             return [args[0], made if isinstance(args[1], tuple) else made[0], *args[2:]], kwargs
+        if func in REPEATS and kwargs.get("output_size") is None and (size := self._repeated(args, kwargs)) is not None:
+            return args, {**kwargs, "output_size": size}
         return args, kwargs
 
-    def _number(self, leaf: Any) -> Any:
-        value = self._of(leaf) if isinstance(leaf, torch.Tensor) and leaf.dim() == 0 else _UNKNOWN
-        return value.item() if isinstance(value, torch.Tensor) else leaf
+    def _number(self, part: Any) -> Any:
+        if not isinstance(part, torch.Tensor) or part.dim() or (value := self._value(part)) is None:
+            return part
+        self._answered(self._of(part).weights)
+        with plain():
+            return value.item()
 
-    def _slice(self, each: slice) -> slice:
-        return slice(self._number(each.start), self._number(each.stop), self._number(each.step))
+    def _position(self, part: Any) -> Any:
+        """An index; of an integer without dimensions, which selects as a number does, the number."""
+        whole = isinstance(part, torch.Tensor) and not (part.is_floating_point() or part.dtype in (torch.bool, torch.uint8))
+        return self._number(part) if whole else part
+
+    def _repeated(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+        """How many rows `repeat_interleave` of a tensor makes by repeats of known value; None where they are not known."""
+        repeats = kwargs.get("repeats", args[1] if len(args) > 1 else None)
+        if not isinstance(repeats, torch.Tensor) or repeats.dim() != 1 or repeats.numel() == 1:
+            return None
+        if (value := self._value(repeats)) is None:
+            return None
+        self._answered(self._of(repeats).weights)
+        with plain():
+            return int(value.sum())
+
+    def _slice(self, part: slice) -> slice:
+        return slice(self._number(part.start), self._number(part.stop), self._number(part.step))
 
     @contextmanager
     def noting(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Iterator[list[Any]]:
-        """Around an operation that is traced: what it gives is put into the list, and noted with its value."""
+        """Around an operation that is traced: what it gives is put into the list, and noted with what it is computed from."""
         made: list[Any] = []
         if get_proxy_mode() is None:
             yield made
             return
         given = [(tensor, tensor._version) for tensor in tensors_in((args, kwargs))]
+        expressions = {id(tensor): self._of(tensor) for tensor, _ in given}
         yield made
-        outputs = tensors_in(made)
-        if func is torch.Tensor.__setitem__:
-            outputs = [args[0]]
+        outputs = [args[0]] if func is torch.Tensor.__setitem__ else tensors_in(made)
         written = [tensor for tensor, version in given if tensor._version != version]
-        if not outputs or any(not _small(tensor) for tensor in outputs) or any(tensor is not outputs[0] for tensor in written):
+        unseen = _written_unseen(func, args, kwargs)
+        for tensor in [*written, *unseen]:
+            if isinstance(tensor, FakeTensor) and tensor.layout is torch.strided:
+                storage = tensor.untyped_storage()._cdata
+                self._writes[storage] = self._writes.get(storage, 0) + 1
+        self._sizes.note(func, args, made[0])
+        if not outputs or not all(map(_constant_shape, outputs)) or any(tensor is not outputs[0] for tensor in written):
+            return
+        if unseen and not written:
             return
         if func in OF_ONE_NUMBER:
-            values = self._filled(func, args, kwargs, outputs[0])
+            operation = self._filled(func, args, kwargs, outputs[0])
         elif given or func in MADE_OF_NUMBERS:
-            # what was written to has its value from before: its version is that of the write already
-            with self._as_of(given):
-                found = self.result(func, args, kwargs)
-                values = [self._of(args[0])] if func is torch.Tensor.__setitem__ and found is not _UNKNOWN else tensors_in([found])
+            if any(expression is _UNKNOWN for expression in expressions.values()):
+                return
+            operation = self._operation(func, args, kwargs, expressions, written[0] if written else None)
         else:
             return
-        if len(values) == len(outputs):
-            for tensor, value in zip(outputs, values, strict=True):
-                if isinstance(tensor, FakeTensor) and tuple(value.shape) == tuple(tensor.shape) and value.dtype == tensor.dtype:
-                    self._values[tensor] = tensor._version, value
+        for index, tensor in enumerate(outputs if operation is not None else ()):
+            if isinstance(tensor, FakeTensor):
+                assert operation is not None
+                self._note(tensor, Result(operation=operation, index=index, shape=tuple(tensor.shape), dtype=tensor.dtype))
 
-    @contextmanager
-    def _as_of(self, given: Sequence[tuple[torch.Tensor, int]]) -> Iterator[None]:
-        """Meanwhile values of these tensors count that were noted at these versions."""
-        before = {id(tensor): self._values.get(tensor) for tensor, _ in given}
-        for tensor, version in given:
-            noted = before[id(tensor)]
-            if noted is not None and noted[0] == version:
-                self._values[tensor] = tensor._version, noted[1]
-        try:
-            yield
-        finally:
-            for tensor, _ in given:
-                noted = before[id(tensor)]
-                if noted is not None:
-                    self._values[tensor] = noted
-
-    def _filled(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: torch.Tensor) -> list[torch.Tensor]:
+    def _filled(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], made: torch.Tensor) -> Operation | None:
         number = OF_ONE_NUMBER[func]
         if number is None:
             number = kwargs.get("fill_value", args[-1])
         if not isinstance(number, int | float | bool):
-            return []
-        with _plain():
-            return [torch.full(tuple(made.shape), number, dtype=made.dtype, device=self._real)]
+            return None
+        named = {"dtype": made.dtype, "device": self._real}
+        return Operation(func=torch.full, args=(tuple(made.shape), number), kwargs=named)
 
     def counted(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """What an operation gives whose size depends on values, as constants of the graph; None where it is no such, or unknown."""
         if func not in COUNTED or get_proxy_mode() is None or not _counts(func, args, kwargs):
             return None
-        found = self.result(func, args, kwargs)
-        if found is _UNKNOWN or any(not _small(tensor) for tensor in tensors_in([found])):
+        operation = self._operation(func, args, kwargs)
+        try:
+            found = None if operation is None else operation.evaluate()
+        except NotConstant:
             return None
+        if operation is None or any(not _small(tensor) for tensor in tensors_in([found])):
+            return None
+        self._answered(operation.weights)
         return pytree.tree_map_only(torch.Tensor, self._constant, found)
 
     def positions(self, mask: torch.Tensor) -> list[torch.Tensor] | None:
         """Where a mask of known value is true, an index for each of its axes; None where it is not known, or large."""
-        value = self._of(mask)
-        if value is _UNKNOWN:
+        value = self._value(mask)
+        if value is None:
             return None
-        with _plain():
+        with plain():
             found = list(value.nonzero().unbind(1))
-        return [self._constant(each) for each in found] if all(map(_small, found)) else None
+        if not all(map(_small, found)):
+            return None
+        self._answered(self._of(mask).weights)
+        return [self._constant(part) for part in found]
 
     def _constant(self, value: torch.Tensor) -> torch.Tensor:
-        with _plain():
+        with plain():
             numbers = value.tolist()
         made = called(torch.tensor, [numbers], {"dtype": value.dtype, "device": self._real})
         if made.shape != value.shape:
             made = called(torch.Tensor.reshape, [made, tuple(value.shape)], {})  # of no elements
-        self._values[made] = made._version, value
+        if isinstance(made, FakeTensor) and (held := leaf(value)) is not None:
+            self._note(made, held)
         return made
 
 
@@ -259,14 +351,34 @@ def is_known(value: Any) -> bool:
     return value is not _UNKNOWN
 
 
+def _written_unseen(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[torch.Tensor]:
+    """The arguments that an operation may write to without a change of their versions."""
+    if func is torch.Tensor.data.__set__:
+        return [args[0]]
+    if func in NORMS:
+        flag = args[NORM_FLAG] if len(args) > NORM_FLAG else kwargs.get("training", kwargs.get("use_input_stats", True))
+        return [] if flag is False else tensors_in((args[1:], kwargs))
+    if isinstance(func, torch._ops.OpOverloadPacket | torch._ops.OpOverload):  # of a library that may count no versions
+        packet = func.overloadpacket if isinstance(func, torch._ops.OpOverload) else func
+        schemas = [getattr(packet, name)._schema for name in packet.overloads()]
+        return tensors_in((args, kwargs)) if any(schema.is_mutable for schema in schemas) else []
+    return []
+
+
+def _constant_shape(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided and all(isinstance(size, int) for size in tensor.shape)
+
+
 def _small(tensor: torch.Tensor) -> bool:
-    return all(isinstance(size, int) for size in tensor.shape) and tensor.numel() <= LARGEST
+    return _constant_shape(tensor) and tensor.numel() <= LARGEST
 
 
 def _counts(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
     """Whether the size depends on values in this form of the operation."""
     if func is torch.where:
         return len(args) == 1 and not kwargs
+    if func in REPEATS:
+        return kwargs.get("output_size") is None
     if func is torch.Tensor.__getitem__:
         return any(tensor.dtype in (torch.bool, torch.uint8) for tensor in tensors_in([args[1]]))
     return True

@@ -19,7 +19,7 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ..side_effects import NOTHING, SideEffects
-from ..tracing.predicates import number_of, predicate, truth_of
+from ..tracing.predicates import EQUAL, differ_in_shape, number_of, predicate, truth_of
 from ..tracing.python_state import TORCH, PythonState, model_frames, spot_of
 from ..tracing.tracked_numbers import asked, converted, tracked
 from ..tracing.way import ASKED, ForcedWay, Question, TracedWay
@@ -62,6 +62,8 @@ class TracedReads(DataReads):
             return self._noted(bool(run_at(self._places, func, args, kwargs, DEVICE)))
         if is_known(value := self._values.result(func, args, kwargs)):
             return self._noted(bool(value))
+        if func in EQUAL and differ_in_shape(*args):
+            return self._noted(False)
         asked = called(lambda: predicate(func, args, kwargs), [], {})
         if asked is None:
             return bool(called(func, args, kwargs))  # torch's own error, or False for two shapes

@@ -29,7 +29,7 @@ from ..tracing.conversion_calls import conversion_calls
 from ..tracing.way import ForcedWay, TracedWay
 from . import moves
 from .data_reads import BRANCHES, NUMBERS, DataReads
-from .known_values import KnownValues
+from .known_values import KnownValues, is_known
 from .masks import MASKED, with_masks
 from .operations import histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
 from .packed_sequences import PackedSequences, layers_of_packed_sequences
@@ -105,6 +105,8 @@ class DeviceTracking(TorchFunctionMode):
             return self._reads.truth(func, given, named)
         if func in NUMBERS:
             return self._reads.read(func, given, named)
+        if is_known(answer := self._known.answer(func, given, named)):
+            return answer
         if func is torch.Tensor.__iter__:
             return iter(self.__torch_function__(torch.Tensor.unbind, types, given, named))
         if func in MASKED:
@@ -138,7 +140,7 @@ def track_devices(
     told: torch.device = CUDA,
     capability: tuple[int, int] = (8, 0),
     asserted: Asserted = NOTHING,
-    constants: Sequence[tuple[torch.Tensor, torch.Tensor]] = (),
+    weights: Sequence[tuple[str, torch.Tensor, torch.Tensor]] = (),
     way: TracedWay | ForcedWay | None = None,
     model: torch.nn.Module | None = None,
     padded: bool = False,
@@ -146,14 +148,15 @@ def track_devices(
     """A DeviceTracking that is active inside, for a call with `inputs` of a model on `real`; what the call did, filled meanwhile.
 
     `told` is that of `TensorPlaces`, a GPU of this compute `capability`: torch cannot say so where it is not here.  `earlier`,
-    `known` and `asserted` are those of `DataReads`, `padded` that of `PackedSequences`, and `constants` traced tensors with their
-    values.  `way`: the answers that the call of `model` gets are forced.  Fake tensors answer `.device` by a property that asks no
-    mode.  While the user's own code runs, the property asks this one; in what that code calls, the mode is off the stack.
+    `known` and `asserted` are those of `DataReads`, `padded` that of `PackedSequences`.  `weights` are parameters and buffers
+    that no call writes to, as far as is known: names, traced tensors, values.  `way`: the answers that the call of `model` gets
+    are forced.  Fake tensors answer `.device` by a property that asks no mode.  While the user's own code runs, the property asks
+    this one; in what that code calls, the mode is off the stack.
     """
     places = TensorPlaces(inputs, real, told)
-    values = KnownValues(real)
-    for tensor, value in constants:
-        values.hold(tensor, value)
+    values = KnownValues(real, places.effects.baked)
+    for name, tensor, value in weights:
+        values.hold(tensor, value, name)
     reads = DataReads(places, values, earlier, known, asserted)
     asked_by: AbstractContextManager[None] = nullcontext()
     conversions: AbstractContextManager[None] = nullcontext()
@@ -188,6 +191,7 @@ def track_devices(
         with layers_of_packed_sequences(_packed), mode, asked_by, conversions:
             yield places.effects
     finally:
+        places.effects.written |= values.written()
         FakeTensor.device = fake
         torch.autocast.__init__ = autocast
         torch.cuda.get_device_capability = asked

@@ -14,6 +14,12 @@ EQUAL = frozenset({torch.equal, torch.Tensor.equal})
 CLOSE = frozenset({torch.allclose, torch.Tensor.allclose})
 
 
+def differ_in_shape(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors surely have other shapes: in sizes that are constants."""
+    pairs = zip(one.shape, other.shape, strict=False)
+    return one.dim() != other.dim() or any(type(left) is type(right) is int and left != right for left, right in pairs)
+
+
 def predicate(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Tensor | None:
     """The truth that Python asks for as a tensor without dimensions; None where that is not known how."""
     if func in EQUAL:

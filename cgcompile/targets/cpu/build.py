@@ -105,7 +105,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
             torch=spec.torch_version if standalone is False else "", driver=0,
         ),
         weights=weights,
-        fixed=fixed_weights(stage, weights, spec.programs, folded),
+        fixed=fixed_weights(stage, weights, spec.programs, folded, spec.baked),
         memories=_memories(weights),
         regions=tuple(regions),
         module_state="",

@@ -184,7 +184,11 @@ def _weights(manifest: Manifest, *, tell: bool) -> dict[str, Row]:
     """By name; `tell` also which cannot be updated, and what these hold, which an old bundle does not say."""
     names = [each.name for each in manifest.weights]
     files = {names[index]: {"file": file_names.TABLES} for index in manifest.tables}
-    fixed = {names[row.weight]: {"fixed": row.reason, "holds": row.sha256} for row in manifest.fixed if tell}
+    fixed = {
+        names[row.weight]: {"fixed": row.reason, "holds": row.sha256, **({"read at": row.where} if row.where else {})}
+        for row in manifest.fixed
+        if tell
+    }
     return {each.name: {**_weight(each), **fixed.get(each.name, {}), **files.get(each.name, {})} for each in manifest.weights}
 
 

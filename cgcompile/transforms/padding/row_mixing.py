@@ -22,7 +22,7 @@ from torch.fx import GraphModule, Interpreter
 from ...errors import ModelError
 from ...export.export import export
 from ...model.devices.index_guard import FAILURES
-from ...model.flat_module import traced_per_size
+from ...model.flat_module import PREFIX, traced_per_size
 from ...model.source import Source, sample
 from ..prepared import Prepared
 from .padded_call import ChangedByPadding
@@ -87,7 +87,8 @@ def _by_size(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, 
     if len(values) == 1:
         values = (values[0] - 1, values[0]) if values[0] > 1 else (1, 2)
         try:
-            programs = export(source, {**others, name: values}).programs
+            elsewhere = {buffer.removeprefix(PREFIX) for buffer in prepared.state}
+            programs = export(source, {**others, name: values}, elsewhere=elsewhere).programs
         except ModelError:
             return {}
     keys = [tuple([size if each == name else others[each][0] for each in sizes]) for size in values]

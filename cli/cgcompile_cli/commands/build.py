@@ -171,7 +171,7 @@ def _summary(built: Built, seconds: float) -> Table:
         if one.dimensions:
             fields.append(("padding", [summary.padding(dimension) for dimension in one.dimensions]))
     fields.append(("memory", summary.memory(manifest)))
-    if any(row.reason == "folded" for row in manifest.fixed):  # who has new weights later is told now
+    if any(row.reason in ("baked", "folded") for row in manifest.fixed):  # who has new weights later is told now
         fields.append(("update", overview.update(manifest)))
     fields.append(("files", summary.files(manifest)))
     for one in each:

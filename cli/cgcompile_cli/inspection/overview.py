@@ -25,6 +25,7 @@ NAMED = 6
 
 TELLING = {
     "folded": "folded, the code holds values that the build computed from it; for other ones build again",
+    "baked": "Python read its value at {where} while the bundle was built; for other ones build again",
     "constant": "a constant of the model, which no state_dict holds",
     "state": "state, which calls change; `program.state` writes it",
 }
@@ -86,10 +87,13 @@ def update(manifest: Manifest) -> list[str]:
     names, fixed = updatable(manifest)
     tables = [name for name in fixed if name.startswith(summary.TABLE)]
     kept = {name: reason for name, reason in fixed.items() if name not in tables}
-    reasons = {reason: [name for name, own in kept.items() if own == reason] for reason in dict.fromkeys(kept.values())}
+    places = {manifest.weights[row.weight].tensor: row.where for row in manifest.fixed}
+    where = {row.name: places.get(row.tensor, "") for row in manifest.weights}
+    told = {name: TELLING.get(reason, reason).format(where=where[name]) for name, reason in kept.items()}
+    reasons = {text: [name for name, own in told.items() if own == text] for text in dict.fromkeys(told.values())}
     return [
         f"{len(names)} of {count(len(manifest.weights) - len(tables), 'weight')}",
-        *[f"not {listed(own, NAMED)}: {TELLING.get(reason, reason)}" for reason, own in sorted(reasons.items())],
+        *[f"not {listed(own, NAMED)}: {text}" for text, own in sorted(reasons.items(), key=lambda row: kept[row[1][0]])],
         *([f"{count(len(tables), 'table')} that the build computed: what was folded, or what kernels look up"] if tables else []),
     ]
 

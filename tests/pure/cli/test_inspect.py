@@ -25,7 +25,7 @@ from cgcompile.pipeline.records import Built
 from cgcompile.targets.instruction_sets import LEVELS
 from cgcompile_cli import main, summary
 from cgcompile_cli.commands import build
-from cgcompile_cli.inspection import dot, lanes, memory_map, memory_text, names, nodes, program_text
+from cgcompile_cli.inspection import dot, lanes, memory_map, memory_text, names, nodes, overview, program_text
 from cgcompile_cli.output import safe, show
 from tests.helpers.bundles import cuda_bundles, tiny_bundle
 from tests.helpers.places import GOLDEN
@@ -490,6 +490,15 @@ def test_a_dimension_that_takes_its_recorded_sizes_only_is_noted() -> None:
     each = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why", uncut="") for pad in ("rows", "zeros", "no")]
     (told,) = summary.unpadded(replace(tiny_bundle.manifest(), dimensions=tuple(each)))
     assert told.startswith("no takes 2, 4 only: other sizes are refused") and "`cgcompile explain padding`" in told
+
+
+def test_weights_that_python_read_are_listed_with_the_line() -> None:
+    made = tiny_bundle.manifest()
+    rows = [FixedWeight(weight=at, reason="baked", sha256="0" * 64, where=f"model.py:{at + 3}") for at in (0, 1)]
+    told = [line.replace(", tied.bias", "") for line in overview.update(replace(made, fixed=tuple(rows)))[1:]]
+    names = [made.weights[row.weight].name for row in rows]
+    text = "Python read its value at model.py:{} while the bundle was built; for other ones build again"
+    assert told == [f"not {name}: {text.format(at + 3)}" for at, name in enumerate(names)]
 
 
 def test_a_build_tells_which_weights_no_update_can_change(capsys: pytest.CaptureFixture[str]) -> None:

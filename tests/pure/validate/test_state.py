@@ -93,6 +93,17 @@ def test_what_an_update_leaves_alone_ascends_and_says_why(manifest: Manifest) ->
         bad(check_fixed, fixed((plain, "folded"), sha256=sha256), r"fixed\[0\].sha256: is no SHA-256")
 
 
+def test_what_python_read_has_a_line_and_nothing_else_has(manifest: Manifest) -> None:
+    plain = number(manifest, "offsets")
+
+    def fixed(reason: str, where: str) -> Manifest:
+        return replace(manifest, fixed=(FixedWeight(weight=plain, reason=reason, sha256="0" * 64, where=where),))
+
+    check_fixed(fixed("baked", "model.py:3"))
+    bad(check_fixed, fixed("baked", ""), r"fixed\[0\].where: '' of a weight that is baked")
+    bad(check_fixed, fixed("folded", "model.py:3"), r"fixed\[0\].where: 'model.py:3' of a weight that is folded")
+
+
 def test_a_host_region_reads_no_state_of_the_gpu(manifest: Manifest) -> None:
     def hosted(name: str, kind: str = "cuda") -> Manifest:
         region = Region(name="h", kind="host", reason="", file="host/h.so", constants=(("c", number(manifest, name)),))

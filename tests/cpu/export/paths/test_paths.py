@@ -230,3 +230,41 @@ def test_sizes_are_no_questions() -> None:
     }
     for _, program in made.programs.each:
         assert program.graph.find_nodes(op="call_function", target=torch.ops.higher_order.cond)
+
+
+def check_on_random_inputs(made: Exported, model: nn.Module) -> None:
+    """Every program gives what the model does, at its sizes."""
+    for (batch, *_), program in made.programs.by_key.items():
+        for _ in range(20):
+            x = torch.randn(batch, 4)
+            torch.testing.assert_close(program.module()(x)[0], model(x))
+
+
+def test_constants_that_hold_the_same_are_one() -> None:
+    def twice(m: Function, x: torch.Tensor) -> torch.Tensor:
+        first, second = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([1.0, 2.0, 3.0, 4.0])
+        y = x * first if x.sum() > 0 else x + second
+        return y * second + first
+
+    model = Function(twice).eval()
+    made = export(load_source(copy.deepcopy(model), lambda batch: (torch.randn(batch, 4),)), {"batch": (2, 5)})
+    refuse_branches(made)
+    check_on_random_inputs(made, model)
+
+
+def test_tensors_of_two_shapes_are_not_equal_and_no_question() -> None:
+    """As gpytorch: points of the model, and points of a call, of which there may be as many."""
+
+    def compared(m: Function, x: torch.Tensor) -> torch.Tensor:
+        points = torch.arange(12.0).view(3, 4) * x.mean()
+        if torch.equal(points, x):
+            return x * 3
+        return x * 2 if x.sum() > 0 else x
+
+    model = Function(compared).eval()
+    made = export(load_source(copy.deepcopy(model), lambda batch: (torch.randn(batch, 4),)), {"batch": (2, 3, 5)})
+    refuse_branches(made)
+    assert not made.programs.dynamic
+    asked = [sum(node.target is torch.ops.higher_order.cond for node in program.graph.nodes) for _, program in made.programs.each]
+    assert asked == [1, 1, 1]  # with three points the second question is inside of the first
+    check_on_random_inputs(made, model)
