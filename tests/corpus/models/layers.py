@@ -177,4 +177,27 @@ LAYERS: list[Layer] = [
     fixed(4))),
 ]  # fmt: skip
 
-CASES = [group(1 + begin // 8, LAYERS[begin : begin + 8]) for begin in range(0, len(LAYERS), 8)]
+
+class Tagger(nn.Module):
+    """A packed bidirectional LSTM, as a tagger of sentences of different lengths has it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(50, 8, padding_idx=0)
+        self.lstm, self.tags = nn.LSTM(8, 6, num_layers=2, bidirectional=True, batch_first=True), nn.Linear(12, 5)
+
+    def forward(self, words: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        packed = nn.utils.rnn.pack_padded_sequence(self.words(words), lengths.cpu(), batch_first=True, enforce_sorted=False)
+        states, _ = nn.utils.rnn.pad_packed_sequence(self.lstm(packed)[0], batch_first=True, total_length=words.shape[1])
+        made: torch.Tensor = self.tags(states)
+        return made
+
+
+def sentences(batch: int, words: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Words, and how many of them a sentence has."""
+    return torch.randint(1, 50, (batch, words)), torch.randint(1, words + 1, (batch,))
+
+
+TAGGER = Case(name="layers/packed-tagger", make=lambda: (Tagger(), sentences), sizes={"batch": (1, 4), "words": (5, 9)})
+
+CASES = [TAGGER] + [group(1 + begin // 8, LAYERS[begin : begin + 8]) for begin in range(0, len(LAYERS), 8)]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from ..case import BATCH, Case, Made
 from .shared import fractions
@@ -80,7 +81,35 @@ def fasterrcnn() -> Made:
 
 
 CLIP = {"shape": (3, 8, 32, 32)}
+
+
+class Detector(nn.Module):
+    """One picture's boxes, chosen as torchvision's detectors do: the best by score, then without overlaps within a class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.shifts = nn.Conv2d(3, 6, 3, padding=1), nn.Conv2d(3, 4, 3, padding=1)
+
+    def forward(self, image: torch.Tensor) -> dict[str, torch.Tensor]:
+        from torchvision.ops import batched_nms
+
+        scores, labels = self.scores(image).sigmoid().flatten(2)[0].max(0)
+        rows, columns = torch.meshgrid(*[torch.arange(float(size), device=image.device) for size in image.shape[2:]], indexing="ij")
+        corner = torch.stack([columns, rows], -1).reshape(-1, 2) + self.shifts(image)[0, :2].flatten(1).T
+        boxes = torch.cat([corner, corner + 4 + self.shifts(image)[0, 2:].flatten(1).T.abs()], 1)
+        best = scores.topk(100).indices
+        boxes, scores, labels = boxes[best], scores[best], labels[best]
+        kept = batched_nms(boxes, scores, labels, 0.5)[:30]
+        return {"boxes": boxes[kept], "scores": scores[kept], "labels": labels[kept]}
+
+
 CASES = [
+    Case(
+        name="torchvision/detection/batched_nms",
+        make=lambda: (Detector(), lambda side: (torch.rand(1, 3, side, side),)),
+        sizes={"side": (16, 32)},
+        needs=NEEDS,
+    ),
     picture("resnet18", 64),
     picture("vit_b_16", 64, image_size=64),
     picture("swin_t", 64),
