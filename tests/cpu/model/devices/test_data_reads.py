@@ -19,7 +19,7 @@ BRANCHES: list[tuple[str, Callable[..., Any], str]] = [
     ("an if", lambda m, x: x + 1 if x.sum() > 0 else x - 1, "path"),
     ("an if on a number", lambda m, x: x + 1 if x.sum().item() > 0 else x - 1, "path"),
     ("equal", lambda m, x: x + 1 if torch.equal(x, x) else x - 1, "path"),
-    ("int of a float", lambda m, x: x * int(x.sum()), "data-dependent-branch"),
+    ("a rounded number", lambda m, x: x + 1 if round(x.sum().item(), 2) > 0.5 else x, "data-dependent-branch"),
 ]
 
 

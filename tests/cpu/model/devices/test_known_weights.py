@@ -16,7 +16,6 @@ from torch.nn.utils import parametrizations
 from cgcompile.export.export import export, refuse_branches, with_unwritten
 from cgcompile.export.exported import Exported
 from cgcompile.model.load import load_source, load_sources
-from tests.helpers.raising import raises
 
 Function = Callable[["Asking", torch.Tensor], Any]
 
@@ -287,5 +286,5 @@ def test_a_size_that_another_entry_changes_is_not_known() -> None:
     alone = [export(source, {"batch": (2, 5)}, alone=False) for source in load_sources(Sized(), {"forward": rows, "turn": rows})]
     made = with_unwritten(alone)[0]
     assert set(alone[0].baked) == {"flag"} and not made.baked
-    with raises("data-dependent-branch", match="test_known_weights.py"):
-        refuse_branches(made)
+    shape = made.programs.first.graph.output_node().args[0][0].meta["val"].shape
+    assert shape[1].node.expr.free_symbols, "its size depends on the buffer"
