@@ -84,11 +84,13 @@ def _with_chains(sources: tuple[Source, ...], module: ModuleType, label: str) ->
 
 
 def load_code(code: str) -> None:
-    """Imports `Source.code`, which may register operators, without making the model.  Raises source-missing, source-invalid."""
-    if code.endswith(".py"):
-        _load_file(code)
-    elif code:
-        _import(code, code)
+    """Imports the files and modules in `code`, a line each, which may register operators, without making the model.  Raises
+    source-missing, source-invalid."""
+    for line in code.splitlines():
+        if line.endswith(".py"):
+            _load_file(line)
+        else:
+            _import(line, line)
 
 
 def _sources(name: str, label: str, code: str, model: Any, inputs: Inputs, owned: bool = False) -> tuple[Source, ...]:

@@ -8,10 +8,14 @@ Private interface (torch 2.11, 2.13): `torch._library.custom_ops`, for the Pytho
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection
+from importlib.machinery import PathFinder
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch._library.custom_ops as custom_ops
 from torch import Tensor
 from torch.export import ExportedProgram
 
@@ -102,22 +106,34 @@ def custom_operators(program: ExportedProgram) -> set[Any]:
 
 
 def code_of(source: Source, programs: Programs) -> str:
-    """What another process must import before it loads the programs ("": nothing).  Raises operator-without-code."""
+    """What another process must import before it loads the programs: a line for the model, and one for every module of a package
+    that registers an operator, which the model may import late.  "": nothing.  Raises operator-without-code."""
     operators = {operator for _, program in programs.each for operator in custom_operators(program)}
-    if operators and not source.code:
+    modules = {module for operator in operators for module in _registering_modules(operator)} - {source.code}
+    if operators and not source.code and not modules:
         names = ", ".join(sorted(op.name() for op in operators))
         raise ModelError(
             "operator-without-code",
             f"{names}: registered where the processes of a build cannot import it",
             "put the model and its operators into a file of their own",
         )
-    return source.code if operators else ""
+    return "\n".join(filter(None, [source.code, *sorted(modules)])) if operators else ""
+
+
+def _registering_modules(op: Any) -> list[str]:
+    """Modules that another process can import and that may have registered an operator with `torch.library.custom_op`: those of the
+    packages that its functions are from, as far as their source names its namespace."""
+    made = getattr(custom_ops, "OPDEFS", {}).get(f"{op.namespace}::{op._opname}")
+    functions = [getattr(made, "_init_fn", None), getattr(made, "_abstract_fn", None), *getattr(made, "_backend_fns", {}).values()]
+    packages = {getattr(function, "__module__", "").partition(".")[0] for function in functions} - {"", "torch", "builtins"}
+    packages = {package for package in packages if PathFinder.find_spec(package) is not None}
+    modules = {name: getattr(module, "__file__", None) or "" for name, module in sys.modules.items()}
+    own = [(name, Path(file)) for name, file in modules.items() if name.partition(".")[0] in packages and file.endswith(".py")]
+    return [name for name, file in own if file.is_file() and op.namespace.encode() in file.read_bytes()]
 
 
 def _function(op: Any) -> Callable[..., Any]:
     """What the operator's author registered for the CPU, or for every device."""
-    import torch._library.custom_ops as custom_ops
-
     if not hasattr(custom_ops, "OPDEFS"):
         raise BuildError(
             "torch-unsupported",

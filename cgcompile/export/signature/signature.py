@@ -37,7 +37,7 @@ def describe_signature(exported: Exported) -> Signature:
         except ModelError as error:
             if error.code != "data-dependent-output" or not exported.unbounded:
                 raise
-            raise ModelError(error.code, f"{error}, and has no bound: {exported.unbounded}", error.hint) from error
+            raise ModelError("data-dependent-output", f"{error}, and has no bound: {exported.unbounded}", error.hint) from error
         outputs = [_as_eager(source, spec, index, exported.eager_shapes) for index, spec in enumerate(made)]
     else:
         outputs = [_inferred(exported, name, index) for index, name in enumerate(flat.names)]

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from cgcompile.export.programs import Programs
-from cgcompile.model.load import load_source
+from cgcompile.model.load import load_code, load_source
 from cgcompile.transforms.inlining import code_of, custom_operators, inlined
 from tests.helpers.raising import raises
 
@@ -125,6 +127,36 @@ def test_what_cannot_be_traced_is_named(function: Callable[..., object], message
 
 def programs(function: Callable[..., object]) -> Programs:
     return Programs(by_key={(): torch.export.export(Calling(function), (torch.randn(3),), strict=False)}, dynamic=True)
+
+
+LATE = """import torch
+
+
+@torch.library.custom_op("late_package::tripled", mutates_args=())
+def tripled(x: torch.Tensor) -> torch.Tensor:
+    return x * 3
+
+
+tripled.register_fake(torch.empty_like)
+"""
+
+
+def test_a_package_that_the_model_imports_late_is_imported_by_other_processes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "late_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "unrelated.py").write_text("")
+    (package / "operators.py").write_text(LATE)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("unrelated", "operators"):
+        importlib.import_module(f"late_package.{name}")
+    source = load_source(Calling(lambda x: torch.ops.late_package.tripled(x)), lambda: torch.ones(3))
+    program = torch.export.export(source.model, (torch.ones(3),))
+    code = code_of(source, Programs(by_key={(): program}, dynamic=False))
+    assert code.splitlines()[1:] == ["late_package.operators"]
+    load_code(code.splitlines()[1])
 
 
 def test_a_model_of_a_script_cannot_bring_operators() -> None:
