@@ -145,7 +145,7 @@ def test_an_interrupted_pull_leaves_no_bundle_and_goes_on(
     assert not (tmp_path / "back.cgb").exists()
     [exam] = [file for file in pushed.manifest.files if file.path == file_names.EXAM]
     [left] = tmp_path.glob(".back.cgb.*.pull")
-    (left / f"{exam.sha256}.part").write_bytes((bundle / file_names.EXAM).read_bytes()[: exam.bytes // 2])
+    (left / exam.sha256).write_bytes((bundle / file_names.EXAM).read_bytes()[: exam.bytes // 2])
     arrived = sum(path.stat().st_size for path in left.iterdir())
     assert pull(url, tmp_path / "back.cgb").moved == bundle_bytes(pushed.manifest) - arrived
     assert same(bundle, tmp_path / "back.cgb") and not left.exists()
