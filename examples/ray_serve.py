@@ -1,6 +1,6 @@
 """A folder of bundles in Ray Serve: replicas that start from zero in the time that a bundle takes to load, without torch.
 
-    pip install '.[ray]'
+    pip install ./bundles '.[ray]'
     python examples/ray_serve.py models --port 8000
     serve run ray_serve:app folder=/srv/models gpus=0.5        # from the folder examples, on a cluster
 

@@ -1,6 +1,6 @@
 """Sentence embeddings over HTTP from a bundle, without torch: requests that come together are answered by one replay.
 
-    pip install '.[serve]'
+    pip install ./bundles '.[serve]'
     cgcompile build examples/minilm.py --sizes batch=1,4,8 --sizes seq=16,32,64,128 -o minilm.cgb
     python examples/serve.py minilm.cgb --port 8000
     curl localhost:8000/embed --json '{"text": "The cat sleeps."}'

@@ -1,6 +1,6 @@
 """A language model over HTTP as OpenAI's clients speak it, from a bundle of causal_lm.py, without torch.
 
-    pip install '.[serve]'
+    pip install ./bundles '.[serve]'
     CAUSAL_LM=~/models/Qwen3-0.6B cgcompile build examples/causal_lm.py -o qwen.cgb --sizes prefill:batch=1 \\
         --sizes prefill:seq=128 --sizes decode:batch=1,8 --sizes generate:batch=1,8 --sizes blocks=64
     python examples/serve_llm.py qwen.cgb --tokenizer ~/models/Qwen3-0.6B

@@ -1,6 +1,6 @@
 """Bundles over HTTP by the Open Inference Protocol (KServe's v2, which Triton's clients speak), without torch.
 
-    pip install '.[serve]'
+    pip install ./bundles '.[serve]'
     mkdir -p models/classifier/1 && cgcompile build classifier.py --sizes 1,8,32 -o models/classifier/1/model.cgb
     python examples/serve_models.py models --port 8000
     curl localhost:8000/v2/models/classifier

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from .gpu.backend import CudaBackend
     from .program import Program
     from .program.replicas import Replicas
-    from .trust.keys import Keys
+    from .signatures import Keys
 
 MODES = ("graph", "stream")
 OUTPUTS = ("copy", "view")
@@ -90,7 +90,8 @@ def load(
     the file is seen.  `lazy` (cuda): build a key's graph at its first call (True) or at load (False).  None builds that of the
     first key at load, and the others in the background, or at a call that comes before.
     `key`: a public ed25519 key, or several of which one must have signed the bundle: path of a PEM file, 64 hexadecimal digits, or
-    32 bytes.  Until the signature holds only the manifest is read; then every file is hashed, as by check="full".
+    32 bytes.  It takes the extra `sign`.  Until the signature holds only the manifest is read; then every file is
+    hashed, as by check="full".
     `threads`: how many a call uses on the CPU, for the cpu target and for operations on the host beside a GPU.  It holds for this
     program and its sessions alone: other programs, and torch, keep theirs.  Calls from several threads use as many each.  None:
     OMP_NUM_THREADS, which holds for the process, else all processors that it may run on, or as many as a container's quota has.
@@ -311,9 +312,9 @@ def _check_once(bundle: Archive, level: str, key: Keys | None) -> None:
     from .validate.bundle import check_bundle  # imported while the context is made
 
     if key is not None:
-        from .trust import manifest_signature  # late: most loads need none
+        from . import signatures  # late: most loads need none
 
-        manifest_signature.check(bundle, key)  # before the manifest is as much as parsed
+        signatures.check(bundle, key)  # before the manifest is as much as parsed
     if any([world.rank for world in bundle.manifest.world]):
         raise CallError("ranks-refused", f"{bundle.path}: the bundle of one rank", "load the folder that its `ranks` lies in")
     check_bundle(bundle, level if key is None else "full")

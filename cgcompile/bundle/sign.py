@@ -1,25 +1,18 @@
-"""sign: an ed25519 signature over the bytes of a bundle's manifest.  Needs `cryptography`; the runtime checks without."""
+"""sign: an ed25519 signature over the bytes of a bundle's manifest."""
 
 from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import Any
 from uuid import uuid4
 
+from cgbundle import signatures
 from cgbundle.errors import CallError
 from cgbundle.format.archive import Archive
 from cgbundle.format.file_names import SIGNATURE
 from cgbundle.format.schema import Manifest
-from cgbundle.trust import manifest_signature
-from cgbundle.trust.keys import MAX_BYTES
-from cgbundle.trust.manifest_signature import Signature
 from cgbundle.validate import bundle as verify
-
-from ..errors import BuildError
-
-if TYPE_CHECKING:
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 MAKE = "openssl genpkey -algorithm ed25519 -out PRIVATE.pem makes one"
 DECRYPT = "have openssl ask for its password: --key <(openssl pkey -in PRIVATE.pem)"
@@ -38,30 +31,26 @@ def sign(path: str | os.PathLike[str], key: str | os.PathLike[str]) -> Signed:
     """Signs the bundle at `path` with the private ed25519 key in the PEM file `key` (PKCS #8, not encrypted).
 
     Everything in the bundle is checked first, as by load(check="full"): what was signed is what the manifest says.
-    Raises extra-missing, key-invalid, and as `check_bundle`.
+    Raises library-missing, key-invalid, and as `check_bundle`.
     """
     folder = os.fspath(path)
     private = _private_key(os.fspath(key))
     bundle = Archive(folder)
     verify.check_bundle(bundle, "full")
-    made = Signature(key=private.public_key().public_bytes_raw(), signature=private.sign(bundle.text))
-    manifest_signature.check_holds(made, bundle.text)  # by other code than made it
+    public: bytes = private.public_key().public_bytes_raw()
     place = os.path.join(folder, SIGNATURE)
     before = os.path.lexists(place)
-    _write(place, made.key + made.signature)
-    return Signed(manifest=bundle.manifest, key=made.key, replaced=before)
+    _write(place, public + private.sign(bundle.text))
+    return Signed(manifest=bundle.manifest, key=public, replaced=before)
 
 
-def _private_key(path: str) -> Ed25519PrivateKey:
-    try:
-        from cryptography.exceptions import UnsupportedAlgorithm
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-        from cryptography.hazmat.primitives.serialization import load_pem_private_key
-    except ModuleNotFoundError:
-        hint = "pip install 'cryptography>=43'"
-        raise BuildError("extra-missing", "signing needs cryptography, which is not installed", hint) from None
+def _private_key(path: str) -> Any:
+    kind = signatures.ed25519().Ed25519PrivateKey
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+
     with open(path, "rb") as file:
-        text = file.read(MAX_BYTES)
+        text = file.read(signatures.MAX_BYTES)
     if b"BEGIN PUBLIC KEY" in text:
         raise CallError("key-invalid", f"{path}: a public key: only the private one signs", MAKE)
     try:
@@ -70,7 +59,7 @@ def _private_key(path: str) -> Ed25519PrivateKey:
         raise CallError("key-invalid", f"{path}: the key is encrypted", DECRYPT) from None
     except (ValueError, UnsupportedAlgorithm):
         raise CallError("key-invalid", f"{path}: no PEM file with a private key", MAKE) from None
-    if not isinstance(key, Ed25519PrivateKey):
+    if not isinstance(key, kind):
         raise CallError("key-invalid", f"{path}: a private key, but none of ed25519", MAKE)
     return key
 

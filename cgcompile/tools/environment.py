@@ -112,7 +112,7 @@ def _parts() -> tuple[Part, ...]:
         _package("triton", "building for GPUs", EXTRA),
         Part(name="C++ compiler", found=_compiler(), use="building for processors", fix="install g++, or set CXX"),
         _package("cuda-bindings", "recording bundles on a GPU", BINDINGS),
-        _package("cryptography", "signing", "pip install 'cryptography>=43'"),
+        _package("cryptography", "signing, and checking signatures", "pip install 'cryptography>=43'"),
     )
 
 

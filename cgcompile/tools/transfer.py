@@ -1,8 +1,8 @@
 """push and pull: a bundle to and from a folder or an object store, by fsspec.
 
 At its URL a bundle is a folder as on disk.  It is whole or absent: the manifest comes last, and goes first where a bundle is
-replaced.  Files travel to `.push/<sha256>` and get their names when all are there, so that a push that was interrupted goes on with
-what lacks.  A pull does the same on this side, to within a file, and takes nothing whose SHA-256 is not the manifest's.
+replaced.  Files travel to `.push/` and get their names when all are there, so that a push that was interrupted goes on with what
+lacks.  A pull does the same on this side, to within a file, and takes nothing whose SHA-256 is not the manifest's.
 
 What is far away is a stranger's: a path is made of no manifest before all of it is checked, also of the one that a push replaces;
 no file is read beyond the bytes that its manifest says; what a pull publishes is hashed where it lies.
@@ -17,12 +17,13 @@ import os
 import shutil
 import stat
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from cgbundle.errors import BundleError
 from cgbundle.format import limits, manifest_json
@@ -38,7 +39,7 @@ from ..pipeline.destination import check_free, destination_path, link, staged_bu
 STAGE = ".push"
 
 AT_ONCE = 8
-"""Files on their way at a time: an object store answers each after tens of milliseconds, and a bundle may have thousands."""
+"""Files that a pull reads at a time: an object store answers each after tens of milliseconds, and a bundle may have thousands."""
 
 BLOCK = 4 * CHUNK
 """Bytes that are asked of an object store at a time."""
@@ -63,49 +64,58 @@ class Remote:
 
     def path(self, name: str) -> str:
         """The path of a file in the folder."""
-        return f"{self.root.rstrip('/')}/{name}"
+        return f"{self.root}/{name}"
 
-    def size(self, name: str) -> int:
-        """The bytes of a file; -1 where there is none."""
-        try:
-            return int(self.system.info(self.path(name)).get("size") or 0)
-        except FileNotFoundError:
-            return -1
+    def pieces(self, name: str, limit: int, begin: int = 0) -> Iterator[bytes]:
+        """A file from a byte on, up to a byte over the limit.  Raises remote-failed.
+
+        A server of HTTP that has no parts of files sends it from its first byte: whoever reads sees that by the hash.
+        """
+        options: dict[str, Any] = {"block_size": BLOCK}
+        if "http" in self.system.protocol:  # as a stream: of a part, fsspec takes as much as the server sends
+            ranged = {"Range": f"bytes={begin}-"} if begin else {}
+            options = {"block_size": 0, "headers": self.system.kwargs.get("headers", {}) | ranged}
+        with _told(f"{self.url}/{name}"), self.system.open(self.path(name), "rb", **options) as file:
+            if options["block_size"]:
+                file.seek(begin)
+            while begin <= limit and (piece := file.read(min(BLOCK, limit + 1 - begin))):
+                begin += len(piece)
+                yield piece
 
     def read(self, name: str, limit: int) -> bytes | None:
-        """A small file's contents, None where there is none.  Raises file-damaged for one over the limit."""
-        found = b""
+        """A small file's contents, None where there is none.  Raises file-damaged for one over the limit, remote-failed."""
         try:
-            with self.open(name) as file:
-                while len(found) <= limit and (piece := file.read(limit + 1 - len(found))):
-                    found += piece
-        except FileNotFoundError:
-            return None
-        if len(found) > limit:
+            data = b"".join(self.pieces(name, limit))
+        except BuildError as error:
+            if isinstance(error.__cause__, FileNotFoundError):
+                return None
+            raise
+        if len(data) > limit:
             raise BundleError("file-damaged", f"{self.url}/{name}: more than the limit of {limit} bytes")
-        return found
+        return data
 
-    def open(self, name: str, begin: int = 0) -> IO[bytes]:
-        """A file from a byte on.  A server of HTTP that has no parts of files gives it from its first byte: whoever reads sees by
-        the hash."""
-        if "http" in self.system.protocol:  # as a stream: of a part, fsspec takes as much as the server sends
-            headers = {**self.system.kwargs.get("headers", {}), **({"Range": f"bytes={begin}-"} if begin else {})}
-            streamed: IO[bytes] = self.system.open(self.path(name), "rb", block_size=0, headers=headers)
-            return streamed
-        opened: IO[bytes] = self.system.open(self.path(name), "rb", block_size=BLOCK)
-        opened.seek(begin)
-        return opened
+    def sizes(self, names: set[str]) -> dict[str, int]:
+        """The bytes of every file in these folders, and in the folder itself.  Raises file-damaged for a link: it leads out."""
+        rows: dict[str, int] = {}
+        for folder in sorted({*names, ""}):  # the outer ones first
+            with suppress(FileNotFoundError):
+                for row in self.system.ls(self.path(folder).rstrip("/"), detail=True):
+                    name = f"{folder}/{row['name'].rstrip('/').rpartition('/')[2]}".removeprefix("/")
+                    if row.get("islink") or row.get("type") == "link":
+                        raise BundleError("file-damaged", f"{self.url}/{name}: a symbolic link, which a bundle must not hold")
+                    rows[name] = row.get("size") or 0
+        return rows
+
+    def move(self, name: str, to: str) -> None:
+        """Gives a file another name, in the place of what has it."""
+        self.system.makedirs(self.path(to).rpartition("/")[0], exist_ok=True)
+        self.system.mv(self.path(name), self.path(to))
 
     def put(self, data: bytes, name: str) -> None:
         """Writes a small file, whole or not at all."""
         self.system.makedirs(self.path(STAGE), exist_ok=True)
         self.system.pipe_file(self.path(f"{STAGE}/{name}"), data)
         self.move(f"{STAGE}/{name}", name)
-
-    def move(self, name: str, to: str) -> None:
-        """Gives a file another name, in the place of what has it."""
-        self.system.makedirs(self.path(to).rpartition("/")[0], exist_ok=True)
-        self.system.mv(self.path(name), self.path(to))
 
 
 def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> Transferred:
@@ -122,19 +132,14 @@ def push(bundle: str | os.PathLike[str], url: str, *, replace: bool = False) -> 
     _check_apart(manifest)
     remote = _remote(url)
     with _told(url):
-        there = remote.read(MANIFEST, limits.JSON_BYTES)
+        there, moved = remote.read(MANIFEST, limits.JSON_BYTES), 0
         if there not in (None, source.text) and not replace:
             raise BuildError("output-exists", f"{url}: has another bundle", "give --force to replace it, or another URL")
-        if there == source.text:
-            moved = 0
-        else:
+        if there != source.text:
             before = None if there is None else _manifest(there, url, "remove what is there yourself, or give another URL")
-            _check_no_links(remote, (manifest, before) if before else (manifest,))
             moved = len(source.text) + _put_files(remote, Path(bundle), manifest, before)
         if signature is not None:
             remote.put(signature, SIGNATURE)
-        elif there != source.text and remote.size(SIGNATURE) >= 0:
-            remote.system.rm_file(remote.path(SIGNATURE))
         if there != source.text:
             remote.put(source.text, MANIFEST)
         if remote.system.exists(remote.path(STAGE)):  # an object store has no folder without files
@@ -154,16 +159,19 @@ def pull(url: str, out: str | os.PathLike[str] | None = None, *, replace: bool =
     remote = _remote(url)
     place = destination_path(out, url.rstrip("/").rpartition("/")[2].removesuffix(".cgb") or "bundle")
     check_free(place, replace)
-    with _told(url):
-        text = remote.read(MANIFEST, limits.JSON_BYTES)
-        signature = remote.read(SIGNATURE, SIGNATURE_BYTES)
+    text, signature = remote.read(MANIFEST, limits.JSON_BYTES), remote.read(SIGNATURE, SIGNATURE_BYTES)
     if text is None:
         raise BundleError("not-a-bundle", f"{url}: no {MANIFEST} there: no bundle, or one that was not pushed to its end")
     manifest = _manifest(text, url)
     left = place.parent / f".{place.name}.{hashlib.sha256(text).hexdigest()[:16]}.pull"
-    with staged_bundle(place, replace) as stage:
+    distinct = sorted({file.sha256: file for file in manifest.files}.values(), key=lambda file: -file.bytes)  # the longest first
+    with staged_bundle(place, replace) as stage, ThreadPoolExecutor(AT_ONCE) as pool:
         _make_own(left)
-        moved = len(text) + sum(_each(lambda file: _get(remote, file, left / file.sha256), _distinct(manifest)))
+        try:
+            moved = len(text) + sum(pool.map(partial(_get, remote, left), distinct))
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
         for file in manifest.files:
             (stage / file.path).parent.mkdir(parents=True, exist_ok=True)
             link(left / file.sha256, stage / file.path)
@@ -190,7 +198,7 @@ def _remote(url: str) -> Remote:
         raise BuildError("extra-missing", f"{url}: {error}", "install the package that the message names") from None
     except ValueError as error:
         raise BuildError("remote-invalid", f"{url}: {error}") from None
-    return Remote(system, root, url.rstrip("/"))
+    return Remote(system, root.rstrip("/"), url.rstrip("/"))
 
 
 @contextmanager
@@ -217,132 +225,63 @@ def _manifest(text: bytes, url: str, hint: str = "") -> Manifest:
 
 def _check_apart(manifest: Manifest) -> None:
     """Raises manifest-invalid for two files that some folder or store takes for one, and for a file where a push puts its own."""
-    seen = {name.casefold() for name in (MANIFEST, SIGNATURE, STAGE)}
-    within = {each.casefold() for file in manifest.files for each in folders(file.path)}
+    taken = {MANIFEST, SIGNATURE, STAGE} | {name.casefold() for file in manifest.files for name in folders(file.path)}
     for index, file in enumerate(manifest.files):
         path = file.path.casefold()
-        free = path not in seen and path not in within and path.partition("/")[0] != STAGE
-        seen.add(path)
-        if not free:
+        if path in taken or path.partition("/")[0] == STAGE:
             text = f"{file.path!r} is apart from another name by upper and lower case alone, or lies where a push puts its own"
             raise BundleError("manifest-invalid", f"files[{index}].path: {text}")
+        taken.add(path)
 
 
-def _check_no_links(remote: Remote, manifests: Sequence[Manifest]) -> None:
-    """Raises file-damaged where a folder of a bundle, or what lies in the stage, is a link: it leads out of the target."""
-    names = {each for manifest in manifests for file in manifest.files for each in folders(file.path)}
-    for name in sorted(names | {STAGE}):
-        with suppress(FileNotFoundError):
-            row = remote.system.info(remote.path(name))
-            rows = [row, *(remote.system.ls(remote.path(name), detail=True) if name == STAGE else ())]
-            if any(row.get("islink") or row.get("type") == "link" for row in rows):
-                raise BundleError("file-damaged", f"{remote.url}/{name}: a symbolic link, which a bundle must not hold")
+def _put_files(remote: Remote, folder: Path, manifest: Manifest, before: Manifest | None) -> int:
+    """Puts the files in their places, in that of the bundle `before`.  Returns the bytes that travelled."""
+    old = {file.path: file.sha256 for file in before.files} if before else {}
+    new = {file.path: file.sha256 for file in manifest.files}
+    there = remote.sizes({STAGE, *(name for path in (*old, *new) for name in folders(path))})
+    lacking = {
+        f"{STAGE}/{file.sha256}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}": file
+        for file in sorted(manifest.files, key=lambda file: -file.bytes)
+        if (old.get(file.path), there.get(file.path)) != (file.sha256, file.bytes)
+    }
+    travel = {staged: file for staged, file in lacking.items() if there.get(staged) != file.bytes}
+    remote.system.makedirs(remote.path(STAGE), exist_ok=True)
+    remote.system.put([str(folder / file.path) for file in travel.values()], [remote.path(staged) for staged in travel])
+    for path in [*([MANIFEST] if before else ()), *sorted(({*old, SIGNATURE} - {*new}) & {*there})]:  # the manifest first
+        remote.system.rm_file(remote.path(path))
+    for staged, file in lacking.items():
+        remote.move(staged, file.path)
+    return sum(file.bytes for file in travel.values())
 
 
 def _make_own(folder: Path) -> None:
     """Makes the folder of what a pull leaves when it is interrupted, or takes the one that is there.  Raises output-unwritable for
-    one that is a link or another user's: it may hold links."""
-    while True:
-        with suppress(FileExistsError):
-            folder.mkdir(mode=0o700)
-            return
+    one that is a link, another user's, or open to others: it may hold links."""
+    try:
+        folder.mkdir(mode=0o700)
+    except FileExistsError:
         found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-            text = f"{folder}: lies where a pull keeps what has arrived, and is not this user's folder"
-            raise BuildError("output-unwritable", text, "remove it, or choose another place with -o")
-        if not found.st_mode & 0o077:
+        if stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid() and not found.st_mode & 0o077:
             return
-        shutil.rmtree(folder)  # others could write to it
+        text = f"{folder}: lies where a pull keeps what has arrived, and is not this user's folder alone"
+        raise BuildError("output-unwritable", text, "remove it, or choose another place with -o") from None
 
 
-def _each(move: Callable[[File], int], files: Sequence[File]) -> list[int]:
-    """`move` of all files, some at a time; after the first that fails no other begins."""
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        try:
-            return list(pool.map(move, files))
-        except BaseException:
-            pool.shutdown(cancel_futures=True)
-            raise
-
-
-def _distinct(manifest: Manifest) -> list[File]:
-    """A file for each content, the largest first: they take longest."""
-    return sorted({file.sha256: file for file in manifest.files}.values(), key=lambda file: -file.bytes)
-
-
-def _put_files(remote: Remote, folder: Path, manifest: Manifest, before: Manifest | None) -> int:
-    """Puts the files in their places; `before` is the bundle that is there.  Returns the bytes that travelled."""
-    same = {(file.path, file.sha256) for file in before.files} if before else set()
-    lacking = [file for file in manifest.files if (file.path, file.sha256) not in same or remote.size(file.path) != file.bytes]
-    remote.system.makedirs(remote.path(STAGE), exist_ok=True)
-
-    def staged_as(file: File) -> str:
-        return f"{STAGE}/{file.sha256}-{hashlib.sha256(file.path.encode()).hexdigest()[:16]}"
-
-    def put(file: File) -> int:
-        staged = staged_as(file)
-        if remote.size(staged) == file.bytes:
-            return 0
-        remote.system.put_file(str(folder / file.path), remote.path(staged))
-        return file.bytes
-
-    moved = sum(_each(put, sorted(lacking, key=lambda file: -file.bytes)))
-    if before is not None:
-        remote.system.rm_file(remote.path(MANIFEST))
-        for path in sorted({file.path for file in before.files} - {file.path for file in manifest.files}):
-            remote.system.rm_file(remote.path(path))
-    for file in lacking:
-        remote.move(staged_as(file), file.path)
-    return moved
-
-
-def _get(remote: Remote, file: File, place: Path) -> int:
-    """Gets a file, or the rest of it; returns the bytes that travelled."""
-    if place.exists():
-        with open(place, "rb") as left:
-            digest, size = _hashed(left)
-        if (digest.hexdigest(), size) == (file.sha256, file.bytes):
-            return 0
-        place.unlink()
-    part, moved = place.with_name(f"{place.name}.part"), 0
-    with open(part, "a+b") as out:
+def _get(remote: Remote, folder: Path, file: File) -> int:
+    """Gets a file, or the rest of it, to `folder`, named by its SHA-256; returns the bytes that travelled."""
+    place, moved = folder / file.sha256, 0
+    with open(place, "a+b") as out:
         while True:
-            digest, begun = _hashed(out)
-            done = begun if begun >= file.bytes else _receive(remote, file, out, digest, begun)
+            out.seek(0)
+            digest = hashlib.file_digest(out, "sha256")
+            begun = done = out.tell()
+            for piece in remote.pieces(file.path, file.bytes, begun) if begun < file.bytes else ():
+                done += out.write(piece)
+                digest.update(piece)
             moved += done - begun
             if (digest.hexdigest(), done) == (file.sha256, file.bytes):
-                break
+                return moved
             if not begun:
-                part.unlink()
+                place.unlink()
                 raise BundleError("file-damaged", f"{remote.url}/{file.path}: {done} bytes that are not the manifest's")
             out.truncate(0)  # what was left may be at fault: once more, all of it
-    part.rename(place)
-    return moved
-
-
-def _hashed(file: IO[bytes]) -> tuple[Any, int]:
-    """The digest of an open file's contents, to go on with, and their bytes; it stands at its end."""
-    digest = hashlib.sha256()
-    file.seek(0)
-    while piece := file.read(CHUNK):
-        digest.update(piece)
-    return digest, file.tell()
-
-
-def _receive(remote: Remote, file: File, out: IO[bytes], digest: Any, done: int) -> int:
-    """Writes a file to `out` from byte `done` on; returns the bytes that it has, or more than the manifest says, of which none are
-    written."""
-    where = f"{remote.url}/{file.path}"
-    with _told(where):
-        opened = remote.open(file.path, done)
-    with opened:
-        while done <= file.bytes:
-            with _told(where):
-                piece = opened.read(min(BLOCK, file.bytes - done + 1))
-            if not piece:
-                break
-            done += len(piece)
-            if done <= file.bytes:
-                out.write(piece)
-                digest.update(piece)
-    return done

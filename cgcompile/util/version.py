@@ -1,3 +1,3 @@
-"""The version of cgcompile; pyproject.toml says the same."""
+"""The version of cgcompile; both pyproject.toml say the same."""
 
 VERSION = "0.1.0"

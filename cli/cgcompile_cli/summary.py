@@ -7,6 +7,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
+from cgbundle import signatures
 from cgbundle.call.arguments import Constant, constants, nested, spelled
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names, manifest_json
@@ -15,7 +16,6 @@ from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, Manifest, Target, TensorSpec, Weight
 from cgbundle.format.size_expressions import standing, text
 from cgbundle.session.update import SINCE, updatable
-from cgbundle.trust import manifest_signature
 from cgcompile.targets.instruction_sets import LEVELS
 
 from .output import count, first_lines, first_rows, listed, shortened, size, table
@@ -95,18 +95,18 @@ def plain_programs(manifest: Manifest) -> list[dict[str, Any]]:
 
 
 def signature(path: str) -> dict[str, str] | None:
-    """The key that signed it (64 digits; whose it is, no bundle can say), or what is wrong; None without a signature."""
+    """The key that claims to have signed it (64 digits, not checked), or what is wrong; None without a signature."""
     try:
-        found = manifest_signature.read_held(archive.Archive(path))
+        found = signatures.read(archive.Archive(path))
     except BundleError as error:
         return {"error": str(error)}
     return {"key": found.key.hex()} if found else None
 
 
 def signed(path: str) -> str:
-    """`by key d75a98...` (64 digits), `no`, or what is wrong with the signature."""
+    """`by key d75a98... (not checked)`, `no`, or what is wrong with the signature."""
     told = signature(path)
-    return "no" if told is None else f"by key {told['key']}" if "key" in told else f"wrongly: {told['error']}"
+    return "no" if told is None else f"by key {told['key']} (not checked)" if "key" in told else f"wrongly: {told['error']}"
 
 
 def bulk(manifest: Manifest) -> str:

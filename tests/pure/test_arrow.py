@@ -161,7 +161,7 @@ def test_the_command_line_is_read_by_these_tests_too() -> None:
 
 LAYERS = {
     "cgbundle": (
-        "errors", "format", "trust", "tables", "tensors", "validate", "session", "call", "cpu", "cuda", "gpu", "program",
+        "errors", "format", "signatures", "tables", "tensors", "validate", "session", "call", "cpu", "cuda", "gpu", "program",
         "loader", "exam",
     ),
     "cgcompile": (

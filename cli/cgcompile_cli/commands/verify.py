@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from cgbundle.errors import CgbundleError
     from cgbundle.format.schema import Manifest
-    from cgbundle.trust.manifest_signature import Signature
+    from cgbundle.signatures import Signature
 
 
 def verify(
@@ -79,17 +79,17 @@ def _signed(signature: Signature | None, keys: Sequence[str]) -> str:
     """By whom, or ""."""
     if signature is None:
         return ""
-    return f"signed by key {signature.key.hex()}" + ("" if keys else ", which was not compared with a --key")
+    return f"signed by key {signature.key.hex()}" + ("" if keys else ", which was not checked: give --key")
 
 
 def _examine(path: str, keys: Sequence[str]) -> tuple[Manifest | None, Signature | None, list[CgbundleError]]:
     """The manifest and the signature (None where they are damaged or missing) and everything that is wrong with the bundle.
 
-    Raises key-invalid, bundle-missing, not-a-bundle, format-unsupported.
+    Raises library-missing, key-invalid, bundle-missing, not-a-bundle, format-unsupported.
     """
+    from cgbundle import signatures
     from cgbundle.errors import BundleError
     from cgbundle.format.archive import Archive
-    from cgbundle.trust import manifest_signature
     from cgbundle.validate.bundle import examine
 
     signature: Signature | None = None
@@ -97,7 +97,7 @@ def _examine(path: str, keys: Sequence[str]) -> tuple[Manifest | None, Signature
     try:
         bundle = Archive(path)
         try:
-            signature = manifest_signature.check(bundle, keys) if keys else manifest_signature.read_held(bundle)
+            signature = signatures.check(bundle, keys) if keys else signatures.read(bundle)
         except BundleError as error:
             damage.append(error)
         return bundle.manifest, signature, [*damage, *examine(bundle)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import shutil
@@ -104,13 +105,14 @@ def test_what_lies_there_and_is_no_manifest_is_not_replaced(text: bytes, bundle:
     assert list(memory.store) == ["/far/m.cgb/manifest.json"]
 
 
-@pytest.mark.parametrize("link", ["host", ".push", ".push/left"])
+@pytest.mark.parametrize("link", ["host", "host/model.so", file_names.WEIGHTS, ".push", ".push/left"])
 def test_a_link_in_the_target_leads_nowhere(link: str, bundle: Path, other: Path, tmp_path: Path) -> None:
     far, victim = tmp_path / "far", tmp_path / "victim"
     push(bundle, str(far))
     shutil.copytree(far / "host", victim)
-    if (far / link).exists():
+    if (far / link).is_dir():
         shutil.rmtree(far / link)
+    (far / link).unlink(missing_ok=True)
     (far / link).parent.mkdir(exist_ok=True)
     (far / link).symlink_to(victim)
     with raises("file-damaged", match="a symbolic link"):
@@ -209,14 +211,9 @@ def test_leftovers_belong_to_this_user_alone(left: Path, bundle: Path, tmp_path:
 @pytest.mark.parametrize(
     "spoil", [lambda data: bytes(len(data)), lambda data: data[:-1], lambda data: data + b"!", lambda data: b""]
 )
-@pytest.mark.parametrize("ending", ["", ".part"])
-def test_spoiled_leftovers_travel_again(
-    spoil: Callable[[bytes], bytes], ending: str, left: Path, bundle: Path, tmp_path: Path
-) -> None:
-    for file in [each for each in left.iterdir() if not each.suffix]:
-        data = spoil(file.read_bytes())
-        file.unlink()
-        file.with_name(f"{file.name}{ending}").write_bytes(data)
+def test_spoiled_leftovers_travel_again(spoil: Callable[[bytes], bytes], left: Path, bundle: Path, tmp_path: Path) -> None:
+    for file in left.iterdir():
+        file.write_bytes(spoil(file.read_bytes()))
     assert pulled(bundle, tmp_path)
 
 
@@ -236,14 +233,17 @@ def test_nobody_elses_leftovers_are_taken(left: Path, tmp_path: Path, monkeypatc
         pull("memory://far/m.cgb", tmp_path / "back.cgb")
 
 
-def test_leftovers_that_others_could_write_to_are_thrown_away(left: Path, bundle: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", [0o777, 0o750, 0o701])
+def test_leftovers_that_others_could_reach_are_not_taken(left: Path, tmp_path: Path, mode: int) -> None:
     victim = tmp_path / "victim"
     victim.write_bytes(b"mine")
     for file in list(left.iterdir()):
         file.unlink()
-        file.with_name(f"{file.name}.part").symlink_to(victim)
-    left.chmod(0o777)
-    assert pulled(bundle, tmp_path) and victim.read_bytes() == b"mine"
+        file.symlink_to(victim)
+    left.chmod(mode)
+    with raises("output-unwritable", match="is not this user's folder alone"):
+        pull("memory://far/m.cgb", tmp_path / "back.cgb")
+    assert victim.read_bytes() == b"mine" and not (tmp_path / "back.cgb").exists()
 
 
 def test_what_is_published_is_hashed_where_it_lies(
@@ -320,8 +320,9 @@ def test_a_pull_from_a_server_goes_on_within_a_file(manner: str, served: str, bu
     Handler.manner = "cut"
     with raises("remote-failed", match=r"weights\.safetensors"):
         pull(served, tmp_path / "back.cgb")
-    [left] = tmp_path.glob(".back.cgb.*.pull/*.part")
-    left.write_bytes((bundle / file_names.WEIGHTS).read_bytes()[:100])
+    weights = (bundle / file_names.WEIGHTS).read_bytes()
+    [left] = tmp_path.glob(f".back.cgb.*.pull/{hashlib.sha256(weights).hexdigest()}")
+    left.write_bytes(weights[:100])
     Handler.manner = manner
     pull(served, tmp_path / "back.cgb")
     assert same(bundle, tmp_path / "back.cgb") and "bytes=100-" in Handler.asked

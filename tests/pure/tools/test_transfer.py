@@ -10,12 +10,13 @@ from typing import Any
 
 import pytest
 
+from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.manifest_json import bundle_bytes
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle
-from cgcompile import pull, push
+from cgcompile import BuildError, pull, push
 from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.helpers.raising import raises
 
@@ -145,7 +146,7 @@ def test_an_interrupted_pull_leaves_no_bundle_and_goes_on(
     assert not (tmp_path / "back.cgb").exists()
     [exam] = [file for file in pushed.manifest.files if file.path == file_names.EXAM]
     [left] = tmp_path.glob(".back.cgb.*.pull")
-    (left / f"{exam.sha256}.part").write_bytes((bundle / file_names.EXAM).read_bytes()[: exam.bytes // 2])
+    (left / exam.sha256).write_bytes((bundle / file_names.EXAM).read_bytes()[: exam.bytes // 2])
     arrived = sum(path.stat().st_size for path in left.iterdir())
     assert pull(url, tmp_path / "back.cgb").moved == bundle_bytes(pushed.manifest) - arrived
     assert same(bundle, tmp_path / "back.cgb") and not left.exists()
@@ -192,3 +193,33 @@ def test_urls_of_no_known_kind_and_packages_that_are_missing(bundle: Path, monke
     monkeypatch.setitem(sys.modules, "fsspec.core", None)
     with raises("extra-missing", "push and pull need fsspec"):
         pull("memory://x/y")
+
+
+def test_a_replacement_that_ends_at_any_call_leaves_one_bundle_or_none(
+    bundle: Path, other: Path, url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Never a mixture, never one with another's signature; the next push goes on, and leaves nothing of its own."""
+    changes, stop = ("put_file", "mv", "rm_file", "pipe_file", "rm", "makedirs"), 0
+    system, root = fsspec.core.url_to_fs(url)
+    while True:
+        push(bundle, url, replace=True)
+        stop, calls = stop + 1, iter(range(1, 1000))
+        with monkeypatch.context() as patch:
+            for method in changes:
+                breaking(patch, url, method, lambda number, path: next(calls) >= stop)  # noqa: B023
+            try:
+                push(other, url, replace=True)
+                break
+            except BuildError as error:
+                assert error.code == "remote-failed"
+        try:
+            pull(url, tmp_path / "back.cgb", replace=True)
+            assert same(tmp_path / "back.cgb", bundle) or same(tmp_path / "back.cgb", other)
+        except BundleError as error:
+            assert error.code == "not-a-bundle"
+        push(other, url, replace=True)
+        pull(url, tmp_path / "back.cgb", replace=True)
+        assert same(tmp_path / "back.cgb", other) and sorted(
+            path.removeprefix(f"{root}/") for path in system.find(root)
+        ) == archive.list_files(str(other))
+    assert stop > 10

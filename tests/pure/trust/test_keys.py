@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from cryptography.exceptions import InvalidSignature
 from cryptography.hazmat.primitives.asymmetric import ec, ed448, x25519
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey, Ed25519PublicKey
 
-from cgbundle.trust.keys import MAX_BYTES, public_keys
+from cgbundle.signatures import MAX_BYTES, public_keys
 from tests.helpers.bundles.signing import Pair, pem
 from tests.helpers.raising import raises
 
@@ -63,8 +65,8 @@ def test_a_private_key_is_refused_kindly(tmp_path: Path) -> None:
         (pem(KEY) * 2, "no PEM file with one public key"),
         (pem(KEY)[:-20], "no PEM file with one public key"),
         (pem(KEY) + b"\n" * MAX_BYTES, "no PEM file with one public key"),
-        (pem(KEY).replace(b"M", b"?", 1), "no PEM file: "),
-        (pem(KEY).replace(b"=", b""), "no PEM file: "),
+        (pem(KEY).replace(b"M", b"?", 1), "no PEM file with one public key"),
+        (pem(KEY).replace(b"=", b""), "no PEM file with one public key"),
         (pem(x25519.X25519PrivateKey.generate().public_key()), "a key, but none of ed25519"),
         (pem(ed448.Ed448PrivateKey.generate().public_key()), "a key, but none of ed25519"),
         (pem(ec.generate_private_key(ec.SECP256R1()).public_key()), "a key, but none of ed25519"),
@@ -100,3 +102,32 @@ def test_files_that_are_no_key(file: Path, text: bytes, told: str) -> None:
 def test_what_is_no_key(given: object, told: str) -> None:
     with raises("key-invalid", match=told):
         public_keys(given)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        "01" + "00" * 31, "01" + "00" * 30 + "80", "00" * 32, "00" * 31 + "80", "ec" + "ff" * 30 + "7f", "ec" + "ff" * 31,
+        "ed" + "ff" * 30 + "7f", "ee" + "ff" * 30 + "7f", "ee" + "ff" * 31,
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+        "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc85",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+        "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac03fa",
+    ],
+)  # fmt: skip
+def test_a_key_that_everybody_can_sign_with_is_none(key: str) -> None:
+    """Its order divides 8: the base point and 1 are a signature of every eighth message, and OpenSSL takes it."""
+    forged, public = (
+        bytes.fromhex("58" + "66" * 31) + (1).to_bytes(32, "little"),
+        Ed25519PublicKey.from_public_bytes(bytes.fromhex(key)),
+    )
+
+    def accepted(number: int) -> bool:
+        with suppress(InvalidSignature):
+            public.verify(forged, b"%d" % number)
+            return True
+        return False
+
+    assert any(map(accepted, range(200)))
+    with raises("key-invalid", match="no public key of ed25519"):
+        public_keys(key)

@@ -15,9 +15,9 @@ from typing import Any
 import pytest
 
 import cgbundle
+from cgbundle import signatures
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
-from cgbundle.trust import manifest_signature
 from cgcompile.bundle.sign import sign
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.signing import Pair, flip
@@ -96,7 +96,7 @@ def test_a_file_that_is_no_signature(signed: Path, pairs: tuple[Pair, Pair], dam
     with raises("signature-wrong", match=told):
         cgbundle.load(signed, key=pairs[0].public)
     with raises("signature-wrong", match=told):  # also where nobody asks for a key
-        manifest_signature.read_held(archive.Archive(str(signed)))
+        signatures.read(archive.Archive(str(signed)))
 
 
 def test_a_signature_that_is_a_link_to_itself(signed: Path, pairs: tuple[Pair, Pair]) -> None:
@@ -148,14 +148,14 @@ def test_the_bytes_that_were_checked_are_those_that_are_used(
     signed: Path, pairs: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A manifest that is exchanged after the signature was checked is not looked at."""
-    check = manifest_signature.check
+    check = signatures.check
 
     def checked(*arguments: Any) -> object:
         found = check(*arguments)
         (signed / file_names.MANIFEST).write_bytes(b"another")
         return found
 
-    monkeypatch.setattr(manifest_signature, "check", checked)
+    monkeypatch.setattr(signatures, "check", checked)
     with passes():
         cgbundle.load(signed, key=pairs[0].public)
     assert (signed / file_names.MANIFEST).read_bytes() == b"another"
@@ -167,11 +167,28 @@ def test_only_a_key_brings_the_code_that_checks_it(signed: Path, pairs: tuple[Pa
         "for key in ({}, {'key': sys.argv[2]}):\n"
         "    try: cgbundle.load(sys.argv[1], **key)\n"
         "    except cgbundle.CgbundleError: pass\n"
-        "    print(any(name.startswith('cgbundle.trust') for name in sys.modules), 'cryptography' in sys.modules)"
+        "    print('cgbundle.signatures' in sys.modules, 'cryptography' in sys.modules)"
     )
     environment = os.environ | {"PYTHONPATH": str(ROOT / "bundles")}
     command = [sys.executable, "-c", code, str(signed), pairs[0].digits]
-    assert subprocess.check_output(command, env=environment, text=True).splitlines() == ["False False", "True False"]
+    assert subprocess.check_output(command, env=environment, text=True).splitlines() == ["False False", "True True"]
+
+
+@pytest.mark.parametrize("missing", ["cryptography", "cryptography.hazmat.primitives.asymmetric"])
+@pytest.mark.parametrize("key", ["ours", "theirs", "none", "empty"])
+def test_a_key_without_the_package_is_never_a_load_without_the_check(
+    signed: Path, pairs: tuple[Pair, Pair], monkeypatch: pytest.MonkeyPatch, missing: str, key: str
+) -> None:
+    """For the right key, a wrong one, and what is no key; with the package absent or broken."""
+    for name in [name for name in sys.modules if name.startswith(missing)]:
+        monkeypatch.setitem(sys.modules, name, None)
+    monkeypatch.setitem(sys.modules, missing, None)
+    keys: dict[str, Any] = {"ours": pairs[0].public, "theirs": pairs[1].digits, "none": "no-such-file.pem", "empty": []}
+    with raises("library-missing", match=r"the package cryptography \(extra `sign`\), which is not installed$") as caught:
+        cgbundle.load(signed, key=keys[key])
+    assert caught.value.hint == "pip install 'cryptography>=43'"  # type: ignore[attr-defined]
+    with passes():
+        cgbundle.load(signed)
 
 
 # --- the format ---------------------------------------------------------------------------------------------------
@@ -211,7 +228,7 @@ def test_loading_while_a_bundle_is_signed_again(signed: Path, pairs: tuple[Pair,
     try:
         bundle = archive.Archive(str(signed))
         for _ in range(60):
-            manifest_signature.check(bundle, [pair.digits for pair in pairs])
+            signatures.check(bundle, [pair.digits for pair in pairs])
     finally:
         stop.set()
         thread.join()

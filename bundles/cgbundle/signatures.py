@@ -1,0 +1,132 @@
+"""Signatures of bundles: a file beside the manifest, over the manifest's bytes, and the public keys that a caller trusts.
+
+The manifest holds the hash of every other file, so a signature of it covers them all, once the hashes are checked.  The package
+`cryptography` checks signatures and reads keys.  It is imported where a key is passed, never before.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from .errors import BundleError, CallError, MachineError
+from .format.archive import Archive
+from .format.file_names import SIGNATURE, SIGNATURE_BYTES
+
+Key: TypeAlias = str | os.PathLike[str] | bytes
+"""The path of a PEM file, 64 hexadecimal digits, or 32 bytes."""
+
+Keys: TypeAlias = Key | Sequence[Key]
+"""Public keys that are trusted: the path of a PEM file, 64 hexadecimal digits, or 32 bytes; or several of these."""
+
+KEY_BYTES = 32
+
+MAX_BYTES = 16 << 10
+"""Of a PEM file: a key takes 113, the rest may be remarks."""
+
+PUBLIC = "openssl pkey -in PRIVATE.pem -pubout -out PUBLIC.pem, and give PUBLIC.pem: machines that only check need no private key"
+
+FORGEABLE = frozenset(map(bytes.fromhex, (
+    "00" * 32, "01" + "00" * 31, "ec" + "ff" * 30 + "7f", "ed" + "ff" * 30 + "7f", "ee" + "ff" * 30 + "7f",
+    "26e8958fc2b227b045c3f489f2ef98f0d5dfac05d3c63339b13802886d53fc05",
+    "c7176a703d4dd84fba3c0b760d10670f2a2053fa2c39ccc64ec7fd7792ac037a",
+)))  # fmt: skip
+"""Keys of small order, but for the sign bit: everybody can sign with them, and OpenSSL takes them.  Zeros are one."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Signature:
+    """The file: 32 bytes and 64.  `key` is who claims to have signed, until a reader finds it among the keys that he trusts."""
+
+    key: bytes
+    signature: bytes
+
+
+def ed25519() -> Any:
+    """The module of `cryptography` that has the keys.  Raises library-missing."""
+    try:
+        from cryptography.hazmat.primitives.asymmetric import ed25519 as module
+    except ImportError:
+        text = "keys and signatures need the package cryptography (extra `sign`), which is not installed"
+        raise MachineError("library-missing", text, "pip install 'cryptography>=43'") from None
+    return module
+
+
+def read(bundle: Archive) -> Signature | None:
+    """The signature of a bundle, not checked; None without one.  Raises signature-wrong for a damaged file."""
+    data = bundle.signature()
+    if data is None:
+        return None
+    if len(data) != SIGNATURE_BYTES:
+        raise BundleError("signature-wrong", f"{SIGNATURE}: longer or shorter than {SIGNATURE_BYTES} bytes")
+    return Signature(key=data[:KEY_BYTES], signature=data[KEY_BYTES:])
+
+
+def check(bundle: Archive, keys: Keys) -> Signature:
+    """The signature by one of `keys` of the bytes of the bundle's manifest.
+
+    Raises library-missing, key-invalid, signature-missing, signature-wrong.
+    """
+    trusted, signature = public_keys(keys), read(bundle)
+    if signature is None:
+        raise BundleError("signature-missing", f"{SIGNATURE}: missing: the bundle is not signed")
+    key = signature.key.hex()[:16]
+    if signature.key not in trusted:
+        names = " or ".join([f"{one.hex()[:16]}..." for one in trusted[:4]]) + (" or another" if len(trusted) > 4 else "")
+        raise BundleError("signature-wrong", f"{SIGNATURE}: by key {key}..., expected {names}")
+    from cryptography.exceptions import InvalidSignature
+
+    try:
+        ed25519().Ed25519PublicKey.from_public_bytes(signature.key).verify(signature.signature, bundle.text)
+    except InvalidSignature:
+        raise BundleError("signature-wrong", f"{SIGNATURE}: key {key}... did not sign this manifest") from None
+    return signature
+
+
+def public_keys(keys: Keys) -> tuple[bytes, ...]:
+    """The keys, 32 bytes each.  Raises library-missing, and key-invalid, also for none."""
+    ed25519()
+    if not isinstance(keys, str | bytes | os.PathLike | Iterable):
+        raise CallError("key-invalid", f"key: expected a path, 64 hexadecimal digits or 32 bytes, got {type(keys).__name__}")
+    several = [keys] if isinstance(keys, str | bytes | os.PathLike) else list(keys)
+    if not several:
+        raise CallError("key-invalid", "key: an empty list of keys, which no bundle can be signed by")
+    return tuple([_public_key(key) for key in several])
+
+
+def _public_key(source: Key) -> bytes:
+    if isinstance(source, bytes):
+        key, name = source, f"a key of {len(source)} bytes"
+    elif isinstance(source, str | os.PathLike):
+        name = os.fspath(source)
+        digits = len(name) == 2 * KEY_BYTES and set(name) <= set("0123456789abcdefABCDEF")
+        key = bytes.fromhex(name) if digits else _of_pem(name)
+    else:
+        raise CallError("key-invalid", f"key: expected a path, 64 hexadecimal digits or 32 bytes, got {type(source).__name__}")
+    if len(key) != KEY_BYTES or key[:-1] + bytes([key[-1] & 0x7F]) in FORGEABLE:
+        raise CallError("key-invalid", f"{name}: no public key of ed25519")
+    return key
+
+
+def _of_pem(path: str) -> bytes:
+    from cryptography.exceptions import UnsupportedAlgorithm
+    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+
+    try:
+        with open(path, "rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a path with a zero in it
+        reason = error.strerror if isinstance(error, OSError) else str(error)
+        raise CallError("key-invalid", f"{path[:200]}: no key of 64 hexadecimal digits, and as a file: {reason}") from None
+    if b"PRIVATE KEY-----" in text:
+        raise CallError("key-invalid", f"{path}: a private key, where the public one is enough", PUBLIC)
+    try:
+        key = load_pem_public_key(text if len(text) <= MAX_BYTES and text.count(b"-----BEGIN ") == 1 else b"")
+    except (ValueError, UnsupportedAlgorithm):
+        raise CallError("key-invalid", f"{path}: no PEM file with one public key") from None
+    if not isinstance(key, ed25519().Ed25519PublicKey):
+        raise CallError("key-invalid", f"{path}: a key, but none of ed25519", "openssl genpkey -algorithm ed25519 makes one")
+    raw: bytes = key.public_bytes_raw()
+    return raw
