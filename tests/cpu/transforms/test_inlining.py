@@ -6,6 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -163,6 +164,9 @@ def test_a_model_of_a_script_cannot_bring_operators() -> None:
     program = programs(doubled)
     source = load_source(Calling(doubled), lambda: (torch.randn(3),))
     assert code_of(source, program) == __name__
-    with raises("operator-without-code", match="cgcompile_tests::doubled: registered where"):
-        code_of(replace(source, code=""), program)
+    assert code_of(replace(source, code=""), program) == __name__, "the operator is of a module that can be imported"
     assert code_of(source, programs(torch.relu)) == ""
+    script: dict[str, Any] = {"__name__": "__main__"}
+    exec(LATE.replace("late_package", "cgcompile_script"), script)
+    with raises("operator-without-code", match="cgcompile_script::tripled: registered where"):
+        code_of(replace(source, code=""), programs(script["tripled"]))
