@@ -187,8 +187,9 @@ NORMALIZATIONS = (aten.batch_norm.default, aten.instance_norm.default, aten.nati
 
 
 def writes_to(node: Node) -> tuple[Node, ...]:
-    """The inputs that a node writes to, as its schema says."""
-    if not isinstance(node.target, torch._ops.OpOverload):
+    """The inputs that a node writes to, as its schema says.  `detach_` only cuts a history off, as `torch.tensor()` does in a
+    trace."""
+    if not isinstance(node.target, torch._ops.OpOverload) or node.target is aten.detach_.default:
         return ()
     if node.target in NORMALIZATIONS:
         return tuple([value for value in node.args[3:5] if isinstance(value, Node) and node.args[5] is True])

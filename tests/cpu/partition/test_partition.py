@@ -21,6 +21,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import cgcompile.model.devices.markers  # noqa: F401  defines the marker operators
 from cgcompile.partition.crossing import crossings, effect_of
+from cgcompile.partition.node_kinds import writes_to
 from cgcompile.partition.region_modules import region_modules
 from cgcompile.partition.split import Partition, partition
 from cgcompile.transforms.marker_removal import without_markers
@@ -634,6 +635,20 @@ def test_a_placement_of_an_unknown_node_is_refused() -> None:
         partition(program, {"gone": "x"})
     with raises("node-unknown", match="'x' is no operation"):
         partition(program, {"x": "x"})
+
+
+def test_a_history_that_is_cut_off_is_no_write() -> None:
+    """`torch.tensor()` ends in `detach_`; its numbers lie among the constants, which no call changes."""
+
+    class Made(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            wide = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
+            return (x * wide.to(x.dtype)).sum()
+
+    program = torch.export.export(Made(), (torch.randn(2, 4),))
+    detach = next(node for node in program.graph.nodes if node.target is torch.ops.aten.detach_.default)
+    assert detach.target._schema.is_mutable and writes_to(detach) == ()
+    assert partition(program, {}, small=0).state == ()
 
 
 def test_a_program_that_hands_back_state_is_refused() -> None:
