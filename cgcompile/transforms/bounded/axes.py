@@ -49,13 +49,16 @@ class Counts:
     def __init__(self) -> None:
         self._known: dict[Any, Tensor] = {}
         self._bounds: dict[Any, Any] = {}
+        self._wholes: dict[Any, Any] = {}
 
-    def define(self, expr: Any, count: Tensor, bound: Any) -> None:
-        """A new size, `bound` at the most.  Raises Unsupported where another operation has it already: that they agree is a promise
-        of the data."""
+    def define(self, expr: Any, count: Tensor, bound: Any, whole: Any = None) -> None:
+        """A new size, `bound` at the most; `whole`: the size that it is a part of.  Raises Unsupported where another operation has
+        it already: that they agree is a promise of the data."""
         if expr in self._known or not expr.is_Symbol:
             raise Unsupported(f"the size {expr} is that of two selections")
         self._known[expr], self._bounds[expr] = count, bound
+        if whole is not None:
+            self._wholes[expr] = whole
 
     def holds(self, condition: Any) -> bool:
         """Whether a condition, an expression, is so of a size whatever is selected: it is no less than 0, and no more than fits."""
@@ -63,6 +66,8 @@ class Counts:
         if kind not in ("LessThan", "GreaterThan"):
             return False
         low, high = (condition.lhs, condition.rhs) if kind == "LessThan" else (condition.rhs, condition.lhs)
+        if low in self._wholes and self._wholes[low] == high:
+            return True
         if high in self._bounds:
             return bool(low.is_Integer and low <= 0)
         return low in self._bounds and bool(high.is_Integer and _largest(self._bounds[low]) <= high)

@@ -233,8 +233,9 @@ class Interpreter:
             raise Unsupported("a part of a bounded axis")
         size, expr = x.shape[axis], node_axes(node).get(axis)
         if expr is not None and not self.counts.knows(expr):  # torch may give a part's size a symbol of its own
-            count = self.counts.of(node_axes(source)[axis])
-            self.counts.define(expr, count if end is None else count.clamp(max=end), size)
+            whole = node_axes(source)[axis]
+            count = self.counts.of(whole)
+            self.counts.define(expr, count if end is None else count.clamp(max=end), size, whole)
         shorter = end is not None and type(size) is int and end < size
         return aten.slice.Tensor(x, axis, 0, end) if shorter else x
 

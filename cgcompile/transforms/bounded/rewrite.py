@@ -166,14 +166,35 @@ def _copied(root: GraphModule, traced: GraphModule, taken: Sequence[Node], last:
 
 
 def _drop(root: GraphModule, found: Sequence[Node], counts: Counts) -> None:
-    """Takes out those of the nodes that nothing else needs, with what the export asserts of their sizes that is always so."""
+    """Takes out those of the nodes that nothing else needs, with what the export asserts of their sizes that is always so.
+
+    Of a size that an operator of another library gives, torch 2.11 asserts that it is 2 or more (`create_unbacked_symint`), at the
+    operator's own line."""
     own = {node: None for node in found}
+    selecting: dict[Any, str] = {}
+    for node in found:
+        for expr in node_axes(node).values():
+            selecting.setdefault(expr, node.meta.get("stack_trace", ""))
     for node in root.graph.nodes:
-        if node not in own and any(source in own for source in node.all_input_nodes) and _says_nothing(node, counts):
+        if node in own or not any(source in own for source in node.all_input_nodes):
+            continue
+        if _says_nothing(node, counts) or (_asserts(node) and node.meta.get("stack_trace") in _lines_of(node, selecting)):
             own[node] = None
     for node in reversed([node for node in root.graph.nodes if node in own]):
         if not node.users:
             root.graph.erase_node(node)
+
+
+def _asserts(node: Node) -> bool:
+    """Whether a node is a condition about a size, or asserts one."""
+    return node.target is torch.ops.aten._assert_scalar.default or isinstance(node.meta.get("val"), torch.SymBool)
+
+
+def _lines_of(node: Node, selecting: Mapping[Any, str]) -> list[str]:
+    """Where the sizes of a condition come from."""
+    condition = node.all_input_nodes[0] if node.target is torch.ops.aten._assert_scalar.default else node
+    symbols = condition.meta["val"].node.expr.free_symbols if isinstance(condition.meta.get("val"), torch.SymBool) else set()
+    return [selecting[symbol] for symbol in symbols if selecting.get(symbol)]
 
 
 def _says_nothing(node: Node, counts: Counts) -> bool:

@@ -52,7 +52,7 @@ def nms() -> Any:
     with torch.library._scoped_library("torchvision", "DEF") as library:
         library.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
         library.impl("nms", _suppressed, "CPU")
-        size = lambda: torch.library.get_ctx().new_dynamic_size()  # noqa: E731
+        size = lambda: torch.library.get_ctx().create_unbacked_symint()  # noqa: E731  as torchvision does, which asserts 2 boxes
         torch.library.register_fake(
             "torchvision::nms", lambda boxes, scores, threshold: boxes.new_empty(size(), dtype=torch.int64), lib=library
         )
