@@ -38,7 +38,7 @@ from .take import Take
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """A replay of one key on the exam's inputs.  `deterministic`: two processes got the same bits.  `differences` from eager
+    """A replay of one key on the exam's inputs.  `deterministic`: all replays got the same bits.  `differences` from eager
     PyTorch are as in RawExam, of the process where they are larger; `indices` are those of the first."""
 
     contents: ReplayedBytes
@@ -154,7 +154,9 @@ def _recorded(a: Take, b: Take, assembled: Assembled, recordable: Recordable, im
     for mine, theirs in zip(a.exams, b.exams, strict=True):
         replays[mine.key] = Replay(
             contents=ReplayedBytes(inputs=inputs[mine.key], outputs=mine.outputs, written=mine.written, state=mine.state),
-            deterministic=(mine.outputs, mine.written, mine.state) == (theirs.outputs, theirs.written, theirs.state),
+            deterministic=mine.steady
+            and theirs.steady
+            and (mine.outputs, mine.written, mine.state) == (theirs.outputs, theirs.written, theirs.state),
             differences=tuple(
                 [max(pair, key=lambda each: each.error) for pair in zip(mine.differences, theirs.differences, strict=True)]
             ),

@@ -175,7 +175,8 @@ class RawModuleState:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawExam:
     """A replay on the exam's inputs: contents as in ReplayedBytes.  `differences` from eager PyTorch are those of the outputs,
-    the inputs that the program writes to, and state, in this order, and `indices` as in `near_ties.judge.Verdict`."""
+    the inputs that the program writes to, and state, in this order, and `indices` as in `near_ties.judge.Verdict`.  `steady`: more
+    replays gave the same bits."""
 
     key: IntKey
     outputs: tuple[bytes, ...]
@@ -183,6 +184,7 @@ class RawExam:
     written: tuple[bytes, ...] = ()
     state: tuple[tuple[str, bytes, bytes], ...] = ()
     indices: tuple[tuple[int, int], ...] = ()
+    steady: bool = True
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -145,7 +145,13 @@ def _call(
     if len(program.state):
         program.reset()
     with torch.no_grad():
-        expected = list(_leaves(_copied(module)(*own_args, **own_kwargs)))
+        try:
+            expected = list(_leaves(_copied(module)(*own_args, **own_kwargs)))
+        except RuntimeError:  # a model may make tensors on the CPU whatever its device: eager PyTorch runs it there alone
+            if device == "cpu":
+                raise
+            with _on_device(_copied(module), inputs, CPU) as (moved, _):
+                expected = list(_leaves(moved.cpu()(*_moved(own_args, "cpu"), **_moved(own_kwargs, "cpu"))))
     got = dict(_leaves(program(*args, **kwargs)))
     return _compared(program.manifest, expected, got)
 
