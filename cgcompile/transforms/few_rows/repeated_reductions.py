@@ -72,12 +72,13 @@ def _source(product: Product) -> Node:
 
 
 def _cone(products: Sequence[Product]) -> set[Node]:
-    """What makes the row of the products, and nothing else: operations by element, reductions of rows, and views."""
-    found = {product.total.args[0] for product in products}
+    """What makes the row of the products, and nothing else: operations by element, reductions of rows, and views.  The other factor
+    stays, though it may be computed from the same row (attention of a single token)."""
+    found, factors = {product.total.args[0] for product in products}, {product.matrix for product in products}
     waiting = [product.row for product in products]
     while waiting:
         node = waiting.pop()
-        if node not in found and found.issuperset(node.users) and _allowed(node, products[0]):
+        if node not in found and node not in factors and found.issuperset(node.users) and _allowed(node, products[0]):
             found.add(node)
             waiting += [each for known in found for each in known.all_input_nodes]
     return found - {product.total.args[0] for product in products}

@@ -57,6 +57,12 @@ def of_two_rows(x: Any) -> Any:
     return F.linear(norm(x.view(2, 60), 60), weights(40, 60))
 
 
+def of_itself(x: Any) -> Any:
+    """Attention of a single token: both factors are made of the row."""
+    y = rms(x.view(3, 1, 40))
+    return (y * 2) @ (y + 1).view(3, 40, 1)
+
+
 def many_columns(x: Any) -> Any:
     return F.linear(norm(x, 120), weights(MOST + 1, 120))
 
@@ -86,6 +92,7 @@ def behind_another(x: Any) -> Any:
         (behind_another, 2),
         (of_a_column, 1),
         (lambda x: F.linear(x, weights(40, 120)), 0),
+        (of_itself, 0),
         (used_elsewhere, 0),
         (of_two_rows, 0),
         (many_columns, 0),
