@@ -20,7 +20,7 @@ from ...model.flat_module import ProgramModule, Reference, run_eager
 from ...model.source import EXAM_SEED, SEED, sample
 from ...model.user_code import first_line
 from ...util.tolerance import compare, is_float
-from .axes import Unsupported
+from ...export.bounded.axes import Unsupported
 from .rewrite import Bounded, with_bounds
 
 
