@@ -41,21 +41,20 @@ def with_fixed_sizes(program: ExportedProgram, *, asserts: bool) -> ExportedProg
         return program
     root = copied_graph(program)
     try:
-        _replace(root, asserts)
+        renamed = _replace(root, asserts)
     except Unsupported:
         return program
     root.graph.lint()
     root.recompile()
-    made = with_graph(program, root, {})
+    made = with_graph(program, root, renamed)
     forget_symbols(made)
     return made
 
 
-def _replace(root: GraphModule, asserts: bool) -> None:
-    """Changes the graph in place.  Raises Unsupported."""
+def _replace(root: GraphModule, asserts: bool) -> dict[str, str]:
+    """Changes the graph in place.  Gives the new names of values that are taken out.  Raises Unsupported."""
     graph = root.graph
-    found = [node for node in graph.nodes if node.op == "call_function" and (depends(node) or takes_selected(node))]
-    found = [node for node in found if node.target is not ASKED]
+    found = _found(graph)
     said = [node for node in found if node.target in SAID]
     rest = [node for node in found if node.target not in SAID and (depends(node) or _gives_tensor(node))]
     if any(depends(leaf) for leaf in tree_leaves(graph.output_node().args) if isinstance(leaf, Node)):
@@ -76,6 +75,18 @@ def _replace(root: GraphModule, asserts: bool) -> None:
         if node.users:
             raise Unsupported(f"{next(iter(node.users)).target} of selected rows")
         graph.erase_node(node)
+    return {node.name: made.name for node, made in padded.items()}
+
+
+def _found(graph: Graph) -> list[Node]:
+    """The operations whose sizes depend on data, what takes one of these or its size, and conditions about sizes."""
+    found: dict[Node, None] = {}
+    for node in graph.nodes:
+        if node.op == "call_function" and node.target is not ASKED:
+            conditions = [each for each in node.all_input_nodes if each in found and not _gives_tensor(each)]
+            if depends(node) or takes_selected(node) or conditions:
+                found[node] = None
+    return list(found)
 
 
 def _gives_tensor(node: Node) -> bool:

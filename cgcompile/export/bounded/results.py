@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,7 +14,7 @@ from cgbundle.cpu.host_region import ASSERTS
 
 from ...model.user_code import place
 from ..torch_program import arguments
-from .axes import Unsupported, depends, node_axes
+from .axes import Unsupported, data_size, depends, node_axes
 from .interpreter import MASKS, Interpreter
 from .row_wise import name_of
 
@@ -34,7 +34,8 @@ class ResultInterpreter(Interpreter):
         self._asserts = asserts
         self._results: dict[str, Callable[[Node, Mapping[str, Any]], Tensor]] = {
             "index_put": self._put, "all": self._all, "any": self._any, "sum": self._sum, "mean": self._mean,
-            "min": self._extreme, "max": self._extreme,
+            "min": self._extreme, "max": self._extreme, "index_add": self._add, "index_copy": self._copy,
+            "scalar_tensor": self._number, "mean.dim": self._mean_along,
         }  # fmt: skip
 
     def run(self, node: Node) -> None:
@@ -55,8 +56,10 @@ class ResultInterpreter(Interpreter):
         self.values[node] = made
 
     def _put(self, node: Node, given: Mapping[str, Any]) -> Tensor:
-        """`x[mask] = values`, where the same mask selected the rows that the values follow from."""
+        """`x[mask] = values`, where the same mask selected the rows that the values follow from; `x[positions] = values`."""
         target, indices, rows = given["self"], given["indices"], given["values"]
+        if indices and all(each is None or each.meta["val"].dtype not in MASKS for each in indices):
+            return self._put_at(node, target, indices, rows, given["accumulate"])
         mask = indices[0] if indices else None
         alone = mask is not None and all(other is None for other in indices[1:])
         if not alone or mask.meta["val"].dtype not in MASKS or mask not in self._selected or given["accumulate"] or depends(target):
@@ -71,6 +74,52 @@ class ResultInterpreter(Interpreter):
         slots = (true.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(min=0)
         spread = x.index_select(0, slots).reshape([*true.shape, *into.shape[kept:]])
         return torch.where(true.reshape([*true.shape, *[1] * (into.dim() - kept)]), spread, into)
+
+    def _put_at(self, node: Node, target: Node, indices: Sequence[Any], rows: Node, accumulate: bool) -> Tensor:
+        """`x[positions] = values`: what does not count goes into a row of its own behind the others."""
+        first = indices[0]
+        if first is None or depends(target) or any(each is None for each in indices):
+            raise Unsupported(str(node.target))
+        axes, into = node_axes(first), self.values[target]
+        if first.meta["val"].dim() != 1 or any(node_axes(each) != axes or each.meta["val"].dim() != 1 for each in indices):
+            raise Unsupported("positions of several axes")
+        x = self.values[rows]
+        if node_axes(rows) and (node_axes(rows) != axes or x.dim() != 1 + into.dim() - len(indices)):
+            raise Unsupported("rows of another selection")
+        places = [self.counts.masked(self.values[each], node_axes(each)) for each in indices]
+        places = [self._behind(places[0], first, into.shape[0]), *places[1:]]
+        wide = torch.cat([into, into.new_zeros([1, *into.shape[1:]])])
+        return aten.index_put.default(wide, places, x, accumulate)[: into.shape[0]]
+
+    def _behind(self, positions: Tensor, index: Node, size: Any) -> Tensor:
+        """Positions along the first axis, from 0 on, and `size` where they do not count."""
+        valid = self.counts.valid(positions, node_axes(index))
+        positions = torch.where(positions < 0, positions + size, positions)
+        return positions if valid is None else torch.where(valid, positions, size)
+
+    def _rows_at(self, node: Node, given: Mapping[str, Any], operator: Any, **more: Any) -> Tensor:
+        """`x.index_add(0, positions, values)` and its like."""
+        target, index, rows = given["self"], given["index"], given["source"]
+        into, x, axes = self.values[target], self.values[rows], node_axes(index)
+        if given["dim"] % max(1, into.dim()) or depends(target) or list(axes) != [0] or node_axes(rows) != axes or not into.dim():
+            raise Unsupported(str(node.target))
+        places = self._behind(self.values[index], index, into.shape[0])
+        wide = torch.cat([into, into.new_zeros([1, *into.shape[1:]])])
+        made: Tensor = operator(wide, 0, places, x, **more)
+        return made[: into.shape[0]]
+
+    def _add(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        return self._rows_at(node, given, aten.index_add.default, alpha=given["alpha"])
+
+    def _copy(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        return self._rows_at(node, given, aten.index_copy.default)
+
+    def _number(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        """How many rows there are, as a tensor."""
+        size = data_size(given["s"].meta["val"])
+        if size is None or not self.counts.knows(size):
+            raise Unsupported(str(node.target))
+        return self.counts.of(size).to(node.meta["val"].dtype)
 
     def _whole(self, given: Mapping[str, Any], filling: float) -> Tensor:
         """The tensor that is reduced, with `filling` where nothing counts."""
@@ -95,6 +144,24 @@ class ResultInterpreter(Interpreter):
         wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
         count = self._count(source).to(wide)
         return (aten.sum.default(self._whole(given, 0), dtype=wide) / count).to(wanted)
+
+    def _mean_along(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        """The mean along all axes of which not all elements count, and maybe others."""
+        source, wanted = given["self"], node.meta["val"].dtype
+        value, axes = self.values[source], node_axes(source)
+        named = given["dim"] if isinstance(given["dim"], list | tuple) else [given["dim"]]
+        over = {axis % value.dim() for axis in named if axis is not None} or set(range(value.dim()))
+        if not set(axes) <= over:
+            raise Unsupported(str(node.target))
+        wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
+        fixed: Any = 1
+        for axis in over - set(axes):
+            fixed = fixed * value.shape[axis]
+        count: Any = fixed
+        for expr in axes.values():
+            count = self.counts.of(expr) * count
+        total = aten.sum.dim_IntList(self._whole(given, 0), sorted(over), given["keepdim"], dtype=wide)
+        return (total / count.to(wide)).to(wanted)
 
     def _extreme(self, node: Node, given: Mapping[str, Any]) -> Tensor:
         """The smallest or the largest of all elements: PyTorch raises where there is none."""

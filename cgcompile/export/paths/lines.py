@@ -62,6 +62,7 @@ class Line:
     answers: tuple[bool, ...]
     asks: tuple[bool, ...]
     reads: tuple[bool, ...]
+    sizes: tuple[tuple[Any, ...], ...]
     questions: tuple[Question, ...]
     exported: ExportedProgram
     program: ExportedProgram
@@ -128,6 +129,7 @@ def _line(exported: ExportedProgram, way: TracedWay, *, asserts: bool) -> Line:
     )
     return Line(
         answers=tuple([question.answer for question in way.questions]), asks=tuple(way.asks), reads=tuple(way.reads),
+        sizes=tuple(way.sizes),
         questions=tuple(way.questions), exported=exported, program=program, result=way.result, nodes=nodes, markers=markers,
         changed=way.changed,
         writes=any(map(_writes, exported.graph.nodes)),
