@@ -34,14 +34,14 @@ SAID = frozenset([aten._assert_scalar.default, aten.sym_constrain_range_for_size
 KEPT = ("stack_trace", "nn_module_stack")
 
 
-def with_fixed_sizes(program: ExportedProgram, *, asserts: bool) -> ExportedProgram:
-    """The program, in which no size depends on data any more; as it was where that is not possible.  `asserts` as for
+def with_fixed_sizes(program: ExportedProgram, *, told_gpu: bool) -> ExportedProgram:
+    """The program, in which no size depends on data any more; as it was where that is not possible.  `told_gpu` as for
     ResultInterpreter.  Weights are shared, not copied."""
     if not any(depends(node) for node in program.graph.nodes):
         return program
     root = copied_graph(program)
     try:
-        renamed = _replace(root, asserts)
+        renamed = _replace(root, told_gpu)
     except Unsupported:
         return program
     root.graph.lint()
@@ -51,7 +51,7 @@ def with_fixed_sizes(program: ExportedProgram, *, asserts: bool) -> ExportedProg
     return made
 
 
-def _replace(root: GraphModule, asserts: bool) -> dict[str, str]:
+def _replace(root: GraphModule, told_gpu: bool) -> dict[str, str]:
     """Changes the graph in place.  Gives the new names of values that are taken out.  Raises Unsupported."""
     graph = root.graph
     found = _found(graph)
@@ -60,7 +60,7 @@ def _replace(root: GraphModule, asserts: bool) -> dict[str, str]:
     if any(depends(leaf) for leaf in tree_leaves(graph.output_node().args) if isinstance(leaf, Node)):
         raise Unsupported("a result of a size that depends on data")
     known = Counts()
-    padded = _traced(root, rest, asserts, known)
+    padded = _traced(root, rest, told_gpu, known)
     for node in said:
         _check_said(node, known)
         graph.erase_node(node)
@@ -103,7 +103,7 @@ def _check_said(node: Node, known: Counts) -> None:
         raise Unsupported("an assertion about a size")
 
 
-def _traced(root: GraphModule, found: Sequence[Node], asserts: bool, known: Counts) -> dict[Node, Node]:
+def _traced(root: GraphModule, found: Sequence[Node], told_gpu: bool, known: Counts) -> dict[Node, Node]:
     """Adds the operations at fixed sizes, those of each of `found` in front of it.  Gives the nodes that stand for these."""
     own = set(found)
     taken = list(dict.fromkeys([source for node in found for source in node.all_input_nodes if source not in own]))
@@ -113,7 +113,7 @@ def _traced(root: GraphModule, found: Sequence[Node], asserts: bool, known: Coun
     results: list[Node] = []
 
     def padded(*values: Any) -> list[torch.Tensor]:
-        run = ResultInterpreter(dict(zip(taken, values, strict=True)), known, asserts=asserts)
+        run = ResultInterpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu)
         tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
         for node in found:
             with set_current_meta(node):

@@ -12,9 +12,10 @@ from torch.utils._pytree import tree_leaves
 
 from cgbundle.cpu.host_region import ASSERTS
 
+from ...model.devices.markers import TO_HOST
 from ...model.user_code import place
 from ..torch_program import arguments
-from .axes import Unsupported, data_size, depends, node_axes
+from .axes import Counts, Unsupported, data_size, depends, node_axes
 from .interpreter import MASKS, Interpreter
 from .row_wise import name_of
 
@@ -26,12 +27,13 @@ EMPTY = "that something is selected, of which a smallest or largest element is t
 class ResultInterpreter(Interpreter):
     """An Interpreter that also runs what takes selected rows and gives a tensor of fixed size.
 
-    `asserts`: an operation that fails for an empty selection may become an assertion.
+    An operation that fails for an empty selection asserts that it is none; `told_gpu`: on the host, since on a GPU a failed
+    assertion would end the process's use of it.
     """
 
-    def __init__(self, values: Mapping[Node, Any], counts: Any, *, asserts: bool) -> None:
+    def __init__(self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool) -> None:
         super().__init__(values, counts)
-        self._asserts = asserts
+        self._told_gpu = told_gpu
         self._results: dict[str, Callable[[Node, Mapping[str, Any]], Tensor]] = {
             "index_put": self._put, "all": self._all, "any": self._any, "sum": self._sum, "mean": self._mean,
             "min": self._extreme, "max": self._extreme, "index_add": self._add, "index_copy": self._copy,
@@ -166,10 +168,12 @@ class ResultInterpreter(Interpreter):
     def _extreme(self, node: Node, given: Mapping[str, Any]) -> Tensor:
         """The smallest or the largest of all elements: PyTorch raises where there is none."""
         dtype = node.meta["val"].dtype
-        if not self._asserts or dtype is torch.bool:
+        if dtype is torch.bool:
             raise Unsupported(f"{node.target} of selected rows")
         where, line = place(node)
-        aten._assert_async.msg(self._count(given["self"]) > 0, f"{where}: {ASSERTS}: {EMPTY}: {line}")
+        some = self._count(given["self"]) > 0
+        some = TO_HOST(some) if self._told_gpu else some
+        aten._assert_async.msg(some, f"{where}: {ASSERTS}: {EMPTY}: {line}")
         smallest = name_of(node) == "min"
         if dtype.is_floating_point:
             filling: float = float("inf") if smallest else float("-inf")

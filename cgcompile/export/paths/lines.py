@@ -105,21 +105,21 @@ def trace_line(
         return Raised(message=message, where=where or error.where, line=line), tuple(way.questions)
     finally:
         flat.way = before
-    return _line(program, way, asserts=flat.told == CPU), tuple(way.questions)
+    return _line(program, way, told_gpu=flat.told != CPU), tuple(way.questions)
 
 
 def _of_torch(error: BaseException) -> bool:
     return type(error).__module__.startswith(("torch.", "cgcompile."))
 
 
-def _line(exported: ExportedProgram, way: TracedWay, *, asserts: bool) -> Line:
-    """`asserts`: an assertion about data may be added to the program."""
+def _line(exported: ExportedProgram, way: TracedWay, *, told_gpu: bool) -> Line:
+    """`told_gpu`: the model is told that it runs on a GPU."""
     try:
         program = functional_form(exported)
     except Exception as error:
         raise ModelError("export-failed", f"model: a way has no functional form: {first_line(error)}") from error
     with_tensors(program.graph)
-    program = with_fixed_sizes(program, asserts=asserts)
+    program = with_fixed_sizes(program, told_gpu=told_gpu)
     nodes = tuple([node for node in program.graph.nodes if node.op not in ("placeholder", "output")])
     markers = tuple([index for index, node in enumerate(nodes) if node.target is ASKED])
     assert len(markers) == len(way.questions), (len(markers), len(way.questions))
