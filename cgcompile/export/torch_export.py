@@ -32,7 +32,7 @@ from ..errors import ModelError
 from ..model.flat_module import FlatModule, unwatched
 from ..model.side_effects import BRANCH, NOTHING, Obstacle, SideEffects, branch_fix
 from ..model.source import Source
-from ..model.user_code import first_line, text_of, user_line, user_place
+from ..model.user_code import called_by, first_line, text_of, user_line, user_place
 from .assertions import settle_assertions
 from .composite_operators import give_sizes_at_once, without_composites
 from .exported import memory_order
@@ -285,14 +285,14 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
             return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):  # the latter: an operator asks, as torch.cov
         place, line = user_place(error)
-        return branch(place or source.label, line)
+        return branch(place or source.label, line, BRANCH + called_by(error))
     place = found_place = user_line(error, source.label)
     if not place:
         found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
         place = f"{found[1]}:{found[2]}" if found else source.label
     if isinstance(error, DynamicOutputShapeException) or (isinstance(error, TypeError) and "but got FakeTensor" in text):
         what = f" ({error.func})" if isinstance(error, DynamicOutputShapeException) else ""
-        return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}")
+        return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}{called_by(error)}")
     if NUMPY in text:
         return ModelError("numpy-untraceable", f"{place}: NumPy cannot be traced: torch.export has no values to give it")
     if untraced.BACKWARD in text:
