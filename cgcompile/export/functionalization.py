@@ -2,7 +2,8 @@
 
 Private interfaces of torch.export.exported_program (2.11, 2.13): `_split_decomp_table_to_cia_and_python_decomp`, which is replaced
 meanwhile, `_special_op_to_preserve_cia`, `_is_preservable_cia_op`.  Without one of them the form is made all the same, only later.
-`torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`; `torch._C._dispatch_has_kernel_for_dispatch_key`, as tools/operators.py has it.
+`torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`; `torch._C._dispatch_has_kernel_for_dispatch_key`,
+as tools/operators.py has it.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ SIZE_FIX = (
 
 
 def _size_in(program: ExportedProgram, error: Exception) -> str:
-    """That the operation which torch (2.11, 2.13) names in `error` takes or makes a size that depends on data, with its line; or ""."""
+    """That the operation that torch (2.11, 2.13) names in `error` has a size that depends on data, with its line; or ""."""
     name = re.search(r"While executing %(\w+) ", str(error))
     node = next((each for each in program.graph.nodes if name is not None and each.name == name[1]), None)
     if node is None:

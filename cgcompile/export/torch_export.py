@@ -170,13 +170,15 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
 
 
 def _make_dense(program: ExportedProgram) -> None:
-    """Constants with gaps or overlaps, as an expanded tensor that the model keeps in an attribute, become row-major copies: a bundle
-    stores dense tensors only."""
+    """Constants with gaps or overlaps, as an expanded tensor that the model keeps in an attribute, become row-major copies: a
+    bundle stores dense tensors only."""
     names = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target in program.constants}
     places = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
     for target, name in names.items():
         value = program.constants[target]
-        dense = isinstance(value, torch.Tensor) and value.layout is torch.strided and value.permute(memory_order(value)).is_contiguous()
+        dense = (
+            isinstance(value, torch.Tensor) and value.layout is torch.strided and value.permute(memory_order(value)).is_contiguous()
+        )
         if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or dense:
             continue
         program.constants[target] = value.contiguous()

@@ -12,8 +12,8 @@ float32, one of float32 int64.
 **Indices are compared.** `Max` and `Min` refuse a number that `Identity` is a part of, since sympy cannot evaluate it: a gather at
 such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 mends the case of `Identity` alone).
 
-**A factor of a sum is a product.** `torch.add(x, a @ b, alpha=-1)` becomes `addmm`, without its factor: the pattern does not look at
-`alpha` (`addmm` in fx_passes/post_grad.py, torch 2.13).
+**A factor of a sum is a product.** `torch.add(x, a @ b, alpha=-1)` becomes `addmm` without its factor, as the pattern does not
+look at `alpha` (`addmm` in fx_passes/post_grad.py, torch 2.13).
 
 **Outputs are tensors of their own.** Equal operations become one, and code that is compiled ahead then hands out one tensor twice,
 which its caller frees twice (`generate_return` in torch/_inductor/codegen/cpp_wrapper_cpu.py, torch 2.11 and 2.13).

@@ -114,7 +114,7 @@ def _traced(root: GraphModule, found: Sequence[Node], told_gpu: bool, known: Cou
 
     def padded(*values: Any) -> list[torch.Tensor]:
         run = ResultInterpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu)
-        tracer: Any = get_proxy_mode().tracer  # type: ignore[union-attr]
+        tracer: Any = get_proxy_mode().tracer
         for node in found:
             with set_current_meta(node):
                 run.run(node)
@@ -137,7 +137,12 @@ def _traced(root: GraphModule, found: Sequence[Node], told_gpu: bool, known: Cou
 
 
 def _copied(
-    graph: Graph, traced: GraphModule, taken: Sequence[Node], found: Sequence[Node], results: Sequence[Node], last: Mapping[str, Node]
+    graph: Graph,
+    traced: GraphModule,
+    taken: Sequence[Node],
+    found: Sequence[Node],
+    results: Sequence[Node],
+    last: Mapping[str, Node],
 ) -> dict[Node, Node]:
     """Copies a traced graph, every operation in front of the node that it stands for."""
     copies: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), taken, strict=True))

@@ -62,7 +62,7 @@ class ResultInterpreter(Interpreter):
         target, indices, rows = given["self"], given["indices"], given["values"]
         if indices and all(each is None or each.meta["val"].dtype not in MASKS for each in indices):
             return self._put_at(node, target, indices, rows, given["accumulate"])
-        mask = indices[0] if indices else None
+        mask: Any = indices[0] if indices else None
         alone = mask is not None and all(other is None for other in indices[1:])
         if not alone or mask.meta["val"].dtype not in MASKS or mask not in self._selected or given["accumulate"] or depends(target):
             raise Unsupported(str(node.target))
@@ -70,7 +70,9 @@ class ResultInterpreter(Interpreter):
         axes, kept = node_axes(rows), mask.meta["val"].dim()
         if list(axes) != [0] or not self.counts.is_count(axes[0], self._selected[mask].count):
             raise Unsupported("rows of another selection")
-        if x.dim() != 1 + into.dim() - kept or any(str(one) != str(two) for one, two in zip(x.shape[1:], into.shape[kept:], strict=True)):
+        if x.dim() != 1 + into.dim() - kept or any(
+            str(one) != str(two) for one, two in zip(x.shape[1:], into.shape[kept:], strict=True)
+        ):
             raise Unsupported("rows of another shape")
         true = self.values[mask] if mask.meta["val"].dtype is torch.bool else self.values[mask] != 0
         slots = (true.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(min=0)

@@ -13,7 +13,8 @@ from .axes import Unsupported, leading, node_axes
 
 SAME = frozenset({
     "__and__.Scalar", "__and__.Tensor", "__or__.Scalar", "__or__.Tensor", "__xor__.Tensor", "_to_copy", "alias", "clone",
-    "contiguous", "copy", "detach", "dropout", "expand", "expand_as", "feature_dropout", "fill.Scalar", "fill.Tensor", "floor_divide", "floor_divide.Scalar", "full",
+    "contiguous", "copy", "detach", "dropout", "expand", "expand_as", "feature_dropout",
+    "fill.Scalar", "fill.Tensor", "floor_divide", "floor_divide.Scalar", "full",
     "full_like", "lift_fresh_copy", "mT", "masked_fill.Tensor", "movedim.int", "new_full", "new_ones", "new_zeros", "numpy_T",
     "ones", "ones_like", "permute", "stack", "swapaxes", "t", "to.device", "to.dtype",
     "to.dtype_layout", "to.other", "transpose.int", "type_as", "unsqueeze", "where.Scalar", "where.ScalarOther",

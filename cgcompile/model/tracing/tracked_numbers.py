@@ -62,7 +62,11 @@ def _computed(method: Callable[..., Any], name: str, ask: Callable[[bool], bool]
         result = method(*values)
         parts = [_expression(value) for value in values] if name in EXACT else [None]
         known = all(part is not None for part in parts)
-        return result if result is NotImplemented else tracked(result, ask, getattr(parts[0], f"__{name}__")(*parts[1:]) if known else None)
+        return (
+            result
+            if result is NotImplemented
+            else tracked(result, ask, getattr(parts[0], f"__{name}__")(*parts[1:]) if known else None)
+        )
 
     return run
 

@@ -23,7 +23,8 @@ class Question:
 
     `state` is equal for two questions only where everything that Python keeps, but tensors, is equal.  `names` say where Python
     keeps its tensors, in the order in which the graph's marker takes them behind the predicate, and `memory` which of these share
-    memory.  `asks`, `reads` and `sizes` count the answers, numbers and sizes that Python got before.  `caller`: as `user_code.called_here` has it.
+    memory.  `asks`, `reads` and `sizes` count the answers, numbers and sizes that Python got before.
+    `caller`: as `user_code.called_here` has it.
     """
 
     answer: bool

@@ -11,7 +11,7 @@ Private interfaces (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,13 +25,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta, set_current_meta
-from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils._pytree import tree_structure
 
-from ...export.torch_program import copied_graph, spell_counts, with_graph
-from ...model.user_code import place
 from ...export.bounded.axes import Counts, Unsupported, depends, node_axes
 from ...export.bounded.fixed_sizes import forget_symbols
 from ...export.bounded.interpreter import Interpreter, chain
+from ...export.torch_program import copied_graph, spell_counts, with_graph
+from ...model.user_code import place
 
 KEPT = ("stack_trace", "nn_module_stack")
 """What a node's metadata says of the user's code."""
