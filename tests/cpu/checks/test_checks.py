@@ -170,7 +170,6 @@ def refuse_negative(m: Model, x: torch.Tensor) -> torch.Tensor:
     return x + 1
 
 
-
 def halved(m: Any, x: torch.Tensor) -> torch.Tensor:
     """A loop that nothing bounds."""
     while x.sum() > 1:
