@@ -67,7 +67,7 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
             ) from error
         if where := size_from_a_float(program):
             raise ModelError("data-dependent-shape", f"{where}: the size of a tensor depends on data") from error
-        if where := _size_in(program, error):
+        if where := size_in(program, error):
             raise ModelError("data-dependent-shape", where, SIZE_FIX) from error
         where, operator = written_operand(program.graph_module)
         if operator:
@@ -239,7 +239,7 @@ SIZE_FIX = (
 )
 
 
-def _size_in(program: ExportedProgram, error: Exception) -> str:
+def size_in(program: ExportedProgram, error: Exception) -> str:
     """That the operation that torch (2.11, 2.13) names in `error` has a size that depends on data, with its line; or ""."""
     name = re.search(r"While executing %(\w+) ", str(error))
     node = next((each for each in program.graph.nodes if name is not None and each.name == name[1]), None)
