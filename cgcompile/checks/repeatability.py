@@ -78,12 +78,14 @@ def earlier_calls(context: RuleContext) -> Iterable[Finding]:
     Why CUDA forbids it: a replay runs no Python.  What earlier calls left in Python is what they left at the build.
     Effect: no bundle can be built.  An attribute that depends on shapes, dtypes or weights alone changes no result, and builds.
     Fix: compute the value in every call, or keep it in a buffer: `self.register_buffer(name, torch.zeros(()))`, and write to that.
+    A model that draws its first parameters in its first call, as gpytorch's ApproximateGP does, is called once before the build.
     Source: model/nondeterminism/fresh_process.py and pipeline/sequences.py.
     """
     for obstacle in context.obstacles("earlier-calls"):
         yield finding(
             "earlier-calls", REFUSE, obstacle.message, obstacle, "a bundle would have the value of its build in every call",
-            "compute it in every call, or register a buffer for it and write to that",
+            "compute it in every call, or register a buffer for it and write to that; where the first call sets the model up, "
+            "call it once before the build, at the end of model()",
         )  # fmt: skip
 
 

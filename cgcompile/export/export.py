@@ -26,7 +26,6 @@ from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.tracing.held_tensors import make_attribute
 from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import defined
-from .eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .exported import EagerShapes, Exported, memory_order
 from .first_calls import changed_weights, first_calls, sample_at
 from .functionalization import size_from_a_float
@@ -34,6 +33,7 @@ from .paths import MAX_PATHS
 from .paths.explore import PathsRefused
 from .paths.program import with_paths
 from .programs import Programs, coarsest, with_shared_constants
+from .signature.eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .torch_export import branch, export_dynamic, export_static, past_branches
 from .weights import reaches_a_result
 

@@ -21,8 +21,8 @@ from ..model.tracing.attributes import assignment_place, changed, holder_of, mar
 from ..model.tracing.constant_expressions import version_of
 from ..model.tracing.held_tensors import Held, also_buffer, held_tensors, make_attribute, make_buffer
 from ..util.raw_bytes import copied, same_bits
-from .eager_check import try_eager
 from .exported import EagerShapes
+from .signature.eager_check import try_eager
 
 COMPARED = 1 << 24
 """Elements of a weight that is copied to see whether a call changes it."""

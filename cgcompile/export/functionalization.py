@@ -2,7 +2,8 @@
 
 Private interfaces of torch.export.exported_program (2.11, 2.13): `_split_decomp_table_to_cia_and_python_decomp`, which is replaced
 meanwhile, `_special_op_to_preserve_cia`, `_is_preservable_cia_op`.  Without one of them the form is made all the same, only later.
-`torch._C._dispatch_has_kernel_for_dispatch_key`, as tools/operators.py has it.
+`torch.fx.experimental.symbolic_shapes.free_unbacked_symbols`; `torch._C._dispatch_has_kernel_for_dispatch_key`,
+as tools/operators.py has it.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import torch
 from torch.export import ExportedProgram, ExportGraphSignature, exported_program
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import GraphModule, Node
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import tree_leaves
 
 from ..errors import ModelError
 from ..model.flat_module import PREFIX
 from ..model.tracing.attributes import ATTRIBUTE_FIX
-from ..model.user_code import first_line, place
+from ..model.user_code import called_from, first_line, place
 from .higher_order.refused_bodies import WRITES_FIX, written_operand
 from .torch_program import arguments, without_weights
 from .weights import weight_tensors
@@ -65,6 +67,8 @@ def functional(program: ExportedProgram) -> ExportGraphSignature:
             ) from error
         if where := size_from_a_float(program):
             raise ModelError("data-dependent-shape", f"{where}: the size of a tensor depends on data") from error
+        if where := size_in(program, error):
+            raise ModelError("data-dependent-shape", where, SIZE_FIX) from error
         where, operator = written_operand(program.graph_module)
         if operator:
             raise ModelError(
@@ -227,6 +231,25 @@ def size_from_a_float(program: ExportedProgram) -> str:
         if any(isinstance(size, torch.SymInt) and FLOATS.search(str(size)) for size in sizes):
             return place(node)[0]
     return ""
+
+
+SIZE_FIX = (
+    "give the number as an argument (batch_size=, dim_size=, size= of graph libraries), or take it from the size of an input: "
+    "int() of a tensor is no size"
+)
+
+
+def size_in(program: ExportedProgram, error: Exception) -> str:
+    """That the operation that torch (2.11, 2.13) names in `error` has a size that depends on data, with its line; or ""."""
+    name = re.search(r"While executing %(\w+) ", str(error))
+    node = next((each for each in program.graph.nodes if name is not None and each.name == name[1]), None)
+    if node is None:
+        return ""
+    values = [node.meta.get("val"), *[each.meta.get("val") for each in node.all_input_nodes]]
+    sizes = [size for value in tree_leaves(values) for size in (value.shape if isinstance(value, torch.Tensor) else [value])]
+    selected = any(isinstance(size, torch.SymInt) and free_unbacked_symbols(size) for size in sizes)
+    where, _ = place(node)
+    return f"{where}: the size of a tensor depends on data{called_from(node)}" if selected and where else ""
 
 
 FLOATS = re.compile(r"\bzuf\d")

@@ -32,9 +32,10 @@ from ..errors import ModelError
 from ..model.flat_module import FlatModule, unwatched
 from ..model.side_effects import BRANCH, NOTHING, Obstacle, SideEffects, branch_fix
 from ..model.source import Source
-from ..model.user_code import first_line, text_of, user_line, user_place
+from ..model.user_code import called_by, first_line, text_of, user_line, user_place
 from .assertions import settle_assertions
 from .composite_operators import give_sizes_at_once, without_composites
+from .exported import memory_order
 from .higher_order import untraced
 from .higher_order.expand import expanded
 from .higher_order.shared_memory import copy_shared
@@ -161,10 +162,29 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta():
         program = untraced.export(flat, _separate(tensors), dynamic)
     sys.stderr.write(said.getvalue())
+    _make_dense(program)
     settle_assertions(program)
     give_sizes_at_once(program)
     copy_shared(program.graph_module)
     return without_composites(expanded(program))
+
+
+def _make_dense(program: ExportedProgram) -> None:
+    """Constants with gaps or overlaps, as an expanded tensor that the model keeps in an attribute, become row-major copies: a
+    bundle stores dense tensors only."""
+    names = {spec.target: spec.arg.name for spec in program.graph_signature.input_specs if spec.target in program.constants}
+    places = {node.name: node for node in program.graph.find_nodes(op="placeholder")}
+    for target, name in names.items():
+        value = program.constants[target]
+        dense = (
+            isinstance(value, torch.Tensor) and value.layout is torch.strided and value.permute(memory_order(value)).is_contiguous()
+        )
+        if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or dense:
+            continue
+        program.constants[target] = value.contiguous()
+        fake = places[name].meta["val"]
+        with fake.fake_mode:
+            places[name].meta["val"] = fake.contiguous()
 
 
 def _separate(tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -267,14 +287,14 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
             return ModelError("size-excluded", f"{source.label}: dimension {name!r}: {re.sub(_INPUT_SIZE, name, line)}")
     if isinstance(error, GuardOnDataDependentSymNode | DataDependentOutputException):  # the latter: an operator asks, as torch.cov
         place, line = user_place(error)
-        return branch(place or source.label, line)
+        return branch(place or source.label, line, BRANCH + called_by(error))
     place = found_place = user_line(error, source.label)
     if not place:
         found = re.search(r'File "([^"]+)", line (\d+), in forward', text)
         place = f"{found[1]}:{found[2]}" if found else source.label
     if isinstance(error, DynamicOutputShapeException) or (isinstance(error, TypeError) and "but got FakeTensor" in text):
         what = f" ({error.func})" if isinstance(error, DynamicOutputShapeException) else ""
-        return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}")
+        return ModelError("data-dependent-shape", f"{place}: the size of a tensor depends on data{what}{called_by(error)}")
     if NUMPY in text:
         return ModelError("numpy-untraceable", f"{place}: NumPy cannot be traced: torch.export has no values to give it")
     if untraced.BACKWARD in text:

@@ -195,6 +195,12 @@ def called_from(node: Node | None) -> str:
     return _caller([(file, int(line)) for file, line, _ in _frames_of(node)])
 
 
+def called_by(error: BaseException) -> str:
+    """The same of the innermost frame of the user's code that an error came through."""
+    frames = [(frame.filename, frame.lineno or 0) for frame in reversed(traceback.extract_tb(error.__traceback__))]
+    return _caller([(file, line) for file, line in frames if is_user_file(file)])
+
+
 def called_here() -> str:
     """The same of the code that runs."""
     frames: list[tuple[str, int]] = []

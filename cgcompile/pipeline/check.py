@@ -31,7 +31,7 @@ from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_
 from ..model.side_effects import BRANCH
 from ..model.source import CPU, CUDA, Source, sample
 from ..model.tracing.held_tensors import own_buffers
-from ..model.user_code import user_place
+from ..model.user_code import called_by, user_place
 from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
@@ -183,10 +183,12 @@ def _stopped(error: ModelError) -> Finding:
     """The finding of a rule that torch.export stopped at.  Raises `error` where no rule knows it."""
     cause = error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")
+    caller = called_by(cause) if cause is not None else ""
     if error.code == "data-dependent-branch":
-        rule, message, fix = "data-dependent-branch", BRANCH, error.hint
+        rule, message, fix = "data-dependent-branch", BRANCH + caller, error.hint
     elif error.code == "data-dependent-shape":
-        rule, message, fix = "data-dependent-shape", "torch.export cannot follow a size that depends on data", error.hint
+        rule, message, fix = "data-dependent-shape", f"torch.export cannot follow a size that depends on data{caller}", error.hint
+        where = where or error.where
     elif isinstance(cause, UnsupportedOperatorException) and re.search("sparse|nested", str(cause.func)):
         rule, message, fix = "sparse-output", "a tensor that is not dense", "use dense tensors, and masks"
     elif isinstance(cause, UnsupportedOperatorException) or "There was no fake impl registered" in str(cause):

@@ -12,6 +12,9 @@ float32, one of float32 int64.
 **Indices are compared.** `Max` and `Min` refuse a number that `Identity` is a part of, since sympy cannot evaluate it: a gather at
 such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 mends the case of `Identity` alone).
 
+**A factor of a sum is a product.** `torch.add(x, a @ b, alpha=-1)` becomes `addmm` without its factor, as the pattern does not
+look at `alpha` (`addmm` in fx_passes/post_grad.py, torch 2.13).
+
 **Outputs are tensors of their own.** Equal operations become one, and code that is compiled ahead then hands out one tensor twice,
 which its caller frees twice (`generate_return` in torch/_inductor/codegen/cpp_wrapper_cpu.py, torch 2.11 and 2.13).
 
@@ -82,6 +85,7 @@ class ReadOldValues(CustomGraphPass):
 
     def __call__(self, graph: Graph) -> None:
         read_old_values(graph)
+        spell_factors(graph)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
@@ -121,6 +125,23 @@ def keep_scattered_dtypes(graph: Graph) -> None:
                 made = graph.call_function(torch.ops.prims.rev.default, (full, []))
             made.meta = {name: full.meta[name] for name in ("val", "tensor_meta") if name in full.meta}
             node.args = (made, *place, value)
+
+
+def spell_factors(graph: Graph) -> None:
+    """Changes the graph in place: of a sum with a factor, the factor is multiplied first."""
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        factor, (_, added) = node.kwargs.get("alpha", 1), node.args
+        if isinstance(factor, int | float) and factor == 1:
+            continue
+        if isinstance(added, Node):
+            with graph.inserting_before(node):
+                made = graph.call_function(aten.mul.Tensor, (added, factor))
+            value = added.meta["val"]
+            with value.fake_mode:
+                made.meta["val"] = value * (factor.meta["val"] if isinstance(factor, Node) else factor)
+        else:
+            made = added * factor
+        node.args, node.kwargs = (node.args[0], made), {}
 
 
 def separate_outputs(graph: Graph) -> None:

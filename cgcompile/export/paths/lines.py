@@ -20,9 +20,11 @@ from cgbundle.format.schema import Tree
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
+from ...model.source import CPU
 from ...model.tracing.way import ASKED, Question, Spot, TooManyTurns, TracedWay
 from ...model.user_code import first_line, place, user_place
 from ...util.raw_bytes import raw
+from ..bounded.fixed_sizes import with_fixed_sizes
 from ..functionalization import functional_form
 from .numbers import with_tensors
 
@@ -60,6 +62,7 @@ class Line:
     answers: tuple[bool, ...]
     asks: tuple[bool, ...]
     reads: tuple[bool, ...]
+    sizes: tuple[tuple[Any, ...], ...]
     questions: tuple[Question, ...]
     exported: ExportedProgram
     program: ExportedProgram
@@ -102,19 +105,21 @@ def trace_line(
         return Raised(message=message, where=where or error.where, line=line), tuple(way.questions)
     finally:
         flat.way = before
-    return _line(program, way), tuple(way.questions)
+    return _line(program, way, told_gpu=flat.told != CPU), tuple(way.questions)
 
 
 def _of_torch(error: BaseException) -> bool:
     return type(error).__module__.startswith(("torch.", "cgcompile."))
 
 
-def _line(exported: ExportedProgram, way: TracedWay) -> Line:
+def _line(exported: ExportedProgram, way: TracedWay, *, told_gpu: bool) -> Line:
+    """`told_gpu`: the model is told that it runs on a GPU."""
     try:
         program = functional_form(exported)
     except Exception as error:
         raise ModelError("export-failed", f"model: a way has no functional form: {first_line(error)}") from error
     with_tensors(program.graph)
+    program = with_fixed_sizes(program, told_gpu=told_gpu)
     nodes = tuple([node for node in program.graph.nodes if node.op not in ("placeholder", "output")])
     markers = tuple([index for index, node in enumerate(nodes) if node.target is ASKED])
     assert len(markers) == len(way.questions), (len(markers), len(way.questions))
@@ -124,6 +129,7 @@ def _line(exported: ExportedProgram, way: TracedWay) -> Line:
     )
     return Line(
         answers=tuple([question.answer for question in way.questions]), asks=tuple(way.asks), reads=tuple(way.reads),
+        sizes=tuple(way.sizes),
         questions=tuple(way.questions), exported=exported, program=program, result=way.result, nodes=nodes, markers=markers,
         changed=way.changed,
         writes=any(map(_writes, exported.graph.nodes)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Interpreter, Node
 from ...errors import ModelError
 from ...model.flat_module import FlatModule, ProgramModule, Reference, run_eager
 from ...model.source import SEED
-from ...model.tracing.way import ForcedWay
+from ...model.tracing.way import ForcedWay, Question
 from ...util.tolerance import compare
 from ..higher_order.conditionals import COND, higher_order
 from .explore import Ways
@@ -27,11 +27,12 @@ MOST = 64
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Path:
     """One way through a tree: the answers at its questions, by the answers before each in its line, and all that Python asks and
-    reads."""
+    reads, with the expressions of sizes that depend on data."""
 
     answers: tuple[tuple[tuple[bool, ...], bool], ...]
     asks: tuple[bool, ...]
     reads: tuple[bool, ...]
+    sizes: tuple[tuple[Any, ...], ...]
 
 
 class _Walk:
@@ -42,40 +43,55 @@ class _Walk:
         self.answers: list[tuple[tuple[bool, ...], bool]] = []
         self.asks: list[bool] = []
         self.reads: list[bool] = []
+        self.sizes: list[tuple[Any, ...]] = []
         self.choices: list[bool] = []
 
-    def along(self, line: Line, start: int, stop: int, asks: int, reads: int) -> bool:
-        """Follows a line from question `start` to question `stop`, or to its end, from these of its asks and reads on.  False where
-        the path ends inside."""
+    def along(self, line: Line, start: int, stop: int, begin: _Counts) -> bool:
+        """Follows a line from question `start` to question `stop`, or to its end, from `begin` on.  False where the path ends
+        inside."""
         number = start
         while number < min(stop, len(line.questions)):
             question = line.questions[number]
             branch = self._ways.branch(line, number)
-            self.asks += line.asks[asks : question.asks]
-            self.reads += line.reads[reads : question.reads]
-            asks, reads = question.asks, question.reads
+            self._take(line, begin, _counts(question))
+            begin = _counts(question)
             turned = False
             if isinstance(branch.other, Line):
                 turned = self._choose(len(self.choices))
                 self.choices.append(turned)
             self.answers.append((line.answers[:number], question.answer != turned))
+            self.asks.append(question.answer != turned)
+            behind = replace(begin, asks=begin.asks + 1)
             if not turned:
-                number += 1
-                self.asks.append(question.answer)
-                asks += 1
+                number, begin = number + 1, behind
                 continue
             assert isinstance(branch.other, Line) and branch.join is not None
             other, join = branch.other, branch.join
-            self.asks.append(not question.answer)
             meets = other.markers.index(join.other) if join.question is not None else len(other.questions)
-            if not self.along(other, number + 1, meets, question.asks + 1, question.reads) or join.question is None:
+            if not self.along(other, number + 1, meets, behind) or join.question is None:
                 return False
-            met = line.questions[join.question]
-            number, asks, reads = join.question, met.asks, met.reads
-        last = line.questions[stop] if stop < len(line.questions) else None
-        self.asks += line.asks[asks : last.asks if last else None]
-        self.reads += line.reads[reads : last.reads if last else None]
+            number, begin = join.question, _counts(line.questions[join.question])
+        last = _counts(line.questions[stop]) if stop < len(line.questions) else None
+        self._take(line, begin, last)
         return last is not None
+
+    def _take(self, line: Line, begin: _Counts, end: _Counts | None) -> None:
+        self.asks += line.asks[begin.asks : end.asks if end else None]
+        self.reads += line.reads[begin.reads : end.reads if end else None]
+        self.sizes += line.sizes[begin.sizes : end.sizes if end else None]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Counts:
+    """How much Python got of a line until some point of it."""
+
+    asks: int = 0
+    reads: int = 0
+    sizes: int = 0
+
+
+def _counts(question: Question) -> _Counts:
+    return _Counts(asks=question.asks, reads=question.reads, sizes=question.sizes)
 
 
 def paths(tree: Tree, most: int = MOST) -> Iterator[Path]:
@@ -86,13 +102,13 @@ def paths(tree: Tree, most: int = MOST) -> Iterator[Path]:
     while pending and len(seen) < most:
         prefix = pending.pop(chance.randrange(len(pending)))
         walk = _Walk(tree.ways, lambda at, prefix=prefix: prefix[at] if at < len(prefix) else False)  # type: ignore[misc]
-        walk.along(tree.root, 0, len(tree.root.questions), 0, 0)
+        walk.along(tree.root, 0, len(tree.root.questions), _Counts())
         choices = tuple(walk.choices)
         if choices in seen:
             continue
         seen.add(choices)
         pending += [(*choices[:at], True) for at in range(len(prefix), len(choices))]
-        yield Path(answers=tuple(walk.answers), asks=tuple(walk.asks), reads=tuple(walk.reads))
+        yield Path(answers=tuple(walk.answers), asks=tuple(walk.asks), reads=tuple(walk.reads), sizes=tuple(walk.sizes))
 
 
 class _ForcedModule(torch.nn.Module):
@@ -179,7 +195,7 @@ def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor
         forced = _ForcedModule(exported, tree, dict(path.answers))
         compared = False
         for tensors in samples:
-            way = ForcedWay(asks=iter(path.asks), reads=iter(path.reads))
+            way = ForcedWay(asks=iter(path.asks), reads=iter(path.reads), sizes=iter(path.sizes))
             before, flat.way = flat.way, way
             try:
                 expected = _seeded(flat, tensors)

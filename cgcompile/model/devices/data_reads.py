@@ -33,6 +33,10 @@ NUMBERS = frozenset({
 """What Python asks for numbers."""
 
 
+SIZES = frozenset({torch.Tensor.shape.__get__, torch.Tensor.size, torch.Tensor.numel})
+"""What Python asks for sizes."""
+
+
 class DataReads:
     """The branches and reads of one call, noted in the effects of `places`.
 
@@ -86,6 +90,10 @@ class DataReads:
         # a traced tensor's tolist() asks for one number after the other
         self._effects.reads[position:] = tree_leaves(value) if func is torch.Tensor.tolist else [value]
         return value
+
+    def sized(self, sizes: Any) -> Any:
+        """What Python gets for the result of one of SIZES."""
+        return sizes
 
     def _assert(self, tensor: torch.Tensor, value: bool | int) -> None:
         """Puts an assertion into the graph that the one element of `tensor` is `value`.  The host asserts: on a GPU an assertion

@@ -2,7 +2,7 @@
 
 Replaced while such a call is traced: `__bool__` of torch.SymBool, torch.SymInt and torch.SymFloat, since a comparison of a number
 that was read out of a tensor is one of these (torch 2.11, 2.13).  Torch's own code gets torch's answer.
-Private interface: `torch.overrides._pop_mode_temporarily`.
+Private interfaces: `torch.overrides._pop_mode_temporarily`, and `create_symintnode` and `_maybe_evaluate_static` of a ShapeEnv.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from types import CodeType
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import SymT, symbol_is_type
 from torch.overrides import _pop_mode_temporarily
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -93,11 +94,24 @@ class TracedReads(DataReads):
     def number_truth(self, number: Any) -> bool | None:
         """Whether a number of a trace is true; None where it follows from nothing that was read out of a tensor."""
         expression = number.node.expr
-        if expression.free_symbols.isdisjoint(self._read):
+        selected = [symbol for symbol in expression.free_symbols - self._read if symbol_is_type(symbol, SymT.UNBACKED_INT)]
+        if expression.free_symbols.isdisjoint(self._read) and not selected:
             return None  # a size, which torch knows more of
+        shapes = number.node.shape_env
+        if selected and (shapes is None or (known := shapes._maybe_evaluate_static(expression)) is not None):
+            return None if shapes is None else self._noted(bool(known))
+        for symbol in selected:  # how many rows a mask selects
+            size = shapes.create_symintnode(symbol, hint=None)
+            self._way.symbols.setdefault(symbol, lambda size=size: torch.scalar_tensor(size, dtype=torch.float64))
         with _pop_mode_temporarily():  # what is computed here is none of the model's operations
             asked = called(lambda: truth_of(expression, self._way.symbols), [], {})
             return None if asked is None else self._asked(asked, ())
+
+    def sized(self, sizes: Any) -> Any:
+        """What Python gets for the result of one of SIZES."""
+        listed = sizes if isinstance(sizes, tuple) else (sizes,)
+        self._way.sizes.append(tuple([size.node.expr if _by_data(size) else None for size in listed]))
+        return sizes
 
     def converted(self, kind: type, value: Any) -> Any:
         """What `int(value)` or `float(value)` gives; None for a value that does not depend on data."""
@@ -140,6 +154,7 @@ class TracedReads(DataReads):
         question = Question(
             answer=answer, where=where, line=line, caller=called_here(), spot=spot, state=(state.value, kept), memory=state.memory,
             names=tuple([name for name, _ in state.tensors]), asks=len(way.asks), reads=len(way.reads),
+            sizes=len(way.sizes),
         )  # fmt: skip
         way.questions.append(question)
         way.answers += [(tensor, tensor._version, answer) for tensor in tensors]
@@ -162,6 +177,17 @@ class ForcedReads(DataReads):
         value = called(func, args, kwargs)
         return tree_map(lambda leaf: tracked(leaf, self._way.ask) if self._way.read() else leaf, value)
 
+    def sized(self, sizes: Any) -> Any:
+        """As of TracedReads."""
+        traced = next(self._way.sizes, ())
+        if all(expression is None for expression in traced):
+            return sizes
+        if not isinstance(sizes, tuple):
+            return tracked(sizes, self._way.ask, traced[0])
+        self._way.wrong = self._way.wrong or len(traced) != len(sizes)
+        pairs = zip(sizes, traced, strict=False)
+        return torch.Size([size if expr is None else tracked(size, self._way.ask, expr) for size, expr in pairs])
+
     def converted(self, kind: type, value: Any) -> Any:
         """As of TracedReads."""
         number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
@@ -171,6 +197,11 @@ class ForcedReads(DataReads):
     def asked_of(self, plain: Callable[[Any], bool], value: Any) -> bool | None:
         """As of TracedReads."""
         return asked(plain, value)
+
+
+def _by_data(size: Any) -> bool:
+    """Whether a size depends on data."""
+    return isinstance(size, torch.SymInt) and any(symbol_is_type(it, SymT.UNBACKED_INT) for it in size.node.expr.free_symbols)
 
 
 @contextmanager

@@ -28,7 +28,7 @@ from ..side_effects import NOTHING, Asserted, SideEffects
 from ..tracing.conversion_calls import conversion_calls
 from ..tracing.way import ForcedWay, TracedWay
 from . import moves
-from .data_reads import BRANCHES, NUMBERS, DataReads
+from .data_reads import BRANCHES, NUMBERS, SIZES, DataReads
 from .known_values import KnownValues, is_known
 from .masks import MASKED, with_masks
 from .operations import histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
@@ -116,7 +116,7 @@ class DeviceTracking(TorchFunctionMode):
             return constant
         with self._known.noting(func, given, named) as made:
             made.append(_SPECIAL.get(func, operate)(self._places, func, list(given), dict(named)))
-        return made[0]
+        return self._reads.sized(made[0]) if func in SIZES else made[0]
 
 
 def has_value(tensor: torch.Tensor) -> bool:

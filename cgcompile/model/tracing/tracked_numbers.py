@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]
+
 ARITHMETIC = (
     "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "rfloordiv", "mod", "rmod", "pow", "rpow",
     "neg", "pos", "abs",
@@ -16,30 +18,77 @@ CONVERTED = "converted"
 LOGIC = ("and", "rand", "or", "ror")
 
 
-def tracked(value: Any, ask: Callable[[bool], bool]) -> Any:
+EXACT = frozenset({"add", "radd", "sub", "rsub", "mul", "rmul", "neg", "pos"})
+"""Arithmetic that the expressions of sizes follow."""
+
+EXPRESSION = "expression"
+"""The attribute of a size with what a trace has for it, an expression of symbols; of another number it is None."""
+
+
+def tracked(value: Any, ask: Callable[[bool], bool], expression: Any = None) -> Any:
     """`value`, a number, as one of the same value; what follows from it by arithmetic is such a number too, and `ask` answers
-    whether it, or a comparison with it, is true."""
+    whether it, or a comparison with it, is true.
+
+    `expression`: what a trace has for this number, a size.  A comparison of two that differ by a constant is no question: torch
+    knows the answer."""
     if type(value) is bool:
         return _truth(value, ask)
     if type(value) in (int, float):
-        return _number(value, ask)
+        return _number(value, ask, expression)
     return value
 
 
-def _number(value: Any, ask: Callable[[bool], bool]) -> Any:
+def _number(value: Any, ask: Callable[[bool], bool], expression: Any = None) -> Any:
     base: Any = type(value)
     methods: dict[str, Any] = {
         "__hash__": base.__hash__,
         "__bool__": lambda self: ask(base.__bool__(self)),
         "ask": staticmethod(ask),
     }
+    methods[EXPRESSION] = expression
     methods[CONVERTED] = lambda self, kind: tracked(kind(base(self)), ask)
     for name in ARITHMETIC:
         if hasattr(base, f"__{name}__"):
-            methods[f"__{name}__"] = _wrapped(getattr(base, f"__{name}__"), lambda result: tracked(result, ask))
+            methods[f"__{name}__"] = _computed(getattr(base, f"__{name}__"), name, ask)
     for name in COMPARISONS:
-        methods[f"__{name}__"] = _wrapped(getattr(base, f"__{name}__"), lambda result: _truth(result, ask))
+        methods[f"__{name}__"] = _compared(getattr(base, f"__{name}__"), ask)
     return type(base.__name__, (base,), methods)(value)
+
+
+def _computed(method: Callable[..., Any], name: str, ask: Callable[[bool], bool]) -> Callable[..., Any]:
+    """Arithmetic, of expressions too where all of them are known."""
+
+    def run(*values: Any) -> Any:
+        result = method(*values)
+        parts = [_expression(value) for value in values] if name in EXACT else [None]
+        known = all(part is not None for part in parts)
+        return (
+            result
+            if result is NotImplemented
+            else tracked(result, ask, getattr(parts[0], f"__{name}__")(*parts[1:]) if known else None)
+        )
+
+    return run
+
+
+def _compared(method: Callable[..., Any], ask: Callable[[bool], bool]) -> Callable[..., Any]:
+    """A comparison: a question, but where the expressions answer it."""
+
+    def run(one: Any, other: Any) -> Any:
+        result = method(one, other)
+        left, right = _expression(one), _expression(other)
+        if left is not None and right is not None and (left - right).is_number:
+            return result
+        return _truth(result, ask)
+
+    return run
+
+
+def _expression(value: Any) -> Any:
+    """What a trace has for a number; None where that is not known."""
+    if type(value) is int:
+        return sympy.Integer(value)
+    return getattr(value, EXPRESSION, None)
 
 
 def converted(kind: type, value: Any) -> Any:

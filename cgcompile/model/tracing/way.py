@@ -23,7 +23,8 @@ class Question:
 
     `state` is equal for two questions only where everything that Python keeps, but tensors, is equal.  `names` say where Python
     keeps its tensors, in the order in which the graph's marker takes them behind the predicate, and `memory` which of these share
-    memory.  `asks` and `reads` count the answers and numbers that Python got before.  `caller`: as `user_code.called_here` has it.
+    memory.  `asks`, `reads` and `sizes` count the answers, numbers and sizes that Python got before.
+    `caller`: as `user_code.called_here` has it.
     """
 
     answer: bool
@@ -36,6 +37,7 @@ class Question:
     memory: Hashable
     asks: int
     reads: int
+    sizes: int
 
 
 class TooManyTurns(Exception):
@@ -50,7 +52,8 @@ class TracedWay:
     """The record of one traced call, which answers `forced` first, then what `preferred` says of the position, else True.
 
     `asks` are all answers in order, those to known values and repeated questions too, and `reads` say of every number that Python
-    read whether it depends on data: with both, eager PyTorch takes the same way.  `raised` is what the model raised, `result` the
+    read whether it depends on data, and `sizes` has an expression for every size that does, None for another, of every tensor that
+    was asked for its sizes: with these, eager PyTorch takes the same way.  `raised` is what the model raised, `result` the
     nesting and the constants of what it gave, and `changed` are attributes that it left changed.
     """
 
@@ -63,6 +66,7 @@ class TracedWay:
         self.questions: list[Question] = []
         self.asks: list[bool] = []
         self.reads: list[bool] = []
+        self.sizes: list[tuple[Any, ...]] = []
         self.raised: BaseException | None = None
         self.result: Tree | None = None
         self.changed: tuple[str, ...] = ()
@@ -90,6 +94,7 @@ class ForcedWay:
 
     asks: Iterator[bool]
     reads: Iterator[bool]
+    sizes: Iterator[tuple[Any, ...]] = field(default_factory=lambda: iter(()))
     wrong: bool = field(default=False)
 
     def ask(self, natural: bool) -> bool:

@@ -11,6 +11,7 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import IntKey, Size
 
 from ...errors import ModelError
+from ...export.bounded.axes import Unsupported
 from ...export.exported import Exported
 from ...export.programs import Programs, coarsest
 from ...export.signature.output_sizes import fitted, tabled
@@ -20,7 +21,6 @@ from ...model.flat_module import ProgramModule, Reference, run_eager
 from ...model.source import EXAM_SEED, SEED, sample
 from ...model.user_code import first_line
 from ...util.tolerance import compare, is_float
-from .axes import Unsupported
 from .rewrite import Bounded, with_bounds
 
 

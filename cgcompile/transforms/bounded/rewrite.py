@@ -11,7 +11,7 @@ Private interfaces (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,12 +25,13 @@ from torch.fx import GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
 from torch.fx.traceback import preserve_node_meta, set_current_meta
-from torch.utils._pytree import tree_leaves, tree_structure
+from torch.utils._pytree import tree_structure
 
+from ...export.bounded.axes import Counts, Unsupported, depends, node_axes
+from ...export.bounded.fixed_sizes import forget_symbols
+from ...export.bounded.interpreter import Interpreter, chain
 from ...export.torch_program import copied_graph, spell_counts, with_graph
 from ...model.user_code import place
-from .axes import Counts, Unsupported, depends, node_axes
-from .interpreter import Interpreter, chain
 
 KEPT = ("stack_trace", "nn_module_stack")
 """What a node's metadata says of the user's code."""
@@ -79,7 +80,7 @@ def with_bounds(program: ExportedProgram) -> Bounded | None:
     root.recompile()
     made_program = with_graph(program, root, {}, output_specs=specs)
     _give_outputs(made_program, specs)
-    _forget_symbols(made_program)
+    forget_symbols(made_program)
     return Bounded(program=made_program, axes=tuple(rows))
 
 
@@ -213,19 +214,3 @@ def _give_outputs(program: ExportedProgram, specs: Sequence[OutputSpec]) -> None
     assert first.signature is not None
     first.signature.outputs = [spec.arg for spec in specs]
     first.signature.out_spec = tree_structure(tuple([0] * len(specs)))
-
-
-def _forget_symbols(program: ExportedProgram) -> None:
-    """The ranges of sizes that no value has any more."""
-    left = set().union(*[_symbols(node.meta.get("val")) for node in program.graph.nodes])
-    ranges: Mapping[Any, Any] = program.range_constraints
-    for symbol in [symbol for symbol in ranges if str(symbol).startswith("u") and symbol not in left]:
-        del program.range_constraints[symbol]
-
-
-def _symbols(value: Any) -> set[Any]:
-    found: set[Any] = set()
-    for leaf in tree_leaves(value):
-        for size in leaf.shape if isinstance(leaf, Tensor) else (leaf,):
-            found |= size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
-    return found

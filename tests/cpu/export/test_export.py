@@ -19,7 +19,7 @@ from cgcompile.checks import check, refuse
 from cgcompile.export.assertions import _use_asserted_numbers, asserted, spell_conditions
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported, Signature
-from cgcompile.export.functionalization import functional, functional_form
+from cgcompile.export.functionalization import functional, functional_form, size_in
 from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.declared_sizes import assumed_sizes, declared_sizes
 from cgcompile.model.load import load_source
@@ -186,6 +186,7 @@ def ctc(x: torch.Tensor) -> torch.Tensor:
     [
         (lambda x: x.view(-1, 2, 4), (1, 8), "size-excluded", "batch=1"),
         (lambda x: x if round(x.sum().item(), 1) > 0 else -x, (1, 8), "data-dependent-branch", "test_export.py:"),
+        (lambda x: x * 2 if len(x.nonzero()) > 3 else x, (1, 8), "data-dependent-branch", "test_export.py:"),
         (lambda x: x[x > 0.5], (1, 8), "data-dependent-output", "depends on data"),
         (lambda x: {1.5: x}, (1, 8), "structure-unsupported", "neither text nor a number"),
         (lambda x: (x, x.shape[0]), (1, 8), "structure-unsupported", "change with the sizes"),
@@ -545,3 +546,42 @@ def test_only_what_follows_from_a_number_is_changed() -> None:
     del add.users[relu]
     _use_asserted_numbers(program)
     assert relu.args == (add,)
+
+
+class Spread(nn.Module):
+    """Keeps one number as if it were four, in an attribute that is no buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.offsets = torch.full((1,), 2.0).expand(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.offsets
+
+
+def test_a_constant_that_overlaps_itself_becomes_dense() -> None:
+    program = export(load_source(Spread(), lambda batch: (torch.zeros(batch, 4),)), {"batch": (1, 8)}).programs.first
+    (value,) = program.constants.values()
+    assert value.is_contiguous() and torch.equal(value, torch.full((4,), 2.0))
+    (node,) = [node for node in program.graph.find_nodes(op="placeholder") if "offsets" in node.name or "lifted" in node.name]
+    assert node.meta["val"].is_contiguous()
+
+
+class Dense(nn.Module):
+    """Rows of several graphs, padded to as many as the largest has."""
+
+    def forward(self, x: torch.Tensor, graph: torch.Tensor) -> torch.Tensor:
+        graphs = int(graph.max()) + 1
+        counts = torch.zeros(graphs, dtype=torch.long).scatter_add_(0, graph, torch.ones_like(graph))
+        most = int(counts.max())
+        made = torch.as_tensor(0.0).repeat([graphs * most + 1, 4])
+        made[graph * most] = x
+        return made[: graphs * most].view(graphs, most, 4).sum((0, 1))
+
+
+def test_the_operation_whose_size_torch_cannot_follow_is_told_with_its_line() -> None:
+    program = export(load_source(Dense(), lambda: (torch.randn(6, 4), torch.arange(6) // 3)), {}).programs.first
+    sized = [node for node in program.graph.nodes if node.target is torch.ops.aten.slice.Tensor][-1]
+    told = size_in(program, AssertionError(f"should have been constant\n\nWhile executing %{sized.name} : [num_users=2] = ..."))
+    assert told.startswith("tests/cpu/export/test_export.py:") and told.endswith(": the size of a tensor depends on data")
+    assert size_in(program, AssertionError("should have been constant")) == ""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle.format.archive import read_manifest  # noqa: E402
-from cgcompile.transforms.bounded.axes import Unsupported, depends  # noqa: E402
+from cgcompile.export.bounded.axes import Unsupported, depends  # noqa: E402
 from cgcompile.transforms.bounded.rewrite import Bounded, with_bounds  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402
 

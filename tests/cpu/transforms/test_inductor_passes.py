@@ -165,3 +165,23 @@ def test_rules_of_dtypes_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(utils.op_dtype_propagation_rules, "registered_later", utils.op_dtype_propagation_rules["add"])
         assert DtypePropagationOpsHandler().registered_later is not None
     assert len(made) == 2
+
+
+class Factors(torch.nn.Module):
+    """Sums with factors of products of matrices, one inside of a branch."""
+
+    def forward(self, x: Any, a: Any, b: Any) -> Any:
+        first = torch.add(x.exp(), a @ b, alpha=-1) + torch.add(a @ b, x.exp(), alpha=0.5)
+        if x.sum() > 0:
+            return torch.add(first, b.T @ a.T, alpha=3)
+        return torch.add(first, a @ b, alpha=-2)
+
+
+def test_a_sum_keeps_its_factor(tmp_path: Path) -> None:
+    draw = lambda: (torch.randn(4, 4), torch.randn(4, 6), torch.randn(6, 4))  # noqa: E731
+    path = cgcompile.build(Factors(), draw, out=tmp_path / "factors.cgb", target="cpu").path
+    with cgbundle.load(path) as program:
+        for seed in range(6):
+            torch.manual_seed(seed)
+            given = draw()
+            torch.testing.assert_close(program(*given), Factors()(*given))

@@ -13,7 +13,7 @@ from torch.fx import Node
 from torch.fx.node import map_arg
 from torch.utils._pytree import tree_leaves
 
-from ...export.torch_program import arguments
+from ..torch_program import arguments
 from .axes import Counts, Unsupported, axes_of, data_size, depends, node_axes
 from .row_wise import check_rows, is_pointwise, name_of
 from .selections import Selected, kept_boxes, selected, sort, unique

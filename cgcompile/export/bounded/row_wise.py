@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch.fx import Node
 
-from ...export.torch_program import arguments
+from ..torch_program import arguments
 from .axes import Unsupported, leading, node_axes
 
 SAME = frozenset({
     "__and__.Scalar", "__and__.Tensor", "__or__.Scalar", "__or__.Tensor", "__xor__.Tensor", "_to_copy", "alias", "clone",
-    "contiguous", "detach", "dropout", "expand", "expand_as", "feature_dropout", "floor_divide", "floor_divide.Scalar", "full",
+    "contiguous", "copy", "detach", "dropout", "expand", "expand_as", "feature_dropout",
+    "fill.Scalar", "fill.Tensor", "floor_divide", "floor_divide.Scalar", "full",
     "full_like", "lift_fresh_copy", "mT", "masked_fill.Tensor", "movedim.int", "new_full", "new_ones", "new_zeros", "numpy_T",
     "ones", "ones_like", "permute", "stack", "swapaxes", "t", "to.device", "to.dtype",
     "to.dtype_layout", "to.other", "transpose.int", "type_as", "unsqueeze", "where.Scalar", "where.ScalarOther",
@@ -78,6 +79,17 @@ def check_rows(node: Node) -> None:
     elif name in BATCHED:
         first, *others = node.all_input_nodes
         _require(set(node_axes(first)) <= {0} and not any(map(node_axes, others)) and not given.get("training"), node)
+    elif name in ("select_scatter", "slice_scatter"):
+        axes = node_axes(given["self"])
+        _require(given["dim"] % given["self"].meta["val"].dim() not in axes and len(axes) == len(node_axes(node)), node)
+    elif name in ("constant_pad_nd", "pad"):
+        rank = node.meta["val"].dim()
+        padded = {rank - 1 - at // 2 for at, size in enumerate(given["pad"]) if size != 0}
+        _require(not padded & set(node_axes(node)) and given.get("mode", "constant") == "constant", node)
+    elif name == "searchsorted.Tensor":
+        rows = given["sorted_sequence"], given["self"]
+        _require(all(each.meta["val"].dim() - 1 not in node_axes(each) for each in rows) and given["sorter"] is None, node)
+        _require(given["sorted_sequence"].meta["val"].dim() == 1 or node_axes(rows[0]) == node_axes(rows[1]), node)
     elif name == "arange":
         pass
     else:

@@ -10,15 +10,15 @@ from torch.export import ExportedProgram
 from cgbundle.format.schema import Size, Tree
 from cgbundle.format.size_expressions import evaluate
 
-from ..errors import ModelError
-from ..model.flat_module import FlatModule, ProgramModule, Reference, run_eager
-from ..model.source import SEED, Source, all_keys, sample, written_method
-from ..model.user_code import definition, first_line, text_of, user_line
-from ..util.tolerance import compare, tolerance
-from .exported import EagerShapes
-from .higher_order.refused_bodies import refused_body
-from .programs import Programs, coarsest
-from .signature.signature import symbols_of
+from ...errors import ModelError
+from ...model.flat_module import FlatModule, ProgramModule, Reference, run_eager
+from ...model.source import SEED, Source, all_keys, sample, written_method
+from ...model.user_code import definition, first_line, text_of, user_line
+from ...util.tolerance import compare, tolerance
+from ..exported import EagerShapes
+from ..higher_order.refused_bodies import refused_body
+from ..programs import Programs, coarsest
+from .signature import symbols_of
 
 FAR = tolerance(torch.bfloat16)
 """Beyond what rounding does to any dtype: the exam finds what is nearer."""

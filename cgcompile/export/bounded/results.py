@@ -1,0 +1,201 @@
+"""Results of fixed size that follow from selected rows: rows that go back through the mask that selected them, and reductions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import Node
+from torch.utils._pytree import tree_leaves
+
+from cgbundle.cpu.host_region import ASSERTS
+
+from ...model.devices.markers import TO_HOST
+from ...model.user_code import place
+from ..torch_program import arguments
+from .axes import Counts, Unsupported, data_size, depends, node_axes
+from .interpreter import MASKS, Interpreter
+from .row_wise import name_of
+
+aten = torch.ops.aten
+
+EMPTY = "that something is selected, of which a smallest or largest element is taken"
+
+
+class ResultInterpreter(Interpreter):
+    """An Interpreter that also runs what takes selected rows and gives a tensor of fixed size.
+
+    An operation that fails for an empty selection asserts that it is none; `told_gpu`: on the host, since on a GPU a failed
+    assertion would end the process's use of it.
+    """
+
+    def __init__(self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool) -> None:
+        super().__init__(values, counts)
+        self._told_gpu = told_gpu
+        self._results: dict[str, Callable[[Node, Mapping[str, Any]], Tensor]] = {
+            "index_put": self._put, "all": self._all, "any": self._any, "sum": self._sum, "mean": self._mean,
+            "min": self._extreme, "max": self._extreme, "index_add": self._add, "index_copy": self._copy,
+            "scalar_tensor": self._number, "mean.dim": self._mean_along,
+        }  # fmt: skip
+
+    def run(self, node: Node) -> None:
+        """Raises Unsupported."""
+        if depends(node):
+            super().run(node)
+            return
+        handler = self._results.get(name_of(node))
+        if handler is not None:
+            made: Any = handler(node, arguments(node))
+        elif name_of(node) in ("all.dim", "any.dim", "sum.dim_IntList"):
+            made = self._reduced(node, arguments(node))
+        else:
+            raise Unsupported(f"{node.target} of selected rows")
+        wanted = node.meta["val"]
+        if made.dtype != wanted.dtype or tuple(map(str, made.shape)) != tuple(map(str, wanted.shape)):
+            raise Unsupported(str(node.target))
+        self.values[node] = made
+
+    def _put(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        """`x[mask] = values`, where the same mask selected the rows that the values follow from; `x[positions] = values`."""
+        target, indices, rows = given["self"], given["indices"], given["values"]
+        if indices and all(each is None or each.meta["val"].dtype not in MASKS for each in indices):
+            return self._put_at(node, target, indices, rows, given["accumulate"])
+        mask: Any = indices[0] if indices else None
+        alone = mask is not None and all(other is None for other in indices[1:])
+        if not alone or mask.meta["val"].dtype not in MASKS or mask not in self._selected or given["accumulate"] or depends(target):
+            raise Unsupported(str(node.target))
+        x, into = self.values[rows], self.values[target]
+        axes, kept = node_axes(rows), mask.meta["val"].dim()
+        if list(axes) != [0] or not self.counts.is_count(axes[0], self._selected[mask].count):
+            raise Unsupported("rows of another selection")
+        if x.dim() != 1 + into.dim() - kept or any(
+            str(one) != str(two) for one, two in zip(x.shape[1:], into.shape[kept:], strict=True)
+        ):
+            raise Unsupported("rows of another shape")
+        true = self.values[mask] if mask.meta["val"].dtype is torch.bool else self.values[mask] != 0
+        slots = (true.reshape(-1).to(torch.int64).cumsum(0) - 1).clamp(min=0)
+        spread = x.index_select(0, slots).reshape([*true.shape, *into.shape[kept:]])
+        return torch.where(true.reshape([*true.shape, *[1] * (into.dim() - kept)]), spread, into)
+
+    def _put_at(self, node: Node, target: Node, indices: Sequence[Any], rows: Node, accumulate: bool) -> Tensor:
+        """`x[positions] = values`: what does not count goes into a row of its own behind the others."""
+        first = indices[0]
+        if first is None or depends(target) or any(each is None for each in indices):
+            raise Unsupported(str(node.target))
+        axes, into = node_axes(first), self.values[target]
+        if first.meta["val"].dim() != 1 or any(node_axes(each) != axes or each.meta["val"].dim() != 1 for each in indices):
+            raise Unsupported("positions of several axes")
+        x = self.values[rows]
+        if node_axes(rows) and (node_axes(rows) != axes or x.dim() != 1 + into.dim() - len(indices)):
+            raise Unsupported("rows of another selection")
+        places = [self.counts.masked(self.values[each], node_axes(each)) for each in indices]
+        places = [self._behind(places[0], first, into.shape[0]), *places[1:]]
+        wide = torch.cat([into, into.new_zeros([1, *into.shape[1:]])])
+        return aten.index_put.default(wide, places, x, accumulate)[: into.shape[0]]
+
+    def _behind(self, positions: Tensor, index: Node, size: Any) -> Tensor:
+        """Positions along the first axis, from 0 on, and `size` where they do not count."""
+        valid = self.counts.valid(positions, node_axes(index))
+        positions = torch.where(positions < 0, positions + size, positions)
+        return positions if valid is None else torch.where(valid, positions, size)
+
+    def _rows_at(self, node: Node, given: Mapping[str, Any], operator: Any, **more: Any) -> Tensor:
+        """`x.index_add(0, positions, values)` and its like."""
+        target, index, rows = given["self"], given["index"], given["source"]
+        into, x, axes = self.values[target], self.values[rows], node_axes(index)
+        if given["dim"] % max(1, into.dim()) or depends(target) or list(axes) != [0] or node_axes(rows) != axes or not into.dim():
+            raise Unsupported(str(node.target))
+        places = self._behind(self.values[index], index, into.shape[0])
+        wide = torch.cat([into, into.new_zeros([1, *into.shape[1:]])])
+        made: Tensor = operator(wide, 0, places, x, **more)
+        return made[: into.shape[0]]
+
+    def _add(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        return self._rows_at(node, given, aten.index_add.default, alpha=given["alpha"])
+
+    def _copy(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        return self._rows_at(node, given, aten.index_copy.default)
+
+    def _number(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        """How many rows there are, as a tensor."""
+        size = data_size(given["s"].meta["val"])
+        if size is None or not self.counts.knows(size):
+            raise Unsupported(str(node.target))
+        return self.counts.of(size).to(node.meta["val"].dtype)
+
+    def _whole(self, given: Mapping[str, Any], filling: float) -> Tensor:
+        """The tensor that is reduced, with `filling` where nothing counts."""
+        source = given["self"]
+        return self.counts.masked(self.values[source], node_axes(source), filling)
+
+    def _all(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        made: Tensor = aten.all.default(self._whole(given, 1))
+        return made
+
+    def _any(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        made: Tensor = aten.any.default(self._whole(given, 0))
+        return made
+
+    def _sum(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        made: Tensor = aten.sum.default(self._whole(given, 0), dtype=given["dtype"])
+        return made
+
+    def _mean(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        source = given["self"]
+        wanted = node.meta["val"].dtype
+        wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
+        count = self._count(source).to(wide)
+        return (aten.sum.default(self._whole(given, 0), dtype=wide) / count).to(wanted)
+
+    def _mean_along(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        """The mean along all axes of which not all elements count, and maybe others."""
+        source, wanted = given["self"], node.meta["val"].dtype
+        value, axes = self.values[source], node_axes(source)
+        named = given["dim"] if isinstance(given["dim"], list | tuple) else [given["dim"]]
+        over = {axis % value.dim() for axis in named if axis is not None} or set(range(value.dim()))
+        if not set(axes) <= over:
+            raise Unsupported(str(node.target))
+        wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
+        fixed: Any = 1
+        for axis in over - set(axes):
+            fixed = fixed * value.shape[axis]
+        count: Any = fixed
+        for expr in axes.values():
+            count = self.counts.of(expr) * count
+        total = aten.sum.dim_IntList(self._whole(given, 0), sorted(over), given["keepdim"], dtype=wide)
+        return (total / count.to(wide)).to(wanted)
+
+    def _extreme(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+        """The smallest or the largest of all elements: PyTorch raises where there is none."""
+        dtype = node.meta["val"].dtype
+        if dtype is torch.bool:
+            raise Unsupported(f"{node.target} of selected rows")
+        where, line = place(node)
+        some = self._count(given["self"]) > 0
+        some = TO_HOST(some) if self._told_gpu else some
+        aten._assert_async.msg(some, f"{where}: {ASSERTS}: {EMPTY}: {line}")
+        smallest = name_of(node) == "min"
+        if dtype.is_floating_point:
+            filling: float = float("inf") if smallest else float("-inf")
+        else:
+            filling = torch.iinfo(dtype).max if smallest else torch.iinfo(dtype).min
+        made: Tensor = (aten.min if smallest else aten.max).default(self._whole(given, filling))
+        return made
+
+    def _count(self, source: Node) -> Tensor:
+        """How many elements count."""
+        value, axes = self.values[source], node_axes(source)
+        fixed = 1
+        for axis, size in enumerate(value.shape):
+            fixed = fixed * (1 if axis in axes else size)
+        count: Any = fixed
+        for expr in axes.values():
+            count = self.counts.of(expr) * count
+        return count
+
+
+def takes_selected(node: Node) -> bool:
+    """Whether an argument of a node depends on data, or its size does."""
+    return any(isinstance(leaf, Node) and depends(leaf) for leaf in tree_leaves((node.args, node.kwargs)))

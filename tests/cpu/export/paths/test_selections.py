@@ -1,0 +1,55 @@
+"""Rows that a way of the model selects are computed with at a fixed size, and come out as in eager PyTorch."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.fx import GraphModule
+
+from cgcompile.export.bounded.axes import depends
+from cgcompile.export.export import export, refuse_branches
+from cgcompile.export.exported import Exported
+from cgcompile.model.load import load_source
+from tests.helpers.models.path_models import rows
+from tests.helpers.models.selecting_models import Assigned, Experts, Mixed, Remembers, Shifted, Spline, Summed
+
+CALLS = 120
+
+
+def exported(model: nn.Module) -> Exported:
+    made = export(load_source(copy.deepcopy(model), rows), {})
+    refuse_branches(made)
+    return made
+
+
+def inputs(number: int) -> torch.Tensor:
+    """Random rows: of any size, all positive, all negative, far outside, all the same."""
+    torch.manual_seed(number)
+    x = torch.randn(3, 4) * [0.1, 1.0, 3.0][number % 3]
+    return [x, x.abs() + 0.01, -x.abs() - 0.01, x + 50, x[:1].repeat(3, 1)][number % 5]
+
+
+@pytest.mark.parametrize("kind", [Spline, Experts, Assigned, Summed, Mixed, Shifted])
+def test_selected_rows_are_those_of_eager_pytorch(kind: Callable[[], nn.Module]) -> None:
+    model = kind().eval()
+    program = exported(model).programs.first.module(check_guards=False)
+    for number in range(CALLS):
+        x = inputs(number)
+        with torch.no_grad():
+            wanted, found = model(x.clone()), program(x.clone())
+        torch.testing.assert_close(list(found), list(wanted) if isinstance(wanted, tuple) else [wanted])
+
+
+def test_no_size_of_such_a_program_depends_on_data() -> None:
+    program = exported(Spline().eval()).programs.first
+    parts = [module for module in program.graph_module.modules() if isinstance(module, GraphModule)]
+    assert not [node for part in parts for node in part.graph.nodes if depends(node)]
+
+
+def test_our_look_at_an_object_is_no_read_of_the_model() -> None:
+    rules = [each.rule for each in exported(Remembers().eval()).obstacles]
+    assert "mutated-attribute" not in rules

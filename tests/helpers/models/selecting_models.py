@@ -1,0 +1,125 @@
+"""Models that select rows inside of a branch of Python, compute with them, and put them back."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+
+class Spline(nn.Module):
+    """As spline flows: what lies inside of an interval goes through a function, the rest stays."""
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`x` [n, 4]."""
+        y, slope = x.clone(), torch.zeros_like(x)
+        inside = (x > -1) & (x < 1)
+        if torch.any(inside):
+            y[inside], slope[inside] = self.spline(x[inside], x.unsqueeze(-1).repeat(1, 1, 3)[inside, :])
+        return y, slope.sum(-1)
+
+    def spline(self, a: torch.Tensor, h: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """`a` [k], `h` [k, 3]."""
+        if torch.min(a) < -1 or torch.max(a) > 1:
+            raise ValueError("outside")
+        assert a.shape[0] == h.shape[0]
+        bins = torch.cumsum(torch.softmax(h * torch.tensor([1.0, 2.0, 3.0]), -1), -1)
+        bins = nn.functional.pad(2 * bins - 1, (1, 0), value=-1.0)
+        bins[..., 0], bins[..., -1] = -1.0, 1.0
+        place = torch.searchsorted(bins, a[..., None]) - 1
+        assert torch.all(place >= 0)
+        left, right = bins.gather(-1, place), bins.gather(-1, place + 1)
+        part = (a[..., None] - left) / (right - left)
+        return (left + part**2 * (right - left)).view(-1), torch.log(part.view(-1) + 1e-3)
+
+
+class Experts(nn.Module):
+    """Rows go to the expert that a gate picks, and are added where they came from."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.gate = nn.Linear(4, 3)
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 4)) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [n, 4]."""
+        weights = self.gate(x).softmax(-1)
+        best, out = weights.argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            rows = (best == number).nonzero().view(-1)
+            if rows.shape[0] > 0:
+                out.index_add_(0, rows, expert(x.index_select(0, rows)) * weights[rows, number : number + 1])
+        return out
+
+
+class Assigned(Experts):
+    """The same, with assignments at positions and early `continue`."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [n, 4]."""
+        best, out = self.gate(x).argmax(-1), torch.zeros_like(x)
+        for number, expert in enumerate(self.experts):
+            (rows,) = torch.where(best == number)
+            if rows.numel() == 0:
+                continue
+            out[rows] = expert(x[rows]) + out[rows]
+        return out
+
+
+class Summed(nn.Module):
+    """Sums, means and extremes of the selected rows, where there are two at least."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [n, 4]."""
+        chosen = x[x[:, 0] > 0]
+        if chosen.size(0) > 1:
+            x = x + chosen.mean(0) + chosen.max() - chosen.sum() + chosen.mean() + chosen.min()
+        return x
+
+
+class Mixed(nn.Module):
+    """Rows of one mask are normalised among themselves: they do not stay apart, yet the others may not count."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [n, 4]."""
+        mask = x[:, 1] > 0
+        if mask.any():
+            chosen = x[mask]
+            y = x.clone()
+            y[mask] = torch.softmax(chosen, 0) + torch.cumsum(chosen, 0) + chosen.sum(0, keepdim=True)
+            return y
+        return x
+
+
+class Shifted(nn.Module):
+    """Rows of one mask go to the places of another one, of as many rows: what is not known to fit stays as it is."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [n, 4]."""
+        mask = x[:, 1] > 0
+        if mask.any():
+            y, other = x.clone(), mask.flip(0)
+            y[other] = x[mask] * 2
+            return y
+        return x
+
+
+class Kept:
+    """An object among the attributes of a model."""
+
+    last: torch.Tensor | None = None
+
+
+class Remembers(nn.Module):
+    """Keeps what it has computed in an object, and reads it afterwards alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = Kept()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [n, 4]."""
+        self.kept.last = x * 2
+        if x.sum() > 0:
+            return self.kept.last + 1
+        return self.kept.last - 1
