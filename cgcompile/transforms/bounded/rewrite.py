@@ -11,7 +11,7 @@ Private interfaces (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
