@@ -19,7 +19,7 @@ RULES = (
     "random-operation", "rng-state-operation", "incompatible-operator", "boolean-index-put", "sparse-output",
     "deterministic-scatter", "cudagraph-unsafe", "custom-operator", "host-op", "mutated-buffer", "mutated-input",
     "overlapping-input", "non-tensor-input", "aliased-output", "too-many-keys", "small-region", "training-mode",
-    "path",
+    "path", "baked-weight",
 )  # fmt: skip
 """The rules' names, as a user types them at --waive."""
 

@@ -23,6 +23,8 @@ CONDITIONAL = (
 
 BRANCHES = "PyTorch breaks its graph where Python asks a tensor; here every way through Python is a branch of one program"
 
+NUMBERS = "PyTorch stops where int() or float() asks a tensor; here the number stays a tensor"
+
 DIFFERENCES: dict[str, str] = {
     # we say less
     "cache-in-an-input": COPIED,
@@ -48,6 +50,9 @@ DIFFERENCES: dict[str, str] = {
     "branch-on-sum": BRANCHES,
     "early-exit": BRANCHES,
     "compare-whole": BRANCHES,
+    "largest-as-int": NUMBERS,
+    "scale-as-float": NUMBERS,
+    "loss-scale": "the build computes what follows from a buffer that no call writes to; an update takes no other value of it",
     # we say more
     "custom-operator-on-the-host": "the user asked for it with --host-op",
     "add-by-index-in-order": DETERMINISTIC,

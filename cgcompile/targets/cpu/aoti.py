@@ -63,6 +63,9 @@ KEPT = {"always_keep_tensor_constants": True}
 weight of no dimensions goes to a library: Inductor would make a number of it, and of that a constant of its own, whose value is
 nowhere in what it hands out (seen with 2.13: the scales of `_scaled_mm`)."""
 
+NOT_REUSED = {"allow_buffer_reuse": False}
+"""For a program with branches or loops: torch 2.11 plans the memory of the whole by the peaks of one of its bodies, and fails."""
+
 INLINED = 8
 """Elements of a weight of one axis that Inductor writes into the code (GraphLowering.can_inline_constant, 2.11 and 2.13)."""
 
@@ -134,6 +137,7 @@ def _compiled(
     changing = changing or 1 in small
     wanted = OPTIONS | (UNFOLDED_COMPLEX if _has_complex(program) else {}) | (UNFOLDED if changing else {})
     wanted = wanted | (KEPT if small or _libraries_take_numbers(program) else {})
+    wanted = wanted | (NOT_REUSED if torch.__version__ < "2.12" and _has_bodies(program) else {})
     if changing and (missing := sorted(UNFOLDED.keys() - known.keys())):
         raise BuildError(
             "torch-unsupported",
@@ -195,6 +199,10 @@ def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[
             state, before, strict=True
         ):  # where one buffer is copied to another, Inductor does so (2.11 and 2.13)
             put_back(each.detach(), value)
+
+
+def _has_bodies(program: ExportedProgram) -> bool:
+    return sum(isinstance(module, torch.fx.GraphModule) for module in program.graph_module.modules()) > 1
 
 
 def _has_complex(program: ExportedProgram) -> bool:

@@ -518,7 +518,7 @@ class Five(nn.Module):
             x = torch.relu(layer(x))
         x = x / x.abs().max().item()
         selected = x[x > 0].sum()
-        if int(selected) > 3:
+        if round(selected.item(), 1) > 3:
             x = x * 2
         for layer in self.layers[6:]:
             x = torch.relu(layer(x))
@@ -552,7 +552,7 @@ def test_five_obstacles_in_one_run() -> None:
     assert lines(report) == {
         "mutated-buffer": "self.seen += 1",
         "random-operation": "return x + selected + torch.rand_like(x)",
-        "data-dependent-branch": "if int(selected) > 3:",
+        "data-dependent-branch": "if round(selected.item(), 1) > 3:",
         "host-scalar": "x = x / x.abs().max().item()",
         "data-dependent-shape": "selected = x[x > 0].sum()",
     } | ({"small-region": lines(report)["small-region"]} if "small-region" in lines(report) else {})

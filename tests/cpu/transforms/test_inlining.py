@@ -163,8 +163,8 @@ def test_a_package_that_the_model_imports_late_is_imported_by_other_processes(
 def test_a_model_of_a_script_cannot_bring_operators() -> None:
     program = programs(doubled)
     source = load_source(Calling(doubled), lambda: (torch.randn(3),))
-    assert code_of(source, program) == __name__
-    assert code_of(replace(source, code=""), program) == __name__, "the operator is of a module that can be imported"
+    assert __name__ in code_of(source, program).splitlines()
+    assert __name__ in code_of(replace(source, code=""), program).splitlines(), "the operator is of a module that can be imported"
     assert code_of(source, programs(torch.relu)) == ""
     script: dict[str, Any] = {"__name__": "__main__"}
     exec(LATE.replace("late_package", "cgcompile_script"), script)

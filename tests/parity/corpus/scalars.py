@@ -153,8 +153,8 @@ class LearnedTemperature(nn.Module):
 CASES = (
     _case(SumItem, rows, "host-scalar", "data-dependent-follower"),
     _case(SumWithoutItem, rows, near=("host-scalar",)),
-    _case(LargestAsInt, rows, "data-dependent-branch"),
-    _case(ScaleAsFloat, rows, "data-dependent-branch"),
+    _case(LargestAsInt, rows),
+    _case(ScaleAsFloat, rows),
     _case(ScaleAsTensor, rows, near=("host-scalar",)),
     _case(LengthsAsList, tokens, "host-scalar", "data-dependent-follower"),
     _case(CheckedItem, rows, "host-scalar", "data-dependent-follower", near=("assert-scalar",)),
@@ -169,6 +169,6 @@ CASES = (
     _case(ClampByTensor, two, near=("host-scalar",)),
     _case(GreedyToken, sequences, near=("host-scalar",)),
     _case(ItemAmongLayers, rows, "host-scalar", "data-dependent-follower"),
-    _case(LossScale, rows, "host-scalar", "data-dependent-follower"),
-    _case(LearnedTemperature, rows, near=("host-scalar",)),
+    _case(LossScale, rows, "baked-weight"),
+    _case(LearnedTemperature, rows, near=("host-scalar", "baked-weight")),
 )
