@@ -175,7 +175,7 @@ def _compared(
         if have is None:
             return worst, f"output {path} is missing; there are {', '.join(got) or 'none'}"
         bound = bounds[index] if bounds else tolerance(want.dtype)
-        found = compare(want, have)
+        found = compare(want.to(have.device), have)
         if found.error > bound:
             return found.error / (bound or 1.0), f"output {path}: by {found.error:.1e}, allowed {bound:.1e}: {found.text}"
         worst = max(worst, found.error / bound if is_float(want.dtype) and bound else 0.0)
