@@ -61,16 +61,16 @@ def conversion_calls(model: torch.nn.Module, convert: Convert, ask: Ask) -> Iter
         before.append((namespace, name, namespace.get(name, _MISSING)))
         namespace[name] = value
 
-    for namespace in _namespaces(model):
-        for name, stand in stands.items():
-            if name not in namespace and name in _called_alone(namespace.get("__file__")):
-                put(namespace, name, stand)
-        for plain in ASKING:
-            if namespace.get(plain.__name__) is plain:
-                put(namespace, plain.__name__, asking[plain.__name__])
-    for name, function in asking.items():
-        put(vars(math), name, function)
     try:
+        for namespace in _namespaces(model):
+            for name, stand in stands.items():
+                if name not in namespace and name in _called_alone(namespace.get("__file__")):
+                    put(namespace, name, stand)
+            for plain in ASKING:
+                if namespace.get(plain.__name__) is plain:
+                    put(namespace, plain.__name__, asking[plain.__name__])
+        for name, function in asking.items():
+            put(vars(math), name, function)
         yield
     finally:
         for namespace, name, value in reversed(before):
