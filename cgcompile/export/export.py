@@ -94,13 +94,14 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     like = sample(source, axes.probe_sizes(sizes))
     _make_dense(source)
     flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
+    job = _Job(source=source, flat=flat, shapes=shapes, sizes=sizes, max_paths=max_paths)
     seen = first_calls(source, flat, sizes)
     calls = list(seen.calls)
     flat.watch = calls.append
     flat.assigned = tuple(seen.changes)
     left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
-        made, writes = _with_known(source, flat, shapes, sizes, calls, max_paths, elsewhere, seen.written)
+        made, writes = _with_known(job, calls, elsewhere, seen.written)
         unread = _unread(made.programs, {name: (name,) for name in seen.counters} | dict(seen.holding)) if alone else []
         for name in unread:
             if name in seen.counters:
@@ -110,7 +111,7 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
                 delattr(source.model.get_submodule(path), leaf)
         if unread:
             flat.follow_buffers()
-            made, writes = _with_known(source, flat, shapes, sizes, calls, max_paths, elsewhere, writes)
+            made, writes = _with_known(job, calls, elsewhere, writes)
     except ModelError as error:
         if left and error.code in STOPPED:  # the likelier cause, and one that has to go anyway
             raise ModelError(
@@ -136,33 +137,25 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     )  # fmt: skip
 
 
-def _with_known(
-    source: Source,
-    flat: FlatModule,
-    shapes: Sequence[tuple[Size, ...]],
-    sizes: Mapping[str, tuple[int, ...]],
-    calls: list[SideEffects],
-    max_paths: int,
-    elsewhere: Set[str],
-    writes: frozenset[str],
-) -> tuple[_Made, frozenset[str]]:
+def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes: frozenset[str]) -> tuple[_Made, frozenset[str]]:
     """Python gets the values of parameters and buffers, but of those that are written to: `elsewhere`, or by this entry as far as
     `writes` says.  Where it got one that some way through the model writes to, the model is exported again without that.
 
     Gives also all that this entry writes to."""
+    flat = job.flat
     first, before = flat.earlier, list(calls)
     while True:
         flat.weights = held_weights(flat.model, elsewhere | writes)
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
         failed: ModelError | None = None
         try:
-            made = _as_eager(source, flat, shapes, sizes, calls, max_paths)
+            made = _as_eager(job, calls)
         except ModelError as error:
             failed = error
         baked = _baked(calls).keys()
         writes = writes.union(*[call.written for call in calls])
         if failed is None and baked.isdisjoint(writes):
-            writes = writes.union(changed_weights(flat, sample_at(source, sizes, 0), baked))
+            writes = writes.union(changed_weights(flat, sample_at(job.source, job.sizes, 0), baked))
         if baked.isdisjoint(writes):
             break
         calls[:] = before
@@ -207,6 +200,21 @@ def refuse_branches(exported: Exported) -> None:
             raise branch(obstacle.where or exported.source.label, obstacle.source, obstacle.message)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Job:
+    """What is exported: `shapes` are those of the inputs, `max_paths` as for `export`."""
+
+    source: Source
+    flat: FlatModule
+    shapes: Sequence[tuple[Size, ...]]
+    sizes: Mapping[str, tuple[int, ...]]
+    max_paths: int
+
+    def dynamic(self) -> ExportedProgram:
+        """One program for all sizes."""
+        return export_dynamic(self.source, self.flat, self.shapes, self.sizes)
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
     """Programs, what their calls do beside the operations, and shapes of outputs at further sizes."""
@@ -216,18 +224,12 @@ class _Made:
     eager_shapes: tuple[EagerShapes, ...] = ()
 
 
-def _as_eager(
-    source: Source,
-    flat: FlatModule,
-    shapes: Sequence[tuple[Size, ...]],
-    sizes: Mapping[str, tuple[int, ...]],
-    calls: list[SideEffects],
-    max_paths: int,
-) -> _Made:
+def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
     """Where a program differs from eager PyTorch, the model is exported again and told that nothing traces it."""
+    flat = job.flat
     first = flat.earlier
     try:
-        return _made(source, flat, shapes, sizes, calls, max_paths)
+        return _made(job, calls)
     except ModelError as error:
         if error.code not in ("export-differs", "numpy-untraceable"):
             raise
@@ -235,33 +237,27 @@ def _as_eager(
     for questions in (FLAGS_ALONE, KNOWN, ALL):
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, questions
         try:
-            return _made(source, flat, shapes, sizes, calls, max_paths)
+            return _made(job, calls)
         except ModelError as error:
             if error.code == "data-dependent-branch":
                 raise
     raise why
 
 
-def _made(
-    source: Source,
-    flat: FlatModule,
-    shapes: Sequence[tuple[Size, ...]],
-    sizes: Mapping[str, tuple[int, ...]],
-    calls: Sequence[SideEffects],
-    max_paths: int,
-) -> _Made:
+def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
     """Dynamic, else per size; where neither works, what the dynamic export said, which names the user's line.
 
     Sizes that are constants may also answer what Python asks: positions and masks that are made of sizes alone have values then.
     """
+    source, flat, sizes = job.source, job.flat, job.sizes
     try:
         first = sample(source, {name: values[0] for name, values in sizes.items()}).tensors
-        program, obstacles = past_branches(flat, calls, first, lambda: export_dynamic(source, flat, shapes, sizes))
+        program, obstacles = past_branches(flat, calls, first, job.dynamic)
         if sizes and (where := size_from_a_float(program)):
             raise ModelError("data-dependent-shape", f"{where}: the size of a tensor depends on data")
         if sizes and not _same(flat.asserted, *calls[:2]):
             raise branch(*next((each.where, each.source) for each in obstacles if each.rule == "asserted-value"))
-        check_dynamic(source, flat, program, shapes, sizes, branched=_branched(obstacles))
+        check_dynamic(source, flat, program, job.shapes, sizes, branched=_branched(obstacles))
     except ModelError as error:
         if error.code not in (*OF_SHAPES, *OF_VALUES):
             raise
@@ -272,12 +268,12 @@ def _made(
             return dynamic
         if sizes:
             with suppress(ModelError):
-                return _per_size(source, flat, sizes, calls, _reason(source, obstacles), None)
+                return _per_size(job, calls, _reason(source, obstacles), follow=False)
         try:
-            if made := _paths(source, flat, shapes, sizes, calls, max_paths):
+            if made := _paths(job, calls):
                 return made
             with suppress(ModelError):
-                return _per_size(source, flat, sizes, calls, _reason(source, obstacles), max_paths)
+                return _per_size(job, calls, _reason(source, obstacles), follow=True)
             return dynamic
         except ModelError as error:
             if not isinstance(error.__cause__, PathsRefused) or error.code != "data-dependent-branch":
@@ -285,35 +281,29 @@ def _made(
             others = tuple([each for each in obstacles if each.rule != error.code])
             return replace(dynamic, obstacles=(error.__cause__.obstacle, *others))
     if not sizes:
-        made = _paths(source, flat, shapes, sizes, calls, max_paths) if why.code == "data-dependent-branch" else None
+        made = _paths(job, calls) if why.code == "data-dependent-branch" else None
         if made is None:
             raise why
         return made
     try:
-        return _per_size(source, flat, sizes, calls, str(why), max_paths if why.code in OF_SHAPES else None)
+        return _per_size(job, calls, str(why), follow=why.code in OF_SHAPES)
     except ModelError as error:
-        if why.code == "data-dependent-branch" and (made := _paths(source, flat, shapes, sizes, calls, max_paths)):
+        if why.code == "data-dependent-branch" and (made := _paths(job, calls)):
             return made
         known = error.code == why.code and str(error).startswith(f"{source.label}:")
         raise (why if known or why.code in OF_VALUES else error) from why.__cause__
 
 
-def _paths(
-    source: Source,
-    flat: FlatModule,
-    shapes: Sequence[tuple[Size, ...]],
-    sizes: Mapping[str, tuple[int, ...]],
-    calls: Sequence[SideEffects],
-    max_paths: int,
-) -> _Made | None:
+def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Made | None:
     """One program for all sizes with every way through the model's Python."""
+    source, flat, sizes = job.source, job.flat, job.sizes
     keys = all_keys(sizes)
     samples = [sample(source, dict(zip(sizes, key, strict=True))).tensors for key in dict.fromkeys([keys[0], keys[-1]])]
-    made = with_paths(flat, calls, lambda: export_dynamic(source, flat, shapes, sizes), samples, max_paths)
+    made = with_paths(flat, calls, job.dynamic, samples, job.max_paths)
     if made is None:
         return None
     program, obstacles = made
-    check_dynamic(source, flat, program, shapes, sizes, branched=False)
+    check_dynamic(source, flat, program, job.shapes, sizes, branched=False)
     return _Made(programs=Programs(by_key=dict.fromkeys(keys, program), dynamic=True), obstacles=obstacles)
 
 
@@ -328,18 +318,11 @@ def _reason(source: Source, obstacles: Sequence[Obstacle]) -> str:
     return f"{where or source.label}: Python asks for a value that depends on the sizes"
 
 
-def _per_size(
-    source: Source,
-    flat: FlatModule,
-    sizes: Mapping[str, tuple[int, ...]],
-    calls: Sequence[SideEffects],
-    reason: str,
-    max_paths: int | None,
-) -> _Made:
-    """A program for each int_key, with so many ways through the model's Python at most.  At each the model runs in eager PyTorch
-    first.
+def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: bool) -> _Made:
+    """A program for each int_key.  At each the model runs in eager PyTorch first.
 
-    Without `max_paths` a branch on data raises data-dependent-branch."""
+    `follow`: with every way through the model's Python; else a branch on data raises data-dependent-branch."""
+    source, flat, sizes = job.source, job.flat, job.sizes
     by_key: dict[IntKey, ExportedProgram] = {}
     obstacles: list[Obstacle] = []
     seen: list[EagerShapes] = []
@@ -352,12 +335,12 @@ def _per_size(
         check_result(source, result, flat.result)
         flat.earlier = calls[-1]
         program, found = past_branches(flat, calls, tensors, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
-        if _branched(found) and max_paths is not None:
+        if _branched(found) and follow:
             attempt = lambda tensors=tensors: export_static(source, flat, tensors)  # noqa: E731
-            program, found = with_paths(flat, calls, attempt, [tensors], max_paths) or (program, found)
+            program, found = with_paths(flat, calls, attempt, [tensors], job.max_paths) or (program, found)
         if not _branched(found):
             check_static(source, flat, program, chosen, tensors)
-        elif max_paths is None:
+        elif not follow:
             raise next(branch(each.where, each.source) for each in found if each.rule == "data-dependent-branch")
         by_key[key] = program
         obstacles += found

@@ -3,8 +3,7 @@
 `if mask.any(): y[mask] = f(x[mask])` needs no size that depends on data: `f` runs on as many rows as a mask can select, and those
 that count go back.  Where something else follows from selected rows, the program stays as it is.
 
-Private interfaces (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, `get_proxy_mode` and its `tracer`,
-`torch.fx.traceback.set_current_meta` and `preserve_node_meta`.
+Private interfaces (torch 2.11, 2.13): `get_proxy_mode` and its `tracer`, `torch.fx.traceback.set_current_meta`.
 """
 
 from __future__ import annotations
@@ -13,17 +12,17 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
-from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
-from torch.fx.experimental.proxy_tensor import get_proxy_mode, make_fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import map_arg
-from torch.fx.traceback import preserve_node_meta, set_current_meta
+from torch.fx.traceback import set_current_meta
 from torch.utils._pytree import tree_leaves
 
 from ...model.tracing.way import ASKED
-from ..torch_program import copied_graph, spell_counts, with_graph
+from ..torch_program import copied_graph, with_graph
 from .axes import Counts, Unsupported, depends
+from .interpreter import taken_by, traced
 from .results import ResultInterpreter, takes_selected
 
 aten = torch.ops.aten
@@ -32,6 +31,7 @@ SAID = frozenset([aten._assert_scalar.default, aten.sym_constrain_range_for_size
 """What asserts something of sizes and gives nothing."""
 
 KEPT = ("stack_trace", "nn_module_stack")
+"""What a node's metadata says of the user's code."""
 
 
 def with_fixed_sizes(program: ExportedProgram, *, told_gpu: bool) -> ExportedProgram:
@@ -60,7 +60,7 @@ def _replace(root: GraphModule, told_gpu: bool) -> dict[str, str]:
     if any(depends(leaf) for leaf in tree_leaves(graph.output_node().args) if isinstance(leaf, Node)):
         raise Unsupported("a result of a size that depends on data")
     known = Counts()
-    padded = _traced(root, rest, told_gpu, known)
+    padded = _at_bounds(root, rest, told_gpu, known)
     for node in said:
         _check_said(node, known)
         graph.erase_node(node)
@@ -103,12 +103,9 @@ def _check_said(node: Node, known: Counts) -> None:
         raise Unsupported("an assertion about a size")
 
 
-def _traced(root: GraphModule, found: Sequence[Node], told_gpu: bool, known: Counts) -> dict[Node, Node]:
+def _at_bounds(root: GraphModule, found: Sequence[Node], told_gpu: bool, known: Counts) -> dict[Node, Node]:
     """Adds the operations at fixed sizes, those of each of `found` in front of it.  Gives the nodes that stand for these."""
-    own = set(found)
-    taken = list(dict.fromkeys([source for node in found for source in node.all_input_nodes if source not in own]))
-    if any("val" not in node.meta for node in taken) or any(map(depends, taken)):
-        raise Unsupported("a graph inside of another")
+    taken = taken_by(found)
     last: dict[str, Node] = {}  # which of `found` a traced node stands for, by its name
     results: list[Node] = []
 
@@ -125,30 +122,22 @@ def _traced(root: GraphModule, found: Sequence[Node], told_gpu: bool, known: Cou
         results[:] = [node for node in found if isinstance(run.values[node], torch.Tensor)]
         return [run.values[node] for node in results]
 
-    mode = next(value.fake_mode for node in taken for value in tree_leaves(node.meta["val"]) if hasattr(value, "fake_mode"))
-    with mode, enable_python_dispatcher(), torch.no_grad(), preserve_node_meta():
-        try:
-            traced = make_fx(padded)(*[node.meta["val"] for node in taken])
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, KeyError) as error:
-            raise Unsupported("PyTorch cannot compute it at the bound") from error
-    traced.graph.eliminate_dead_code()
-    spell_counts(traced.graph)
-    return _copied(root.graph, traced, taken, found, results, last)
+    return _copied(root.graph, traced(padded, taken), taken, found, results, last)
 
 
 def _copied(
     graph: Graph,
-    traced: GraphModule,
+    module: GraphModule,
     taken: Sequence[Node],
     found: Sequence[Node],
     results: Sequence[Node],
     last: Mapping[str, Node],
 ) -> dict[Node, Node]:
     """Copies a traced graph, every operation in front of the node that it stands for."""
-    copies: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), taken, strict=True))
-    ends = traced.graph.output_node().args[0]
+    copies: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), taken, strict=True))
+    ends = module.graph.output_node().args[0]
     place = found[0]
-    for node in traced.graph.nodes:
+    for node in module.graph.nodes:
         if node.op == "get_attr":
             raise Unsupported("a constant")
         if node.op != "call_function":

@@ -1,4 +1,7 @@
-"""The part of a program that leads to outputs of sizes that depend on data, run at sizes that hold any selection."""
+"""The part of a program that leads to outputs of sizes that depend on data, run at sizes that hold any selection.
+
+Private interfaces (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, `torch.fx.traceback.preserve_node_meta`.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx import Node
+from torch._dispatch.python import enable_python_dispatcher
+from torch.fx import GraphModule, Node
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
+from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_leaves
 
-from ..torch_program import arguments
+from ..torch_program import arguments, spell_counts
 from .axes import Counts, Unsupported, axes_of, data_size, depends, node_axes
 from .row_wise import check_rows, is_pointwise, name_of
 from .selections import Selected, kept_boxes, selected, sort, unique
@@ -45,11 +51,16 @@ PRODUCTS = ("matmul", "mm", "bmm")
 
 class Interpreter:
     """Runs nodes.  `values`: what they give, padded, and what they take from the rest of the program; `counts`: grows by what they
-    select."""
+    select.
 
-    def __init__(self, values: Mapping[Node, Any], counts: Counts) -> None:
+    A position beyond the selected rows, which eager PyTorch refuses, is out of bounds here too.  Not where the model is `told_gpu`:
+    there that would read and write other memory, or end the process's use of the GPU.
+    """
+
+    def __init__(self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool) -> None:
         self.values: dict[Node, Any] = dict(values)
         self.counts = counts
+        self._told_gpu = told_gpu
         self._selected: dict[Node, Selected] = {}
         self._own: dict[str, Callable[[Node, Mapping[str, Any]], Any]] = {
             "nonzero": self._nonzero, "argwhere": self._nonzero, "nonzero_numpy": self._positions, "where": self._positions,
@@ -102,6 +113,10 @@ class Interpreter:
 
         def value(each: Node) -> Any:
             made = self.values[each]
+            if each is positions and name in ("gather", "index_select"):
+                source = given["self"]
+                axis = given["dim"] % max(1, source.meta["val"].dim())
+                return self._positions_in(each, source, axis)
             if isinstance(made, Tensor):
                 filling = 1 if each is divisor else 0
                 return self.counts.masked(made, node_axes(each), filling) if each in (positions, divisor) else made
@@ -170,18 +185,28 @@ class Interpreter:
 
     def _index(self, node: Node, given: Mapping[str, Any]) -> Any:
         indices: list[Tensor | None] = []
-        axes = node_axes(given["self"])
         for each in given["indices"]:
             if each is None:
                 indices.append(None)
             elif each.meta["val"].dtype in MASKS:
                 indices += self._select(each, node.meta["val"]).positions
             else:
-                positions = self.counts.masked(self.values[each], node_axes(each))
-                if (size := axes.get(len(indices))) is not None:  # -1 is the last one that counts
-                    positions = torch.where(positions < 0, positions + self.counts.of(size), positions)
-                indices.append(positions)
+                indices.append(self._positions_in(each, given["self"], len(indices), negative=True))
         return aten.index.Tensor(self.values[given["self"]], indices)
+
+    def _positions_in(self, node: Node, source: Node, axis: int, *, negative: bool = False) -> Tensor:
+        """Positions along an axis of a tensor, 0 where they do not count; `negative`: -1 is the last one that counts."""
+        positions = self.counts.masked(self.values[node], node_axes(node))
+        size = node_axes(source).get(axis)
+        if size is None:
+            return positions
+        count = self.counts.of(size)
+        if negative:
+            positions = torch.where(positions < 0, positions + count, positions)
+        if self._told_gpu:
+            return positions
+        beyond, valid = (positions < 0) | (positions >= count), self.counts.valid(positions, node_axes(node))
+        return torch.where(beyond if valid is None else beyond & valid, self.values[source].shape[axis], positions)
 
     def _masked_select(self, node: Node, given: Mapping[str, Any]) -> Any:
         source, mask = given["self"], given["mask"]
@@ -262,6 +287,29 @@ class Interpreter:
         x = self.values[source]
         made = sort(x, self.counts.valid(x, {axis: node_axes(source)[axis]}), axis, given["descending"])
         return made[1] if name_of(node).startswith("argsort") else made
+
+
+def taken_by(found: Sequence[Node]) -> list[Node]:
+    """What nodes take from the rest of their program.  Raises Unsupported where that depends on data, too, or is a graph."""
+    own = set(found)
+    taken = list(dict.fromkeys([source for node in found for source in node.all_input_nodes if source not in own]))
+    if any("val" not in node.meta for node in taken) or any(map(depends, taken)):
+        raise Unsupported("a graph inside of another")
+    return taken
+
+
+def traced(padded: Callable[..., Any], taken: Sequence[Node]) -> GraphModule:
+    """The graph of a function of these nodes' values.  Raises Unsupported where PyTorch cannot compute it."""
+    values = [node.meta["val"] for node in taken]
+    mode = next(leaf.fake_mode for leaf in tree_leaves(values) if hasattr(leaf, "fake_mode"))
+    with mode, enable_python_dispatcher(), torch.no_grad(), preserve_node_meta():
+        try:
+            module = make_fx(padded)(*values)
+        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, KeyError) as error:
+            raise Unsupported("PyTorch cannot compute it at the bound") from error
+    module.graph.eliminate_dead_code()
+    spell_counts(module.graph)
+    return module
 
 
 def _sizes(result: Any) -> list[Any]:

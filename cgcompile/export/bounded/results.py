@@ -27,13 +27,11 @@ EMPTY = "that something is selected, of which a smallest or largest element is t
 class ResultInterpreter(Interpreter):
     """An Interpreter that also runs what takes selected rows and gives a tensor of fixed size.
 
-    An operation that fails for an empty selection asserts that it is none; `told_gpu`: on the host, since on a GPU a failed
-    assertion would end the process's use of it.
+    An operation that fails for an empty selection asserts that it is none, on the host where the model is `told_gpu`.
     """
 
     def __init__(self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool) -> None:
-        super().__init__(values, counts)
-        self._told_gpu = told_gpu
+        super().__init__(values, counts, told_gpu=told_gpu)
         self._results: dict[str, Callable[[Node, Mapping[str, Any]], Tensor]] = {
             "index_put": self._put, "all": self._all, "any": self._any, "sum": self._sum, "mean": self._mean,
             "min": self._extreme, "max": self._extreme, "index_add": self._add, "index_copy": self._copy,
@@ -91,14 +89,16 @@ class ResultInterpreter(Interpreter):
         if node_axes(rows) and (node_axes(rows) != axes or x.dim() != 1 + into.dim() - len(indices)):
             raise Unsupported("rows of another selection")
         places = [self.counts.masked(self.values[each], node_axes(each)) for each in indices]
-        places = [self._behind(places[0], first, into.shape[0]), *places[1:]]
+        first_places = torch.where(places[0] < 0, places[0] + into.shape[0], places[0])
+        places = [self._behind(first_places, first, into.shape[0]), *places[1:]]
         wide = torch.cat([into, into.new_zeros([1, *into.shape[1:]])])
         return aten.index_put.default(wide, places, x, accumulate)[: into.shape[0]]
 
     def _behind(self, positions: Tensor, index: Node, size: Any) -> Tensor:
-        """Positions along the first axis, from 0 on, and `size` where they do not count."""
+        """Positions from 0 to below `size` along the first axis, with `size` where they do not count."""
         valid = self.counts.valid(positions, node_axes(index))
-        positions = torch.where(positions < 0, positions + size, positions)
+        outside = size if self._told_gpu else size + 1
+        positions = torch.where((positions < 0) | (positions >= size), outside, positions)
         return positions if valid is None else torch.where(valid, positions, size)
 
     def _rows_at(self, node: Node, given: Mapping[str, Any], operator: Any, **more: Any) -> Tensor:

@@ -95,11 +95,11 @@ class TracedReads(DataReads):
         """Whether a number of a trace is true; None where it follows from nothing that was read out of a tensor."""
         expression = number.node.expr
         selected = [symbol for symbol in expression.free_symbols - self._read if symbol_is_type(symbol, SymT.UNBACKED_INT)]
-        if expression.free_symbols.isdisjoint(self._read) and not selected:
-            return None  # a size, which torch knows more of
         shapes = number.node.shape_env
-        if selected and (shapes is None or (known := shapes._maybe_evaluate_static(expression)) is not None):
-            return None if shapes is None else self._noted(bool(known))
+        if (selected and shapes is None) or (not selected and expression.free_symbols.isdisjoint(self._read)):
+            return None  # a size, which torch knows more of
+        if selected and (known := shapes._maybe_evaluate_static(expression)) is not None:
+            return self._noted(bool(known))
         for symbol in selected:  # how many rows a mask selects
             size = shapes.create_symintnode(symbol, hint=None)
             self._way.symbols.setdefault(symbol, lambda size=size: torch.scalar_tensor(size, dtype=torch.float64))
@@ -190,9 +190,11 @@ class ForcedReads(DataReads):
 
     def converted(self, kind: type, value: Any) -> Any:
         """As of TracedReads."""
-        number = value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else value
+        if not isinstance(value, torch.Tensor) or value.numel() != 1:
+            return converted(kind, value)
+        number = value.item()
         kept = converted(kind, number)
-        return kind(number) if kept is None and isinstance(value, torch.Tensor) and value.numel() == 1 else kept
+        return kind(number) if kept is None else kept
 
     def asked_of(self, plain: Callable[[Any], bool], value: Any) -> bool | None:
         """As of TracedReads."""

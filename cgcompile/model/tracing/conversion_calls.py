@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import ast
 import math
+import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -63,9 +65,8 @@ def conversion_calls(model: torch.nn.Module, convert: Convert, ask: Ask) -> Iter
 
     try:
         for namespace in _namespaces(model):
-            for name, stand in stands.items():
-                if name not in namespace and name in _called_alone(namespace.get("__file__")):
-                    put(namespace, name, stand)
+            for name in _called_alone(namespace.get("__file__")) - namespace.keys():
+                put(namespace, name, stands[name])
             for plain in ASKING:
                 if namespace.get(plain.__name__) is plain:
                     put(namespace, plain.__name__, asking[plain.__name__])
@@ -88,23 +89,31 @@ def _asking(plain: Callable[[Any], bool], ask: Ask) -> Callable[[Any], bool]:
     return function
 
 
-@cache
-def _called_alone(file: str | None) -> frozenset[str]:
-    """Those of NAMES that a source file uses for calls, `isinstance` and annotations alone; none of a file that cannot be read."""
+def _called_alone(file: Any) -> frozenset[str]:
+    """Those of NAMES that a source file calls, and uses for nothing else but `isinstance` and annotations; none of a file that
+    cannot be read."""
     try:
-        tree = ast.parse(Path(str(file)).read_bytes())
-    except (OSError, SyntaxError, ValueError):
+        return _calls_of(file, os.stat(file).st_mtime_ns)
+    except (OSError, TypeError, SyntaxError, ValueError):
         return frozenset()
+
+
+@cache
+def _calls_of(file: str, changed: int) -> frozenset[str]:
+    """`changed`: when the file was, as the result holds for its text of that time."""
+    source = Path(file).read_bytes()
+    names = {name.decode() for name in re.findall(rb"\b(int|float)\(", source)}
+    if not names:
+        return frozenset()  # most modules: the trees of the other 38 of transformers take a second, once a process
+    nodes = list(ast.walk(ast.parse(source)))
     allowed: set[int] = set()
-    for node in ast.walk(tree):
-        annotations = [getattr(node, name, None) for name in ("annotation", "returns")]
+    for node in nodes:
+        parts = [getattr(node, name, None) for name in ("annotation", "returns")]
         if isinstance(node, ast.Call):
             typed = isinstance(node.func, ast.Name) and node.func.id == "isinstance"
-            annotations += [node.func, *(node.args[1:] if typed else ())]
-        allowed |= {id(part) for part in annotations if part is not None for part in ast.walk(part)}
-    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
-    other = {node.id for node in names if id(node) not in allowed}
-    return frozenset({kind.__name__ for kind in NAMES} - other)
+            parts += [node.func, *(node.args[1:] if typed else ())]
+        allowed |= {id(inner) for part in parts if part is not None for inner in ast.walk(part)}
+    return frozenset(names - {node.id for node in nodes if isinstance(node, ast.Name) and id(node) not in allowed})
 
 
 def _namespaces(model: torch.nn.Module) -> list[dict[str, Any]]:

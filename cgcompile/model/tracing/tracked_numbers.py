@@ -44,9 +44,9 @@ def _number(value: Any, ask: Callable[[bool], bool], expression: Any = None) -> 
         "__hash__": base.__hash__,
         "__bool__": lambda self: ask(base.__bool__(self)),
         "ask": staticmethod(ask),
+        EXPRESSION: expression,
+        CONVERTED: lambda self, kind: tracked(kind(base(self)), ask),
     }
-    methods[EXPRESSION] = expression
-    methods[CONVERTED] = lambda self, kind: tracked(kind(base(self)), ask)
     for name in ARITHMETIC:
         if hasattr(base, f"__{name}__"):
             methods[f"__{name}__"] = _computed(getattr(base, f"__{name}__"), name, ask)
@@ -60,13 +60,11 @@ def _computed(method: Callable[..., Any], name: str, ask: Callable[[bool], bool]
 
     def run(*values: Any) -> Any:
         result = method(*values)
+        if result is NotImplemented:
+            return result
         parts = [_expression(value) for value in values] if name in EXACT else [None]
         known = all(part is not None for part in parts)
-        return (
-            result
-            if result is NotImplemented
-            else tracked(result, ask, getattr(parts[0], f"__{name}__")(*parts[1:]) if known else None)
-        )
+        return tracked(result, ask, getattr(parts[0], f"__{name}__")(*parts[1:]) if known else None)
 
     return run
 
@@ -99,7 +97,8 @@ def converted(kind: type, value: Any) -> Any:
 
 def asked(natural: Callable[[Any], bool], value: Any) -> bool | None:
     """The answer to a question about a number of this module's, which has a `natural` one; None for any other value."""
-    return value.ask(natural(value)) if converted(float, value) is not None else None
+    ask = getattr(value, "ask", None) if isinstance(value, int | float) else None
+    return None if ask is None else ask(natural(value))
 
 
 def _truth(value: Any, ask: Callable[[bool], bool]) -> Any:

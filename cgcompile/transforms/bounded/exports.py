@@ -18,7 +18,7 @@ from ...export.signature.output_sizes import fitted, tabled
 from ...export.signature.signature import size_of, symbols_of
 from ...model.dynamic_axes import BoundedAxis, bounded_outputs, bounded_shapes, names_of_counts
 from ...model.flat_module import ProgramModule, Reference, run_eager
-from ...model.source import EXAM_SEED, SEED, sample
+from ...model.source import CPU, EXAM_SEED, SEED, sample
 from ...model.user_code import first_line
 from ...util.tolerance import compare, is_float
 from .rewrite import Bounded, with_bounds
@@ -35,7 +35,7 @@ def with_bounded_outputs(exported: Exported) -> Exported:
     made: dict[int, Bounded] = {}
     try:
         for _, program in exported.programs.each:
-            if (bounded := with_bounds(program)) is None:
+            if (bounded := with_bounds(program, told_gpu=exported.source.told != CPU)) is None:
                 return exported
             made[id(program)] = bounded
         programs = exported.programs.changed(lambda program: made[id(program)].program)

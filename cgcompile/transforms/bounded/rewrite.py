@@ -5,36 +5,30 @@ zeros, and its true size is one more output.  What leads to it is computed at th
 
 Other values keep their operations: a sum over selected rows runs on the host, as it does where no output needs this.
 
-Private interfaces (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`,
-`torch.fx.traceback.set_current_meta` and `preserve_node_meta`.
+Private interface (torch 2.11, 2.13): `torch.fx.traceback.set_current_meta`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import GraphModule, Node
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.node import map_arg
-from torch.fx.traceback import preserve_node_meta, set_current_meta
+from torch.fx.traceback import set_current_meta
 from torch.utils._pytree import tree_structure
 
-from ...export.bounded.axes import Counts, Unsupported, depends, node_axes
-from ...export.bounded.fixed_sizes import forget_symbols
-from ...export.bounded.interpreter import Interpreter, chain
-from ...export.torch_program import copied_graph, spell_counts, with_graph
+from ...export.bounded.axes import Counts, Unsupported, node_axes
+from ...export.bounded.fixed_sizes import KEPT, forget_symbols
+from ...export.bounded.interpreter import Interpreter, chain, taken_by, traced
+from ...export.torch_program import copied_graph, with_graph
 from ...model.user_code import place
-
-KEPT = ("stack_trace", "nn_module_stack")
-"""What a node's metadata says of the user's code."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,8 +40,9 @@ class Bounded:
     axes: tuple[tuple[int, int, int], ...]
 
 
-def with_bounds(program: ExportedProgram) -> Bounded | None:
-    """None where no output of the program has a size that depends on data.  Weights are shared, not copied.
+def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
+    """None where no output of the program has a size that depends on data.  Weights are shared, not copied.  `told_gpu` as for
+    Interpreter.
 
     Raises Unsupported where one follows from an operation that is not known to keep rows apart.
     """
@@ -63,7 +58,7 @@ def with_bounds(program: ExportedProgram) -> Bounded | None:
     found = chain(nodes, wanted)
     _check_writes(nodes, found)
     replaced = [node for node in dict.fromkeys(results) if isinstance(node, Node) and node in set(found)]
-    made, counts, axes, known = _inserted(root, found, replaced)
+    made, counts, axes, known = _inserted(root, found, replaced, told_gpu=told_gpu)
     specs = list(program.graph_signature.output_specs)
     for index, node in enumerate(results):
         if node in made:
@@ -99,20 +94,17 @@ def _check_writes(nodes: Sequence[Node], found: Sequence[Node]) -> None:
 
 
 def _inserted(
-    root: GraphModule, found: Sequence[Node], wanted: Sequence[Node]
+    root: GraphModule, found: Sequence[Node], wanted: Sequence[Node], *, told_gpu: bool
 ) -> tuple[dict[Node, Node], list[Node], dict[Node, dict[int, int]], Counts]:
     """Adds the padded operations behind the last of `found`.  Gives, for each of `wanted`, the node that is in its place; the nodes
     of the counts; for each the number of the count of its padded axes; and what is known of these."""
-    own = set(found)
-    taken = list(dict.fromkeys([source for node in found for source in node.all_input_nodes if source not in own]))
-    if any("val" not in node.meta for node in taken) or any(map(depends, taken)):
-        raise Unsupported("a graph inside of another")
+    taken = taken_by(found)
     sizes = list(dict.fromkeys([expr for node in wanted for expr in node_axes(node).values()]))
     known = Counts()
     numbers: dict[Any, int] = {}  # of the counts, by size: one count may be that of several
 
     def padded(*values: Any) -> tuple[list[Tensor], list[Tensor]]:
-        run = Interpreter(dict(zip(taken, values, strict=True)), known)
+        run = Interpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu)
         for node in found:
             with set_current_meta(node), _placed(node):
                 run.run(node)
@@ -124,15 +116,7 @@ def _inserted(
                 numbers[expr] = number
             return [run.masked(node).clone() for node in wanted], [count.clone() for count in counts]
 
-    mode = next(value.fake_mode for node in taken for value in [node.meta["val"]] if hasattr(value, "fake_mode"))
-    with mode, enable_python_dispatcher(), torch.no_grad(), preserve_node_meta():
-        try:
-            traced = make_fx(padded)(*[node.meta["val"] for node in taken])
-        except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
-            raise Unsupported("PyTorch cannot compute it at the bound") from error
-    traced.graph.eliminate_dead_code()
-    spell_counts(traced.graph)
-    made, nodes = _copied(root, traced, taken, found[-1])
+    made, nodes = _copied(root, traced(padded, taken), taken, found[-1])
     axes = {node: {axis: numbers[expr] for axis, expr in node_axes(node).items()} for node in wanted}
     return dict(zip(wanted, made, strict=True)), nodes, axes, known
 
@@ -147,14 +131,14 @@ def _placed(node: Node) -> Iterator[None]:
         raise Unsupported(f"{error} ({where})" if where else str(error)) from error
 
 
-def _copied(root: GraphModule, traced: GraphModule, taken: Sequence[Node], last: Node) -> Any:
+def _copied(root: GraphModule, module: GraphModule, taken: Sequence[Node], last: Node) -> Any:
     """Copies a traced graph behind `last`; gives the nodes of its outputs."""
-    known: dict[Node, Node] = dict(zip(traced.graph.find_nodes(op="placeholder"), taken, strict=True))
+    known: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), taken, strict=True))
     with root.graph.inserting_before(last.next):
-        for node in traced.graph.nodes:
+        for node in module.graph.nodes:
             if node.op == "get_attr":
                 name = f"bounded_{len(root._modules)}"
-                value = getattr(traced, str(node.target))
+                value = getattr(module, str(node.target))
                 if not isinstance(value, GraphModule):
                     raise Unsupported("a constant")
                 root.add_module(name, value)
@@ -163,49 +147,35 @@ def _copied(root: GraphModule, traced: GraphModule, taken: Sequence[Node], last:
             elif node.op == "call_function":
                 known[node] = root.graph.node_copy(node, known.__getitem__)
                 known[node].meta = {"val": node.meta["val"], **{name: node.meta[name] for name in KEPT if name in node.meta}}
-    return map_arg(traced.graph.output_node().args[0], known.__getitem__)
+    return map_arg(module.graph.output_node().args[0], known.__getitem__)
 
 
 def _drop(root: GraphModule, found: Sequence[Node], counts: Counts) -> None:
     """Takes out those of the nodes that nothing else needs, with what the export asserts of their sizes that is always so.
 
-    Of a size that an operator of another library gives, torch 2.11 asserts that it is 2 or more (`create_unbacked_symint`), at the
-    operator's own line."""
+    Of a size that an operator of another library gives, torch 2.11 asserts that it is 2 or more (`create_unbacked_symint`)."""
     own = {node: None for node in found}
-    selecting: dict[Any, str] = {}
-    for node in found:
-        for expr in node_axes(node).values():
-            selecting.setdefault(expr, node.meta.get("stack_trace", ""))
+    others = [node for node in found if getattr(node.target, "namespace", "aten") != "aten"]
+    foreign = {expr for node in others for expr in node_axes(node).values()}
     for node in root.graph.nodes:
-        if node in own or not any(source in own for source in node.all_input_nodes):
-            continue
-        if _says_nothing(node, counts) or (_asserts(node) and node.meta.get("stack_trace") in _lines_of(node, selecting)):
+        if node not in own and any(source in own for source in node.all_input_nodes) and _says_nothing(node, counts, foreign):
             own[node] = None
     for node in reversed([node for node in root.graph.nodes if node in own]):
         if not node.users:
             root.graph.erase_node(node)
 
 
-def _asserts(node: Node) -> bool:
-    """Whether a node is a condition about a size, or asserts one."""
-    return node.target is torch.ops.aten._assert_scalar.default or isinstance(node.meta.get("val"), torch.SymBool)
-
-
-def _lines_of(node: Node, selecting: Mapping[Any, str]) -> list[str]:
-    """Where the sizes of a condition come from."""
-    condition = node.all_input_nodes[0] if node.target is torch.ops.aten._assert_scalar.default else node
-    symbols = condition.meta["val"].node.expr.free_symbols if isinstance(condition.meta.get("val"), torch.SymBool) else set()
-    return [selecting[symbol] for symbol in symbols if selecting.get(symbol)]
-
-
-def _says_nothing(node: Node, counts: Counts) -> bool:
-    """Whether a node asserts of a size what is so whatever is selected, or leads to such an assertion."""
+def _says_nothing(node: Node, counts: Counts, foreign: Set[Any]) -> bool:
+    """Whether a node asserts of a size what is so whatever is selected, or leads to such an assertion.  `foreign`: sizes of which
+    it may also assert that they are 2 or more."""
     aten = torch.ops.aten
     if node.target in (aten._assert_tensor_metadata.default, aten.sym_constrain_range_for_size.default, aten.sym_size.int):
         return True
     condition = node.all_input_nodes[0] if node.target is aten._assert_scalar.default else node
     value = condition.meta.get("val")
-    return isinstance(value, torch.SymBool) and counts.holds(value.node.expr)
+    if not isinstance(value, torch.SymBool):
+        return False
+    return counts.holds(value.node.expr) or any(value.node.expr == (size >= 2) for size in foreign)
 
 
 def _give_outputs(program: ExportedProgram, specs: Sequence[OutputSpec]) -> None:

@@ -175,7 +175,7 @@ SUPPORTED: dict[str, Function] = {
 
 @pytest.mark.parametrize("name", SUPPORTED)
 def test_a_program_gives_the_rows_of_eager_pytorch(name: str) -> None:
-    made = with_bounds(exported(SUPPORTED[name]))
+    made = with_bounds(exported(SUPPORTED[name]), told_gpu=False)
     assert made is not None
     check(SUPPORTED[name], made)
     assert not [node.name for node in made.program.graph.nodes if depends(node)]
@@ -187,7 +187,7 @@ def test_a_program_gives_the_rows_of_eager_pytorch(name: str) -> None:
     ids=["returned", "used by rows"],
 )
 def test_values_of_fixed_size_keep_their_operations(function: Function) -> None:
-    made = with_bounds(exported(function))
+    made = with_bounds(exported(function), told_gpu=False)
     assert made is not None
     check(function, made)
     assert [node.name for node in made.program.graph.nodes if depends(node)] == ["index"]
@@ -214,7 +214,7 @@ def test_suppression(nms: Any) -> None:
         return boxes[kept], scores[kept]
 
     for function in (filtered, plain, levels):
-        made = with_bounds(exported(function))
+        made = with_bounds(exported(function), told_gpu=False)
         assert made is not None
         check(function, made)
         assert not [node for node in made.program.graph.nodes if "torchvision" in str(node.target)]
@@ -237,7 +237,7 @@ REFUSED: dict[str, Function] = {
 @pytest.mark.parametrize("said", REFUSED)
 def test_what_is_not_known_to_keep_rows_apart(said: str) -> None:
     with pytest.raises(Unsupported, match=said):
-        with_bounds(exported(REFUSED[said]))
+        with_bounds(exported(REFUSED[said]), told_gpu=False)
 
 
 def _filled(b: Tensor, s: Tensor) -> Tensor:
@@ -262,11 +262,49 @@ def _written_between(b: Tensor, s: Tensor) -> Any:
 @pytest.mark.parametrize("function", [_filled, _filled_by_a_view, _written_between])
 def test_writes_in_place_are_not_moved(function: Function) -> None:
     with pytest.raises(Unsupported, match="a write in place"):
-        with_bounds(exported(function))
+        with_bounds(exported(function), told_gpu=False)
+
+
+def lookup(b: Tensor, s: Tensor) -> Any:
+    """Rows of one selection at the positions of another one, which may be more."""
+    return b[s > 0.5][(s > 0.3).nonzero()[:, 0] - 2]
+
+
+def selected_at(b: Tensor, s: Tensor) -> Any:
+    return b[s > 0.5].index_select(0, (s > 0.3).nonzero()[:, 0])
+
+
+@pytest.mark.parametrize("function", [lookup, selected_at])
+def test_a_position_beyond_the_selected_rows_is_refused_as_eager_pytorch_does(function: Function) -> None:
+    made = with_bounds(exported(function), told_gpu=False)
+    assert made is not None
+    module, refused = made.program.module(check_guards=False), 0
+    for seed in range(40):
+        given = inputs(seed)
+        try:
+            (wanted,) = Model(function)(*given)
+        except (IndexError, RuntimeError):
+            refused += 1
+            with pytest.raises((IndexError, RuntimeError), match="out of"):
+                module(*given)
+            continue
+        found, count = module(*given)
+        torch.testing.assert_close(found[: int(count)], wanted)
+    assert 5 < refused < 35
+
+
+def test_an_assertion_of_the_model_about_a_selection_stays() -> None:
+    def checked(b: Tensor, s: Tensor) -> Any:
+        kept = b[s > 0.5]
+        torch._check(kept.shape[0] >= 2)
+        return kept
+
+    made = with_bounds(exported(checked), told_gpu=False)
+    assert made is None or any(node.target is torch.ops.aten._assert_scalar.default for node in made.program.graph.nodes)
 
 
 def test_a_program_without_such_outputs_is_left_alone() -> None:
-    assert with_bounds(exported(lambda b, s: (b + 1, b[s > 0.5].sum(0)))) is None
+    assert with_bounds(exported(lambda b, s: (b + 1, b[s > 0.5].sum(0))), told_gpu=False) is None
 
 
 # --- bundles ---------------------------------------------------------------------------------------------------------

@@ -123,3 +123,26 @@ class Remembers(nn.Module):
         if x.sum() > 0:
             return self.kept.last + 1
         return self.kept.last - 1
+
+
+class Put(nn.Module):
+    """Writes to places that follow from the data, and may be none."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [n, 4]."""
+        if x.sum() > -1e9:
+            rows, y = (x[:, 0] > 0).nonzero()[:, 0], x.clone()
+            y[rows + (x[0, 1] > 0).long()] = x[rows] * 2 + 1
+            return y
+        return x
+
+
+class Added(nn.Module):
+    """Adds to such places: here a negative one is refused."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """`x` [n, 4]."""
+        if x.sum() > -1e9:
+            rows = (x[:, 0] > 0).nonzero()[:, 0]
+            return x.index_add(0, rows - (x[0, 1] > 0).long(), x[rows])
+        return x

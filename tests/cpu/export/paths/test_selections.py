@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,8 +15,9 @@ from cgcompile.export.bounded.axes import depends
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
 from cgcompile.model.load import load_source
+from cgcompile.model.source import CPU
 from tests.helpers.models.path_models import rows
-from tests.helpers.models.selecting_models import Assigned, Experts, Mixed, Remembers, Shifted, Spline, Summed
+from tests.helpers.models.selecting_models import Added, Assigned, Experts, Mixed, Put, Remembers, Shifted, Spline, Summed
 
 CALLS = 120
 
@@ -42,6 +44,26 @@ def test_selected_rows_are_those_of_eager_pytorch(kind: Callable[[], nn.Module])
         with torch.no_grad():
             wanted, found = model(x.clone()), program(x.clone())
         torch.testing.assert_close(list(found), list(wanted) if isinstance(wanted, tuple) else [wanted])
+
+
+@pytest.mark.parametrize("kind", [Put, Added])
+def test_a_position_that_eager_pytorch_refuses_is_refused(kind: Callable[[], nn.Module]) -> None:
+    """Rows that do not count are written to a row of their own behind the others, which is no place for those that do."""
+    model = kind().eval()
+    source = replace(load_source(copy.deepcopy(model), rows), told=CPU)
+    program, refused = export(source, {}).programs.first.module(check_guards=False), 0
+    for number in range(CALLS):
+        x = inputs(number)
+        try:
+            with torch.no_grad():
+                wanted = model(x.clone())
+        except (IndexError, RuntimeError):
+            refused += 1
+            with pytest.raises((IndexError, RuntimeError), match="out of"):
+                program(x.clone())
+            continue
+        torch.testing.assert_close(program(x.clone())[0], wanted)
+    assert 10 < refused < CALLS - 10
 
 
 def test_no_size_of_such_a_program_depends_on_data() -> None:
