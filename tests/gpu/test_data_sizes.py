@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -14,41 +13,18 @@ from tests.helpers.raising import raises
 torch = pytest.importorskip("torch")
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 
-from torch import Tensor, nn  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
-
-class Head(nn.Module):
-    """The end of a detector, and other selections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = nn.Linear(4, 3)
-
-    def forward(self, boxes: Tensor) -> dict[str, Any]:
-        scores, labels = self.scores(boxes).sigmoid().max(1)
-        keep = scores > 0.55
-        kept = boxes[keep]
-        order = scores[keep].argsort(descending=True, stable=True)
-        unique, inverse, counts = torch.unique(labels, return_inverse=True, return_counts=True)
-        return {
-            "boxes": kept[order][:50], "scores": scores[keep], "rows": keep.nonzero(), "labels": (unique, inverse, counts),
-            "pairs": (kept[:, None] > kept[None]).all(-1).sum(1), "all": scores,
-        }  # fmt: skip
-
-
-def rows(n: int) -> tuple[Tensor]:
-    return (torch.randn(n, 4),)
+from tests.helpers.models.selecting_models import Head, boxes  # noqa: E402
 
 
 @pytest.mark.parametrize("record", ["capture", "trace"])
 def test_calls_return_true_sizes(record: str, tmp_path: Path) -> None:
     import cgcompile
 
-    torch.manual_seed(3)
     model, path = Head().eval(), tmp_path / "head.cgb"
     proof = {"prove": "none"} if record == "trace" else {}
-    cgcompile.build(model, rows, sizes=[12, 300], out=path, target="cuda", record=record, **proof)
+    cgcompile.build(model, boxes, sizes=[12, 300], out=path, target="cuda", record=record, **proof)
     eager, seen = model.cuda(), set()
     for mode in MODES:
         for outputs in ("copy", "view"):
@@ -56,7 +32,7 @@ def test_calls_return_true_sizes(record: str, tmp_path: Path) -> None:
                 assert [[step.kind for step in each.steps] for each in program.manifest.programs] == [["graph"]] * 2
                 for seed in range(60):
                     torch.manual_seed(seed)
-                    (x,) = rows((12, 300)[seed % 2])
+                    (x,) = boxes((12, 300)[seed % 2])
                     x = (x * 0 - 30 if seed % 5 == 0 else x.abs() * 30 if seed % 5 == 1 else x).cuda()
                     wanted, found = eager(x), program(x)
                     seen.add(len(wanted["boxes"]))
@@ -74,7 +50,7 @@ def test_calls_return_true_sizes(record: str, tmp_path: Path) -> None:
 def test_a_call_is_no_part_of_a_callers_capture(tmp_path: Path) -> None:
     import cgcompile
 
-    path = cgcompile.build(Head().eval(), rows, sizes=[12], out=tmp_path / "head.cgb", target="cuda").path
+    path = cgcompile.build(Head().eval(), boxes, sizes=[12], out=tmp_path / "head.cgb", target="cuda").path
     x = torch.randn(12, 4, device="cuda")
     with cgbundle.load(path) as program:
         program(x)

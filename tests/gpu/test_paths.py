@@ -102,11 +102,12 @@ def test_the_numbers_of_one_way_are_no_others(tmp_path: Path, how: str) -> None:
 
 
 def test_a_size_that_depends_on_data_before_the_question(tmp_path: Path) -> None:
-    """The host computes the sum of what a mask leaves; graphs before and behind it hold the rest."""
+    """What a mask selects is summed in the graph, at the size that holds any selection."""
     model = path_models.Chosen().eval()
     built = cgcompile.build(
         copy.deepcopy(model), lambda: (path_models.rows(),), out=tmp_path / "chosen.cgb", target="cuda", record="capture"
     )
+    assert [step.kind for step in built.manifest.programs[0].steps] == ["graph"]
     model.cuda()
     with cgbundle.load(built.path) as program:
         for x in path_models.calls(DIFFERENT):

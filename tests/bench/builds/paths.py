@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 import cgbundle
 import cgcompile
+from tests.helpers.models.path_models import Foo
 
 ROUNDS, CALLS = 9, 100
 
@@ -55,18 +56,6 @@ class If(Cond):
     def forward(self, x: Tensor) -> Tensor:
         h = self.one(x)
         return self.four(self.two(h) if x.sum() > 0 else self.three(h).tanh())
-
-
-class Foo(nn.Module):
-    """The first example of PyTorch's trees of CUDA graphs."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = x * x * x
-        if y.sum() > 0:  # noqa: SIM108  as PyTorch has it
-            z = y**y
-        else:
-            z = y.abs() ** y.abs()
-        return z * torch.rand_like(z)
 
 
 def main() -> int:

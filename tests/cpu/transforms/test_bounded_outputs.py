@@ -20,6 +20,7 @@ import cgcompile  # noqa: E402
 from cgbundle.format.archive import read_manifest  # noqa: E402
 from cgcompile.export.bounded.axes import Unsupported, depends  # noqa: E402
 from cgcompile.transforms.bounded.rewrite import Bounded, with_bounds  # noqa: E402
+from tests.helpers.models.selecting_models import Head, boxes  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402
 
 Function = Callable[[Tensor, Tensor], Any]
@@ -295,12 +296,12 @@ def test_a_position_beyond_the_selected_rows_is_refused_as_eager_pytorch_does(fu
 
 def test_an_assertion_of_the_model_about_a_selection_stays() -> None:
     def checked(b: Tensor, s: Tensor) -> Any:
-        kept = b[s > 0.5]
-        torch._check(kept.shape[0] >= 2)
+        torch._check((kept := b[s > 0.5]).shape[0] >= 2)
         return kept
 
     made = with_bounds(exported(checked), told_gpu=False)
-    assert made is None or any(node.target is torch.ops.aten._assert_scalar.default for node in made.program.graph.nodes)
+    assert made is not None
+    assert any(node.target is torch.ops.aten._assert_scalar.default for node in made.program.graph.nodes)
 
 
 def test_a_program_without_such_outputs_is_left_alone() -> None:
@@ -310,51 +311,21 @@ def test_a_program_without_such_outputs_is_left_alone() -> None:
 # --- bundles ---------------------------------------------------------------------------------------------------------
 
 
-class Head(nn.Module):
-    """The end of a detector, with outputs twice, and a class of fixed size beside them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scores = nn.Linear(4, 3)
-
-    def forward(self, boxes: Tensor) -> dict[str, Any]:
-        scores, labels = self.scores(boxes).sigmoid().max(1)
-        keep = scores > 0.55
-        kept = boxes[keep]
-        unique, inverse = torch.unique(labels, return_inverse=True)
-        return {
-            "boxes": kept, "again": kept, "scores": scores[keep], "rows": keep.nonzero(), "labels": (unique, inverse),
-            "pairs": ((kept[:, None] > kept[None]).all(-1)).sum(1), "all": scores,
-        }  # fmt: skip
-
-    def largest(self, boxes: Tensor) -> Tensor:
-        return boxes.amax(0)
-
-
-def head() -> Head:
-    torch.manual_seed(3)
-    return Head().eval()
-
-
-def rows(n: int) -> tuple[Tensor]:
-    return (torch.randn(n, 4),)
-
-
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("bundle") / "head.cgb"
     sizes = {"forward": {"n": [5, 12]}, "largest": {"n": [5]}}
-    return cgcompile.build(head(), {"forward": rows, "largest": rows}, sizes=sizes, out=out, target="cpu").path
+    return cgcompile.build(Head().eval(), {"forward": boxes, "largest": boxes}, sizes=sizes, out=out, target="cpu").path
 
 
 @pytest.mark.parametrize("outputs", ["copy", "view"])
 @pytest.mark.parametrize("kind", ["torch", "numpy"])
 def test_calls_return_true_sizes(bundle: Path, outputs: str, kind: str) -> None:
-    model, seen = head(), set()
+    model, seen = Head().eval(), set()
     with cgbundle.load(bundle, outputs=outputs) as program:
         for seed in range(40):
             torch.manual_seed(seed)
-            (x,) = rows((5, 12)[seed % 2])
+            (x,) = boxes((5, 12)[seed % 2])
             x = x * 0 - 30 if seed % 5 == 0 else x.abs() * 30 if seed % 5 == 1 else x
             found = program(x if kind == "torch" else x.numpy())
             wanted = model(x)
@@ -364,10 +335,10 @@ def test_calls_return_true_sizes(bundle: Path, outputs: str, kind: str) -> None:
                 value = got.tensor if outputs == "view" else got
                 value = value if kind == "torch" else torch.from_numpy(numpy.asarray(value).copy())
                 torch.testing.assert_close(value, want.detach())
-        assert program.largest(rows(5)[0]).shape == (4,)
+        assert program.largest(boxes(5)[0]).shape == (4,)
         assert {0, 12} & seen and len(seen) > 4
         with raises("key-missing", match="cannot be padded"):
-            program(rows(7)[0])
+            program(boxes(7)[0])
 
 
 def test_the_manifest_says_what_is_padded(bundle: Path) -> None:
@@ -375,7 +346,7 @@ def test_the_manifest_says_what_is_padded(bundle: Path) -> None:
     counts = [spec.name for spec in manifest.outputs if spec.name.endswith(".rows")]
     assert counts == ["boxes.rows", "labels.0.rows"]
     assert {(manifest.outputs[row.output].name, row.axis) for row in manifest.data_sizes} == {
-        ("boxes", 0), ("again", 0), ("scores", 0), ("rows", 0), ("labels.0", 0), ("pairs", 0),
+        ("boxes", 0), ("again", 0), ("best", 0), ("scores", 0), ("rows", 0), ("labels.0", 0), ("labels.2", 0), ("pairs", 0),
     }  # fmt: skip
     assert not manifest.entries[0].data_sizes
     assert {finding.rule for finding in manifest.findings if finding.severity == "note"} == {"data-dependent-shape"}

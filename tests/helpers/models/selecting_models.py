@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -146,3 +148,32 @@ class Added(nn.Module):
             rows = (x[:, 0] > 0).nonzero()[:, 0]
             return x.index_add(0, rows - (x[0, 1] > 0).long(), x[rows])
         return x
+
+
+class Head(nn.Module):
+    """The end of a detector: selections of one mask, one of them twice, those of `unique`, and a result of fixed size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(3)
+            self.scores = nn.Linear(4, 3)
+
+    def forward(self, boxes: torch.Tensor) -> dict[str, Any]:
+        """`boxes` [n, 4]."""
+        scores, labels = self.scores(boxes).sigmoid().max(1)
+        keep = scores > 0.55
+        kept, order = boxes[keep], scores[keep].argsort(descending=True, stable=True)
+        unique, inverse, counts = torch.unique(labels, return_inverse=True, return_counts=True)
+        return {
+            "boxes": kept, "again": kept, "best": kept[order][:50], "scores": scores[keep], "rows": keep.nonzero(),
+            "labels": (unique, inverse, counts), "pairs": ((kept[:, None] > kept[None]).all(-1)).sum(1), "all": scores,
+        }  # fmt: skip
+
+    def largest(self, boxes: torch.Tensor) -> torch.Tensor:
+        """A second entry, without such sizes."""
+        return boxes.amax(0)
+
+
+def boxes(n: int) -> tuple[torch.Tensor]:
+    return (torch.randn(n, 4),)
