@@ -24,16 +24,16 @@ class DataSizes:
 
     def builder(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """The builder of a result, of what a replay gives."""
-        return lambda made: build(self.cut(made))
+        return lambda outputs: build(self.cut(outputs))
 
-    def cut(self, made: Sequence[Any]) -> list[Any]:
+    def cut(self, outputs: Sequence[Any]) -> list[Any]:
         """The outputs of a replay, flat, with those of `manifest.data_sizes` as large as they are; the counts stay behind them."""
-        numbers = {place: self._number(made[place]) for place in self._counts}
+        numbers = {place: self._number(outputs[place]) for place in self._counts}
         taken: dict[int, list[slice]] = {}
         for row in self._rows:
             slices = taken.setdefault(row.output, [slice(None)] * self._axes[row.output])
             slices[row.axis] = slice(0, numbers[row.count])
-        return [_part(value, tuple(taken[index])) if index in taken else value for index, value in enumerate(made)]
+        return [_part(value, tuple(taken[index])) if index in taken else value for index, value in enumerate(outputs)]
 
     def _number(self, value: Any) -> int:
         value = value.tensor if type(value) is View else value

@@ -92,25 +92,25 @@ class Counts:
         if len(values) < 2 or kind not in ("Min", "Mul", "Add") or expr.free_symbols - self._symbols():
             raise Unsupported(f"the size {expr}")
         tensors = [value for value in values if isinstance(value, Tensor)]
-        made = tensors[0]
+        total = tensors[0]
         for value in [*tensors[1:], *[value for value in values if not isinstance(value, Tensor)]]:
             if kind == "Min":
-                made = torch.minimum(made, value) if isinstance(value, Tensor) else made.clamp(max=value)
+                total = torch.minimum(total, value) if isinstance(value, Tensor) else total.clamp(max=value)
             else:
-                made = made * value if kind == "Mul" else made + value
-        return made
+                total = total * value if kind == "Mul" else total + value
+        return total
 
     def _symbols(self) -> set[Any]:
         return {expr for expr in self._known if expr.is_Symbol}
 
     def valid(self, value: Tensor, axes: dict[int, Any]) -> Tensor | None:
         """Which elements of a padded tensor count: a mask of as many axes, to be broadcast; None where all do."""
-        made = None
+        mask = None
         for axis, expr in axes.items():
             rows = torch.arange(value.shape[axis], device=value.device) < self.of(expr)
             rows = rows.reshape([-1 if place == axis else 1 for place in range(value.dim())])
-            made = rows if made is None else made & rows
-        return made
+            mask = rows if mask is None else mask & rows
+        return mask
 
     def masked(self, value: Tensor, axes: dict[int, Any], filling: float = 0) -> Tensor:
         """A padded tensor with `filling` where no element counts."""
@@ -127,7 +127,7 @@ def _largest(size: Any) -> Any:
 
 def leading(shape: Sequence[Any], axis: int) -> Any:
     """The product of the sizes before an axis."""
-    made: Any = 1
+    product: Any = 1
     for size in shape[:axis]:
-        made = made * size
-    return made
+        product = product * size
+    return product

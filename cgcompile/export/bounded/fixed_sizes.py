@@ -46,17 +46,17 @@ def with_fixed_sizes(program: ExportedProgram, *, told_gpu: bool) -> ExportedPro
         return program
     root.graph.lint()
     root.recompile()
-    made = with_graph(program, root, renamed)
-    forget_symbols(made)
-    return made
+    fixed = with_graph(program, root, renamed)
+    forget_symbols(fixed)
+    return fixed
 
 
 def _replace(root: GraphModule, told_gpu: bool) -> dict[str, str]:
     """Changes the graph in place.  Gives the new names of values that are taken out.  Raises Unsupported."""
     graph = root.graph
-    found = _found(graph)
-    said = [node for node in found if node.target in SAID]
-    rest = [node for node in found if node.target not in SAID and (depends(node) or _gives_tensor(node))]
+    region = _found(graph)
+    said = [node for node in region if node.target in SAID]
+    rest = [node for node in region if node.target not in SAID and (depends(node) or _gives_tensor(node))]
     if any(depends(leaf) for leaf in tree_leaves(graph.output_node().args) if isinstance(leaf, Node)):
         raise Unsupported("a result of a size that depends on data")
     known = Counts()
@@ -69,24 +69,24 @@ def _replace(root: GraphModule, told_gpu: bool) -> dict[str, str]:
     for node in rest:
         if not depends(node):
             node.replace_all_uses_with(padded[node])
-    for node in reversed(found):
+    for node in reversed(region):
         if node.target in SAID:
             continue
         if node.users:
             raise Unsupported(f"{next(iter(node.users)).target} of selected rows")
         graph.erase_node(node)
-    return {node.name: made.name for node, made in padded.items()}
+    return {node.name: copy.name for node, copy in padded.items()}
 
 
 def _found(graph: Graph) -> list[Node]:
     """The operations whose sizes depend on data, what takes one of these or its size, and conditions about sizes."""
-    found: dict[Node, None] = {}
+    region: dict[Node, None] = {}
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not ASKED:
-            conditions = [each for each in node.all_input_nodes if each in found and not _gives_tensor(each)]
+            conditions = [each for each in node.all_input_nodes if each in region and not _gives_tensor(each)]
             if depends(node) or takes_selected(node) or conditions:
-                found[node] = None
-    return list(found)
+                region[node] = None
+    return list(region)
 
 
 def _gives_tensor(node: Node) -> bool:
@@ -103,40 +103,40 @@ def _check_said(node: Node, known: Counts) -> None:
         raise Unsupported("an assertion about a size")
 
 
-def _at_bounds(root: GraphModule, found: Sequence[Node], told_gpu: bool, known: Counts) -> dict[Node, Node]:
-    """Adds the operations at fixed sizes, those of each of `found` in front of it.  Gives the nodes that stand for these."""
-    taken = taken_by(found)
-    last: dict[str, Node] = {}  # which of `found` a traced node stands for, by its name
+def _at_bounds(root: GraphModule, region: Sequence[Node], told_gpu: bool, known: Counts) -> dict[Node, Node]:
+    """Adds the operations at fixed sizes, those of each of `region` in front of it.  Gives the nodes that stand for these."""
+    taken = taken_by(region)
+    last: dict[str, Node] = {}  # which of `region` a traced node stands for, by its name
     results: list[Node] = []
 
     def padded(*values: Any) -> list[torch.Tensor]:
         run = ResultInterpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu)
         tracer: Any = get_proxy_mode().tracer
-        for node in found:
+        for node in region:
             with set_current_meta(node):
                 run.run(node)
-            for made in reversed(tracer.graph.nodes):
-                if made.name in last or made.op == "placeholder":
+            for operation in reversed(tracer.graph.nodes):
+                if operation.name in last or operation.op == "placeholder":
                     break
-                last[made.name] = node
-        results[:] = [node for node in found if isinstance(run.values[node], torch.Tensor)]
+                last[operation.name] = node
+        results[:] = [node for node in region if isinstance(run.values[node], torch.Tensor)]
         return [run.values[node] for node in results]
 
-    return _copied(root.graph, traced(padded, taken), taken, found, results, last)
+    return _copied(root.graph, traced(padded, taken), taken, region, results, last)
 
 
 def _copied(
     graph: Graph,
     module: GraphModule,
     taken: Sequence[Node],
-    found: Sequence[Node],
+    region: Sequence[Node],
     results: Sequence[Node],
     last: Mapping[str, Node],
 ) -> dict[Node, Node]:
     """Copies a traced graph, every operation in front of the node that it stands for."""
     copies: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), taken, strict=True))
     ends = module.graph.output_node().args[0]
-    place = found[0]
+    place = region[0]
     for node in module.graph.nodes:
         if node.op == "get_attr":
             raise Unsupported("a constant")
@@ -159,8 +159,8 @@ def forget_symbols(program: ExportedProgram) -> None:
 
 
 def _symbols(value: Any) -> set[Any]:
-    found: set[Any] = set()
+    symbols: set[Any] = set()
     for leaf in tree_leaves(value):
         for size in leaf.shape if isinstance(leaf, torch.Tensor) else (leaf,):
-            found |= size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
-    return found
+            symbols |= size.node.expr.free_symbols if isinstance(size, torch.SymInt) else set()
+    return symbols

@@ -75,8 +75,8 @@ class Interpreter:
 
     def masked(self, node: Node) -> Tensor:
         """A result, with zeros behind its true sizes."""
-        made: Tensor = self.counts.masked(self.values[node], node_axes(node))
-        return made
+        outcome: Tensor = self.counts.masked(self.values[node], node_axes(node))
+        return outcome
 
     def _result(self, node: Node) -> Any:
         if node.op != "call_function":
@@ -87,12 +87,12 @@ class Interpreter:
             return self._plain(node)
         if not name_of(node):
             raise Unsupported(str(node.target))
-        given = arguments(node)
+        inputs = arguments(node)
         own = self._own.get(name_of(node))
         if own is not None:
-            return own(node, given)
+            return own(node, inputs)
         if name_of(node) in NEUTRAL:
-            return self._reduced(node, given)
+            return self._reduced(node, inputs)
         if name_of(node) in PRODUCTS:
             return self._product(node)
         return self._rows(node)
@@ -105,23 +105,23 @@ class Interpreter:
         """An operator that keeps rows apart.  Positions behind the true sizes are 0, divisors 1."""
         check_rows(node)
         name = name_of(node)
-        given = arguments(node)
-        if any(isinstance(value, Node) and depends(value) for value in [given.get("fill_value"), given.get("start")]):
+        inputs = arguments(node)
+        if any(isinstance(value, Node) and depends(value) for value in [inputs.get("fill_value"), inputs.get("start")]):
             raise Unsupported(f"{node.target} of a size")  # a number, and no size
-        positions = given.get(INDEXED.get(name, ""))
+        positions = inputs.get(INDEXED.get(name, ""))
         divisor = node.args[1] if name in DIVISIONS else None
 
         def value(each: Node) -> Any:
-            made = self.values[each]
+            outcome = self.values[each]
             if each is positions and name in ("gather", "index_select"):
-                source = given["self"]
-                axis = given["dim"] % max(1, source.meta["val"].dim())
+                source = inputs["self"]
+                axis = inputs["dim"] % max(1, source.meta["val"].dim())
                 return self._positions_in(each, source, axis)
-            if isinstance(made, Tensor):
+            if isinstance(outcome, Tensor):
                 filling = 1 if each is divisor else 0
-                return self.counts.masked(made, node_axes(each), filling) if each in (positions, divisor) else made
+                return self.counts.masked(outcome, node_axes(each), filling) if each in (positions, divisor) else outcome
             if data_size(each.meta.get("val")) is None or name in SIZED:
-                return made
+                return outcome
             if not is_pointwise(node):
                 raise Unsupported(f"{node.target} of a size")
             return self.counts.of(data_size(each.meta["val"]))
@@ -129,11 +129,11 @@ class Interpreter:
         args, kwargs = map_arg((node.args, node.kwargs), value)
         return node.target(*args, **kwargs)
 
-    def _reduced(self, node: Node, given: Mapping[str, Any]) -> Any:
+    def _reduced(self, node: Node, inputs: Mapping[str, Any]) -> Any:
         """A reduction over a bounded axis of a tensor that has another one."""
-        source, name = given["self"], name_of(node)
+        source, name = inputs["self"], name_of(node)
         axes, rank = node_axes(source), source.meta["val"].dim()
-        named = given["dim"]
+        named = inputs["dim"]
         over = {axis % rank for axis in (named if isinstance(named, list | tuple) else [named])} if named else set(axes)
         over = {named % rank} if isinstance(named, int) else over
         mixed = {axis: expr for axis, expr in axes.items() if axis in over}
@@ -161,12 +161,12 @@ class Interpreter:
         if mask not in self._selected:
             true = self.values[mask] if mask.meta["val"].dtype is torch.bool else self.values[mask] != 0
             valid = self.counts.valid(true, node_axes(mask))
-            made = selected(true if valid is None else true & valid)
-            self.counts.define(self._new(result), made.count, made.positions[0].shape[0])
-            self._selected[mask] = made
+            outcome = selected(true if valid is None else true & valid)
+            self.counts.define(self._new(result), outcome.count, outcome.positions[0].shape[0])
+            self._selected[mask] = outcome
         elif not any(self.counts.is_count(expr, self._selected[mask].count) for expr in _sizes(result)):
-            made = self._selected[mask]
-            self.counts.define(self._new(result), made.count, made.positions[0].shape[0])
+            outcome = self._selected[mask]
+            self.counts.define(self._new(result), outcome.count, outcome.positions[0].shape[0])
         return self._selected[mask]
 
     def _new(self, result: Any) -> Any:
@@ -176,23 +176,23 @@ class Interpreter:
             raise Unsupported("the size of a selection")
         return fresh[0]
 
-    def _nonzero(self, node: Node, given: Mapping[str, Any]) -> Any:
-        return torch.stack(self._select(given["self"], node.meta["val"]).positions, 1)
+    def _nonzero(self, node: Node, inputs: Mapping[str, Any]) -> Any:
+        return torch.stack(self._select(inputs["self"], node.meta["val"]).positions, 1)
 
-    def _positions(self, node: Node, given: Mapping[str, Any]) -> Any:
-        source = given.get("condition", given.get("self"))
+    def _positions(self, node: Node, inputs: Mapping[str, Any]) -> Any:
+        source = inputs.get("condition", inputs.get("self"))
         return list(self._select(source, node.meta["val"]).positions)
 
-    def _index(self, node: Node, given: Mapping[str, Any]) -> Any:
+    def _index(self, node: Node, inputs: Mapping[str, Any]) -> Any:
         indices: list[Tensor | None] = []
-        for each in given["indices"]:
+        for each in inputs["indices"]:
             if each is None:
                 indices.append(None)
             elif each.meta["val"].dtype in MASKS:
                 indices += self._select(each, node.meta["val"]).positions
             else:
-                indices.append(self._positions_in(each, given["self"], len(indices), negative=True))
-        return aten.index.Tensor(self.values[given["self"]], indices)
+                indices.append(self._positions_in(each, inputs["self"], len(indices), negative=True))
+        return aten.index.Tensor(self.values[inputs["self"]], indices)
 
     def _positions_in(self, node: Node, source: Node, axis: int, *, negative: bool = False) -> Tensor:
         """Positions along an axis of a tensor, 0 where they do not count; `negative`: -1 is the last one that counts."""
@@ -208,53 +208,53 @@ class Interpreter:
         beyond, valid = (positions < 0) | (positions >= count), self.counts.valid(positions, node_axes(node))
         return torch.where(beyond if valid is None else beyond & valid, self.values[source].shape[axis], positions)
 
-    def _masked_select(self, node: Node, given: Mapping[str, Any]) -> Any:
-        source, mask = given["self"], given["mask"]
+    def _masked_select(self, node: Node, inputs: Mapping[str, Any]) -> Any:
+        source, mask = inputs["self"], inputs["mask"]
         if source.meta["val"].shape != mask.meta["val"].shape:
             if node_axes(source) or node_axes(mask):
                 raise Unsupported("masked_select of a mask of another shape")
             x, true = torch.broadcast_tensors(self.values[source], self.values[mask])
-            made = selected(true)
-            self.counts.define(self._new(node.meta["val"]), made.count, made.positions[0].shape[0])
-            return aten.index.Tensor(x, list(made.positions))
+            outcome = selected(true)
+            self.counts.define(self._new(node.meta["val"]), outcome.count, outcome.positions[0].shape[0])
+            return aten.index.Tensor(x, list(outcome.positions))
         return aten.index.Tensor(self.values[source], list(self._select(mask, node.meta["val"]).positions))
 
     def _suppressed(self, node: Node) -> Any:
         boxes, scores, threshold = node.args
-        made = kept_boxes(
+        outcome = kept_boxes(
             self.values[boxes], self.values[scores], threshold, self.counts.valid(self.values[scores], node_axes(scores))
         )
-        self.counts.define(self._new(node.meta["val"]), made.count, made.positions[0].shape[0])
-        return made.positions[0]
+        self.counts.define(self._new(node.meta["val"]), outcome.count, outcome.positions[0].shape[0])
+        return outcome.positions[0]
 
-    def _unique(self, node: Node, given: Mapping[str, Any]) -> Any:
-        if not given["sorted"]:
+    def _unique(self, node: Node, inputs: Mapping[str, Any]) -> Any:
+        if not inputs["sorted"]:
             raise Unsupported("unique without an order")
-        return self._different(node, given["self"], ordered=True)
+        return self._different(node, inputs["self"], ordered=True)
 
-    def _unique_consecutive(self, node: Node, given: Mapping[str, Any]) -> Any:
-        source = given["self"]
-        if given["dim"] is not None or not set(node_axes(source)) <= {0}:
+    def _unique_consecutive(self, node: Node, inputs: Mapping[str, Any]) -> Any:
+        source = inputs["self"]
+        if inputs["dim"] is not None or not set(node_axes(source)) <= {0}:
             raise Unsupported("unique_consecutive along an axis")
         return self._different(node, source, ordered=False)
 
     def _different(self, node: Node, source: Node, *, ordered: bool) -> Any:
         x = self.values[source]
         valid = self.counts.valid(x, node_axes(source))
-        made = unique(x, None if valid is None else valid.expand(x.shape), ordered=ordered)
-        self.counts.define(self._new(node.meta["val"][0]), made.count, made.values.shape[0])
-        return made.values, made.inverse, made.counts
+        outcome = unique(x, None if valid is None else valid.expand(x.shape), ordered=ordered)
+        self.counts.define(self._new(node.meta["val"][0]), outcome.count, outcome.values.shape[0])
+        return outcome.values, outcome.inverse, outcome.counts
 
     # --- along a bounded axis ---------------------------------------------------------------------------------
 
-    def _slice(self, node: Node, given: Mapping[str, Any]) -> Any:
+    def _slice(self, node: Node, inputs: Mapping[str, Any]) -> Any:
         """`x[:k]`: as many elements as there are, k at the most."""
-        source, dim, end = given["self"], given["dim"], given["end"]
+        source, dim, end = inputs["self"], inputs["dim"], inputs["end"]
         axis = dim % source.meta["val"].dim()
         if axis not in node_axes(source):
             return self._rows(node)
         x = self.values[source]
-        if given["start"] not in (None, 0) or given["step"] != 1 or not (end is None or (type(end) is int and end >= 0)):
+        if inputs["start"] not in (None, 0) or inputs["step"] != 1 or not (end is None or (type(end) is int and end >= 0)):
             raise Unsupported("a part of a bounded axis")
         size, expr = x.shape[axis], node_axes(node).get(axis)
         if expr is not None and not self.counts.knows(expr):  # torch may give a part's size a symbol of its own
@@ -264,10 +264,10 @@ class Interpreter:
         shorter = end is not None and type(size) is int and end < size
         return aten.slice.Tensor(x, axis, 0, end) if shorter else x
 
-    def _joined(self, node: Node, given: Mapping[str, Any]) -> Any:
+    def _joined(self, node: Node, inputs: Mapping[str, Any]) -> Any:
         """Tensors behind each other along a bounded axis: what does not count goes behind them all."""
-        parts = given["tensors"]
-        axis = given["dim"] % node.meta["val"].dim()
+        parts = inputs["tensors"]
+        axis = inputs["dim"] % node.meta["val"].dim()
         if axis not in node_axes(node) or any(each.meta["val"].dim() != node.meta["val"].dim() for each in parts):
             return self._rows(node)
         rows = []
@@ -278,21 +278,21 @@ class Interpreter:
         ((places,), _) = selected(torch.cat(rows))
         return torch.cat([self.values[each] for each in parts], axis).index_select(axis, places)
 
-    def _sort(self, node: Node, given: Mapping[str, Any]) -> Any:
-        source = given["self"]
+    def _sort(self, node: Node, inputs: Mapping[str, Any]) -> Any:
+        source = inputs["self"]
         rank = source.meta["val"].dim()
-        axis = given["dim"] % rank if rank else 0
+        axis = inputs["dim"] % rank if rank else 0
         if axis not in node_axes(source):
             return self._rows(node)
         x = self.values[source]
-        made = sort(x, self.counts.valid(x, {axis: node_axes(source)[axis]}), axis, given["descending"])
-        return made[1] if name_of(node).startswith("argsort") else made
+        outcome = sort(x, self.counts.valid(x, {axis: node_axes(source)[axis]}), axis, inputs["descending"])
+        return outcome[1] if name_of(node).startswith("argsort") else outcome
 
 
-def taken_by(found: Sequence[Node]) -> list[Node]:
+def taken_by(region: Sequence[Node]) -> list[Node]:
     """What nodes take from the rest of their program.  Raises Unsupported where that depends on data, too, or is a graph."""
-    own = set(found)
-    taken = list(dict.fromkeys([source for node in found for source in node.all_input_nodes if source not in own]))
+    own = set(region)
+    taken = list(dict.fromkeys([source for node in region for source in node.all_input_nodes if source not in own]))
     if any("val" not in node.meta for node in taken) or any(map(depends, taken)):
         raise Unsupported("a graph inside of another")
     return taken
@@ -320,12 +320,12 @@ def _sizes(result: Any) -> list[Any]:
 def chain(nodes: Sequence[Node], outputs: Sequence[Node]) -> list[Node]:
     """The nodes, in order, that outputs of sizes that depend on data follow from, back to where values have fixed sizes; and the
     other results of these."""
-    waiting, found = [node for node in outputs if depends(node)], set()
+    waiting, region = [node for node in outputs if depends(node)], set()
     while waiting:
         node = waiting.pop()
-        if node not in found:
-            found.add(node)
+        if node not in region:
+            region.add(node)
             waiting += [source for source in node.all_input_nodes if depends(source)]
-    for node in list(found):
-        found.update([user for user in node.users if user.target is operator.getitem])
-    return [node for node in nodes if node in found]
+    for node in list(region):
+        region.update([user for user in node.users if user.target is operator.getitem])
+    return [node for node in nodes if node in region]

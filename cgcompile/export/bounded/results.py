@@ -45,24 +45,30 @@ class ResultInterpreter(Interpreter):
             return
         handler = self._results.get(name_of(node))
         if handler is not None:
-            made: Any = handler(node, arguments(node))
+            result: Any = handler(node, arguments(node))
         elif name_of(node) in ("all.dim", "any.dim", "sum.dim_IntList"):
-            made = self._reduced(node, arguments(node))
+            result = self._reduced(node, arguments(node))
         else:
             raise Unsupported(f"{node.target} of selected rows")
-        wanted = node.meta["val"]
-        if made.dtype != wanted.dtype or tuple(map(str, made.shape)) != tuple(map(str, wanted.shape)):
+        expected = node.meta["val"]
+        if result.dtype != expected.dtype or tuple(map(str, result.shape)) != tuple(map(str, expected.shape)):
             raise Unsupported(str(node.target))
-        self.values[node] = made
+        self.values[node] = result
 
-    def _put(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+    def _put(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
         """`x[mask] = values`, where the same mask selected the rows that the values follow from; `x[positions] = values`."""
-        target, indices, rows = given["self"], given["indices"], given["values"]
+        target, indices, rows = inputs["self"], inputs["indices"], inputs["values"]
         if indices and all(each is None or each.meta["val"].dtype not in MASKS for each in indices):
-            return self._put_at(node, target, indices, rows, given["accumulate"])
+            return self._put_at(node, target, indices, rows, inputs["accumulate"])
         mask: Any = indices[0] if indices else None
         alone = mask is not None and all(other is None for other in indices[1:])
-        if not alone or mask.meta["val"].dtype not in MASKS or mask not in self._selected or given["accumulate"] or depends(target):
+        if (
+            not alone
+            or mask.meta["val"].dtype not in MASKS
+            or mask not in self._selected
+            or inputs["accumulate"]
+            or depends(target)
+        ):
             raise Unsupported(str(node.target))
         x, into = self.values[rows], self.values[target]
         axes, kept = node_axes(rows), mask.meta["val"].dim()
@@ -78,7 +84,7 @@ class ResultInterpreter(Interpreter):
         return torch.where(true.reshape([*true.shape, *[1] * (into.dim() - kept)]), spread, into)
 
     def _put_at(self, node: Node, target: Node, indices: Sequence[Any], rows: Node, accumulate: bool) -> Tensor:
-        """`x[positions] = values`: what does not count goes into a row of its own behind the others."""
+        """`x[positions] = values`: what does not count goes into a row of its separate behind the others."""
         first = indices[0]
         if first is None or depends(target) or any(each is None for each in indices):
             raise Unsupported(str(node.target))
@@ -101,79 +107,79 @@ class ResultInterpreter(Interpreter):
         positions = torch.where((positions < 0) | (positions >= size), outside, positions)
         return positions if valid is None else torch.where(valid, positions, size)
 
-    def _rows_at(self, node: Node, given: Mapping[str, Any], operator: Any, **more: Any) -> Tensor:
+    def _rows_at(self, node: Node, inputs: Mapping[str, Any], operator: Any, **more: Any) -> Tensor:
         """`x.index_add(0, positions, values)` and its like."""
-        target, index, rows = given["self"], given["index"], given["source"]
+        target, index, rows = inputs["self"], inputs["index"], inputs["source"]
         into, x, axes = self.values[target], self.values[rows], node_axes(index)
-        if given["dim"] % max(1, into.dim()) or depends(target) or list(axes) != [0] or node_axes(rows) != axes or not into.dim():
+        if inputs["dim"] % max(1, into.dim()) or depends(target) or list(axes) != [0] or node_axes(rows) != axes or not into.dim():
             raise Unsupported(str(node.target))
         places = self._behind(self.values[index], index, into.shape[0])
         wide = torch.cat([into, into.new_zeros([1, *into.shape[1:]])])
-        made: Tensor = operator(wide, 0, places, x, **more)
-        return made[: into.shape[0]]
+        result: Tensor = operator(wide, 0, places, x, **more)
+        return result[: into.shape[0]]
 
-    def _add(self, node: Node, given: Mapping[str, Any]) -> Tensor:
-        return self._rows_at(node, given, aten.index_add.default, alpha=given["alpha"])
+    def _add(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
+        return self._rows_at(node, inputs, aten.index_add.default, alpha=inputs["alpha"])
 
-    def _copy(self, node: Node, given: Mapping[str, Any]) -> Tensor:
-        return self._rows_at(node, given, aten.index_copy.default)
+    def _copy(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
+        return self._rows_at(node, inputs, aten.index_copy.default)
 
-    def _number(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+    def _number(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
         """How many rows there are, as a tensor."""
-        size = data_size(given["s"].meta["val"])
+        size = data_size(inputs["s"].meta["val"])
         if size is None or not self.counts.knows(size):
             raise Unsupported(str(node.target))
         return self.counts.of(size).to(node.meta["val"].dtype)
 
-    def _whole(self, given: Mapping[str, Any], filling: float) -> Tensor:
+    def _whole(self, inputs: Mapping[str, Any], filling: float) -> Tensor:
         """The tensor that is reduced, with `filling` where nothing counts."""
-        source = given["self"]
+        source = inputs["self"]
         return self.counts.masked(self.values[source], node_axes(source), filling)
 
-    def _all(self, node: Node, given: Mapping[str, Any]) -> Tensor:
-        made: Tensor = aten.all.default(self._whole(given, 1))
-        return made
+    def _all(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
+        result: Tensor = aten.all.default(self._whole(inputs, 1))
+        return result
 
-    def _any(self, node: Node, given: Mapping[str, Any]) -> Tensor:
-        made: Tensor = aten.any.default(self._whole(given, 0))
-        return made
+    def _any(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
+        result: Tensor = aten.any.default(self._whole(inputs, 0))
+        return result
 
-    def _sum(self, node: Node, given: Mapping[str, Any]) -> Tensor:
-        made: Tensor = aten.sum.default(self._whole(given, 0), dtype=given["dtype"])
-        return made
+    def _sum(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
+        result: Tensor = aten.sum.default(self._whole(inputs, 0), dtype=inputs["dtype"])
+        return result
 
-    def _mean(self, node: Node, given: Mapping[str, Any]) -> Tensor:
-        source = given["self"]
-        wanted = node.meta["val"].dtype
-        wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
+    def _mean(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
+        source = inputs["self"]
+        expected = node.meta["val"].dtype
+        wide = torch.float32 if expected in (torch.float16, torch.bfloat16) else expected
         count = self._count(source).to(wide)
-        return (aten.sum.default(self._whole(given, 0), dtype=wide) / count).to(wanted)
+        return (aten.sum.default(self._whole(inputs, 0), dtype=wide) / count).to(expected)
 
-    def _mean_along(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+    def _mean_along(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
         """The mean along all axes of which not all elements count, and maybe others."""
-        source, wanted = given["self"], node.meta["val"].dtype
+        source, expected = inputs["self"], node.meta["val"].dtype
         value, axes = self.values[source], node_axes(source)
-        named = given["dim"] if isinstance(given["dim"], list | tuple) else [given["dim"]]
+        named = inputs["dim"] if isinstance(inputs["dim"], list | tuple) else [inputs["dim"]]
         over = {axis % value.dim() for axis in named if axis is not None} or set(range(value.dim()))
         if not set(axes) <= over:
             raise Unsupported(str(node.target))
-        wide = torch.float32 if wanted in (torch.float16, torch.bfloat16) else wanted
+        wide = torch.float32 if expected in (torch.float16, torch.bfloat16) else expected
         fixed: Any = 1
         for axis in over - set(axes):
             fixed = fixed * value.shape[axis]
         count: Any = fixed
         for expr in axes.values():
             count = self.counts.of(expr) * count
-        total = aten.sum.dim_IntList(self._whole(given, 0), sorted(over), given["keepdim"], dtype=wide)
-        return (total / count.to(wide)).to(wanted)
+        total = aten.sum.dim_IntList(self._whole(inputs, 0), sorted(over), inputs["keepdim"], dtype=wide)
+        return (total / count.to(wide)).to(expected)
 
-    def _extreme(self, node: Node, given: Mapping[str, Any]) -> Tensor:
+    def _extreme(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
         """The smallest or the largest of all elements: PyTorch raises where there is none."""
         dtype = node.meta["val"].dtype
         if dtype is torch.bool:
             raise Unsupported(f"{node.target} of selected rows")
         where, line = place(node)
-        some = self._count(given["self"]) > 0
+        some = self._count(inputs["self"]) > 0
         some = TO_HOST(some) if self._told_gpu else some
         aten._assert_async.msg(some, f"{where}: {ASSERTS}: {EMPTY}: {line}")
         smallest = name_of(node) == "min"
@@ -181,8 +187,8 @@ class ResultInterpreter(Interpreter):
             filling: float = float("inf") if smallest else float("-inf")
         else:
             filling = torch.iinfo(dtype).max if smallest else torch.iinfo(dtype).min
-        made: Tensor = (aten.min if smallest else aten.max).default(self._whole(given, filling))
-        return made
+        result: Tensor = (aten.min if smallest else aten.max).default(self._whole(inputs, filling))
+        return result
 
     def _count(self, source: Node) -> Tensor:
         """How many elements count."""

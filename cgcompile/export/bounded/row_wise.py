@@ -62,58 +62,58 @@ def is_pointwise(node: Node) -> bool:
 def check_rows(node: Node) -> None:
     """Raises Unsupported unless no element that counts follows from one that does not, for a node whose indices are masked."""
     name = name_of(node)
-    given = arguments(node)
+    inputs = arguments(node)
     if is_pointwise(node):
         return
     if name in ALONG:
-        _check_along(node, name, given)
+        _check_along(node, name, inputs)
     elif name in CONTRACTED:
-        _check_contracted(node, name, given)
+        _check_contracted(node, name, inputs)
     elif name in ("view", "reshape", "_unsafe_view", "flatten.using_ints", "unflatten.int", "view_as", "reshape_as"):
-        _check_view(node, given)
+        _check_view(node, inputs)
     elif name in ("layer_norm", "rms_norm", "native_layer_norm"):
-        inner = given["input"].meta["val"].dim() - len(given["normalized_shape"])
-        _require(all(axis < inner for axis in node_axes(given["input"])), node)
+        inner = inputs["input"].meta["val"].dim() - len(inputs["normalized_shape"])
+        _require(all(axis < inner for axis in node_axes(inputs["input"])), node)
     elif name == "embedding":
-        _require(not node_axes(given["weight"]), node)
+        _require(not node_axes(inputs["weight"]), node)
     elif name in BATCHED:
         first, *others = node.all_input_nodes
-        _require(set(node_axes(first)) <= {0} and not any(map(node_axes, others)) and not given.get("training"), node)
+        _require(set(node_axes(first)) <= {0} and not any(map(node_axes, others)) and not inputs.get("training"), node)
     elif name in ("select_scatter", "slice_scatter"):
-        axes = node_axes(given["self"])
-        _require(given["dim"] % given["self"].meta["val"].dim() not in axes and len(axes) == len(node_axes(node)), node)
+        axes = node_axes(inputs["self"])
+        _require(inputs["dim"] % inputs["self"].meta["val"].dim() not in axes and len(axes) == len(node_axes(node)), node)
     elif name in ("constant_pad_nd", "pad"):
         rank = node.meta["val"].dim()
-        padded = {rank - 1 - at // 2 for at, size in enumerate(given["pad"]) if size != 0}
-        _require(not padded & set(node_axes(node)) and given.get("mode", "constant") == "constant", node)
+        padded = {rank - 1 - at // 2 for at, size in enumerate(inputs["pad"]) if size != 0}
+        _require(not padded & set(node_axes(node)) and inputs.get("mode", "constant") == "constant", node)
     elif name == "searchsorted.Tensor":
-        rows = given["sorted_sequence"], given["self"]
-        _require(all(each.meta["val"].dim() - 1 not in node_axes(each) for each in rows) and given["sorter"] is None, node)
-        _require(given["sorted_sequence"].meta["val"].dim() == 1 or node_axes(rows[0]) == node_axes(rows[1]), node)
+        rows = inputs["sorted_sequence"], inputs["self"]
+        _require(all(each.meta["val"].dim() - 1 not in node_axes(each) for each in rows) and inputs["sorter"] is None, node)
+        _require(inputs["sorted_sequence"].meta["val"].dim() == 1 or node_axes(rows[0]) == node_axes(rows[1]), node)
     elif name == "arange":
         pass
     else:
         raise Unsupported(str(node.target))
 
 
-def _check_along(node: Node, name: str, given: Mapping[str, Any]) -> None:
+def _check_along(node: Node, name: str, inputs: Mapping[str, Any]) -> None:
     for source in [each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor)]:
         axes, rank = node_axes(source), source.meta["val"].dim()
         if not axes:
             continue
-        named = given.get("dim", given.get("dims"))
+        named = inputs.get("dim", inputs.get("dims"))
         if named is None or named == []:
             raise Unsupported(str(node.target))
         mixed = {axis % max(1, rank) for axis in (named if isinstance(named, list | tuple) else [named])}
         _require(not mixed & set(axes) or name in RUNNING or (name in ("gather", "index_select")), node)
 
 
-def _check_contracted(node: Node, name: str, given: Mapping[str, Any]) -> None:
-    left, *others = [given["mat1"], given["mat2"], given["self"]] if name == "addmm" else node.all_input_nodes
+def _check_contracted(node: Node, name: str, inputs: Mapping[str, Any]) -> None:
+    left, *others = [inputs["mat1"], inputs["mat2"], inputs["self"]] if name == "addmm" else node.all_input_nodes
     _require(left.meta["val"].dim() - 1 not in node_axes(left) and not any(map(node_axes, others)), node)
 
 
-def _check_view(node: Node, given: Mapping[str, Any]) -> None:
+def _check_view(node: Node, inputs: Mapping[str, Any]) -> None:
     """Elements that count stay in front: what comes before a bounded axis is as it was."""
     source = next(each for each in node.all_input_nodes if isinstance(each.meta.get("val"), torch.Tensor))
     before, after = node_axes(source), node_axes(node)

@@ -34,7 +34,7 @@ class SizeLists:
         state, elements = self._lists.get(tensor, (None, None))
         return elements if elements is not None and state == self._state(tensor) else None
 
-    def note(self, func: Any, args: Sequence[Any], made: Any) -> None:
+    def note(self, func: Any, args: Sequence[Any], result: Any) -> None:
         """Notes what an operation gives that makes such a tensor, or selects elements of one."""
         elements: Any = None
         if func in MADE_OF_A_LIST and args and isinstance(args[0], list | tuple | torch.Size):
@@ -45,7 +45,7 @@ class SizeLists:
             elements = _selected(whole, args[1:]) if func is torch.Tensor.__getitem__ else whole
         if elements is None or (func is torch.Tensor.unbind and args[1:] not in ([], [0])):
             return
-        pairs = zip(made, elements, strict=True) if func is torch.Tensor.unbind else [(made, elements)]
+        pairs = zip(result, elements, strict=True) if func is torch.Tensor.unbind else [(result, elements)]
         for tensor, part in pairs:
             if isinstance(tensor, torch.Tensor) and tensor.dtype in WHOLE:
                 self._lists[tensor] = self._state(tensor), part

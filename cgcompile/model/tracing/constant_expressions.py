@@ -116,11 +116,11 @@ class Operation:
         try:
             with plain(), _NoDraws(), torch.no_grad():
                 args, kwargs = pytree.tree_map(value, (list(self.args), dict(self.kwargs)))
-                made = self.func(*args, **kwargs)
+                result = self.func(*args, **kwargs)
         except Exception as error:  # whatever torch raises for these values
             self._failed = True
             raise NotConstant from error
-        outcome = copy if made is None else made
+        outcome = copy if result is None else result
         if sum(tensor.numel() for tensor in tensors_in([outcome])) <= KEPT:
             self._outcome = outcome
         return outcome

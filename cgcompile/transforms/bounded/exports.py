@@ -32,14 +32,14 @@ def with_bounded_outputs(exported: Exported) -> Exported:
     """
     if any(obstacle.rule == "data-dependent-branch" for obstacle in exported.obstacles):
         return exported
-    made: dict[int, Bounded] = {}
+    bounds: dict[int, Bounded] = {}
     try:
         for _, program in exported.programs.each:
             if (bounded := with_bounds(program, told_gpu=exported.source.told != CPU)) is None:
                 return exported
-            made[id(program)] = bounded
-        programs = exported.programs.changed(lambda program: made[id(program)].program)
-        rows = _rows(exported, programs, [each.axes for each in made.values()])
+            bounds[id(program)] = bounded
+        programs = exported.programs.changed(lambda program: bounds[id(program)].program)
+        rows = _rows(exported, programs, [each.axes for each in bounds.values()])
     except (Unsupported, ModelError) as error:
         return replace(exported, unbounded=first_line(error))
     if not all(_agrees(exported, programs, rows, key) for key in programs.by_key):

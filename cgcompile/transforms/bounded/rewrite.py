@@ -49,28 +49,28 @@ def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
     root = copied_graph(program)
     output = root.graph.output_node()
     results = list(output.args[0])
-    wanted = [node for node in results if isinstance(node, Node) and node_axes(node)]
-    if not wanted:
+    outputs = [node for node in results if isinstance(node, Node) and node_axes(node)]
+    if not outputs:
         return None
     if any(spec.kind is not OutputKind.USER_OUTPUT for spec in program.graph_signature.output_specs):
         raise Unsupported("a program that writes")
     nodes = list(root.graph.nodes)
-    found = chain(nodes, wanted)
-    _check_writes(nodes, found)
-    replaced = [node for node in dict.fromkeys(results) if isinstance(node, Node) and node in set(found)]
-    made, counts, axes, known = _inserted(root, found, replaced, told_gpu=told_gpu)
+    region = chain(nodes, outputs)
+    _check_writes(nodes, region)
+    replaced = [node for node in dict.fromkeys(results) if isinstance(node, Node) and node in set(region)]
+    padded, counts, axes, known = _inserted(root, region, replaced, told_gpu=told_gpu)
     specs = list(program.graph_signature.output_specs)
     for index, node in enumerate(results):
-        if node in made:
-            results[index] = made[node]
-            specs[index] = replace(specs[index], arg=TensorArgument(name=made[node].name))
+        if node in padded:
+            results[index] = padded[node]
+            specs[index] = replace(specs[index], arg=TensorArgument(name=padded[node].name))
     rows = []
     for index, node in enumerate(output.args[0]):
         rows += [(index, axis, len(results) + number) for axis, number in axes.get(node, {}).items()]
     specs += [OutputSpec(kind=OutputKind.USER_OUTPUT, arg=TensorArgument(name=count.name), target=None) for count in counts]
     output.args = ((*results, *counts),)
     output.meta.pop("val", None)
-    _drop(root, found, known)
+    _drop(root, region, known)
     root.graph.lint()
     root.recompile()
     made_program = with_graph(program, root, {}, output_specs=specs)
@@ -79,11 +79,11 @@ def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
     return Bounded(program=made_program, axes=tuple(rows))
 
 
-def _check_writes(nodes: Sequence[Node], found: Sequence[Node]) -> None:
+def _check_writes(nodes: Sequence[Node], region: Sequence[Node]) -> None:
     """Raises Unsupported where something is written between the first and the last of these nodes, as they move behind all of it,
     and where one of them, or what follows from it, is written to."""
-    between = set(nodes[nodes.index(found[0]) : nodes.index(found[-1]) + 1])
-    reached = set(found)
+    between = set(nodes[nodes.index(region[0]) : nodes.index(region[-1]) + 1])
+    reached = set(region)
     for node in nodes:
         if not reached.isdisjoint(node.all_input_nodes):
             reached.add(node)
@@ -94,31 +94,33 @@ def _check_writes(nodes: Sequence[Node], found: Sequence[Node]) -> None:
 
 
 def _inserted(
-    root: GraphModule, found: Sequence[Node], wanted: Sequence[Node], *, told_gpu: bool
+    root: GraphModule, region: Sequence[Node], outputs: Sequence[Node], *, told_gpu: bool
 ) -> tuple[dict[Node, Node], list[Node], dict[Node, dict[int, int]], Counts]:
-    """Adds the padded operations behind the last of `found`.  Gives, for each of `wanted`, the node that is in its place; the nodes
-    of the counts; for each the number of the count of its padded axes; and what is known of these."""
-    taken = taken_by(found)
-    sizes = list(dict.fromkeys([expr for node in wanted for expr in node_axes(node).values()]))
+    """Adds the padded operations behind the last of `region`.
+
+    Gives the node that is in the place of each of `outputs`; the nodes of the counts; by output and padded axis the number of its
+    count; and what is known of these."""
+    taken = taken_by(region)
+    sizes = list(dict.fromkeys([expr for node in outputs for expr in node_axes(node).values()]))
     known = Counts()
     numbers: dict[Any, int] = {}  # of the counts, by size: one count may be that of several
 
     def padded(*values: Any) -> tuple[list[Tensor], list[Tensor]]:
         run = Interpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu)
-        for node in found:
+        for node in region:
             with set_current_meta(node), _placed(node):
                 run.run(node)
-        with set_current_meta(wanted[-1]):
+        with set_current_meta(outputs[-1]):
             counts: list[Tensor] = []
             for expr in sizes:
                 number = next((at for at, each in enumerate(counts) if each is known.of(expr)), len(counts))
                 counts += [known.of(expr)] if number == len(counts) else []
                 numbers[expr] = number
-            return [run.masked(node).clone() for node in wanted], [count.clone() for count in counts]
+            return [run.masked(node).clone() for node in outputs], [count.clone() for count in counts]
 
-    made, nodes = _copied(root, traced(padded, taken), taken, found[-1])
-    axes = {node: {axis: numbers[expr] for axis, expr in node_axes(node).items()} for node in wanted}
-    return dict(zip(wanted, made, strict=True)), nodes, axes, known
+    copies, nodes = _copied(root, traced(padded, taken), taken, region[-1])
+    axes = {node: {axis: numbers[expr] for axis, expr in node_axes(node).items()} for node in outputs}
+    return dict(zip(outputs, copies, strict=True)), nodes, axes, known
 
 
 @contextmanager
@@ -150,12 +152,12 @@ def _copied(root: GraphModule, module: GraphModule, taken: Sequence[Node], last:
     return map_arg(module.graph.output_node().args[0], known.__getitem__)
 
 
-def _drop(root: GraphModule, found: Sequence[Node], counts: Counts) -> None:
+def _drop(root: GraphModule, region: Sequence[Node], counts: Counts) -> None:
     """Takes out those of the nodes that nothing else needs, with what the export asserts of their sizes that is always so.
 
     Of a size that an operator of another library gives, torch 2.11 asserts that it is 2 or more (`create_unbacked_symint`)."""
-    own = {node: None for node in found}
-    others = [node for node in found if getattr(node.target, "namespace", "aten") != "aten"]
+    own = {node: None for node in region}
+    others = [node for node in region if getattr(node.target, "namespace", "aten") != "aten"]
     foreign = {expr for node in others for expr in node_axes(node).values()}
     for node in root.graph.nodes:
         if node not in own and any(source in own for source in node.all_input_nodes) and _says_nothing(node, counts, foreign):
