@@ -8,18 +8,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ..errors import CallError
-from ..format.schema import Manifest, TensorSpec
+from ..format.schema import EntrySpec, TensorSpec
 from ..format.size_expressions import linear, text
 from ..tensors.library import Descriptor
 
 
-def call_sizes(manifest: Manifest, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def call_sizes(entry: EntrySpec, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The sizes of the declared dimensions, in declared order, for inputs of `shapes` (one per input of the signature).
 
     Raises input-shape or dimension-disagrees.
     """
     found: dict[str, tuple[int, str]] = {}
-    for spec, shape in zip(manifest.inputs, shapes, strict=True):
+    for spec, shape in zip(entry.inputs, shapes, strict=True):
         if len(shape) != len(spec.shape):
             expected = f"expected {len(spec.shape)} axes {signature(spec)}"
             raise CallError("input-shape", f"input {spec.name!r}: {expected}, got {len(shape)}: {list(shape)}")
@@ -38,12 +38,12 @@ def call_sizes(manifest: Manifest, shapes: Sequence[Sequence[int]]) -> tuple[int
                 message = f"{where}: expected {name}={first[0]} as in {first[1]}, got {value}"
                 axes = f"the axes of {spec.name!r} that are {name} have to be equal"
                 raise CallError("dimension-disagrees", message, axes if f"input {spec.name!r}," in first[1] else "")
-    return tuple([found[dimension.name][0] for dimension in manifest.dimensions])
+    return tuple([found[dimension.name][0] for dimension in entry.dimensions])
 
 
-def where_declared(manifest: Manifest, dimension: str) -> str:
+def where_declared(entry: EntrySpec, dimension: str) -> str:
     """Where a declared dimension first shows in a call: `input 'ids', axis 0`."""
-    for spec in manifest.inputs:
+    for spec in entry.inputs:
         for axis, size in enumerate(spec.shape):
             rule = linear(size)
             if rule and rule[0] == dimension:

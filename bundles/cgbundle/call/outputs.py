@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..format.schema import Manifest
+from ..format.schema import EntrySpec
 from ..format.spans import span
 from ..tensors.library import Library, Wrapper
 from ..tensors.tensor import dense, is_dense
@@ -80,17 +80,26 @@ class Outputs:
         "own",
     )
 
-    def __init__(self, manifest: Manifest, session: Session, first: int, aliases: OutputAliases | None, *, views: bool) -> None:
-        self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, manifest.outputs
+    def __init__(
+        self,
+        entry: EntrySpec,
+        session: Session,
+        first: int,
+        aliases: OutputAliases | None,
+        donated: Collection[int],
+        *,
+        views: bool,
+    ) -> None:
+        """`first`: the number of the entry's first program; `donated`: its outputs that a later call may take where they lie."""
+        self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, entry.outputs
         self._first, self.epoch = first, session.epoch
-        chained = {chain.output for chain in manifest.chains if chain.source == manifest.entry}
-        self.own = own = Epoch(manifest.entry) if chained else None
-        self.epochs = [own if own and index in chained else self.epoch for index in range(len(manifest.outputs))]
-        self._rows = [tuple([program.values[index] for index in program.outputs]) for program in manifest.programs]
+        self.own = own = Epoch(entry.name) if donated else None
+        self.epochs = [own if own and index in donated else self.epoch for index in range(len(entry.outputs))]
+        self._rows = [tuple([program.values[index] for index in program.outputs]) for program in entry.programs]
         self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
         self._spans: dict[int, Spans] = {}  # by program
-        self._inputs = [[program.values[index] for index in program.inputs] for program in manifest.programs]
+        self._inputs = [[program.values[index] for index in program.inputs] for program in entry.programs]
 
     def replay(self, call: Call, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
         """Replays on inputs at `addresses`; `parts` are the slices of the outputs that count (None: they count whole)."""

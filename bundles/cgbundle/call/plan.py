@@ -7,7 +7,7 @@ from functools import partial
 from typing import NamedTuple
 
 from ..errors import CallError
-from ..format.schema import Manifest, Size
+from ..format.schema import EntrySpec, Size
 from ..format.size_expressions import evaluate, linear
 from . import dispatch
 from .guards import call_sizes, where_declared
@@ -33,37 +33,37 @@ class Plan(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> Plan:
+def plan(entry: EntrySpec, shapes: Sequence[Sequence[int]], on_miss: str) -> Plan:
     """The plan for inputs of `shapes`.  Raises input-shape, dimension-disagrees, key-missing."""
-    sizes = call_sizes(manifest, shapes)
-    dimensions = manifest.dimensions
+    sizes = call_sizes(entry, shapes)
+    dimensions = entry.dimensions
     named = {dimension.name: size for dimension, size in zip(dimensions, sizes, strict=True)}
-    keys = {program.key: index for index, program in enumerate(manifest.programs)}
+    keys = {program.key: index for index, program in enumerate(entry.programs)}
     parts = []
-    for piece in dispatch.plan(dimensions, sizes, on_miss, partial(where_declared, manifest)):
+    for piece in dispatch.plan(dimensions, sizes, on_miss, partial(where_declared, entry)):
         starts = {dimension.name: cut.start for dimension, cut in zip(dimensions, piece, strict=True)}
         lengths = {dimension.name: cut.length for dimension, cut in zip(dimensions, piece, strict=True)}
         recorded = {dimension.name: cut.size for dimension, cut in zip(dimensions, piece, strict=True)}
         inputs = tuple(
             [
                 (_ranges(spec.shape, starts, lengths), tuple([evaluate(size, recorded) for size in spec.shape]))
-                for spec in manifest.inputs
+                for spec in entry.inputs
             ]
         )
         outputs = tuple(
             [
                 (tuple([slice(0, evaluate(size, lengths)) for size in spec.shape]), _ranges(spec.shape, starts, lengths))
-                for spec in manifest.outputs
+                for spec in entry.outputs
             ]
         )
         parts.append(Part(keys[tuple(recorded.values())], inputs, outputs))
     exact = len(parts) == 1 and sizes in keys
-    return Plan(exact, tuple([tuple([evaluate(size, named) for size in spec.shape]) for spec in manifest.outputs]), tuple(parts))
+    return Plan(exact, tuple([tuple([evaluate(size, named) for size in spec.shape]) for spec in entry.outputs]), tuple(parts))
 
 
-def number_of_key(manifest: Manifest, key: tuple[int, ...]) -> int:
+def number_of_key(entry: EntrySpec, key: tuple[int, ...]) -> int:
     """The position of the program of an int_key.  Raises key-missing, with the keys that there are."""
-    keys = [program.key for program in manifest.programs]
+    keys = [program.key for program in entry.programs]
     if not isinstance(key, tuple) or key not in keys:
         listed = ", ".join(map(str, keys[:12])) + (", ..." if len(keys) > 12 else "")
         raise CallError("key-missing", f"expected a recorded int_key ({listed}), got {key!r}")

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import MachineError
 from ..format.archive import Archive
-from ..format.entries import all_programs, each_entry
+from ..format.entries import all_programs
 from ..format.file_names import WEIGHTS
 from ..format.schema import Target
 from ..format.spans import span
 from ..session.forks import forked
 from ..session.initial_state import InitialState
 from ..session.locks import ExclusiveLock, Inside, SharedLock, Turn, closed, locked
-from ..validate import host_code
+from ..validate.elf import SHARED_OBJECT, check_elf
 from ..validate.state import STATE
 from . import libtorch
 from .host_region import INSTANCES, HostRegion, layout_of, open_region
@@ -76,7 +76,7 @@ class Shared:
         self.bundle, self.manifest = bundle, manifest
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
-        handed = any(alias.memory == "weights" for each in each_entry(manifest) for alias in each.aliases)
+        handed = any(alias.memory == "weights" for entry in manifest.entries for alias in entry.aliases)
         self.weights = Weights(bundle.mapped(WEIGHTS, writable=handed))
         known = not handed and not manifest.target.torch  # libtorch keeps none
         self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
@@ -91,8 +91,10 @@ def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
     if target.torch or not regions:
         return libtorch.load(target.torch, threads)
     file = regions[0].file
-    own = libtorch.of_code(bundle.data(file), file, threads)
+    code = bundle.data(file)
+    own = libtorch.of_code(code, file, threads)
     if own is None:
+        check_elf(code, file, SHARED_OBJECT)  # of a damaged one this says what is wrong
         raise MachineError(
             "library-refused", f"{file}: does not bring what the bundle says that it brings", "build the bundle again"
         )
@@ -146,7 +148,7 @@ class CpuBackend:
             for row in manifest.regions:
                 opened = open_region(
                     shared.bundle, row, self._weights, weights, self._torch, addressof(self._state), self._instances,
-                    exact=manifest.format < host_code.SINCE, fixed=shared.fixed,
+                    fixed=shared.fixed,
                 )  # fmt: skip
                 regions.append(opened)
             for program in shared.programs:
@@ -155,11 +157,11 @@ class CpuBackend:
                 (
                     regions[program.steps[0].region].run,
                     len(program.outputs),
-                    OutputLayouts(self._torch, each, program, self.address),
+                    OutputLayouts(self._torch, manifest, entry, program),
                     deque[RegionOutputs](maxlen=INSTANCES),
                 )
-                for each in each_entry(manifest)
-                for program in each.programs
+                for entry in manifest.entries
+                for program in entry.programs
             ]
         except BaseException:
             for region in regions:
@@ -196,7 +198,7 @@ class CpuBackend:
         except IndexError:
             made = RegionOutputs(self._torch, outputs, free)
         run(addresses, self._inputs[program], made.handles)
-        made.addresses = layouts.addresses(made.handles, addresses)
+        made.addresses = layouts.addresses(made.handles)
         return made
 
     def direct(self, program: int, caller: object) -> None:
@@ -288,7 +290,8 @@ class CpuBackend:
             return bound
         from ..session.profile import step_names  # few programs are profiled
 
-        names = [step_names(each, program)[0] for each in each_entry(self._use().manifest) for program in each.programs]
+        manifest = self._use().manifest
+        names = [step_names(manifest, entry, program)[0] for entry in manifest.entries for program in entry.programs]
         rows = zip(names, bound.runs, strict=True)
         timed = [(profile.timed(name, run), outputs, layouts, free) for name, (run, outputs, layouts, free) in rows]
         return BoundPrograms(timed, bound.regions, bound.weights)

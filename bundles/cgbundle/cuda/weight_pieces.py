@@ -10,7 +10,6 @@ from ..format.archive import Archive
 from ..format.file_names import WEIGHTS, weight_files
 from ..format.safetensors import Entry
 from ..format.schema import Weight
-from ..format.spans import HOST_ONLY
 from ..session.weight_reads import announce
 
 FIRST = 256 << 20
@@ -53,8 +52,6 @@ def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: in
         entry = entries.get(weight.tensor)
         if entry is None:
             raise BundleError("weights-invalid", f"{file}: no tensor {weight.tensor!r}, which weight {weight.name!r} names")
-        if weight.offset == HOST_ONLY:
-            continue
         size = entry.end - entry.begin
         if weight.offset + size > capacity:
             raise BundleError(

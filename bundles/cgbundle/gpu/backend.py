@@ -18,7 +18,6 @@ from ..cuda.driver import Context, Relaxed, cu
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
 from ..format.archive import Archive
-from ..format.entries import each_entry
 from ..format.schema import KERNEL_CODE
 from ..format.spans import span
 from ..session.background import Background
@@ -127,7 +126,7 @@ class CudaBackend:
         if alone:
             cleanup.callback(context.back, stream)
         hosted = any(region.kind == "host" for region in self._manifest.regions)
-        sized = any(each.data_sizes for each in each_entry(self._manifest))
+        sized = any(entry.data_sizes for entry in self._manifest.entries)
         self._order = StreamOrder(stream, cleanup, HOSTED if hosted else SIZED if sized else "")
         own = {name: size for name, size in shared.sizes.items() if name not in SHARED}
         self._memories = Memories(own, {WEIGHTS: shared.base, PEER: shared.peer}, cleanup, stream)
@@ -189,7 +188,7 @@ class CudaBackend:
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
         """Replays, and copies back to the caller's memory the inputs that the model writes to, in the order of the stream.  Inputs
         of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for.  Those that are outputs of the
-        entries that `chains` name are read where they lie."""
+        entries that `Manifest.donations` name are read where they lie."""
         if device is None:
             calls.refuse_host_inputs()
             bound = self._bound.get(program) or self._programs.first_used(program, stream)
@@ -266,7 +265,7 @@ class CudaBackend:
     def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Overwrites the arena, and with it outputs of earlier calls, and memory `host`: a sound replay reads nothing there that it
         has not written itself.  `reserved`: also what is reserved for outputs that a later call takes."""
-        spared = [] if reserved else [(row.offset, row.offset + row.bytes) for row in self._manifest.reserved]
+        spared = [] if reserved else [(row.offset, row.offset + row.bytes) for row in self._manifest.donated]
         during(self, None, lambda handle: self._memories.poison(byte, handle, spared))
 
     # --- what lasts from call to call -------------------------------------------------------------------------

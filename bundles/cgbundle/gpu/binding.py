@@ -16,7 +16,7 @@ from ..cuda.launches import CopyingLaunch, Executor, Reader
 from ..cuda.memory import HOST, Memories, Output
 from ..cuda.modules import Modules
 from ..cuda.weight_slots import huge_pages
-from ..format.schema import MEMORIES, Manifest, Program, Step
+from ..format.schema import MEMORIES, EntrySpec, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table
 from ..validate.state import STATE
@@ -216,15 +216,17 @@ def with_inputs_at(program: Program, places: Elsewhere) -> tuple[Program, tuple[
 
 def bind(
     program: Program,
-    entry: Manifest,
+    entry: EntrySpec,
     memories: Memories,
     executors: Executors,
     host: HostSteps | None,
     chained: Mapping[int, Mapping[int, int]],
     elsewhere: Elsewhere = (),
+    *,
+    exchanging: bool,
 ) -> BoundProgram:
-    """The program at the addresses of `memories`; `entry`: the manifest of its entry, `host` is None for a bundle without host
-    regions, `chained` as `Shared` has it.  Raises as `Executors` and `HostSteps.step` do."""
+    """The program at the addresses of `memories`; `entry`: its own, `host` is None for a bundle without host
+    regions, `chained` as `Shared` has it; `exchanging`: with other ranks.  Raises as `Executors` and `HostSteps.step` do."""
     moves: tuple[Move, ...] = ()
     if elsewhere:
         program, moves = with_inputs_at(program, elsewhere)
@@ -243,7 +245,7 @@ def bind(
     outputs = [(memories.address(row.memory, row.offset), span(row)) for row in rows]
     graphs = [step.file for step in program.steps if step.kind == "graph"]
     alone = not chained and not elsewhere and executors.is_alone(graphs)
-    direct = alone and len(program.steps) == 1 and not (entry.world or entry.written or entry.aliases)  # its calls may be
+    direct = alone and len(program.steps) == 1 and not (exchanging or entry.mutated_inputs or entry.aliases)  # its calls may be
     copying = executors.copying(graphs[0], outputs) if direct and all(size for _, size in outputs) else None
     steps, joins = ([made(step, join) for step in program.steps] for join in (False, True))
     readers: Sequence[Reader] = ()
@@ -253,7 +255,7 @@ def bind(
         inputs=_inputs(program, buffers, readers, memories),
         steps=steps,
         joins=joins,
-        written=[(index, *buffers[index]) for index in entry.written],
+        written=[(index, *buffers[index]) for index in entry.mutated_inputs],
         outputs=[address for address, _ in outputs],
         sizes=[size for _, size in outputs],
         chained=[
@@ -263,11 +265,11 @@ def bind(
     )
 
 
-def _inputs_are_read(program: Program, entry: Manifest) -> bool:
+def _inputs_are_read(program: Program, entry: EntrySpec) -> bool:
     """Whether recordings are all that touches the inputs, and read them, and no output lies among them."""
     others = [step for step in program.steps if step.kind != "graph"]
     named = [*program.outputs, *[index for step in others for index in (*step.inputs, *step.outputs)]]
-    return not entry.written and not entry.aliases and all(program.values[index].memory != INPUTS for index in named)
+    return not entry.mutated_inputs and not entry.aliases and all(program.values[index].memory != INPUTS for index in named)
 
 
 def _inputs(program: Program, buffers: Sequence[tuple[int, int]], readers: Sequence[Reader], memories: Memories) -> list[Input]:

@@ -139,8 +139,9 @@ class Programs:
         chained = shared.chained.get(number, {})
         with shared.lock:
             return bind(
-                shared.programs[number], shared.entries[number], self._memories, self._executors, self._host, chained, elsewhere
-            )
+                shared.programs[number], shared.entries[number], self._memories, self._executors, self._host, chained, elsewhere,
+                exchanging=shared.manifest.world is not None,
+            )  # fmt: skip
 
     def _timed(self, number: int, bound: BoundProgram) -> BoundProgram:
         """A program whose steps are timed for the profile that watches."""
@@ -148,7 +149,9 @@ class Programs:
 
         assert self._clock is not None
         program = self._shared.programs[number]
-        rows = zip(step_names(self._shared.entries[number], program), program.steps, bound.steps, strict=True)
+        rows = zip(
+            step_names(self._shared.manifest, self._shared.entries[number], program), program.steps, bound.steps, strict=True
+        )
         clock = self._clock
         timed = [clock.profile.timed(name, run) if step.kind == "host" else clock.timed(name, run) for name, step, run in rows]
         return bound._replace(steps=timed)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,11 @@ from ..cuda.modules import Modules, states
 from ..cuda.weight_pieces import Piece, listed
 from ..cuda.weight_upload import Upload
 from ..format.archive import Archive
-from ..format.entries import chained_programs, each_entry
+from ..format.entries import all_programs, donating_programs
 from ..format.file_names import KERNELS
 from ..format.file_names import WEIGHTS as FILE
 from ..format.schema import Manifest
-from ..format.spans import HOST_ONLY, span
+from ..format.spans import HOST, span
 from ..session.initial_state import InitialState
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ class Shared:
         manifest = bundle.manifest
         self.threads, self.peer = threads, peer
         self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
-        self.entries = [each for each in each_entry(manifest) for _ in each.programs]
-        self.programs = [program for each in each_entry(manifest) for program in each.programs]
+        self.entries = [entry for entry in manifest.entries for _ in entry.programs]
+        self.programs = list(all_programs(manifest))
         files = Counter(step.file for program in self.programs for step in program.steps if step.file)
         self.shared_files = {file for file, times in files.items() if times > 1}
-        self.chained = chained_places(each_entry(manifest)) if manifest.chains else {}
+        self.chained = chained_places(manifest)
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self.updating, self.updated = threading.RLock(), False
         self._shares = 1
@@ -108,7 +108,7 @@ class Shared:
         rows = self.manifest.weights
         stage = Stage(self.context, (self.base, self.sizes[WEIGHTS]), contents.values(), cleanup)
         for index, each in contents.items():
-            if rows[index].offset != HOST_ONLY and each.bytes:
+            if rows[index].memory != HOST and each.bytes:
                 stage.add(rows[index], each, self.base + rows[index].offset)
         return stage.done()
 
@@ -152,16 +152,16 @@ def _host_weights(bundle: Archive) -> Weights:
     return Weights(bundle.mapped(FILE))
 
 
-def chained_places(each: Sequence[Manifest]) -> dict[int, dict[int, dict[int, int]]]:
+def chained_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
     """By program and position of an input: where outputs of other entries lie that it may be, as the program that makes one by
-    offset in memory arena.  `each`: a manifest for every entry.
+    offset in memory arena.
 
     An output of the same entry is none: the call that takes it writes over it, so it is copied in.
     """
-    programs = [program for manifest in each for program in manifest.programs]
+    programs = all_programs(manifest)
     found: dict[int, dict[int, dict[int, int]]] = {}
-    for chain, source, target in chained_programs(each):
-        value = programs[source].values[programs[source].outputs[chain.output]]
-        if chain.source != chain.target and span(value):
-            found.setdefault(target, {}).setdefault(chain.input, {})[value.offset] = source
+    for donation, source, target in donating_programs(manifest):
+        value = programs[source].values[programs[source].outputs[donation.output]]
+        if donation.source != donation.target and span(value):
+            found.setdefault(target, {}).setdefault(donation.input, {})[value.offset] = source
     return found

@@ -15,14 +15,14 @@ from typing import Any, Protocol
 from ..format.file_names import EXAM
 from ..format.open_files import KeptFile
 from ..format.safetensors import Mapped
-from ..format.schema import Manifest
+from ..format.schema import EntrySpec, Manifest
 from ..tensors.exam_tensors import inputs_of
 from ..validate.state import STATE
 from .backend import Backend
 from .locks import closed, during
 
-Call = tuple[Manifest, tuple[int, ...], Callable[[Sequence[Any]], object]]
-"""What is replayed: a manifest, one of its int_keys, and the replay, which takes tensors in the order of the signature."""
+Call = tuple[EntrySpec, tuple[int, ...], Callable[[Sequence[Any]], object]]
+"""What is replayed: an entry, one of its int_keys, and the replay, which takes tensors in the order of the signature."""
 
 
 class Warmed(Protocol):
@@ -32,10 +32,10 @@ class Warmed(Protocol):
     exam: KeptFile | None
 
 
-def warm_up(session: Warmed, calls: Sequence[Call]) -> None:
+def warm_up(session: Warmed, manifest: Manifest, calls: Sequence[Call]) -> None:
     """Makes each of the calls once; state, and that of random numbers, is then what it was.  Other threads' calls wait where there
     is any.  Raises as a call does, and program-closed."""
-    backend, exam, manifest = session.backend, session.exam, calls[0][0]
+    backend, exam = session.backend, session.exam
     if exam is None:
         raise closed(manifest.name)
     backend.populate()

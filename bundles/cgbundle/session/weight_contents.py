@@ -250,9 +250,9 @@ def _of_bundle(path: str) -> Given:
     Raises what reading its manifest does."""
     manifest = Archive(path).manifest
     stored = _of_file(os.path.join(path, WEIGHTS))
-    left_out = {row.weight for row in manifest.fixed if row.reason not in (FOLDED, BAKED)}
+    left_out = {row.weight for row in manifest.frozen if row.reason not in (FOLDED, BAKED)}
     found = {}
     for index, row in enumerate(manifest.weights):
-        if index not in left_out and row.memory == "weights" and row.tensor in stored:
+        if index not in left_out and row.memory != "state" and row.tensor in stored:
             found[row.name] = stored[row.tensor]._replace(shape=row.shape, strides=row.strides)
     return found
