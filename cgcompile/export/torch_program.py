@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -18,10 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry
-from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputSpec
+from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 SERIALIZER = logging.getLogger("torch._export.serde.serialize")
 
@@ -49,19 +49,22 @@ def with_graph(
     `dialect`: a program whose dialect the new one has, `program` by default.  That of `torch.export` allows operators that write.
     """
     signature = program.graph_signature
+    given = signature.output_specs if output_specs is None else output_specs
+    specs = [replace(spec, arg=_renamed(spec.arg, renamed)) for spec in given]
+    entries = [_entry(entry, renamed) for entry in copy.deepcopy(program.module_call_graph)]
+    if output_specs is not None:
+        names = {node.name for node in root.graph.nodes}
+        entries[:1] = [_with_outputs(entry, specs, names) for entry in entries[:1]]
     result = ExportedProgram(
         root=root,
         graph=root.graph,
         graph_signature=ExportGraphSignature(
             input_specs=list(signature.input_specs if input_specs is None else input_specs),
-            output_specs=[
-                replace(spec, arg=_renamed(spec.arg, renamed))
-                for spec in (signature.output_specs if output_specs is None else output_specs)
-            ],
+            output_specs=specs,
         ),
         state_dict=dict(program.state_dict if state_dict is None else state_dict),
         range_constraints=copy.deepcopy(program.range_constraints),
-        module_call_graph=[_entry(entry, renamed) for entry in copy.deepcopy(program.module_call_graph)],
+        module_call_graph=entries,
         example_inputs=program.example_inputs,
         constants=program.constants if constants is None else dict(constants),
         verifiers=(dialect or program).verifiers,
@@ -180,6 +183,17 @@ def _entry(entry: ModuleCallEntry, renamed: Mapping[str, str]) -> ModuleCallEntr
         return entry
     outputs = [_renamed(argument, renamed) for argument in entry.signature.outputs]
     return replace(entry, signature=replace(entry.signature, outputs=outputs))
+
+
+def _with_outputs(entry: ModuleCallEntry, specs: Sequence[OutputSpec], names: Set[str]) -> ModuleCallEntry:
+    """The entry of the whole program with other results, where those that it has are not among the `names` of the graph's nodes:
+    calls give a tuple of all."""
+    results = [spec.arg for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
+    signature = entry.signature
+    if signature is None or (len(results) == len(signature.outputs) and {each.name for each in signature.outputs} <= names):
+        return entry
+    flat = tree_structure(tuple([0] * len(results)))
+    return replace(entry, signature=replace(signature, outputs=results, out_spec=flat))
 
 
 def _renamed(argument: Any, renamed: Mapping[str, str]) -> Any:

@@ -17,7 +17,7 @@ from ...model.user_code import place
 from ..torch_program import arguments
 from .axes import Counts, Unsupported, data_size, depends, node_axes
 from .interpreter import MASKS, Interpreter
-from .row_wise import name_of
+from .row_wise import is_pointwise, name_of
 
 aten = torch.ops.aten
 
@@ -30,8 +30,8 @@ class ResultInterpreter(Interpreter):
     An operation that fails for an empty selection asserts that it is none, on the host where the model is `told_gpu`.
     """
 
-    def __init__(self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool) -> None:
-        super().__init__(values, counts, told_gpu=told_gpu)
+    def __init__(self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool, same: Mapping[Node, Node]) -> None:
+        super().__init__(values, counts, told_gpu=told_gpu, same=same)
         self._results: dict[str, Callable[[Node, Mapping[str, Any]], Tensor]] = {
             "index_put": self._put, "all": self._all, "any": self._any, "sum": self._sum, "mean": self._mean,
             "min": self._extreme, "max": self._extreme, "index_add": self._add, "index_copy": self._copy,
@@ -46,6 +46,8 @@ class ResultInterpreter(Interpreter):
         handler = self._results.get(name_of(node))
         if handler is not None:
             result: Any = handler(node, arguments(node))
+        elif is_pointwise(node) and not any(map(node_axes, node.all_input_nodes)):
+            result = self._rows(node)  # a size takes part as a number
         elif name_of(node) in ("all.dim", "any.dim", "sum.dim_IntList"):
             result = self._reduced(node, arguments(node))
         else:
@@ -60,7 +62,7 @@ class ResultInterpreter(Interpreter):
         target, indices, rows = inputs["self"], inputs["indices"], inputs["values"]
         if indices and all(each is None or each.meta["val"].dtype not in MASKS for each in indices):
             return self._put_at(node, target, indices, rows, inputs["accumulate"])
-        mask: Any = indices[0] if indices else None
+        mask: Any = self.first(indices[0]) if indices else None
         alone = mask is not None and all(other is None for other in indices[1:])
         if (
             not alone
