@@ -31,7 +31,7 @@ from .first_calls import changed_weights, first_calls, sample_at
 from .functionalization import size_from_a_float
 from .paths import MAX_PATHS
 from .paths.explore import PathsRefused
-from .paths.program import with_paths
+from .paths.program import WayStopped, with_paths
 from .programs import Programs, coarsest, with_shared_constants
 from .signature.eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .torch_export import branch, export_dynamic, export_static, past_branches
@@ -275,11 +275,14 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
             with suppress(ModelError):
                 return _per_size(job, calls, _reason(source, obstacles), follow=True)
             return dynamic
+        except WayStopped as stopped:
+            with suppress(ModelError):
+                return _per_size(job, calls, _reason(source, obstacles), follow=True)
+            return replace(dynamic, obstacles=(stopped.obstacle, *_others(obstacles)))
         except ModelError as error:
             if not isinstance(error.__cause__, PathsRefused) or error.code != "data-dependent-branch":
                 raise
-            others = tuple([each for each in obstacles if each.rule != error.code])
-            return replace(dynamic, obstacles=(error.__cause__.obstacle, *others))
+            return replace(dynamic, obstacles=(error.__cause__.obstacle, *_others(obstacles)))
     if not sizes:
         made = _paths(job, calls) if why.code == "data-dependent-branch" else None
         if made is None:
@@ -288,10 +291,32 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
     try:
         return _per_size(job, calls, str(why), follow=why.code in OF_SHAPES)
     except ModelError as error:
-        if why.code == "data-dependent-branch" and (made := _paths(job, calls)):
+        if why.code == "data-dependent-branch" and (made := _followed(job, calls, str(why))):
             return made
         known = error.code == why.code and str(error).startswith(f"{source.label}:")
         raise (why if known or why.code in OF_VALUES else error) from why.__cause__
+
+
+def _followed(job: _Job, calls: Sequence[SideEffects], reason: str) -> _Made | None:
+    """Every way through the model's Python: for all sizes, else for each.  Raises WayStopped."""
+    stopped: WayStopped | None = None
+    try:
+        if made := _paths(job, calls):
+            return made
+    except WayStopped as error:
+        stopped = error
+    with suppress(ModelError):
+        made = _per_size(job, calls, reason, follow=True)
+        if not _branched(made.obstacles):
+            return made
+    if stopped is not None:
+        raise stopped
+    return None
+
+
+def _others(obstacles: Sequence[Obstacle]) -> list[Obstacle]:
+    """All that is no branch on data."""
+    return [obstacle for obstacle in obstacles if obstacle.rule != "data-dependent-branch"]
 
 
 def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Made | None:
@@ -334,10 +359,19 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
         seen.append((chosen, eager_shapes(source, flat, chosen, tensors)))
         check_result(source, result, flat.result)
         flat.earlier = calls[-1]
-        program, found = past_branches(flat, calls, tensors, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
-        if _branched(found) and follow:
-            attempt = lambda tensors=tensors: export_static(source, flat, tensors)  # noqa: E731
-            program, found = with_paths(flat, calls, attempt, [tensors], job.max_paths) or (program, found)
+        attempt = lambda tensors=tensors: export_static(source, flat, tensors)  # noqa: E731
+        stopped: ModelError | None = None
+        try:
+            program, found = past_branches(flat, calls, tensors, attempt)
+        except ModelError as error:
+            if not follow or error.code != "data-dependent-branch":
+                raise
+            stopped = error
+        if follow and (stopped is not None or _branched(found)):
+            if ways := with_paths(flat, calls, attempt, [tensors], job.max_paths):
+                program, found = ways
+            elif stopped is not None:
+                raise stopped
         if not _branched(found):
             check_static(source, flat, program, chosen, tensors)
         elif not follow:

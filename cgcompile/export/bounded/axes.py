@@ -6,7 +6,7 @@ Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.fre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,6 +63,11 @@ class Counts:
     def same(self, expr: Any, other: Any) -> None:
         """A new size that is another one, which is known.  Raises Unsupported as `define` does."""
         self.define(expr, self.of(other), self._bounds.get(other), self._wholes.get(other))
+
+    def lowest(self, low: Mapping[Any, int]) -> dict[Any, int]:
+        """The smallest values of sizes, where those of some are known: of all that have the same count."""
+        known = [(self._known[expr], value) for expr, value in low.items() if expr in self._known]
+        return {expr: max((value for other, value in known if other is count), default=0) for expr, count in self._known.items()}
 
     def part_of(self, part: Any, whole: Any) -> bool:
         """Whether a size is surely no larger than another one: so many of these elements are selected."""

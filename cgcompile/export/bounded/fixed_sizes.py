@@ -9,6 +9,7 @@ Private interfaces (torch 2.11, 2.13): `get_proxy_mode` and its `tracer`, `torch
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -91,8 +92,8 @@ def _replace(
     results = [value for value, kind in outputs if kind is OutputKind.USER_OUTPUT]
     axes = [(at, axis, expr) for at, value in enumerate(results) for axis, expr in node_axes(value).items()]
     known, low = Counts(), lowest(graph, answers)
-    padded, filled, counts = _at_bounds(root, rest, list(dict.fromkeys([results[at] for at, _, _ in axes])), told_gpu, known)
-    assumes = False
+    padded, filled, counts = _at_bounds(root, rest, list(dict.fromkeys([results[at] for at, _, _ in axes])), told_gpu, known, low)
+    assumes, low = False, known.lowest(low)
     for node in said:
         with placed(node):
             assumes |= _assumes(node, known, low)
@@ -100,7 +101,7 @@ def _replace(
     for marker in graph.find_nodes(op="call_function", target=ASKED):
         marker.args = map_arg(marker.args, lambda node: padded.get(node, node))
     for node in rest:
-        if not depends(node):
+        if not depends(node) and node in padded:
             node.replace_all_uses_with(padded[node])
     output = graph.output_node()
     output.args = ((*[filled.get(value, value) for value in output.args[0]], *[counts[expr] for _, _, expr in axes]),)
@@ -121,7 +122,8 @@ def _found(graph: Graph) -> list[Node]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not ASKED:
             conditions = [each for each in node.all_input_nodes if each in region and not _gives_tensor(each)]
-            if depends(node) or takes_selected(node) or conditions:
+            part = node.target is operator.getitem and node.args[0] in region
+            if depends(node) or takes_selected(node) or conditions or part:
                 region[node] = None
     return list(region)
 
@@ -146,10 +148,11 @@ def _assumes(node: Node, known: Counts, low: Mapping[Any, int]) -> bool:
 
 
 def _at_bounds(
-    root: GraphModule, region: Sequence[Node], outputs: Sequence[Node], told_gpu: bool, known: Counts
+    root: GraphModule, region: Sequence[Node], outputs: Sequence[Node], told_gpu: bool, known: Counts, low: Mapping[Any, int]
 ) -> tuple[dict[Node, Node], dict[Node, Node], dict[Any, Node]]:
-    """Adds the operations at fixed sizes, those of each of `region` in front of it.  Gives the nodes that stand for these; those
-    of `outputs` with zeros behind their true sizes; and the counts of these by size."""
+    """Adds the operations at fixed sizes, those of each of `region` in front of it; sizes are no less than `low`.
+
+    Gives the nodes that stand for these; those of `outputs` with zeros behind their true sizes; and the counts of these by size."""
     taken = taken_by(region)
     last: dict[str, Node] = {}  # which of `region` a traced node stands for, by its name
     results: list[Node] = []
@@ -157,7 +160,7 @@ def _at_bounds(
     sizes = list(dict.fromkeys([expr for node in outputs for expr in node_axes(node).values()]))
 
     def padded(*values: Any) -> list[torch.Tensor]:
-        run = ResultInterpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu, same=same)
+        run = ResultInterpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu, same=same, low=low)
         tracer: Any = get_proxy_mode().tracer
         for node in region:
             with set_current_meta(node), placed(node):
@@ -170,7 +173,7 @@ def _at_bounds(
         filled = [run.masked(node).clone() for node in outputs]
         return [*[run.values[node] for node in results], *filled, *[known.of(expr) for expr in sizes]]
 
-    ends = _copied(root.graph, traced(padded, taken), taken, region, last)
+    ends = _copied(root, traced(padded, taken), taken, region, last)
     count = len(results)
     return (
         dict(zip(results, ends[:count], strict=True)),
@@ -180,7 +183,7 @@ def _at_bounds(
 
 
 def _copied(
-    graph: Graph,
+    root: GraphModule,
     module: GraphModule,
     taken: Sequence[Node],
     region: Sequence[Node],
@@ -192,12 +195,19 @@ def _copied(
     place = region[0]
     for node in module.graph.nodes:
         if node.op == "get_attr":
-            raise Unsupported("a constant")
+            value = getattr(module, str(node.target))
+            if not isinstance(value, GraphModule):
+                raise Unsupported("a constant")
+            name = f"bounded_{len(root._modules)}"
+            root.add_module(name, value)
+            with root.graph.inserting_before(place):
+                copies[node] = root.graph.get_attr(name)
+            copies[node].meta = {}
         if node.op != "call_function":
             continue
         place = last.get(node.name, place)
-        with graph.inserting_before(place):
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+        with root.graph.inserting_before(place):
+            copies[node] = root.graph.node_copy(node, copies.__getitem__)
         like = {name: place.meta[name] for name in KEPT if name in place.meta}
         copies[node].meta = {"val": node.meta.get("val"), **like}
     return [copies[end] for end in ends]

@@ -92,6 +92,8 @@ class Interpreter:
             return self._suppressed(node)
         if node.target in NUMBERS or getattr(node.target, "__module__", "") == "_operator":
             return self._plain(node)
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            raise Unsupported("a number that is read out of a tensor, as a size")
         if not name_of(node):
             raise Unsupported(str(node.target))
         inputs = arguments(node)

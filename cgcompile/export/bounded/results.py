@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from math import nan
 from typing import Any
 
 import torch
@@ -27,21 +29,28 @@ EMPTY = "that something is selected, of which a smallest or largest element is t
 class ResultInterpreter(Interpreter):
     """An Interpreter that also runs what takes selected rows and gives a tensor of fixed size.
 
-    An operation that fails for an empty selection asserts that it is none, on the host where the model is `told_gpu`.
+    An operation that fails for an empty selection asserts that it is none, on the host where the model is `told_gpu`.  `low`: the
+    smallest values of sizes on this way, by symbol; of others it is 0.
     """
 
-    def __init__(self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool, same: Mapping[Node, Node]) -> None:
+    def __init__(
+        self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool, same: Mapping[Node, Node], low: Mapping[Any, int]
+    ) -> None:
         super().__init__(values, counts, told_gpu=told_gpu, same=same)
+        self._low = low
         self._results: dict[str, Callable[[Node, Mapping[str, Any]], Tensor]] = {
             "index_put": self._put, "all": self._all, "any": self._any, "sum": self._sum, "mean": self._mean,
             "min": self._extreme, "max": self._extreme, "index_add": self._add, "index_copy": self._copy,
-            "scalar_tensor": self._number, "mean.dim": self._mean_along,
+            "scalar_tensor": self._number, "mean.dim": self._mean_along, "kthvalue": self._kth,
         }  # fmt: skip
 
     def run(self, node: Node) -> None:
         """Raises Unsupported."""
         if depends(node):
             super().run(node)
+            return
+        if node.target is operator.getitem:
+            self.values[node] = self._plain(node)
             return
         handler = self._results.get(name_of(node))
         if handler is not None:
@@ -53,8 +62,9 @@ class ResultInterpreter(Interpreter):
         else:
             raise Unsupported(f"{node.target} of selected rows")
         expected = node.meta["val"]
-        if result.dtype != expected.dtype or tuple(map(str, result.shape)) != tuple(map(str, expected.shape)):
-            raise Unsupported(str(node.target))
+        for made, like in zip(tree_leaves(result), tree_leaves(expected), strict=True):
+            if isinstance(like, Tensor) and (made.dtype, [*map(str, made.shape)]) != (like.dtype, [*map(str, like.shape)]):
+                raise Unsupported(str(node.target))
         self.values[node] = result
 
     def _put(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
@@ -191,6 +201,16 @@ class ResultInterpreter(Interpreter):
             filling = torch.iinfo(dtype).max if smallest else torch.iinfo(dtype).min
         result: Tensor = (aten.min if smallest else aten.max).default(self._whole(inputs, filling))
         return result
+
+    def _kth(self, node: Node, inputs: Mapping[str, Any]) -> Any:
+        """The k-th smallest element along a bounded axis, of which there are k at least: NaN comes last, as in PyTorch."""
+        source, k = inputs["self"], inputs["k"]
+        axes, axis = node_axes(source), inputs["dim"] % source.meta["val"].dim()
+        if list(axes) != [axis] or type(k) is not int or self._low.get(axes[axis], 0) < k:
+            raise Unsupported(f"{node.target} of selected rows")
+        if not source.meta["val"].is_floating_point():
+            raise Unsupported(f"{node.target} of integers")
+        return aten.kthvalue.default(self._whole(inputs, nan), k, axis, inputs["keepdim"])
 
     def _count(self, source: Node) -> Tensor:
         """How many elements count."""
