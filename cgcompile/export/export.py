@@ -225,7 +225,8 @@ class _Made:
 
 
 def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
-    """Where a program differs from eager PyTorch, the model is exported again and told that nothing traces it."""
+    """Where a program differs from eager PyTorch, the model is exported again and told that nothing traces it, then with every way
+    through its Python."""
     flat = job.flat
     first = flat.earlier
     try:
@@ -241,6 +242,14 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
         except ModelError as error:
             if error.code == "data-dependent-branch":
                 raise
+    asked = [each for call in calls for each in call.obstacles if each.rule == "data-dependent-branch"]
+    if asked:  # the way that was taken may be one that no data takes
+        flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
+        with suppress(WayStopped):
+            if made := _followed(job, calls, str(why)):
+                return made
+        most = next((each for each in asked if each.source.startswith("while ")), asked[0])  # loops are what may have no bound
+        raise branch(most.where or job.source.label, most.source, most.message) from why
     raise why
 
 

@@ -10,7 +10,7 @@ Private interfaces (torch 2.11, 2.13): `get_proxy_mode` and its `tracer`, `torch
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -94,9 +94,11 @@ def _replace(
     known, low = Counts(), lowest(graph, answers)
     padded, filled, counts = _at_bounds(root, rest, list(dict.fromkeys([results[at] for at, _, _ in axes])), told_gpu, known, low)
     assumes, low = False, known.lowest(low)
+    others = [node for node in region if getattr(node.target, "namespace", "aten") != "aten"]
+    foreign = {expr for node in others for expr in node_axes(node).values()}
     for node in said:
         with placed(node):
-            assumes |= _assumes(node, known, low)
+            assumes |= _assumes(node, known, low, foreign)
         graph.erase_node(node)
     for marker in graph.find_nodes(op="call_function", target=ASKED):
         marker.args = map_arg(marker.args, lambda node: padded.get(node, node))
@@ -133,14 +135,16 @@ def _gives_tensor(node: Node) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
 
 
-def _assumes(node: Node, known: Counts, low: Mapping[Any, int]) -> bool:
+def _assumes(node: Node, known: Counts, low: Mapping[Any, int], foreign: Set[Any]) -> bool:
     """Whether what is asserted of sizes is so on this way alone, whose sizes are no less than `low`; False where it is so whatever
-    is selected.  Raises Unsupported where it may not be so."""
+    is selected.  `foreign`: sizes that operators of other libraries give, of which torch 2.11 asserts that they are 2 or more.
+
+    Raises Unsupported where it may not be so."""
     if node.target is not aten._assert_scalar.default:
         return False
     value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else node.args[0]
     condition = value.node.expr if isinstance(value, torch.SymBool) else value
-    if condition == True:  # noqa: E712  sympy's own
+    if condition == True or any(condition == (size >= 2) for size in foreign):  # noqa: E712  sympy's own
         return False
     if condition is False or not (known.holds(condition) or holds(condition, low)):
         raise Unsupported(f"the assertion {condition} of sizes")

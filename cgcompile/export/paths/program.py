@@ -9,11 +9,10 @@ from torch.export import ExportedProgram
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
-from ...model.side_effects import ASSIGNED, BRANCH, NOTHING, Obstacle, SideEffects
+from ...model.side_effects import ASSIGNED, BRANCH, NOTHING, SIZE_FIX, SIZED, Obstacle, SideEffects
 from ...model.source import CPU
 from ...model.tracing.attributes import assignment_place
 from ...model.user_code import called_by, text_of, user_place
-from ..functionalization import SIZE_FIX
 from ..programs import Programs, coarsest
 from .explore import PathsRefused
 from .lines import TORCH_STOPS
@@ -76,7 +75,7 @@ def _stopped(error: ModelError, cause: BaseException) -> WayStopped:
     where, line = user_place(cause)
     if error.code == "data-dependent-shape" or "extract specialized integer" not in text_of(cause):
         return WayStopped(error, Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
-    message = f"a number that is read out of a tensor is the size of another one{called_by(cause)}"
+    message = SIZED + called_by(cause)
     sized = ModelError("data-dependent-shape", f"{where}: {message}: {line}", SIZE_FIX)
     return WayStopped(sized, Obstacle(rule="data-dependent-branch", message=message, where=where, source=line))
 

@@ -172,6 +172,33 @@ class Sums(nn.Module):
         return kept, torch.einsum("nc, nd -> cd", kept, kept + 1)
 
 
+class Strongest(nn.Module):
+    """The three largest of what a mask selects, where there are more, in their order; `nan` is the largest."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """`x` [n, 4]."""
+        mask = x > 0
+        scores, places = x[mask], mask.nonzero()
+        if scores.numel() > 3:
+            least, _ = torch.kthvalue(-scores, 3)
+            keep = scores >= -least
+            scores, places = scores[keep], places[keep]
+        return scores, places.flip((1,))
+
+
+class Groups(nn.Module):
+    """As many groups as the size says, which Python counts: a program for each size, with every way."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [n, 4]."""
+        groups = []
+        for group in range(x.shape[0] // 3):
+            rows = x[3 * group : 3 * group + 3]
+            kept = rows[rows[:, 0] > 0]
+            groups.append(kept if len(kept) < 2 else kept[:2] * 2)
+        return torch.cat(groups)
+
+
 class Flipped(nn.Module):
     """Rows in another order, whose place depends on how many there are."""
 
@@ -193,6 +220,30 @@ class Ambiguous(nn.Module):
         if x[0, 0] > 0.3:
             x = x * 2
         return x + kept.reshape(rows, -1, 2).sum()
+
+
+class Sized(nn.Module):
+    """A number that the model computes is the size of a tensor, behind a question that is followed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [n, 4]."""
+        if x.sum() > 0:
+            x = x + 1
+        count = int((x > 0).sum())
+        return torch.tril_indices(count, count).sum() + x
+
+
+class Suppressing(nn.Module):
+    """Boxes in Python's own loop."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """`x` [n, 4]."""
+        order, kept = x[:, 0].argsort(descending=True), []
+        while order.shape[0] > 0:
+            kept.append(order[0])
+            rest = order[1:]
+            order = rest[(x[rest] - x[order[0]]).abs().sum(1) > 1]
+        return torch.stack(kept)
 
 
 class Constant(nn.Module):

@@ -16,6 +16,7 @@ from cgcompile.errors import ModelError
 from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
 from cgcompile.model.load import load_source
+from cgcompile.model.side_effects import SIZE_FIX, WHILE_FIX
 from tests.helpers.models import counting_models as models
 
 SIZES = {"n": (3, 7)}
@@ -44,7 +45,7 @@ def results(value: object) -> list[torch.Tensor]:
 
 BUILT = [
     models.Detector, models.Two, models.Measured, models.Halves, models.Sliced, models.Swapped, models.SwappedNumbers,
-    models.Whole, models.Shrinking, models.Products, models.Twice, models.Unasked, models.Sums,
+    models.Whole, models.Shrinking, models.Products, models.Twice, models.Unasked, models.Sums, models.Strongest,
 ]  # fmt: skip
 
 
@@ -69,12 +70,50 @@ def test_results_have_the_sizes_of_eager_pytorch(kind: Callable[[], nn.Module]) 
     [
         (models.Flipped, r"a size that holds any selection: aten.flip.default \(.*counting_models.py:\d+\)"),
         (models.Ambiguous, r"a size that holds any selection: the assertion Ne\(\?, 0\) of sizes"),
+        (models.Sized, r"counting_models.py:\d+: .*a number that is read out of a tensor is the size of another one: return torch"),
+        (models.Suppressing, r"counting_models.py:\d+: .*while order.shape\[0\] > 0"),
         (models.Constant, "one way gives float32 .*the other one"),
     ],
 )  # fmt: skip
 def test_what_has_no_bound_is_refused_by_name(kind: Callable[[], nn.Module], said: str) -> None:
     with pytest.raises(ModelError, match=said):
         exported(kind().eval())
+
+
+def test_every_way_at_every_size() -> None:
+    model = models.Groups().eval()
+    made = exported(model)
+    assert not made.programs.dynamic
+    for rows_ in (3, 7):
+        program = made.programs.at((rows_,)).module(check_guards=False)
+        for number in range(40):
+            torch.manual_seed(number)
+            x = torch.randn(rows_, 4)
+            with torch.no_grad():
+                torch.testing.assert_close(program(x)[0], model(x))
+
+
+def test_the_largest_elements_with_nan() -> None:
+    model = models.Strongest().eval()
+    program = exported(model).programs.first.module(check_guards=False)
+    for number in range(40):
+        x = inputs(number)
+        x.view(-1)[number % x.numel()] = float("nan")
+        for want, got in zip(model(x), program(x), strict=True):
+            torch.testing.assert_close(got, want, equal_nan=True)
+
+
+def test_a_size_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ModelError) as caught:
+        exported(models.Sized().eval())
+    assert caught.value.hint == SIZE_FIX
+
+
+def test_a_loop_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ModelError) as caught:
+        exported(models.Suppressing().eval())
+    assert caught.value.hint == WHILE_FIX
+    assert "torchvision.ops.nms" in caught.value.hint and "rk4" in caught.value.hint
 
 
 def test_a_bundle_gives_them(tmp_path: Path) -> None:
