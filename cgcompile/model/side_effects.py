@@ -19,7 +19,7 @@ WHILE_FIX = (
     "loop over range(N) with a break, or with torch.while_loop; suppress boxes with torchvision.ops.nms; "
     "let a solver take fixed steps (method='rk4')"
 )
-SIZED = "a number that is read out of a tensor is the size of another one"
+SIZED = "a number that is read out of a tensor is a size, or a position, in another one"
 SIZE_FIX = (
     "give the number as an argument (batch_size=, dim_size=, size= of graph libraries), take it from the size of an input, or make "
     "the tensor in forward(), as torch.zeros(n, dtype=torch.int64) for the batch of one graph: int() of a tensor is no size"

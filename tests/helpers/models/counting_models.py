@@ -242,7 +242,7 @@ class Suppressing(nn.Module):
         while order.shape[0] > 0:
             kept.append(order[0])
             rest = order[1:]
-            order = rest[(x[rest] - x[order[0]]).abs().sum(1) > 1]
+            order = rest[(x[rest] - x.index_select(0, order[:1])).abs().sum(1) > 1]
         return torch.stack(kept)
 
 
