@@ -6,7 +6,7 @@ The model is wrapped so that export sees only tensors in and tensors out; the ne
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,16 +17,15 @@ from cgbundle.format.schema import IntKey, Size
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.devices.index_guard import guarded_indices
-from ..model.flat_module import PREFIX, FlatModule, held_weights, unwatched
+from ..model.flat_module import FlatModule, held_weights, unwatched
 from ..model.nondeterminism.repeated_calls import apart, unrepeated
-from ..model.pytree import DENSE, SPARSE, not_dense
 from ..model.side_effects import ASSIGNED, NOTHING, UNREAD, Asserted, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample, written_method
 from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.tracing.held_tensors import make_attribute
 from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import defined
-from .exported import EagerShapes, Exported, memory_order
+from .exported import EagerShapes, Exported
 from .first_calls import changed_weights, first_calls, sample_at
 from .functionalization import size_from_a_float
 from .paths import MAX_PATHS
@@ -35,7 +34,7 @@ from .paths.program import WayStopped, with_paths
 from .programs import Programs, coarsest, with_shared_constants
 from .signature.eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .torch_export import branch, export_dynamic, export_static, past_branches
-from .weights import reaches_a_result
+from .weight_values import baked_values, baked_weights, make_dense, unread_attributes
 
 STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "data-dependent-shape")
 """Causes by which torch.export stops."""
@@ -92,7 +91,7 @@ def with_unwritten(made: Sequence[Exported], max_paths: int = MAX_PATHS) -> list
 def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int, elsewhere: Set[str]) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
-    _make_dense(source)
+    make_dense(source)
     flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
     job = _Job(source=source, flat=flat, shapes=shapes, sizes=sizes, max_paths=max_paths)
     seen = first_calls(source, flat, sizes)
@@ -102,7 +101,7 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
         made, writes = _with_known(job, calls, elsewhere, seen.written)
-        unread = _unread(made.programs, {name: (name,) for name in seen.counters} | dict(seen.holding)) if alone else []
+        unread = unread_attributes(made.programs, {name: (name,) for name in seen.counters} | dict(seen.holding)) if alone else []
         for name in unread:
             if name in seen.counters:
                 make_attribute(source.model, name, seen.counters[name][1])
@@ -127,11 +126,11 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     early = set().union(*[call.early for call in calls])
     rules = {name: UNREAD if name in unread else each.rule if name in early else ASSIGNED for name, each in seen.changes.items()}
     left = tuple([replace(each, rule=rules[name]) for name, each in seen.changes.items()])
-    baked = _baked(calls)
+    baked = baked_values(calls)
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
         eager_shapes=(*seen.shapes, *made.eager_shapes),
-        obstacles=(*left, *uncounted, *outside, *made.obstacles, *_reads(made.programs, baked)),
+        obstacles=(*left, *uncounted, *outside, *made.obstacles, *baked_weights(made.programs, baked)),
         baked={name: where or source.label for name, (where, _) in baked.items()},
         written=writes,
     )  # fmt: skip
@@ -152,7 +151,7 @@ def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes
             made = _as_eager(job, calls)
         except ModelError as error:
             failed = error
-        baked = _baked(calls).keys()
+        baked = baked_values(calls).keys()
         writes = writes.union(*[call.written for call in calls])
         if failed is None and baked.isdisjoint(writes):
             writes = writes.union(changed_weights(flat, sample_at(job.source, job.sizes, 0), baked))
@@ -162,27 +161,6 @@ def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes
     if failed is not None:
         raise failed
     return made, writes
-
-
-def _reads(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:
-    """A note for every line that read weights of the state dict: others are constants of a bundle anyway."""
-    updated = {name.removeprefix(PREFIX) for _, program in programs.each for name in program.state_dict}
-    names = {asked: [name for name in baked if baked[name] == asked and name in updated] for asked in baked.values()}
-    for (where, line), read in names.items():
-        if read:
-            message = f"Python reads the value of {', '.join(map(repr, read))}"
-            yield Obstacle(rule="baked-weight", message=message, where=where, source=line)
-
-
-def _baked(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
-    """The parameters and buffers whose values Python got in some call, by name, with the line that asked first."""
-    return {name: asked for call in reversed(calls) for name, asked in call.baked.items()}
-
-
-def _unread(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:
-    """The attributes that no result depends on: a call may be padded.  `holding`: the buffers that hold what is in an attribute."""
-    each = [program for _, program in programs.each]
-    return [name for name, own in holding.items() if not any(reaches_a_result(one, PREFIX + it) for one in each for it in own)]
 
 
 def _of_entry(error: ModelError, source: Source) -> ModelError:
@@ -410,24 +388,3 @@ def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...
             except ModelError:
                 continue  # no declared size: the proof of padding finds out what a call there gets
     return found
-
-
-def _make_dense(source: Source) -> None:
-    """Weights with gaps or overlaps (an expanded buffer, a slice) become row-major copies: a bundle stores dense tensors only.
-
-    A sparse buffer becomes a plain attribute: a model may hold one that no call reads.  Raises dtype-unsupported for a parameter
-    that is sparse, and for any weight that is nested or quantized."""
-    for name, buffer in list(source.model.named_buffers()):
-        if not_dense(buffer) == SPARSE:
-            make_attribute(source.model, name, buffer)
-    for name, weight in [*source.model.named_parameters(), *source.model.named_buffers()]:
-        if kind := not_dense(weight):
-            text = f"{source.label}: weight {name!r} is {kind}: a bundle holds dense tensors"
-            raise ModelError("dtype-unsupported", text, f"make it dense: {DENSE[kind]}")
-    for module in source.model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.permute(memory_order(buffer)).is_contiguous():
-                module._buffers[name] = buffer.contiguous()
-        for parameter in module._parameters.values():
-            if parameter is not None and not parameter.permute(memory_order(parameter)).is_contiguous():
-                parameter.data = parameter.data.contiguous()
