@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import logging
 import operator
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -43,18 +43,19 @@ def with_graph(
     constants: Mapping[str, Any] | None = None,
     dialect: ExportedProgram | None = None,
     output_specs: Sequence[OutputSpec] | None = None,
+    other_results: bool = False,
 ) -> ExportedProgram:
     """`program` with the graph of `root`, whose outputs have new names where `renamed` says so.  Weights are shared, not copied.
 
     `dialect`: a program whose dialect the new one has, `program` by default.  That of `torch.export` allows operators that write.
+    `other_results`: `output_specs` has other results than the program had, and calls give a tuple of these.
     """
     signature = program.graph_signature
     given = signature.output_specs if output_specs is None else output_specs
     specs = [replace(spec, arg=_renamed(spec.arg, renamed)) for spec in given]
     entries = [_entry(entry, renamed) for entry in copy.deepcopy(program.module_call_graph)]
-    if output_specs is not None:
-        names = {node.name for node in root.graph.nodes}
-        entries[:1] = [_with_outputs(entry, specs, names) for entry in entries[:1]]
+    if other_results:
+        entries[:1] = [_with_results(entry, specs) for entry in entries[:1]]
     result = ExportedProgram(
         root=root,
         graph=root.graph,
@@ -185,15 +186,13 @@ def _entry(entry: ModuleCallEntry, renamed: Mapping[str, str]) -> ModuleCallEntr
     return replace(entry, signature=replace(entry.signature, outputs=outputs))
 
 
-def _with_outputs(entry: ModuleCallEntry, specs: Sequence[OutputSpec], names: Set[str]) -> ModuleCallEntry:
-    """The entry of the whole program with other results, where those that it has are not among the `names` of the graph's nodes:
-    calls give a tuple of all."""
+def _with_results(entry: ModuleCallEntry, specs: Sequence[OutputSpec]) -> ModuleCallEntry:
+    """The entry of the whole program with other results: calls give a tuple of all."""
     results = [spec.arg for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
-    signature = entry.signature
-    if signature is None or (len(results) == len(signature.outputs) and {each.name for each in signature.outputs} <= names):
+    if entry.signature is None:
         return entry
     flat = tree_structure(tuple([0] * len(results)))
-    return replace(entry, signature=replace(signature, outputs=results, out_spec=flat))
+    return replace(entry, signature=replace(entry.signature, outputs=results, out_spec=flat))
 
 
 def _renamed(argument: Any, renamed: Mapping[str, str]) -> Any:

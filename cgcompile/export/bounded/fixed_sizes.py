@@ -72,7 +72,7 @@ def with_fixed_sizes(program: ExportedProgram, answers: Sequence[bool], *, told_
         specs.append(OutputSpec(kind=OutputKind.USER_OUTPUT, arg=TensorArgument(name=node.name), target=None))
     root.graph.lint()
     root.recompile()
-    fixed = with_graph(program, root, renamed, output_specs=specs)
+    fixed = with_graph(program, root, renamed, output_specs=specs, other_results=bool(counts))
     forget_symbols(fixed)
     return FixedSizes(program=fixed, counts=counts, assumes=assumes)
 

@@ -187,7 +187,9 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
     _without_dead(module)
     copy_shared(module)
     module.graph.lint()
-    whole = with_graph(program, module, {}, input_specs=specs, constants=constants, output_specs=output_specs)
+    whole = with_graph(
+        program, module, {}, input_specs=specs, constants=constants, output_specs=output_specs, other_results=bool(counted.slots)
+    )
     result = in_place(functional_form(whole), root.exported)
     spell_conditions(result.graph_module)
     return result, module

@@ -70,7 +70,7 @@ def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
     _drop(root, region, known)
     root.graph.lint()
     root.recompile()
-    made_program = with_graph(program, root, {}, output_specs=specs)
+    made_program = with_graph(program, root, {}, output_specs=specs, other_results=True)
     forget_symbols(made_program)
     return Bounded(program=made_program, axes=tuple(rows))
 
