@@ -16,7 +16,7 @@ ASSERTED = "Python goes on only where this has the value that it has for the exa
 BRANCH_FIX = "choose with torch.where or torch.cond, loop with torch.while_loop; make what never changes in forward()"
 LOOP_FIX = "loop over all there is (every expert), with a weight of 0 for what is not chosen"
 WHILE_FIX = (
-    "loop over range(N) with a break, or with torch.while_loop; suppress boxes with torchvision.ops.nms; "
+    "loop over range(N) with a break or torch.where, or with torch.while_loop; suppress boxes with torchvision.ops.nms; "
     "let a solver take fixed steps (method='rk4')"
 )
 SIZED = "a number that is read out of a tensor is a size, or a position, in another one"

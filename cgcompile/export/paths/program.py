@@ -71,9 +71,10 @@ def with_paths(
 
 
 def _stopped(error: ModelError, cause: BaseException) -> WayStopped:
-    """The error for a line of a way that torch cannot trace: what asks for a whole number there makes a size of it."""
+    """The error for a line of a way that torch cannot trace: what asks for a whole number there makes a size
+    of it, unless that is how often a loop turns."""
     where, line = user_place(cause)
-    if error.code == "data-dependent-shape" or "extract specialized integer" not in text_of(cause):
+    if error.code == "data-dependent-shape" or "extract specialized integer" not in text_of(cause) or "range(" in line:
         return WayStopped(error, Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
     message = SIZED + called_by(cause)
     sized = ModelError("data-dependent-shape", f"{where}: {message}: {line}", SIZE_FIX)
