@@ -82,18 +82,22 @@ def program(key: int, base: Program) -> Program:
     )  # fmt: skip
 
 
-@pytest.fixture
-def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
-    folder = tmp_path / "mixed.cgb"
-    made = cuda_bundles.write(folder, b"an image")
+def mixed(made: Manifest) -> Manifest:
+    """The manifest of `cuda_bundles` with programs that go through the host."""
     hosts = tuple(Region(name=file[5:-3], kind="host", reason="", file=file, constants=()) for file in FILES)
-    made = replace(
+    return replace(
         made,
         target=replace(made.target, torch="2.13.0"),
         memories=(*made.memories, ("host", HOST_BYTES)),
         regions=(*made.regions, *hosts),
         programs=tuple([program(key, row) for key, row in zip(KEYS, made.programs, strict=True)]),
     )
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
+    folder = tmp_path / "mixed.cgb"
+    made = mixed(cuda_bundles.write(folder, b"an image"))
     for row in made.programs:
         check_order(row, "p")
         check_lifetimes(row, "p")
