@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
+from .cuda.background import ContextFuture
 from .errors import BundleError, CallError
 from .format.open_files import open_directory, open_file
-from .session.background import ContextFuture
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
@@ -330,7 +330,7 @@ def _check_threads(manifest: Manifest, threads: int) -> None:
 
 
 def _check_options(mode: str, on_miss: str, outputs: str, check: str, weights: str) -> None:
-    from .call import dispatch  # while the context is made
+    from .call import plan as dispatch  # while the context is made
     from .validate import bundle as verify
 
     _check_words(verify.LEVELS, dispatch.POLICIES, mode=mode, on_miss=on_miss, outputs=outputs, check=check, weights=weights)

@@ -8,14 +8,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cgbundle import signatures
-from cgbundle.call.arguments import Constant, constants, nested, spelled
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names, manifest_json
 from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, Manifest, Target, TensorSpec, Weight
 from cgbundle.format.size_expressions import standing, text
-from cgbundle.session.update import SINCE, updatable
+from cgbundle.weights.update import SINCE, updatable
+from cgcompile.bundle.arguments import Constant, constants, nested, spelled
 from cgcompile.targets.instruction_sets import LEVELS
 
 from .output import count, first_lines, first_rows, listed, shortened, size, table

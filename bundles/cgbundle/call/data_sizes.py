@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..format.schema import Manifest
-from ..session.backend import Backend
-from ..session.locks import during
-from ..tensors.detection import library_of
 from ..tensors.dlpack import LEGACY_STREAM
+from ..tensors.library import library_of
 from ..tensors.tensor import Tensor
-from .views import View
+from .backend import Backend
+from .locks import during
+from .outputs import View
 
 
 class DataSizes:

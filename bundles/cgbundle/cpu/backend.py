@@ -10,30 +10,29 @@ from ctypes import addressof
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from ..call.forks import forked
+from ..call.locks import ExclusiveLock, Inside, SharedLock, Turn, closed, locked
 from ..errors import MachineError
 from ..format.archive import Archive
 from ..format.entries import all_programs, each_entry
 from ..format.file_names import WEIGHTS
 from ..format.schema import Target
 from ..format.spans import span
-from ..session.forks import forked
-from ..session.initial_state import InitialState
-from ..session.locks import ExclusiveLock, Inside, SharedLock, Turn, closed, locked
 from ..validate import host_code
 from ..validate.state import STATE
+from ..weights.host import HostWeights, InitialState, anonymous
 from . import libtorch
 from .host_region import INSTANCES, HostRegion, layout_of, open_region
 from .output_layouts import OutputLayouts
 from .processor import HINT, check_features
 from .quota import memory_of_quota
 from .region_outputs import RegionOutputs
-from .weights import Weights, anonymous
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ..session.profile import Profile
-    from ..session.weight_contents import Contents, OpenFile
+    from ..call.profile import Profile
+    from ..weights.contents import Contents, OpenFile
 
 
 def check_machine(target: Target) -> None:
@@ -55,7 +54,7 @@ class BoundPrograms:
 
     __slots__ = ("regions", "runs", "weights")
 
-    def __init__(self, runs: list[Run], regions: list[HostRegion], weights: Weights) -> None:
+    def __init__(self, runs: list[Run], regions: list[HostRegion], weights: HostWeights) -> None:
         self.runs, self.regions, self.weights = runs, regions, weights
 
 
@@ -77,7 +76,7 @@ class Shared:
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
         handed = any(alias.memory == "weights" for each in each_entry(manifest) for alias in each.aliases)
-        self.weights = Weights(bundle.mapped(WEIGHTS, writable=handed))
+        self.weights = HostWeights(bundle.mapped(WEIGHTS, writable=handed))
         known = not handed and not manifest.target.torch  # libtorch keeps none
         self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
         self.updating, self.updated = RLock(), False
@@ -137,7 +136,7 @@ class CpuBackend:
             self.close()
             raise
 
-    def _over(self, weights: Weights) -> BoundPrograms:
+    def _over(self, weights: HostWeights) -> BoundPrograms:
         """The programs of this session over these weights."""
         shared = self._use()
         manifest = shared.manifest
@@ -199,7 +198,7 @@ class CpuBackend:
         made.addresses = layouts.addresses(made.handles, addresses)
         return made
 
-    def direct(self, program: int, caller: object) -> None:
+    def fast_path(self, program: int, caller: object) -> None:
         """None: a call on the CPU takes a thousand times as long."""
 
     def copy(self, target: int, source: int, size: int, stream: object = None) -> None:
@@ -286,7 +285,7 @@ class CpuBackend:
         profile = self._profile
         if profile is None:
             return bound
-        from ..session.profile import step_names  # few programs are profiled
+        from ..call.profile import step_names  # few programs are profiled
 
         names = [step_names(each, program)[0] for each in each_entry(self._use().manifest) for program in each.programs]
         rows = zip(names, bound.runs, strict=True)

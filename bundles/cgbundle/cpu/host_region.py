@@ -8,18 +8,18 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
 from itertools import chain
 
+from ..call.forks import FORKS
 from ..errors import CallError, MachineError, OutOfMemory
 from ..format.archive import Archive
 from ..format.open_files import make_calls, when_gone
 from ..format.schema import Region, Value, Weight
 from ..format.spans import span
-from ..session.forks import FORKS
 from ..validate.state import STATE
+from ..weights.host import HostWeights
 from .libtorch import LibTorch, numbers
 from .libtorch import built_with as version_of
 from .region_outputs import handles_type
 from .shared_object import load_shared_object
-from .weights import Weights
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
@@ -84,7 +84,7 @@ def open_region(
     bundle: Archive,
     region: Region,
     weights: Sequence[Weight],
-    placed: Weights | None,
+    placed: HostWeights | None,
     torch: LibTorch,
     state: int = 0,
     instances: int = INSTANCES,

@@ -12,8 +12,8 @@ import sys
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
 
+from ..call.forks import FORKS
 from ..errors import MachineError
-from ..session.forks import FORKS
 from .quota import threads_of_quota
 from .shared_object import load_shared_object
 

@@ -16,7 +16,7 @@ from .driver import check, cu
 from .libcuda import EVENT_DEFAULT, EVENT_DISABLE_TIMING
 
 if TYPE_CHECKING:
-    from ..session.profile import Profile
+    from ..call.profile import Profile
 
 LASTING = (0, 1)
 """Handles of the legacy default stream, which no one can destroy, nor capture: NULL and CU_STREAM_LEGACY."""

@@ -13,9 +13,8 @@ from ..cuda import memory
 from ..cuda.driver import check, cu
 from ..cuda.graph_executor import GraphExecutor
 from ..cuda.launches import CopyingLaunch, Executor, Reader
-from ..cuda.memory import HOST, Memories, Output
+from ..cuda.memory import HOST, Memories, Output, huge_pages
 from ..cuda.modules import Modules
-from ..cuda.weight_slots import huge_pages
 from ..format.schema import MEMORIES, Manifest, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table

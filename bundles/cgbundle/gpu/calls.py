@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from ..call.forks import FORKS, forked
+from ..call.locks import ExclusiveLock, closed
 from ..cuda import memory
 from ..cuda.driver import Context, check, cu
 from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
-from ..session.forks import FORKS, forked
-from ..session.locks import ExclusiveLock, closed
-from ..tensors.detection import caller_captures
+from ..tensors.library import caller_captures
 from .binding import BoundProgram, HostOutputs
 from .host_copies import HostCopies
 
 if TYPE_CHECKING:
-    from ..session.backend import Caller
+    from ..call.backend import Caller
 
 
 def join(bound: BoundProgram, addresses: Sequence[int], stream: Any) -> None:

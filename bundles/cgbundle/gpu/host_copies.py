@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from ..cuda import memory
 from ..cuda.driver import Context, Relaxed, check, cu
 from ..cuda.libcuda import EVENT_DISABLE_TIMING, MEMORY_TYPE_HOST, POINTER_MEMORY_TYPE
-from ..cuda.weight_slots import pin, staging
+from ..cuda.memory import pin, staging
 from ..errors import CgbundleError
 
 LARGE = 16 << 20

@@ -21,9 +21,10 @@ from ..format.archive import Archive
 from ..format.schema import Program, Step, Value
 from ..format.spans import span
 from ..validate import host_code
+from ..weights.host import HostWeights
 
 if TYPE_CHECKING:
-    from ..cpu.weights import Weights
+    pass
 
 
 class _Place(NamedTuple):
@@ -39,7 +40,7 @@ class HostSteps:
     """The host regions of a bundle, each loaded at its first use; their constants are used in place, where the `weights`
     lie (None where no region has any).  Raises library-missing or library-refused without torch's shared libraries."""
 
-    def __init__(self, bundle: Archive, weights: Weights | None, memories: Memories, threads: int | None = None) -> None:
+    def __init__(self, bundle: Archive, weights: HostWeights | None, memories: Memories, threads: int | None = None) -> None:
         self._bundle, self._manifest, self._weights, self._memories = bundle, bundle.manifest, weights, memories
         self._torch = libtorch.load(bundle.manifest.target.torch, threads)
         self._regions: dict[int, HostRegion] = {}
@@ -73,7 +74,7 @@ class HostSteps:
 
         return call
 
-    def over(self, weights: Weights) -> dict[int, HostRegion]:
+    def over(self, weights: HostWeights) -> dict[int, HostRegion]:
         """The regions that are loaded, once more, over other weights."""
         made: dict[int, HostRegion] = {}
         try:
@@ -85,7 +86,7 @@ class HostSteps:
             raise
         return made
 
-    def take(self, regions: dict[int, HostRegion], weights: Weights) -> None:
+    def take(self, regions: dict[int, HostRegion], weights: HostWeights) -> None:
         """Runs these from now on, which `over` made, and closes those before; no step runs meanwhile."""
         before = list(self._regions.values())
         self._regions.update(regions)
@@ -111,7 +112,7 @@ class HostSteps:
             region = self._regions[index] = self._opened(index, self._weights)
         return region
 
-    def _opened(self, index: int, weights: Weights | None) -> HostRegion:
+    def _opened(self, index: int, weights: HostWeights | None) -> HostRegion:
         row = self._manifest.regions[index]
         exact = self._manifest.format < host_code.SINCE
         return open_region(self._bundle, row, self._manifest.weights, weights, self._torch, exact=exact)

@@ -13,7 +13,7 @@ from .binding import BoundProgram, DeviceOutputs, Elsewhere, Executors, bind
 from .shared import Shared
 
 if TYPE_CHECKING:
-    from ..session.profile import Profile
+    from ..call.profile import Profile
     from .host_steps import HostSteps
 
 
@@ -144,7 +144,7 @@ class Programs:
 
     def _timed(self, number: int, bound: BoundProgram) -> BoundProgram:
         """A program whose steps are timed for the profile that watches."""
-        from ..session.profile import step_names  # few programs are profiled
+        from ..call.profile import step_names  # few programs are profiled
 
         assert self._clock is not None
         program = self._shared.programs[number]

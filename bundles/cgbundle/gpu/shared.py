@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -12,20 +12,18 @@ from ..cpu.processor import check_features
 from ..cuda.driver import Context, Relaxed, check_device, check_driver
 from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from ..cuda.modules import Modules, states
-from ..cuda.weight_pieces import Piece, listed
-from ..cuda.weight_upload import Upload
 from ..format.archive import Archive
 from ..format.entries import chained_programs, each_entry
 from ..format.file_names import KERNELS
 from ..format.file_names import WEIGHTS as FILE
 from ..format.schema import Manifest
-from ..format.spans import HOST_ONLY, span
-from ..session.initial_state import InitialState
+from ..format.spans import span
+from ..weights.host import HostWeights, InitialState
+from ..weights.reads import Piece
+from ..weights.upload import Upload, listed
 
 if TYPE_CHECKING:
-    from ..cpu.weights import Weights
-    from ..cuda.weight_update import Copy
-    from ..session.weight_contents import Contents
+    pass
 
 
 class Shared:
@@ -100,28 +98,6 @@ class Shared:
         cleanup.callback(made.close)
         return made
 
-    def staged(self, contents: Mapping[int, Contents], cleanup: ExitStack) -> list[Copy]:
-        """Brings new contents of weights, by position, to where they can be copied from to memory weights and no one changes them;
-        `cleanup` frees that.  The context is current.  Raises update-invalid, driver-failed."""
-        from ..cuda.weight_update import Stage  # few programs are updated
-
-        rows = self.manifest.weights
-        stage = Stage(self.context, (self.base, self.sizes[WEIGHTS]), contents.values(), cleanup)
-        for index, each in contents.items():
-            if rows[index].offset != HOST_ONLY and each.bytes:
-                stage.add(rows[index], each, self.base + rows[index].offset)
-        return stage.done()
-
-    def host_weights(self, contents: Mapping[int, Contents]) -> Weights | None:
-        """Where host regions find the weights after an update; None where it changes none of theirs."""
-        regions = self.manifest.regions
-        read = {self.manifest.weights[index].tensor for region in regions for _, index in region.constants}
-        chosen = {self.manifest.weights[index]: each for index, each in contents.items()}
-        chosen = {row: each for row, each in chosen.items() if row.tensor in read}
-        if self.hosted is None or not chosen:
-            return None
-        return self.hosted.updated(list(chosen), list(chosen.values()))
-
     def settle(self) -> None:
         for upload in self._uploads:
             upload.wait()
@@ -146,10 +122,9 @@ class Shared:
             pass
 
 
-def _host_weights(bundle: Archive) -> Weights:
-    from ..cpu.weights import Weights  # few bundles have host regions, and their weights
+def _host_weights(bundle: Archive) -> HostWeights:
 
-    return Weights(bundle.mapped(FILE))
+    return HostWeights(bundle.mapped(FILE))
 
 
 def chained_places(each: Sequence[Manifest]) -> dict[int, dict[int, dict[int, int]]]:

@@ -19,9 +19,9 @@ from ..tables.table import Table
 from .peer_memory import within
 
 if TYPE_CHECKING:
+    from ..call.backend import Caller
     from ..format.schema import World
-    from ..session.backend import Caller
-    from ..session.weight_contents import Contents, OpenFile
+    from ..weights.contents import Contents, OpenFile
 
 SECOND = 10**9
 
@@ -55,13 +55,13 @@ class ExchangingBackend(CudaBackend):
         if self._failed is not None:
             raise type(self._failed)(self._failed.code, str(self._failed), self._failed.hint)
         handle = super().begin(stream)
-        if self._order.captured:
+        if self.order.captured:
             super().end(handle)
             text = "a call over several GPUs cannot become part of a CUDA graph, which is of one"
             raise CallError("capture-refused", text, "call it outside the capture")
         return handle
 
-    def direct(self, program: int, caller: Caller) -> None:
+    def fast_path(self, program: int, caller: Caller) -> None:
         """None: every call begins with a look at the other ranks."""
 
     def _note(self, rank: int, stream: Any) -> None:

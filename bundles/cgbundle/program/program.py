@@ -5,23 +5,58 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..call.entry import Entry
-from ..call.outputs import Session
+from ..call.locks import closed
+from ..call.session import Session
 from ..errors import EntryMissing
 from ..format.entries import FORWARD, each_entry, missing_attribute, missing_entry
 from ..format.schema import KERNEL_CODE, Manifest
-from ..session.locks import closed
-from ..session.sessions import PER_SESSION, Sessions
-from ..session.state import State
+from .state import State
 
 if TYPE_CHECKING:
+    from ..call.backend import Backend
+    from ..call.profile import Profile
     from ..format.open_files import KeptFile
     from ..format.safetensors import Mapped
-    from ..session.backend import Backend
-    from ..session.profile import Profile
+
+
+PER_SESSION = ("state", "inputs", "arena", "host")
+"""Memories that every session has for itself."""
+
+
+class Sessions:
+    """The sessions that a program has opened.  It does not keep them: a forgotten one is collected."""
+
+    __slots__ = ("_closed", "_lock", "_open", "_parts")
+
+    def __init__(self) -> None:
+        self._lock, self._closed = RLock(), False
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add(self, session: Any, part: Any) -> bool:
+        """`part` is what a session's entries share, which may outlive it.  False after `close`: whoever opened the session has to
+        close it."""
+        with self._lock:
+            self._open.add(session)
+            self._parts.add(part)
+            return not self._closed
+
+    def parts(self) -> list[Any]:
+        """The parts of those that are open.  None of them is collected while the list is held."""
+        with self._lock:
+            return list(self._parts)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            sessions = list(self._open)
+        for session in sessions:
+            session.close()
 
 
 class Program(Entry):
@@ -164,10 +199,8 @@ class Program(Entry):
             raise _no_forward("warmup", self.entries)
         if int_keys:
             return super().warmup(*int_keys)
-        from ..session.warmup import warm_up  # what does not need it loads faster
-
         entries = self.entries.values()
-        warm_up(self._session, [(each.manifest, key, each.replay) for each in entries for key in each.int_keys])
+        self._session.warm_up([(entry.manifest, key, entry.replay) for entry in entries for key in entry.int_keys])
 
     def profile(self) -> Profile:
         """Times the calls that are made inside `with program.profile() as profile:`, and every step of theirs.
@@ -175,7 +208,7 @@ class Program(Entry):
         `print(profile)` shows a table, `profile.save("trace.json")` writes a Chrome trace, which chrome://tracing and Perfetto
         read, `profile.rows()` and `profile.spans` are the numbers.  On a GPU steps are timed there, by two events each.
         """
-        from ..session.profile import Profile  # few programs are profiled
+        from ..call.profile import Profile  # few programs are profiled
 
         return Profile(self.manifest.name, self._watch_all)
 
@@ -225,7 +258,7 @@ class Program(Entry):
 
 def update_all(programs: Sequence[Program], weights: object, *, partial: bool) -> None:
     """`Program.update` of copies of a program, and of their sessions: of all or of none."""
-    from ..session.update import update  # few programs are
+    from ..weights.update import update  # few programs are
 
     roots = [program._root or program for program in programs]
     sessions = [[root._session, *root._sessions.parts()] for root in roots]  # held: none is closed by the collector meanwhile

@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from ..call.locks import during
 from ..cuda import memory
 from ..cuda.driver import Context, check, check_device, cu
 from ..cuda.libcuda import EVENT_DISABLE_TIMING, PEER_ENABLED_BEFORE
@@ -15,8 +16,7 @@ from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
 from ..gpu.binding import DeviceOutputs, HostOutputs
-from ..session.locks import during
-from ..tensors.detection import caller_captures
+from ..tensors.library import caller_captures
 from .exchanging import SECOND, ExchangingBackend, check_room, refused
 from .peer_memory import begin_part, create_part, map_part, reserve, within
 

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from ..call.entry import Entry
+from ..call.outputs import View
 from ..call.structure import flattener
-from ..call.views import View
 from ..errors import CallError
 from ..format.entries import FORWARD, missing_attribute, missing_entry
-from ..tensors.detection import library_of
+from ..tensors.library import library_of
 from .program import Program, update_all
 
 

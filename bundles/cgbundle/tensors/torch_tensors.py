@@ -6,16 +6,16 @@ beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CallError
 from ..format.spans import span_of
-from .library import Descriptor, Likeness, Wrapper, array_type, kind_of, likeness
+from .library import Descriptor, Guard, Library, Wrapper, array_type, kind_of
 from .tensor import Tensor
 
 
-class Torch:
+class Torch(Library):
     name = "torch"
 
     def __init__(self, module: Any) -> None:
@@ -23,8 +23,7 @@ class Torch:
         self.names: dict[Any, str] = {}
         self._tensor, self._strided, self._empty_like = module.Tensor, module.strided, module.empty_like
         # what torch's own generated code calls: the public way makes a Stream object, 3 us a call
-        self.stream: Callable[[int], int | None]
-        self.stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream
+        self.stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream  # type: ignore[method-assign]
         # what a compiled function asks of its inputs: type, dtype, device, layout, sizes and strides in one call
         self._guards = getattr(getattr(getattr(module._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
@@ -55,9 +54,9 @@ class Torch:
         device = value.get_device() if value.is_cuda else None if value.is_cpu else -1
         return value.data_ptr(), value.shape, name, None if value.is_contiguous() else value.stride(), device
 
-    def like(self, values: Sequence[Any]) -> Likeness:
+    def guard(self, values: Sequence[Any]) -> Guard:
         if self._guards is None or any([value.is_neg() or value.is_conj() for value in values]):
-            return likeness(self.take, values)
+            return super().guard(values)
         checks = []
         for value in values:
             sizes, strides = list(value.shape), list(value.stride())
@@ -136,6 +135,3 @@ class Torch:
 
     def writable(self, value: Any, name: str) -> Any:
         return value.detach()
-
-    def converted(self, value: Any, like: Any) -> Any:
-        return value

@@ -14,8 +14,8 @@ from cgbundle.format import file_names
 from cgbundle.format.entries import FORWARD, each_entry
 from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.schema import Alias, Manifest, Program, Proof, Value, Weight
-from cgbundle.session.update import SINCE as UPDATES
 from cgbundle.tensors.tensor import dense
+from cgbundle.weights.update import SINCE as UPDATES
 
 from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, compare_rows, unique_names, value_text
 

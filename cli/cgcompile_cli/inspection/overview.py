@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from cgbundle.format.entries import each_entry
-from cgbundle.session.update import SINCE, updatable
+from cgbundle.weights.update import SINCE, updatable
 
 from .. import summary
 from ..output import count, first_rows, listed, shortened, table

@@ -16,8 +16,8 @@ import torch
 import cgcompile
 from cgbundle.format import file_names
 from cgbundle.format.schema import MEMORIES, Manifest, Reserved, Value
-from cgbundle.tables import codec
 from cgbundle.tables.recording import Address, MemcpyNode, ModuleState, Recording, Relocation
+from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.exam import ReplayedBytes
 from cgcompile.capture import build as capture_build
 from cgcompile.capture.recordable import Recordable

@@ -23,7 +23,6 @@ from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import WEIGHTS
 from cgbundle.format.schema import Exam, Manifest, Program, Provenance, Region, Step, Target, Value, Weight
 from cgbundle.format.versions import FORMAT_VERSION
-from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import encode_states
 from cgbundle.tables.recording import (
     Address,
@@ -37,6 +36,7 @@ from cgbundle.tables.recording import (
     Recording,
     Relocation,
 )
+from cgcompile.bundle import recordings as tables
 
 SOURCE = r"""
 struct Args { const float *x; float factor; int unused; };

@@ -16,24 +16,14 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import (
-    driver,
-    graph_executor,
-    memory,
-    modules,
-    output_copies,
-    stream_executor,
-    weight_lanes,
-    weight_slots,
-)
+from cgbundle.cuda import driver, graph_executor, memory, modules, output_copies, stream_executor
 from cgbundle.cuda import stream_order as order
-from cgbundle.cuda import weight_update as update
-from cgbundle.cuda import weight_upload as upload
 from cgbundle.cuda.libcuda import Driver, Memcpy3D, answers
-from cgbundle.gpu import backend, binding, calls, host_copies
+from cgbundle.gpu import backend, binding, calls, host_copies, update
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.program import exchanging, one_rank, peer_memory, ranks
 from cgbundle.tables.table import SET_CONDITION
+from cgbundle.weights import lanes, upload
 from tests.helpers.bundles.cuda_bundles import ADD, COMBINE
 
 if TYPE_CHECKING:
@@ -61,8 +51,7 @@ def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
         binding,
         calls,
         upload,
-        weight_lanes,
-        weight_slots,
+        lanes,
         update,
         ranks,
         one_rank,

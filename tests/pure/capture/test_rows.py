@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.tables import codec
 from cgbundle.tables.recording import Address, ConditionalNode, KernelNode, MemsetNode, Recording
 from cgbundle.tables.table import Table, launch_order
 from cgbundle.validate.recordings import check_recording
+from cgcompile.bundle import recordings as codec
 from cgcompile.capture.assemble import assemble, has_conditions
 from cgcompile.capture.rows import Mark, Piece, join, marks_and_graphs
 from cgcompile.capture.take import (

@@ -14,8 +14,8 @@ import pytest
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu import calls
 from cgbundle.gpu.backend import CudaBackend
-from cgbundle.session import state
-from cgbundle.tensors import detection
+from cgbundle.program import state
+from cgbundle.tensors import library as detection
 from cgbundle.tensors.tensor import from_bytes
 from tests.helpers.bundles import cuda_bundles, state_bundles
 from tests.helpers.bundles.archives import ArchiveOf

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from cgbundle.cuda import launches
-from cgbundle.cuda import weight_upload as upload
 from cgbundle.errors import BundleError, CallError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.schema import Manifest, Program, Region, Step, Value
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.loader import MODES
 from cgbundle.validate.lifetimes import check_lifetimes
 from cgbundle.validate.steps import check_order
+from cgbundle.weights import upload
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.helpers.drivers.cuda_calls import call, opened, run, synchronize

@@ -224,7 +224,7 @@ class Capsules:
         self.kept: list[Any] = []
 
     def made(self, name: bytes | None = b"dltensor", shape: Any = (2, 3), strides: Any = None, **fields: Any) -> Any:
-        memory, managed = (ctypes.c_float * 16)(), dlpack._Managed()
+        memory, managed = (ctypes.c_float * 16)(), dlpack.Managed()
         axes = [None if each is None else (ctypes.c_int64 * len(each))(*each) for each in (shape, strides)]
         pointers = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int64)) if each else None for each in axes]
         plain = {

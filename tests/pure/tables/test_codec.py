@@ -14,7 +14,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
-from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import decode_states, encode_states
 from cgbundle.tables.recording import (
     TYPES,
@@ -33,6 +32,7 @@ from cgbundle.tables.recording import (
 )
 from cgbundle.tables.table import BRANCHING, Table, launch_order
 from cgbundle.validate.recordings import check_module_states, check_recording
+from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles.recordings import (
     ARENA,
     FUNCTION,

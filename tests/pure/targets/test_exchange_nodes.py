@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.schema import DTYPES, MEMORIES
-from cgbundle.tables import codec
 from cgbundle.tables.collectives import exchanges
 from cgbundle.tables.recording import Address, Edge, EmptyNode, KernelNode, Recording
 from cgbundle.tables.table import Table
+from cgcompile.bundle import recordings as codec
 from cgcompile.offline.interpret.exchanges import exchange, together
 from cgcompile.offline.interpret.memory import Memory
 from cgcompile.targets.collectives.exchange_memory import WORLDS, ExchangeMemory

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 import pytest
 
-from cgbundle.tables import codec as tables
 from cgbundle.tables.module_state import decode_states, encode_states
 from cgbundle.tables.recording import (
     Address,
@@ -17,6 +16,7 @@ from cgbundle.tables.recording import (
 )
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_module_states, check_recording
+from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles.recordings import (
     ARENA,
     FUNCTION,

@@ -1,17 +1,14 @@
-"""Other weights for a loaded program: what is given, checked against the manifest before anything changes."""
+"""New weights for a loaded program, checked against the manifest before anything changes."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import Any
 
 from ..errors import CallError
 from ..format.schema import FixedWeight, Manifest, Weight
 from ..validate.state import BAKED, CONSTANT, FOLDED, STATE
-from .weight_contents import Contents, Given, contents_of, files_of, invalid
-
-if TYPE_CHECKING:
-    from .backend import Backend
+from .contents import Contents, NamedContents, contents_of, files_of, invalid
 
 SINCE = 6
 """The format version from which on a manifest says which weights may be updated."""
@@ -31,9 +28,9 @@ HINTS = {
 }
 
 
-def update(manifest: Manifest, programs: Sequence[Sequence[Backend]], weights: object, *, partial: bool) -> None:
-    """`Program.update` of one program, or of copies on several devices: of each the backends of its sessions, the loaded one's
-    first.
+def update(manifest: Manifest, programs: Sequence[Sequence[Any]], weights: object, *, partial: bool) -> None:
+    """`Program.update` of one program, or of copies on several devices: of each the `Backend`s of its sessions, the
+    loaded one's first.
 
     The weights are brought to every device before they change on any.
     """
@@ -50,7 +47,7 @@ def update(manifest: Manifest, programs: Sequence[Sequence[Backend]], weights: o
     change(0)
 
 
-def checked(manifest: Manifest, given: Given, device: int | None, *, partial: bool) -> dict[int, Contents]:
+def checked(manifest: Manifest, given: NamedContents, device: int | None, *, partial: bool) -> dict[int, Contents]:
     """The new contents by the positions of weights, of tied ones by the first one's.  `device`: the program's.
 
     Raises update-invalid and update-refused, naming the weight.

@@ -1,6 +1,6 @@
-"""New contents of weights as a caller gives them: in safetensors files, in another bundle, or as tensors.
+"""New contents of weights: in safetensors files, in another bundle, or as tensors.
 
-Files are read, never mapped: one that is written to or cut meanwhile must not change, or end, a process that serves.
+Files are read, never mapped: a mapped file that is written to or cut would change, or end, a process that serves.
 """
 
 from __future__ import annotations
@@ -20,9 +20,8 @@ from ..format.file_names import MANIFEST, WEIGHTS
 from ..format.open_files import when_gone
 from ..format.safetensors import read_header
 from ..format.schema import DTYPES, Weight
-from ..tensors.detection import library_of
-from ..tensors.dlpack_tensors import DLPack
-from ..tensors.library import Library, array_type
+from ..tensors.dlpack import DLPack
+from ..tensors.library import Library, array_type, library_of
 from ..tensors.tensor import Tensor, dense, empty, is_dense, memory_order
 from ..validate.state import BAKED, FOLDED
 
@@ -105,11 +104,11 @@ class Contents(NamedTuple):
 
     def copy_to(self, address: int, row: Weight) -> None:
         """Copies it, which lies on the CPU, to an address, its axes in the order that those of the weight have there."""
-        found = self.laid_out(row)
-        if found.file is not None:
-            found.file.read(found.begin, found.bytes, address)
+        tensor = self.laid_out(row)
+        if tensor.file is not None:
+            tensor.file.read(tensor.begin, tensor.bytes, address)
         else:
-            ctypes.memmove(address, found.address, found.bytes)
+            ctypes.memmove(address, tensor.address, tensor.bytes)
 
     def near(self) -> Contents:
         """The same tensor on the CPU.  Raises update-invalid for one of a GPU whose library is not known."""
@@ -137,7 +136,7 @@ PATHS = "give the path of a .safetensors file, of an .index.json, of a folder wi
 
 UNSOUND = "save the checkpoint again, or copy it whole; nothing was changed"
 
-Given = Mapping[str, Contents]
+NamedContents = Mapping[str, Contents]
 """By the names of weights."""
 
 
@@ -146,7 +145,7 @@ def invalid(message: str, hint: str = "") -> CallError:
     return CallError("update-invalid", message, hint)
 
 
-def contents_of(weights: object) -> Given:
+def contents_of(weights: object) -> NamedContents:
     """What `Program.update` is given: a path, or a mapping of names to tensors.  Raises update-invalid."""
     if isinstance(weights, Mapping):
         return {name: _of_tensor(name, value) for name, value in weights.items()}
@@ -163,9 +162,9 @@ def contents_of(weights: object) -> Given:
     return _of_index(path) if name.endswith(INDEX) else _of_file(path)
 
 
-def files_of(given: Iterable[Contents]) -> list[OpenFile]:
+def files_of(contents: Iterable[Contents]) -> list[OpenFile]:
     """The files that contents lie in, each once."""
-    return list({id(each.file): each.file for each in given if each.file is not None}.values())
+    return list({id(tensor.file): tensor.file for tensor in contents if tensor.file is not None}.values())
 
 
 def _of_tensor(name: object, value: Any) -> Contents:
@@ -198,7 +197,7 @@ def _common(held: Tensor) -> tuple[Library, Any]:
     return library, library.wrap(held.address, held.dtype, held.shape, held.strides, held)
 
 
-def _of_file(path: str) -> Given:
+def _of_file(path: str) -> NamedContents:
     file = OpenFile(path)
     with open(file.descriptor, "rb", closefd=False) as opened:
         try:
@@ -209,21 +208,20 @@ def _of_file(path: str) -> Given:
             raise invalid(str(error), UNSOUND) from None
         except OSError as error:
             raise invalid(f"{path}: {error.strerror}", PATHS) from None
-    return {name: Contents(each.dtype, each.shape, None, file, each.begin) for name, each in entries.items()}
+    return {name: Contents(row.dtype, row.shape, None, file, row.begin) for name, row in entries.items()}
 
 
-def _of_folder(path: str) -> Given:
+def _of_folder(path: str) -> NamedContents:
     """A checkpoint as the Hub has it: an index and its files, or one file."""
     names = sorted(os.listdir(path))
-    found = [name for name in names if name.endswith(INDEX)] or [name for name in names if name.endswith(".safetensors")]
-    if len(found) != 1:
-        raise invalid(
-            f"{path}: {len(found)} files that could be the weights", f"name a .safetensors file, or one that ends in {INDEX}"
-        )
-    return contents_of(os.path.join(path, found[0]))
+    files = [name for name in names if name.endswith(INDEX)] or [name for name in names if name.endswith(".safetensors")]
+    if len(files) != 1:
+        text = f"{path}: {len(files)} files that could be the weights"
+        raise invalid(text, f"name a .safetensors file, or one that ends in {INDEX}")
+    return contents_of(os.path.join(path, files[0]))
 
 
-def _of_index(path: str) -> Given:
+def _of_index(path: str) -> NamedContents:
     """The files of an index beside it: {"weight_map": {name of a tensor: name of its file}}."""
     try:
         with open(path, "rb") as file:
@@ -245,14 +243,11 @@ def _of_index(path: str) -> Given:
     return {name: files[file_name][name] for name, file_name in places.items()}
 
 
-def _of_bundle(path: str) -> Given:
+def _of_bundle(path: str) -> NamedContents:
     """The weights of another bundle, which lie in its file with their axes in memory order; state and constants are left out.
     Raises what reading its manifest does."""
     manifest = Archive(path).manifest
     stored = _of_file(os.path.join(path, WEIGHTS))
     left_out = {row.weight for row in manifest.fixed if row.reason not in (FOLDED, BAKED)}
-    found = {}
-    for index, row in enumerate(manifest.weights):
-        if index not in left_out and row.memory == "weights" and row.tensor in stored:
-            found[row.name] = stored[row.tensor]._replace(shape=row.shape, strides=row.strides)
-    return found
+    rows = [row for index, row in enumerate(manifest.weights) if index not in left_out and row.memory == "weights"]
+    return {row.name: stored[row.tensor]._replace(shape=row.shape, strides=row.strides) for row in rows if row.tensor in stored}

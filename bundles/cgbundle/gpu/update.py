@@ -1,22 +1,25 @@
-"""New contents for a loaded program: brought near before any of them is put in its place, to the GPU where it has room."""
+"""New weights for a program on a GPU: brought to the GPU, or near it where it has no room, before any of them changes."""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from ..cuda import memory
+from ..cuda.driver import Context, Relaxed, check, cu
+from ..cuda.libcuda import STREAM_NON_BLOCKING
 from ..errors import BundleError, CallError, OutOfMemory
 from ..format.schema import Weight
-from . import memory
-from .driver import Context, check, cu
-from .libcuda import STREAM_NON_BLOCKING
-from .weight_pieces import Piece
-from .weight_upload import Upload
+from ..format.spans import HOST_ONLY
+from ..weights.contents import Contents, OpenFile
+from ..weights.host import HostWeights, anonymous
+from ..weights.reads import Piece
+from ..weights.upload import Upload
 
 if TYPE_CHECKING:
-    from ..session.weight_contents import Contents, OpenFile
+    from .shared import Shared
 
 ALIGNMENT = 256
 """Of a weight, in bytes: as in memory weights."""
@@ -43,12 +46,11 @@ class Stage:
         self._context, self._weights, self._cleanup = context, weights, cleanup
         self._stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
         cleanup.callback(cu.cuStreamDestroy, self._stream)
-        size = sum(_aligned(each.bytes) for each in contents if not self._may_stay(each))
+        size = sum(_aligned(value.bytes) for value in contents if not self._may_stay(value))
+        self._host: Any = None
         try:
-            self._next, self._host = (memory.allocate(size, "new weights") if size else 0), None
+            self._next = memory.allocate(size, "new weights") if size else 0
         except OutOfMemory:
-            from ..cpu.weights import anonymous  # few programs are updated
-
             self._host = anonymous(size)
             self._next = ctypes.addressof(self._host)
         if size and self._host is None:
@@ -92,10 +94,59 @@ class Stage:
         return contents.device is not None and not begin <= contents.address < begin + size
 
     def _wait_for(self, contents: Contents) -> None:
-        """Until the caller's stream has made a tensor of the GPU."""
+        """Until the caller's stream has written a tensor of the GPU."""
         if contents.device is not None and contents.library is not None:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(contents.library.stream(contents.device) or 0))
 
 
 def _aligned(size: int) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def update(
+    shared: Shared,
+    contents: Mapping[int, Contents],
+    sessions: Sequence[Any],
+    files: Sequence[OpenFile],
+    ready: Callable[[], None],
+) -> None:
+    """`Backend.update`.  Then the sessions stop for a moment: their calls are waited for, and the weights copied to their places,
+    since graphs know no others.  The caller holds a share of `shared`."""
+    rows = shared.manifest.weights
+    with shared.updating, shared.context as context, Relaxed(), ExitStack() as cleanup:
+        stage = Stage(context, (shared.base, shared.sizes[memory.WEIGHTS]), contents.values(), cleanup)
+        for index, value in contents.items():
+            if rows[index].offset != HOST_ONLY and value.bytes:
+                stage.add(rows[index], value, shared.base + rows[index].offset)
+        copies, hosted = stage.done(), _host_weights(shared, contents)
+        for file in files:
+            file.check_unchanged()
+        for session in sessions:
+            session.gate.acquire()
+            cleanup.callback(session.gate.release)
+        ready()
+        _replace(shared, [session for session in sessions if not session.closed], copies, hosted)
+
+
+def _replace(shared: Shared, sessions: Sequence[Any], copies: Sequence[Copy], hosted: HostWeights | None) -> None:
+    """Puts the new weights in their places; no session begins a call meanwhile."""
+    stream = shared.context.stream
+    regions = [(session.host, session.host.over(hosted)) for session in sessions if session.host is not None and hosted is not None]
+    for session in sessions:
+        session.order.wait()
+    for copy in copies:
+        copy.enqueue(stream)
+    check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "update")
+    if hosted is not None:
+        shared.hosted = hosted
+        for host, opened in regions:
+            host.take(opened, hosted)
+    shared.updated = True
+
+
+def _host_weights(shared: Shared, contents: Mapping[int, Contents]) -> HostWeights | None:
+    """Where host regions read the weights after an update; None where it changes none of theirs."""
+    rows = shared.manifest.weights
+    read = {rows[index].tensor for region in shared.manifest.regions for _, index in region.constants}
+    chosen = {rows[index]: value for index, value in contents.items() if rows[index].tensor in read}
+    return shared.hosted.updated(list(chosen), list(chosen.values())) if shared.hosted is not None and chosen else None

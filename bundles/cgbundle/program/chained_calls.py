@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..call.backend import Backend
+from ..call.locks import during
 from ..format.entries import chained_programs, each_entry
 from ..format.file_names import exam_entry
 from ..format.safetensors import Mapped
@@ -20,8 +22,6 @@ from ..format.spans import span
 from ..tensors.comparison import describe, difference
 from ..tensors.exam_tensors import is_exact, stored
 from ..tensors.tensor import Tensor, copy, empty, from_bytes
-from .backend import Backend
-from .locks import during
 from .state import State
 
 BETWEEN = 3

@@ -7,8 +7,8 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 if TYPE_CHECKING:
+    from ..weights.contents import Contents, OpenFile
     from .profile import Profile
-    from .weight_contents import Contents, OpenFile
 
 Fresh = Callable[[], "tuple[Any, Sequence[int]] | None"]
 """Makes what copies of outputs go to: what a call gives, and the address of each, of as many bytes.  None where there is no such
@@ -84,7 +84,7 @@ class Backend(Protocol):
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> Results:
         """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie there too."""
 
-    def direct(self, program: int, caller: Caller) -> Callable[..., Any] | None:
+    def fast_path(self, program: int, caller: Caller) -> Callable[..., Any] | None:
         """(addresses on the device, views) -> what the call gives: `begin` on the caller's stream, a look at each view's `tensor`,
         the counts, `run`, `finish` and `end` in one piece.  None where there is none such."""
 

@@ -1,7 +1,7 @@
-"""Calls like one before: inputs of the GPU as they were recorded, and outputs in memory that stays.
+"""The fast path of repeated calls with the same layout: inputs of the GPU as they were recorded, and outputs in memory that stays.
 
-Such a call is one question to the library, whether the inputs are like those, and a straight line of what is left to do.  Every
-microsecond of it is measured (tests/bench/gpu/dispatch.py): names are bound ahead, and nothing is asked that cannot have changed.
+Such a call is one guard of the library's, and a straight line of what is left to do.  Every microsecond of it is measured
+(tests/bench/gpu/dispatch.py): names are bound ahead, and nothing is asked that cannot have changed.
 """
 
 from __future__ import annotations
@@ -11,27 +11,29 @@ from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..format.schema import DTYPES, TensorSpec
-from ..session.locks import during
-from ..tensors.library import Descriptor, Library, Likeness
-from .views import Epoch, View
+from ..tensors.library import Descriptor, Guard, Library
+from .backend import Caller, Fresh
+from .locks import during
+from .outputs import View
+from .session import Epoch
 
 if TYPE_CHECKING:
-    from ..session.backend import Backend, Caller, Fresh
+    from .backend import Backend
 
 KEPT = 4096
 """Kinds of calls that are remembered; beyond that all are forgotten and made again as needed."""
 
 LIKE = 8
-"""Kinds of calls that are remembered of one shape: what the first input's shape does not tell apart is asked one by one."""
+"""Kinds of calls that are remembered of one shape: what the first input's shape does not tell apart is tried one by one."""
 
 Replay = Callable[[list[int], Sequence[View]], list[Any]]
 """(addresses of the inputs, views among the inputs) -> outputs."""
 
 
-class Direct(NamedTuple):
-    """`like` tells calls that `replay` serves from others, and gives the addresses of their inputs."""
+class Known(NamedTuple):
+    """A kind of call: `guard` tells it from others, and gives the addresses of the inputs for `replay`."""
 
-    like: Likeness
+    guard: Guard
     replay: Replay
 
 
@@ -44,32 +46,32 @@ class Output(NamedTuple):
     epoch: Epoch
 
 
-class DirectCalls:
-    """The direct calls of an entry.  `last` is the one that was met last, which the next call is asked about first."""
+class KnownCalls:
+    """The kinds of calls that an entry knows.  `last` is the most recently used one, which is checked first."""
 
     __slots__ = ("_by_shape", "_count", "last")
 
     def __init__(self) -> None:
-        self._by_shape: dict[Sequence[int], list[Direct]] = {}  # of the first input
+        self._by_shape: dict[Sequence[int], list[Known]] = {}  # of the first input
         self._count = 0
-        self.last: Direct | None = None
+        self.last: Known | None = None
 
     def __len__(self) -> int:
         return self._count
 
-    def find(self, tensors: Sequence[Any]) -> tuple[Direct, tuple[list[int], Any]] | None:
-        """The one for a call like these inputs, and what it says of them."""
+    def find(self, tensors: Sequence[Any]) -> tuple[Known, tuple[list[int], Any]] | None:
+        """The one for a call with these inputs, and what its guard gives."""
         shape = getattr(tensors[0], "shape", None) if tensors else None
-        for each in self._by_shape.get(shape, ()):  # type: ignore[arg-type]
-            found = each.like(tensors)
-            if found is not None:
-                self.last = each
-                return each, found
+        for known in self._by_shape.get(shape, ()):  # type: ignore[arg-type]
+            passed = known.guard(tensors)
+            if passed is not None:
+                self.last = known
+                return known, passed
         return None
 
-    def add(self, tensors: Sequence[Any], direct: Direct) -> None:
-        """For calls like one of these inputs, which it knows again or not at all."""
-        if direct.like(tensors) is None:
+    def add(self, tensors: Sequence[Any], known: Known) -> None:
+        """For calls with inputs like these, which its guard passes again or not at all."""
+        if known.guard(tensors) is None:
             return
         if self._count >= KEPT:
             self.clear()
@@ -77,9 +79,9 @@ class DirectCalls:
         if len(kept) == LIKE:
             del kept[0]
             self._count -= 1
-        kept.append(direct)
+        kept.append(known)
         self._count += 1
-        self.last = direct
+        self.last = known
 
     def clear(self) -> None:
         self._by_shape.clear()
@@ -90,19 +92,19 @@ def replay(
     backend: Backend, library: Library, program: int, outputs: Sequence[Output], counts: Sequence[Epoch], *, views: bool
 ) -> Replay:
     """Replays a program, by its number among those of all entries, and gives views or copies.  `counts`: what counts its calls."""
-    from ..session.backend import Caller  # no load needs it
-
-    device = backend.device
-    assert device is not None  # where the inputs of a direct call lie
     if views:
         caller = Caller(library.stream, counts, _viewing(library, outputs), None)
     else:
         fresh = _fresh(library, outputs)
         caller = Caller(library.stream, counts, _copying(backend, library, outputs, fresh), fresh)
-    return backend.direct(program, caller) or _by_steps(backend, program, device, caller)
+    return backend.fast_path(program, caller) or _by_steps(backend, program, caller)
 
 
-def _by_steps(backend: Backend, program: int, device: int, caller: Caller) -> Replay:
+def _by_steps(backend: Backend, program: int, caller: Caller) -> Replay:
+    """For programs of several steps, and backends without a fast path."""
+    device = backend.device
+    assert device is not None  # where the inputs of a known call lie
+
     def line(addresses: list[int], given: Sequence[View]) -> list[Any]:
         return during(backend, caller.stream(device), lambda stream: replayed(addresses, given, stream))
 
@@ -133,13 +135,13 @@ def _copying(backend: Backend, library: Library, outputs: Sequence[Output], fres
     places = [_place(library.describe(value)) for value in values]
 
     def finish(stream: Any) -> list[Any]:
-        found = None if fresh is None else fresh()
-        if found is None:
+        room = None if fresh is None else fresh()
+        if room is None:
             return [copy(value) for value in values]
-        made: list[Any] = found[0]
-        for target, (address, size) in zip(found[1], places, strict=True):
+        copies: list[Any] = room[0]
+        for target, (address, size) in zip(room[1], places, strict=True):
             copied(target, address, size, stream)
-        return made
+        return copies
 
     return finish
 
@@ -151,19 +153,19 @@ def _fresh(library: Library, outputs: Sequence[Output]) -> Fresh | None:
         return None
 
     def fresh() -> tuple[list[Any], list[int]] | None:
-        made, addresses = [], []
+        tensors, addresses = [], []
         for value in values:
-            found = empty_like(value)
-            if found is None:
+            room = empty_like(value)
+            if room is None:
                 return None
-            made.append(found[0])
-            addresses.append(found[1])
-        return made, addresses
+            tensors.append(room[0])
+            addresses.append(room[1])
+        return tensors, addresses
 
     return fresh
 
 
-def _place(found: Descriptor) -> tuple[int, int]:
+def _place(descriptor: Descriptor) -> tuple[int, int]:
     """The address and bytes of a tensor that is row-major; 0 where the library is to copy it."""
-    address, shape, dtype, strides, _ = found
+    address, shape, dtype, strides, _ = descriptor
     return (address, prod(shape) * DTYPES[dtype]) if strides is None else (0, 0)

@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 from itertools import count
 
-from .column_file import Data, bounds, invalid, pack
-from .module_state import relocation_columns, symbol_columns
-from .recording import (
+from cgbundle.tables.column_file import Data, bounds, invalid, pack
+from cgbundle.tables.module_state import relocation_columns, symbol_columns
+from cgbundle.tables.recording import (
     TYPES,
     Address,
     ConditionalNode,
@@ -23,7 +23,7 @@ from .recording import (
     Recording,
     Relocation,
 )
-from .table import BRANCHING, CONDITIONAL, EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
+from cgbundle.tables.table import BRANCHING, CONDITIONAL, EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
 
 MEMSET_FIELDS = ("value", "element", "width", "height", "pitch")
 EXTENT_FIELDS = ("width", "height", "depth")

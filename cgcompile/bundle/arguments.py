@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from keyword import iskeyword
 from typing import Any, NamedTuple
 
-from ..format.pytree import children, holds_tensor, recorded_constant
-from ..format.schema import Manifest, Tree
-from .structure import builder, may_be_left_out
+from cgbundle.call.structure import builder, may_be_left_out
+from cgbundle.format.pytree import children, holds_tensor, recorded_constant
+from cgbundle.format.schema import Manifest, Tree
 
 LINE = 200
 """Characters of an argument that is spelled with its parts."""

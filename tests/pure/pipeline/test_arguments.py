@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from cgbundle.call.arguments import arranged, constants, nested, spelled
 from cgbundle.call.structure import flattener
 from cgbundle.format.schema import Manifest, Parameter
+from cgcompile.bundle.arguments import arranged, constants, nested, spelled
 from tests.helpers.bundles.tiny_bundle import before_4, manifest
 
 Row = tuple[str, dict[str, Any], bool, Any]

@@ -1,4 +1,4 @@
-"""After a call has failed: which input holds an index that the model has nothing at.  A call that works pays nothing for it."""
+"""What is wrong with an input, once a call has failed: no call that works pays for these."""
 
 from __future__ import annotations
 
@@ -9,7 +9,9 @@ from typing import Any
 
 from ..errors import CallError, CgbundleError
 from ..format.schema import DTYPES, TensorSpec
+from ..format.size_expressions import text
 from .library import Descriptor
+from .numbers import is_safe
 
 TYPES: dict[str, Any] = {
     "int64": ctypes.c_int64, "int32": ctypes.c_int32, "int16": ctypes.c_int16, "int8": ctypes.c_int8, "uint8": ctypes.c_uint8,
@@ -70,3 +72,40 @@ def _outside(
             for index, value in enumerate(values):
                 if not low <= value < high:
                     yield ((*at, index) if shape else ()), value
+
+
+def wrong_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], own: int | None) -> CallError:
+    """The input-device of inputs on several devices, or on another one than the program's, `own`."""
+    for spec, (*_, device) in zip(inputs, descriptors, strict=True):
+        if device is not None and device != own:
+            here = "the CPU" if own is None else f"the CPU or CUDA device {own}"
+            return CallError("input-device", f"input {spec.name!r}: expected a tensor on {here}, got one on device {device}")
+    other = next(index for index, descriptor in enumerate(descriptors) if descriptor[4] != descriptors[0][4])
+    return CallError("input-device", f"input {inputs[other].name!r}: lies on another device than input {inputs[0].name!r}")
+
+
+def wrong_dtype(spec: TensorSpec, dtype: str, *, written: bool) -> CallError:
+    """The input-dtype of an input of another dtype than the signature's; `written`: the model writes to it."""
+    hint = f"convert it to {spec.dtype} before the call"
+    if written:
+        hint += ": the model writes to it, so it is never cast"
+    elif is_safe(dtype, spec.dtype):
+        hint += ", or load the bundle with cast=True"
+    else:
+        hint += f": that may change its values, so cast=True would not (not every {dtype} has an equal {spec.dtype})"
+    return CallError("input-dtype", f"input {spec.name!r}: expected dtype {spec.dtype}, got {dtype}", hint)
+
+
+def unreadable(error: CallError, spec: TensorSpec, value: object) -> CallError:
+    """The error of a library that cannot take `value` for an input, with what the signature says of that input."""
+    hint = error.hint
+    if isinstance(value, dict):
+        hint = "every input is an argument of its own: program(**inputs)"
+    elif isinstance(value, tuple | list) and any(hasattr(item, "shape") for item in value):
+        hint = "every input is an argument of its own: program(*inputs)"
+    elif isinstance(value, list | tuple | int | float | complex):
+        numpys = not spec.dtype.startswith(("bfloat", "float8"))
+        make = f"numpy.asarray(value, dtype={spec.dtype!r})" if numpys else f"torch.tensor(value, dtype=torch.{spec.dtype})"
+        hint = f"make a tensor of it: {make}"
+    shape = ", ".join(map(text, spec.shape))
+    return CallError("input-kind", f"{error}; the bundle takes {spec.dtype} [{shape}]", hint)

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.session import async_reads
-from cgbundle.session.async_reads import MOST, AsyncReads, available
+from cgbundle.weights import lanes
+from cgbundle.weights.lanes import MOST, AsyncReads, available
 from tests.helpers.raising import raises
 
 DATA = os.urandom(100_003)
@@ -92,8 +92,8 @@ def test_no_more_lanes_than_the_library_has_threads(file: int) -> None:
 def test_another_c_library_has_none(said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     assert available()
     monkeypatch.setattr("os.confstr", lambda name: said)
-    async_reads._functions.cache_clear()
+    lanes._functions.cache_clear()
     assert not available()
     monkeypatch.undo()
-    async_reads._functions.cache_clear()
+    lanes._functions.cache_clear()
     assert available()

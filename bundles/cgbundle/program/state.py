@@ -7,16 +7,15 @@ from collections.abc import Iterator, Mapping
 from struct import pack
 from typing import TYPE_CHECKING, Any
 
+from ..call.locks import during
 from ..errors import CallError, StateMissing, meant
 from ..format.schema import Manifest, Weight
-from ..tensors.detection import caller_captures, library_of
-from ..tensors.library import Descriptor, Library
+from ..tensors.library import Descriptor, Library, caller_captures, library_of
 from ..tensors.tensor import Tensor, from_bytes, is_dense, memory_order
 from ..validate.state import STATE
-from .locks import during
 
 if TYPE_CHECKING:
-    from .backend import Backend
+    from ..call.backend import Backend
 
 SEEDS = 1 << 63
 """Seeds lie below this: int64 holds them."""

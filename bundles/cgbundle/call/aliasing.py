@@ -1,4 +1,4 @@
-"""Outputs that share memory with an input, a weight, state or another output, as in eager PyTorch.
+"""Output aliasing: outputs that share memory with an input, a weight, state or another output, as in eager PyTorch.
 
 Of every such output the program's values say where it lies beside what it shares memory with, at the recorded sizes.  A call that
 is padded shares what still fits: whole inputs, live weights and state, outputs with each other.  Of one that is cut the parts have
@@ -20,7 +20,7 @@ from ..validate.steps import PERSISTENT
 from .plan import Plan, Slices
 
 if TYPE_CHECKING:
-    from ..session.backend import Backend
+    from .backend import Backend
 
 INPUTS, OUTPUTS = "inputs", "outputs"
 
@@ -97,7 +97,7 @@ class OutputAliases:
         self._partial = [alias for alias in self._given if alias.output not in wholes]
 
     def of_inputs(
-        self, library: Library, plan: Plan, tensors: Sequence[Any], values: Sequence[Any], found: Sequence[Descriptor]
+        self, library: Library, plan: Plan, tensors: Sequence[Any], values: Sequence[Any], descriptors: Sequence[Descriptor]
     ) -> dict[int, Any]:
         """The outputs that are the caller's `tensors` or parts of them, by position; parts where the call's sizes were recorded.
 
@@ -113,7 +113,7 @@ class OutputAliases:
                 made[alias.output] = tensor
                 continue
             # of a lazy conjugate or negative of torch a copy was taken
-            own = library.name != "torch" or tensor.data_ptr() == found[alias.index][0]
+            own = library.name != "torch" or tensor.data_ptr() == descriptors[alias.index][0]
             item = DTYPES[seen.value.dtype]
             there = rebase(seen, library.byte_strides(value)) if own else None
             if there is None or any(step % item for step in there[1]):

@@ -1,8 +1,8 @@
-"""Reads that go on in threads of the C library: POSIX asynchronous I/O as glibc has it (aio(7)).
+"""Reads by threads of the C library (POSIX asynchronous I/O as glibc has it, aio(7)), and weights that are uploaded from them.
 
-glibc reads what is asked of one descriptor one after the other, in a thread of its own, and of several descriptors side by side.
-These threads never wait for the interpreter's lock, as Python's do between two reads: of 16 GB in the page cache twelve of Python's
-read 33 GB/s on the host of an H100, and glibc's 45 (tests/gpu/REPORT.md).
+glibc reads what is asked of one descriptor in order, in a thread of its own, and of several descriptors side by side: a lane for
+each.  These threads never wait for the interpreter's lock, as Python's do between two reads: of 16 GB in the page cache twelve of
+Python's read 33 GB/s on the host of an H100, and glibc's 45 (tests/gpu/REPORT.md).
 """
 
 from __future__ import annotations
@@ -12,12 +12,16 @@ import errno
 import os
 import sys
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from functools import cache
 from typing import Any, NamedTuple
 
+from ..cuda.driver import check, cu
+from ..cuda.memory import HUGE, Slot, new_slot, pin, staging
 from ..errors import BundleError
 from ..format.file_names import WEIGHTS
+from .reads import Piece, place
 
 MOST = 20
 """Threads that glibc has for all of a process, if nobody asks for more."""
@@ -39,15 +43,11 @@ class _Block(ctypes.Structure):
     ]  # fmt: skip
 
 
-class _Time(ctypes.Structure):
-    _fields_ = [("seconds", ctypes.c_long), ("nanoseconds", ctypes.c_long)]
-
-
 class _Functions(NamedTuple):
     read: Callable[[int], int]
     error: Callable[[int], int]
     result: Callable[[int], int]
-    suspend: Callable[[Any, int, int], int]
+    suspend: Callable[[Any, int, Any], int]
     cancel: Callable[[int, int | None], int]
 
 
@@ -60,9 +60,8 @@ def _functions() -> _Functions | None:
         if not (os.confstr("CS_GNU_LIBC_VERSION") or "").startswith("glibc"):
             return None
         quick, slow = ctypes.PyDLL(None, use_errno=True), ctypes.CDLL(None, use_errno=True)
-        read, error, result, suspend, cancel = (
-            quick.aio_read64, quick.aio_error64, quick.aio_return64, slow.aio_suspend64, slow.aio_cancel64,
-        )  # fmt: skip
+        read, error, result = quick.aio_read64, quick.aio_error64, quick.aio_return64
+        suspend, cancel = slow.aio_suspend64, slow.aio_cancel64
     except (AttributeError, OSError, ValueError):
         return None
     for function in (read, error, result):
@@ -113,11 +112,10 @@ class AsyncReads:
         error = self._call.error(address)
         if error == errno.EINPROGRESS:
             return False
-        found = self._call.result(address)
-        size = asked.popleft().size
+        count, size = self._call.result(address), asked.popleft().size
         if error:
             raise OSError(error, os.strerror(error))
-        if found != size:
+        if count != size:
             raise BundleError("weights-invalid", f"{self._name}: the file ends too early")
         return True
 
@@ -125,8 +123,8 @@ class AsyncReads:
         """Returns when something can be taken, or after a tenth of a second."""
         first = [ctypes.addressof(asked[0]) for asked in self._asked if asked]
         if first:
-            limit = _Time(0, PATIENCE)
-            self._call.suspend((ctypes.c_void_p * len(first))(*first), len(first), ctypes.addressof(limit))
+            limit = (ctypes.c_long * 2)(0, PATIENCE)  # struct timespec
+            self._call.suspend((ctypes.c_void_p * len(first))(*first), len(first), limit)
 
     def close(self) -> None:
         """Returns when nothing is read any more; may be called twice."""
@@ -142,3 +140,51 @@ class AsyncReads:
         for file in self._files:
             os.close(file)
         self._files = []
+
+
+Reading = tuple[Slot, Sequence[Piece]]
+"""What a lane reads, and into which of its two slots: the other one travels.  On an H200's host twelve lanes of 4 MB sent 45 to 47
+GB/s; with three slots of 2 MB, two of them asked for, 42 to 45, since this thread has twice as much to do (a C program: 51)."""
+
+
+def send_by_lanes(
+    reads: AsyncReads,
+    groups: Sequence[Sequence[Piece]],
+    chunk: int,
+    send: Callable[[Slot, Sequence[Piece]], None],
+    cleanup: ExitStack,
+) -> Iterator[None]:
+    """Reads every group, of at most `chunk` bytes, and hands it to `send`; yields behind each.  The first slots are read into while
+    the others are pinned.  At the end all has been sent, and `cleanup` waits until it is there.  Raises as `reads` does,
+    driver-failed."""
+    lanes, left, query = range(reads.lanes), iter(groups), cu.held("cuStreamQuery")
+    width = -(-chunk * reads.lanes // HUGE) * HUGE  # what is pinned at a time shares no page with the next
+    memory = staging(width * 2, cleanup, pages=True)
+    cleanup.callback(reads.close)  # before the memory goes
+
+    def pinned(row: int) -> list[Slot]:
+        half = memory[row * width :][:width]
+        pin(half, cleanup)
+        return [new_slot(half[lane * chunk :][:chunk], cleanup) for lane in lanes]
+
+    def ask(lane: int, into: Slot) -> Reading | None:
+        if (group := next(left, None)) is None:
+            return None
+        reads.begin(lane, into.address, *place(group))
+        return into, group
+
+    reading = [ask(lane, slot) for lane, slot in enumerate(pinned(0))]
+    others = pinned(1)
+    while any(reading):
+        sent = False
+        for lane in lanes:
+            if (read := reading[lane]) is None or not reads.take(lane):
+                continue
+            send(*read)
+            free, others[lane] = others[lane], read[0]
+            if query(free.stream):
+                check("cuStreamSynchronize", cu.cuStreamSynchronize(free.stream), "weights")
+            reading[lane], sent = ask(lane, free), True
+            yield
+        if not sent:
+            reads.wait()
