@@ -14,7 +14,7 @@ from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.exam import inputs_of
 from cgbundle.format.file_names import EXAM
 from cgbundle.format.safetensors import Mapped
-from cgbundle.gpu import host_copies
+from cgbundle.gpu import threaded_copies as host_copies
 from tests.helpers.places import GOLDEN
 
 torch = pytest.importorskip("torch")

@@ -20,16 +20,17 @@ from ..cuda.background import Background
 from ..cuda.driver import Context, Relaxed, cu
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
+from ..errors import CallError
 from ..format.archive import Archive
 from ..format.entries import each_entry
 from ..format.schema import KERNEL_CODE
 from ..format.spans import span
+from ..tensors.library import caller_captures
 from ..validate.state import STATE
 from ..weights.host import InitialState
-from . import calls
-from .binding import DeviceOutputs, Executors, HostOutputs, static_buffers
-from .host_copies import HostCopies
-from .programs import Programs
+from .fast_path import fast_path
+from .outputs import DeviceOutputs, HostCopies, HostOutputs
+from .programs import Executors, Programs, static_buffers
 from .shared import Shared
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ class CudaBackend:
                 self._open(self._cleanup, alone=alone)
                 self._programs.bind(range(now))
                 if now == count:
-                    self._programs.bind_chained()
+                    self._programs.bind_donated()
                 shared.settle()  # and zeroed memories and state
                 driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self.order.default))
             undo.pop_all()
@@ -135,7 +136,7 @@ class CudaBackend:
         self._copies = HostCopies(context, cleanup)
         with shared.lock:
             modules = shared.modules(self._memories, cleanup)
-        self._executors = Executors(shared, modules, self._memories.bases, stream)
+        self._executors = Executors()
         cleanup.callback(self._executors.close)
         self.host: HostSteps | None = None
         if hosted:
@@ -147,8 +148,8 @@ class CudaBackend:
             self._memories.poison(shared.poison, stream)
         cleanup.callback(self.order.wait)
         late = self._lazy is not None
-        self._programs = Programs(shared, self._memories, self._executors, self.host, self.order, self.copy_out, late=late)
-        self._bound, self._results = self._programs.ready, self._programs.results
+        self._programs = Programs(shared, self._memories, modules, self._executors, self.host, self.order, self.copy_out, late=late)
+        self._bound = self._programs.ready
         cleanup.callback(self._programs.clear)
 
     # --- running ----------------------------------------------------------------------------------------------
@@ -190,32 +191,29 @@ class CudaBackend:
         """Replays, and copies back to the caller's memory the inputs that the model writes to, in the order of the stream.  Inputs
         of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for.  Those that are outputs of the
         entries that `chains` name are read where they lie."""
-        if device is None:
-            calls.refuse_host_inputs()
-            bound = self._bound.get(program) or self._programs.first_used(program, stream)
-            return calls.run_from_host(bound, addresses, self.order, self._copies, stream)
+        if device is None and caller_captures():
+            text = "inputs on the CPU cannot become part of the CUDA graph that is being captured"
+            raise CallError("capture-refused", text, "pass tensors of the GPU")
         bound = self._bound.get(program) or self._programs.first_used(program, stream)
-        if bound.chained:
-            bound = self._programs.chained(program, bound, addresses, stream)
+        if device is None:
+            return bound.replay_from_host(addresses, self._copies, stream, captured=self.order.captured)
+        if bound.donated:
+            bound = self._programs.over_donated(program, bound, addresses, stream)
         if self.order.captured:
-            calls.join(bound, addresses, stream)
+            bound.join(addresses, stream)
         else:
-            for address, place in zip(addresses, bound.inputs):  # noqa: B905  as many: asked at every call it costs 0.1 us
-                if address != place.at:
-                    place.take(address, stream)
-            for step in bound.steps:
-                step(stream)
+            bound.replay(addresses, stream)
         for index, source, size in bound.written:
             if addresses[index] != source:
                 memory.copy(addresses[index], source, size, stream)
-        return self._results[program]
+        return bound.results
 
     def fast_path(self, program: int, caller: Caller) -> Callable[..., Any] | None:
         """`begin`, `run` and `end` in one piece, for a program of one recording and callers on the stream of the call before."""
         bound = self._bound.get(program)
-        if bound is None or bound.chained or bound.written or len(bound.steps) != 1 or self._programs.watched:
+        if bound is None or bound.donated or bound.written or len(bound.steps) != 1 or self._programs.watched:
             return None
-        return calls.in_one_piece(self._lock, self._forks, bound, self.order, self._context, caller)
+        return fast_path(self._lock, self._forks, bound, self.order, self._context, caller)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes of the GPU's, in the order of the stream."""
@@ -243,9 +241,9 @@ class CudaBackend:
         where other calls leave them, which `lazy` put off, are built."""
         if self._shared.hosted is not None:
             self._shared.hosted.populate()
-        if self._lazy and self._shared.chained:
+        if self._lazy and self._shared.donated:
             with self.turn, self._context, Relaxed():
-                self._programs.bind_chained()
+                self._programs.bind_donated()
         if self._background is not None:
             self._background.stop()
             for _ in self._rest():
@@ -381,7 +379,7 @@ class CudaBackend:
 
     def _rest(self) -> Iterator[None]:
         """Binds what is not bound yet, a program at a step; calls come between them.  Ends when this is closed."""
-        for number, elsewhere in self._programs.wanted():
+        for number, elsewhere in self._programs.unbound():
             with self.gate:
                 if self.closed:
                     return

@@ -6,7 +6,6 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from typing import TYPE_CHECKING
 
 from ..cpu.processor import check_features
 from ..cuda.driver import Context, Relaxed, check_device, check_driver
@@ -22,9 +21,6 @@ from ..weights.host import HostWeights, InitialState
 from ..weights.reads import Piece
 from ..weights.upload import Upload, listed
 
-if TYPE_CHECKING:
-    pass
-
 
 class Shared:
     """A bundle on GPU number `device`; `context`, `mode`, `poison`, `threads` and `peer` as for `CudaBackend`, as is what it
@@ -33,8 +29,8 @@ class Shared:
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`, whoever changes the weights, or makes a session over them, `updating`.  `hosted`:
     where the weights lie that host regions read, None where there are none.  `programs` are those of all entries, `entries` the
-    manifests of their entries, `shared_files` the recordings that several of their steps are, and `chained` where inputs of theirs
-    may lie: see `chained_places`.
+    manifests of their entries, `shared_files` the recordings that several of their steps are, and `donated` where inputs of theirs
+    may lie: see `donated_places`.
     """
 
     def __init__(
@@ -48,7 +44,7 @@ class Shared:
         self.programs = [program for each in each_entry(manifest) for program in each.programs]
         files = Counter(step.file for program in self.programs for step in program.steps if step.file)
         self.shared_files = {file for file, times in files.items() if times > 1}
-        self.chained = chained_places(each_entry(manifest)) if manifest.chains else {}
+        self.donated = donated_places(each_entry(manifest)) if manifest.chains else {}
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self.updating, self.updated = threading.RLock(), False
         self._shares = 1
@@ -127,7 +123,7 @@ def _host_weights(bundle: Archive) -> HostWeights:
     return HostWeights(bundle.mapped(FILE))
 
 
-def chained_places(each: Sequence[Manifest]) -> dict[int, dict[int, dict[int, int]]]:
+def donated_places(each: Sequence[Manifest]) -> dict[int, dict[int, dict[int, int]]]:
     """By program and position of an input: where outputs of other entries lie that it may be, as the program that makes one by
     offset in memory arena.  `each`: a manifest for every entry.
 

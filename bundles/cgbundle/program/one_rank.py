@@ -12,7 +12,7 @@ from ..cuda.driver import Context, check, check_device, cu
 from ..errors import CallError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
-from ..gpu.binding import DeviceOutputs, HostOutputs
+from ..gpu.outputs import DeviceOutputs, HostOutputs
 from ..tensors.library import caller_captures
 from .exchanging import SECOND, ExchangingBackend, check_room
 from .peer_memory import begin_part, create_part, export_part, import_part, map_part, reserve

@@ -15,7 +15,7 @@ from ..cuda.libcuda import EVENT_DISABLE_TIMING, PEER_ENABLED_BEFORE
 from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
-from ..gpu.binding import DeviceOutputs, HostOutputs
+from ..gpu.outputs import DeviceOutputs, HostOutputs
 from ..tensors.library import caller_captures
 from .exchanging import SECOND, ExchangingBackend, check_room, refused
 from .peer_memory import begin_part, create_part, map_part, reserve, within

@@ -16,11 +16,9 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import driver, graph_executor, memory, modules, output_copies, stream_executor
-from cgbundle.cuda import stream_order as order
+from cgbundle.cuda import driver, graph_executor, memory, modules, stream_executor, stream_order
 from cgbundle.cuda.libcuda import Driver, Memcpy3D, answers
-from cgbundle.gpu import backend, binding, calls, host_copies, update
-from cgbundle.gpu import host_steps as hoststeps
+from cgbundle.gpu import backend, fast_path, host_steps, programs, step_times, threaded_copies, update
 from cgbundle.program import exchanging, one_rank, peer_memory, ranks
 from cgbundle.tables.table import SET_CONDITION
 from cgbundle.weights import lanes, upload
@@ -37,27 +35,10 @@ FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
     """Puts a driver under the backend."""
-    for module in (
-        backend,
-        driver,
-        graph_executor,
-        output_copies,
-        host_copies,
-        stream_executor,
-        hoststeps,
-        memory,
-        modules,
-        order,
-        binding,
-        calls,
-        upload,
-        lanes,
-        update,
-        ranks,
-        one_rank,
-        exchanging,
-        peer_memory,
-    ):
+    of_cuda = (driver, graph_executor, memory, modules, stream_executor, stream_order, lanes, upload)
+    of_gpu = (backend, fast_path, host_steps, programs, step_times, threaded_copies, update)
+    of_ranks = (ranks, one_rank, exchanging, peer_memory)
+    for module in (*of_cuda, *of_gpu, *of_ranks):
         monkeypatch.setattr(module, "cu", fake)
 
 

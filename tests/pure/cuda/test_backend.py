@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from cgbundle.call.profile import Profile, step_names
-from cgbundle.cuda import driver, launches, libcuda, memory, stream_order
+from cgbundle.cuda import driver, launches, libcuda, memory
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.format.spans import HOST_ONLY
-from cgbundle.gpu import shared
+from cgbundle.gpu import shared, step_times
 from cgbundle.loader import MODES
 from cgbundle.tables.table import Table
 from cgbundle.validate import contents, recordings
@@ -135,7 +135,7 @@ def test_steps_are_timed_by_events_while_a_profile_watches(fake: FakeDriver, bun
 
 
 def test_a_long_profile_keeps_few_events(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_order, "PENDING", 3)
+    monkeypatch.setattr(step_times, "PENDING", 3)
     backend = opened(*bundle)
     given = inputs(KEYS[0])
     before = len(fake.live)

@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 
 from cgbundle.format.schema import Manifest
-from cgbundle.gpu import calls
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import state
 from cgbundle.tensors import library as detection
@@ -148,7 +147,7 @@ def test_inputs_of_the_cpu_and_state_are_refused(
 ) -> None:  # fmt: skip
     made = state_bundles.write(tmp_path / "tiny.cgb"), tmp_path / "tiny.cgb"
     with opened(made) as program:
-        for module in (calls, state):
+        for module in (backend_module, state):
             monkeypatch.setattr(module, "caller_captures", lambda: True)
         before = len(fake.calls)
         with raises("capture-refused", match="inputs on the CPU cannot become part of the CUDA graph that is being captured"):

@@ -17,7 +17,7 @@ from cgbundle.exam import replay_chained
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu import shared
 from cgbundle.gpu.backend import CudaBackend
-from cgbundle.gpu.binding import with_inputs_at
+from cgbundle.gpu.programs import with_inputs_at
 from cgbundle.loader import MODES
 from cgbundle.program import Program
 from cgbundle.tensors.tensor import Tensor

@@ -17,7 +17,7 @@ from cgbundle.cuda import graph_executor
 from cgbundle.errors import CgbundleError
 from cgbundle.format.archive import describe_files
 from cgbundle.format.schema import Alias, Manifest
-from cgbundle.gpu import binding
+from cgbundle.gpu import programs as binding
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.tables.recording import MemcpyNode
 from cgcompile.bundle import recordings as tables

@@ -69,7 +69,7 @@ class Caller:
     def finish(self, stream: Any) -> list[Any]:
         """What the library does where the launch copies nothing."""
         copies = [ctypes.create_string_buffer(4 * N) for _ in range(self.outputs)]
-        for each, address in zip(copies, self.backend._programs.ready[0].outputs, strict=True):
+        for each, address in zip(copies, self.backend._programs.ready[0].results.addresses, strict=True):
             self.backend.copy(ctypes.addressof(each), address, 4 * N, stream)
         return copies
 

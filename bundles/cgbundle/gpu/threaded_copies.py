@@ -18,9 +18,6 @@ from ..cuda.libcuda import EVENT_DISABLE_TIMING, MEMORY_TYPE_HOST, POINTER_MEMOR
 from ..cuda.memory import pin, staging
 from ..errors import CgbundleError
 
-LARGE = 16 << 20
-"""Bytes from which on threads are started: of 13 MB they were no faster than the driver, of 100 MB twice as fast."""
-
 CHUNK = 2 << 20
 """Bytes that a thread copies at a time."""
 
@@ -50,7 +47,7 @@ class _Part(NamedTuple):
             yield self.slots[turn % TURNS], at, size
 
 
-class HostCopies:
+class ThreadedCopies:
     """The copies of a session, whose calls make them one after the other: what is large and not pinned by threads.
 
     `cleanup`, with the context current, gives back the pinned memory, which is there from the first large copy on.  Raises
@@ -63,7 +60,7 @@ class HostCopies:
 
     def to_device(self, target: int, source: int, size: int, stream: Any) -> None:
         """In the order of the stream, as `memory.copy`: pageable memory has been read when this returns."""
-        if size < LARGE or _is_pinned(source):
+        if _is_pinned(source):
             memory.copy(target, source, size, stream, source_on_device=False)
             return
 
@@ -78,7 +75,7 @@ class HostCopies:
 
     def to_host(self, target: int, source: int, size: int, stream: Any) -> None:
         """In the order of the stream, as `memory.copy`: all is there when the stream has been synchronized."""
-        if size < LARGE or _is_pinned(target):
+        if _is_pinned(target):
             memory.copy(target, source, size, stream, target_on_device=False)
             return
 

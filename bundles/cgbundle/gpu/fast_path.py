@@ -1,4 +1,4 @@
-"""Calls of a bound program: from memory of the CPU, inside a caller's capture, and in one piece where nothing stands between."""
+"""The fast path of a program of one step: the backend's part of a call in one piece."""
 
 from __future__ import annotations
 
@@ -7,55 +7,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..call.forks import FORKS, forked
 from ..call.locks import ExclusiveLock, closed
-from ..cuda import memory
 from ..cuda.driver import Context, check, cu
 from ..cuda.stream_order import StreamOrder
-from ..errors import CallError
-from ..tensors.library import caller_captures
-from .binding import BoundProgram, HostOutputs
-from .host_copies import HostCopies
+from .programs import BoundProgram
 
 if TYPE_CHECKING:
     from ..call.backend import Caller
-
-
-def join(bound: BoundProgram, addresses: Sequence[int], stream: Any) -> None:
-    """What a call adds to a caller's capture, which outlasts the caller's tensors: the inputs are copied."""
-    for address, place in zip(addresses, bound.inputs, strict=True):
-        if address != place.target:
-            memory.copy(place.target, address, place.size, stream)
-    for step in bound.joins:
-        step(stream)
-
-
-def run_from_host(
-    bound: BoundProgram, addresses: Sequence[int], order: StreamOrder, copies: HostCopies, stream: Any
-) -> HostOutputs:
-    """Replays on inputs of the CPU: they are copied to the GPU, the outputs back, and all copies waited for."""
-    for address, place in zip(addresses, bound.inputs, strict=True):
-        place.restore()
-        copies.to_device(place.target, address, place.size, stream)
-    for step in bound.joins if order.captured else bound.steps:
-        step(stream)
-    results = HostOutputs(bound.sizes)
-    for target, source, size in zip(results.addresses, bound.outputs, bound.sizes, strict=True):
-        copies.to_host(target, source, size, stream)
-    check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
-    if bound.written:
-        for index, source, size in bound.written:
-            copies.to_host(addresses[index], source, size, stream)
-        check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
-    return results
-
-
-def refuse_host_inputs() -> None:
-    """Raises capture-refused inside a caller's capture, which inputs of the CPU cannot become part of."""
-    if caller_captures():
-        raise CallError(
-            "capture-refused",
-            "inputs on the CPU cannot become part of the CUDA graph that is being captured",
-            "pass tensors of the GPU",
-        )
 
 
 def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:
@@ -76,10 +33,10 @@ def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:
     return with_copies
 
 
-def in_one_piece(
+def fast_path(
     lock: ExclusiveLock, forks: int, bound: BoundProgram, order: StreamOrder, context: Context, caller: Caller
 ) -> Callable[[list[int], Sequence[Any]], Any]:
-    """`Backend.direct` for a program of one step, which writes to no input, of the session of `lock`.
+    """`Backend.fast_path` for a program of one step, which writes to no input, of the session of `lock`.
 
     `forks`: the number of `FORKS` when it was loaded.  Every microsecond of such a call is measured: it takes a `Turn` apart.
     """
@@ -135,7 +92,7 @@ def in_one_piece(
             for count in counts:
                 count.number += 1
             if order.captured:
-                join(bound, addresses, handle)
+                bound.join(addresses, handle)
                 return finish(handle)
             place_all(addresses, handle)
             return run(handle)
