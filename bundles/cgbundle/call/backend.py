@@ -4,28 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from ..weights.contents import Contents, OpenFile
     from .profile import Profile
-
-Fresh = Callable[[], "tuple[Any, Sequence[int]] | None"]
-"""Makes what copies of outputs go to: what a call gives, and the address of each, of as many bytes.  None where there is no such
-memory."""
-
-
-class Caller(NamedTuple):
-    """What a backend needs to know of who makes direct calls of a program.
-
-    `stream`: the current one of a device.  `counts`: the `number` of each is one more with every call.  `finish` gives the outputs
-    of a replay in the order of a stream.  `fresh`: where a replay copies the outputs itself, a call gives what this makes.
-    """
-
-    stream: Callable[[int], int | None]
-    counts: Sequence[Any]
-    finish: Callable[[Any], Any]
-    fresh: Fresh | None
 
 
 class Results(Protocol):
@@ -84,9 +67,9 @@ class Backend(Protocol):
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> Results:
         """Replays a program on inputs at `addresses` of `device`, laid out as its values say; the outputs lie there too."""
 
-    def fast_path(self, program: int, caller: Caller) -> Callable[..., Any] | None:
-        """(addresses on the device, views) -> what the call gives: `begin` on the caller's stream, a look at each view's `tensor`,
-        the counts, `run`, `finish` and `end` in one piece.  None where there is none such."""
+    def fast_path(self, program: int, caller: Any) -> Callable[..., Any] | None:
+        """For a `fast_path.Caller`, (addresses on the device, views) -> what the call gives: `begin` on the caller's stream, a look
+        at each view's `tensor`, the counts, `run`, `finish` and `end` in one piece.  None where there is none such."""
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes from one place on the device to another, in the order of the stream."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..format.schema import DTYPES, TensorSpec
 from ..tensors.library import Descriptor, Guard, Library
-from .backend import Caller, Fresh
 from .locks import during
 from .outputs import View
 from .session import Epoch
@@ -28,6 +27,24 @@ LIKE = 8
 
 Replay = Callable[[list[int], Sequence[View]], list[Any]]
 """(addresses of the inputs, views among the inputs) -> outputs."""
+
+
+Fresh = Callable[[], "tuple[Any, Sequence[int]] | None"]
+"""Makes what copies of outputs go to: what a call gives, and the address of each, of as many bytes.  None where there is no such
+memory."""
+
+
+class Caller(NamedTuple):
+    """What a backend needs to know of who makes fast calls of a program.
+
+    `stream`: the current one of a device.  `counts`: the `number` of each is one more with every call.  `finish` gives the outputs
+    of a replay in the order of a stream.  `fresh`: where a replay copies the outputs itself, a call gives what this makes.
+    """
+
+    stream: Callable[[int], int | None]
+    counts: Sequence[Any]
+    finish: Callable[[Any], Any]
+    fresh: Fresh | None
 
 
 class Known(NamedTuple):

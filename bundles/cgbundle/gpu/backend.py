@@ -27,7 +27,6 @@ from ..format.schema import KERNEL_CODE
 from ..format.spans import span
 from ..tensors.library import caller_captures
 from ..validate.state import STATE
-from ..weights.host import InitialState
 from .fast_path import fast_path
 from .outputs import DeviceOutputs, HostCopies, HostOutputs
 from .programs import Executors, Programs, static_buffers
@@ -36,7 +35,7 @@ from .shared import Shared
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ..call.backend import Caller
+    from ..call.fast_path import Caller
     from ..call.profile import Profile
     from ..weights.contents import Contents, OpenFile
     from .host_steps import HostSteps
@@ -132,7 +131,7 @@ class CudaBackend:
         self.order = StreamOrder(stream, cleanup, HOSTED if hosted else SIZED if sized else "")
         own = {name: size for name, size in shared.sizes.items() if name not in SHARED}
         self._memories = Memories(own, {WEIGHTS: shared.base, PEER: shared.peer}, cleanup, stream)
-        fill_state(self._memories, shared.initial, stream)
+        self._fill_state(stream)
         self._copies = HostCopies(context, cleanup)
         with shared.lock:
             modules = shared.modules(self._memories, cleanup)
@@ -329,10 +328,10 @@ class CudaBackend:
         return buffer.raw[:size]
 
     def reset(self, stream: Any) -> None:
-        for row in self._shared.initial.rows:
+        for row in () if self._shared.initial is None else self._shared.initial.rows:
             if not row.source:
                 memory.fill(self._memories.address(STATE, row.offset), row.size, 0, stream)
-        fill_state(self._memories, self._shared.initial, stream)
+        self._fill_state(stream)
 
     def close(self) -> None:
         """Waits for what runs and gives back what is the session's own, and with the last session the rest, but Outputs not freed
@@ -363,6 +362,13 @@ class CudaBackend:
         with self._context, Relaxed(), self._cleanup:
             pass
 
+    def _fill_state(self, stream: Any) -> None:
+        """Puts the initial contents that are no zeros into memory state, in the order of the stream."""
+        for row in () if self._shared.initial is None else self._shared.initial.rows:
+            if row.source:
+                place = self._memories.address(STATE, row.offset)
+                memory.copy(place, row.source, row.size, stream, source_on_device=False)
+
     def _check_fork(self) -> None:
         """Before any lock is waited for: who held it when the process was forked never lets it go."""
         if self._forks != FORKS.number:
@@ -386,10 +392,3 @@ class CudaBackend:
                 with self._context, Relaxed():
                     self._programs.bind_one(number, elsewhere)
             yield
-
-
-def fill_state(memories: Memories, initial: InitialState, stream: Any) -> None:
-    """Puts the initial contents that are no zeros into memory state, in the order of the stream."""
-    for row in initial.rows:
-        if row.source:
-            memory.copy(memories.address(STATE, row.offset), row.source, row.size, stream, source_on_device=False)

@@ -12,7 +12,7 @@ from ..cuda.stream_order import StreamOrder
 from .programs import BoundProgram
 
 if TYPE_CHECKING:
-    from ..call.backend import Caller
+    from ..call.fast_path import Caller
 
 
 def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:

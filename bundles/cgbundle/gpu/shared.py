@@ -6,8 +6,8 @@ import threading
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
+from typing import TYPE_CHECKING
 
-from ..cpu.processor import check_features
 from ..cuda.driver import Context, Relaxed, check_device, check_driver
 from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from ..cuda.modules import Modules, states
@@ -17,9 +17,12 @@ from ..format.file_names import KERNELS
 from ..format.file_names import WEIGHTS as FILE
 from ..format.schema import Manifest
 from ..format.spans import span
-from ..weights.host import HostWeights, InitialState
+from ..validate.state import STATE
 from ..weights.reads import Piece
 from ..weights.upload import Upload, listed
+
+if TYPE_CHECKING:
+    from ..weights.host import HostWeights, InitialState
 
 
 class Shared:
@@ -52,10 +55,17 @@ class Shared:
         with ExitStack() as undo:
             if context is not None:
                 undo.callback(context.release)
-            check_features(manifest.target.features)
+            if manifest.target.features:
+                from ..cpu.processor import check_features  # of host regions
+
+                check_features(manifest.target.features)
             pieces = listed(bundle)
             self.sizes = dict(manifest.memories)
-            self.initial = InitialState(bundle)
+            self.initial: InitialState | None = None
+            if self.sizes.get(STATE):
+                from ..weights.host import InitialState  # few models keep state
+
+                self.initial = InitialState(bundle)
             constants = any(region.kind == "host" and region.constants for region in manifest.regions)
             self.hosted = _host_weights(bundle) if constants else None
             check_driver(manifest.target)
@@ -119,6 +129,7 @@ class Shared:
 
 
 def _host_weights(bundle: Archive) -> HostWeights:
+    from ..weights.host import HostWeights  # few bundles have host regions that read weights
 
     return HostWeights(bundle.mapped(FILE))
 

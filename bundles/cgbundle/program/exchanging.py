@@ -19,7 +19,7 @@ from ..tables.table import Table
 from .peer_memory import within
 
 if TYPE_CHECKING:
-    from ..call.backend import Caller
+    from ..call.fast_path import Caller
     from ..format.schema import World
     from ..weights.contents import Contents, OpenFile
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -15,13 +16,13 @@ from ..call.session import Session
 from ..errors import EntryMissing
 from ..format.entries import FORWARD, each_entry, missing_attribute, missing_entry
 from ..format.schema import KERNEL_CODE, Manifest
-from .state import State
 
 if TYPE_CHECKING:
     from ..call.backend import Backend
     from ..call.profile import Profile
     from ..format.open_files import KeptFile
     from ..format.safetensors import Mapped
+    from .state import State
 
 
 PER_SESSION = ("state", "inputs", "arena", "host")
@@ -88,7 +89,6 @@ class Program(Entry):
             self._others[other.entry] = Entry(other, self._session, number, on_miss, outputs, cast)
             number += len(other.programs)
         self.memory = dict(manifest.memories)
-        self.state = State(manifest, backend)
         self._root: Program | None = None
         self._sessions = Sessions()
         self._finalizer = weakref.finalize(self._session, backend.close)
@@ -99,6 +99,13 @@ class Program(Entry):
             except BaseException:
                 self.close()
                 raise
+
+    @cached_property
+    def state(self) -> State:
+        """What the model keeps from call to call, by name."""
+        from .state import State  # few models keep any
+
+        return State(self.manifest, self._backend)
 
     @property
     def entries(self) -> Mapping[str, Entry]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from cgbundle.format.schema import Manifest
+from cgbundle.gpu import backend as backend_module
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import state
 from cgbundle.tensors import library as detection

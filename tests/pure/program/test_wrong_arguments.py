@@ -119,7 +119,7 @@ def test_nothing_is_left_where_a_program_cannot_be_made(
     def failing(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("of a constructor")
 
-    monkeypatch.setattr("cgbundle.program.program.State", failing)
+    monkeypatch.setattr("cgbundle.program.program.Sessions", failing)
     with pytest.raises(RuntimeError, match="of a constructor"):
         cgbundle.load(path, replicas=replicas)  # type: ignore[call-overload]
     assert not fake.live and fake.retained == 0
