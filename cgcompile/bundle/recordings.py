@@ -1,29 +1,141 @@
-"""Recordings <-> bytes, exact inverses: bytes that `decode` accepts are what `encode` makes of the result."""
+"""Recordings, as both recorders produce them: their rows, and rows <-> bytes.
+
+`encode` and `decode` are exact inverses: bytes that `decode` accepts are what `encode` makes of the result.  The runtime
+reads the table of columns (cgbundle/tables/table.py) without making rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
-from itertools import count
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate, count
+from typing import Any
 
-from cgbundle.tables.column_file import Data, bounds, invalid, pack
-from cgbundle.tables.module_state import relocation_columns, symbol_columns
-from cgbundle.tables.recording import (
-    TYPES,
-    Address,
-    ConditionalNode,
-    Edge,
-    EmptyNode,
-    Function,
-    Handle,
-    KernelNode,
-    MemcpyNode,
-    MemsetNode,
-    Node,
-    Recording,
-    Relocation,
-)
+from cgbundle.format.schema import IntKey
+from cgbundle.tables.column_file import Data, Layout, check_counts, check_length, column_bytes, invalid
+from cgbundle.tables.module_state import STATES, Address, ModuleState, Relocation
 from cgbundle.tables.table import BRANCHING, CONDITIONAL, EMPTY, KERNEL, MEMCPY, MEMSET, RECORDING, Table
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Handle:
+    """The 8 bytes at `at` of a parameter block hold the handle of the recording's conditional node number `conditional`, counted
+    among its conditional nodes.  The driver gives it out when a graph is built, and it belongs to that graph."""
+
+    at: int
+    conditional: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Function:
+    """A kernel of an image: identified by the image's sha256 and the symbol, never by name alone.
+
+    `params` is (offset, size) of each parameter, as the driver reports them; `attributes` are CUfunction_attribute numbers and
+    values to set before use (dynamic shared memory, carve-out, non-portable cluster size).
+    """
+
+    image: str
+    symbol: str
+    params: tuple[tuple[int, int], ...]
+    attributes: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class KernelNode:
+    """A launch.  `block` is the whole parameter block, its undefined bytes and relocated words zeroed.  `undefined` lists
+    (offset, size) of bytes that no kernel reads; `attributes` are CUlaunchAttributeID numbers with up to three values.
+
+    One with `handles` is a launch of SET_CONDITION: see there.
+    """
+
+    function: int
+    grid: tuple[int, int, int]
+    threads: tuple[int, int, int]
+    shared: int
+    block: bytes
+    relocations: tuple[Relocation, ...]
+    undefined: tuple[tuple[int, int], ...]
+    attributes: tuple[tuple[int, tuple[int, int, int]], ...]
+    handles: tuple[Handle, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemsetNode:
+    """`width` elements of `element` bytes, `height` rows `pitch` bytes apart, set to `value`."""
+
+    target: Address
+    value: int
+    element: int
+    width: int
+    height: int
+    pitch: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class MemcpyNode:
+    """`width` bytes x `height` rows x `depth` slices, device to device; pitches in bytes, heights in rows."""
+
+    source: Address
+    target: Address
+    width: int
+    height: int
+    depth: int
+    source_pitch: int
+    source_height: int
+    target_pitch: int
+    target_height: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EmptyNode:
+    """A node that only orders others."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ConditionalNode:
+    """A branch or a loop of the device's own.  `type` "if": the first of the `bodies` runs where the condition is true, else the
+    second, if there is one.  "while": the only body runs as long as the condition is true, which is asked before each turn.
+    "switch": the body of that number runs, counted from 0; where there is none, nothing does.
+    `bodies` are positions in `Recording.bodies`.  Launches of SET_CONDITION, here and in the loop's body, set the condition."""
+
+    type: str
+    bodies: tuple[int, ...]
+
+
+Node = KernelNode | MemsetNode | MemcpyNode | EmptyNode | ConditionalNode
+
+TYPES = ("if", "while", "switch")
+"""Types of conditional nodes, as column `conditional_type` numbers them."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Edge:
+    """Node `source` before node `target`, with the driver's edge data (programmatic dependent launch lives there)."""
+
+    source: int
+    target: int
+    from_port: int
+    to_port: int
+    type: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recording:
+    """A graph region at one int_key.
+
+    `bodies` are the positions in `nodes` of the first node of each body of a conditional node: a body's nodes end where the next
+    one's begin, and those before the first body are the graph's own.  An edge joins nodes of one graph or body.
+    """
+
+    key: IntKey
+    functions: tuple[Function, ...]
+    nodes: tuple[Node, ...]
+    edges: tuple[Edge, ...]
+    bodies: tuple[int, ...] = ()
+
+
+# --- bytes ----------------------------------------------------------------------------------------------------------
 
 MEMSET_FIELDS = ("value", "element", "width", "height", "pitch")
 EXTENT_FIELDS = ("width", "height", "depth")
@@ -192,3 +304,74 @@ _READERS = (lambda table, row: EmptyNode(), _kernel, _memset, _memcpy, _conditio
 def _axes(name: str, sizes: Iterable[tuple[int, int, int]]) -> dict[str, list[int]]:
     rows = list(sizes)
     return {f"{name}_{axis}": [row[i] for row in rows] for i, axis in enumerate("xyz")}
+
+
+def encode_states(states: Sequence[ModuleState]) -> bytes:
+    """The bytes of `graphs/modules.bin`, in the order given.  Raises table-invalid where a field has no place in the format."""
+    relocations = [item for state in states for item in state.relocations]
+    contents = b"".join(state.contents for state in states)
+    columns = {
+        **symbol_columns(states),
+        "content_bounds": bounds(len(state.contents) for state in states),
+        "relocation_bounds": bounds(len(state.relocations) for state in states),
+        **relocation_columns(relocations),
+        "contents": contents,
+    }
+    sizes = len(states), len(relocations), len(columns["symbols"]), len(contents)
+    return pack(STATES, dict(zip(STATES.counts, sizes, strict=True)), columns)
+
+
+def symbol_columns(rows: Sequence[ModuleState | Function]) -> dict[str, Any]:
+    """The columns of symbols and their images, whose names both kinds of file share.  Raises table-invalid."""
+    try:
+        names = [row.symbol.encode() for row in rows]
+    except UnicodeEncodeError as error:
+        raise invalid(f"symbol {error.object[:80]!r}", "not UTF-8") from None
+    return {"symbol_bounds": bounds(map(len, names)), "symbols": b"".join(names), "image": b"".join(map(_image_bytes, rows))}
+
+
+def _image_bytes(row: ModuleState | Function) -> bytes:
+    try:
+        data = bytes.fromhex(row.image)
+    except ValueError:
+        data = b""
+    if len(data) != 32 or data.hex() != row.image:
+        raise invalid(f"image {row.image[:80]!r}", "expected a SHA-256 of 64 lower-case digits")
+    return data
+
+
+def relocation_columns(relocations: Sequence[Relocation]) -> dict[str, list[int]]:
+    """As `symbol_columns`, of relocations."""
+    return {
+        "relocation_at": [item.at for item in relocations],
+        "relocation_memory": [item.target.memory for item in relocations],
+        "relocation_offset": [item.target.offset for item in relocations],
+    }
+
+
+def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data | Iterable[int]]) -> bytes:
+    """The file.  Raises table-invalid where a number does not fit its column, and for a file beyond the limits."""
+    check_counts(counts, "table")
+    out = bytearray(layout.header)
+    for column in layout.columns:
+        content = contents[column.name]
+        if isinstance(content, (bytes, bytearray, memoryview)):
+            data = bytes(content)
+        else:
+            try:
+                data = array(column.format, content).tobytes()
+            except (OverflowError, TypeError) as error:
+                raise invalid(column.name, str(error)) from None
+        if len(data) != column_bytes(column, counts):
+            raise invalid(column.name, f"{len(data)} bytes, expected {column_bytes(column, counts)}")
+        out += data
+        out += bytes(-len(data) % 8)
+    check_length(len(out), "table")
+    words = array("Q", [layout.version, len(out), *(counts[name] for name in layout.counts)])
+    out[: layout.header] = layout.magic + words.tobytes()
+    return bytes(out)
+
+
+def bounds(lengths: Iterable[int]) -> list[int]:
+    """The column of bounds for rows of these lengths."""
+    return list(accumulate(lengths, initial=0))

@@ -15,7 +15,7 @@ from ..validate.elf import check_elf
 from .driver import check, cu
 
 if TYPE_CHECKING:
-    from ..tables.recording import ModuleState
+    from ..tables.module_state import ModuleState
 
 GROWING = (8, 14)
 """Function attributes of which the largest value serves all recordings: dynamic shared memory, non-portable cluster size."""

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 
 from cgbundle.format.entries import each_entry
-from cgbundle.tables.recording import ModuleState, Recording
+from cgbundle.tables.module_state import ModuleState
+from cgcompile.bundle.recordings import Recording
 
 from .bundle_files import BundleFiles, recording, table
 from .differences import Difference, Row, compare_rows, unique_names

@@ -25,8 +25,8 @@ from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import PROGRAM, WEIGHTS
 from cgbundle.format.schema import Alias, Dimension, Exam, Manifest, TensorSpec, Value, Weight
-from cgbundle.tables.recording import MemsetNode
 from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import MemsetNode
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, OUTPUT, STATE_AT, address, edge, launch, relocations
 from tests.helpers.bundles.tiny_bundle import POSITIONAL, bounds, proof

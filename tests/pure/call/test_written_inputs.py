@@ -19,10 +19,11 @@ from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.tables.recording import Address, MemsetNode
+from cgbundle.tables.module_state import Address
 from cgbundle.tensors.tensor import Tensor, _capsule_new, from_bytes
 from cgbundle.validate.bundle import check_manifest
 from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import MemsetNode
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, inputs

@@ -19,8 +19,8 @@ from typer.testing import CliRunner, Result
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Alias, DataSize, Dimension, FixedWeight, Lowering, Manifest, TensorSpec, Weight
 from cgbundle.format.spans import span
-from cgbundle.tables.recording import Edge, KernelNode, Recording
 from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Edge, KernelNode, Recording
 from cgcompile.pipeline.records import Built
 from cgcompile.targets.instruction_sets import LEVELS
 from cgcompile_cli import main, summary

@@ -18,7 +18,7 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.tables.recording import Address, ModuleState, Relocation
+from cgbundle.tables.module_state import Address, ModuleState, Relocation
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
