@@ -111,7 +111,8 @@ class Entry:
         if library is None:
             library = self._libraries[type(first)] = library_of(first)
         values, descriptors, casts = self._taken(library, tensors)
-        device = common_device(self.inputs, descriptors, self._backend.device) if descriptors else None
+        backend = self._backend
+        device = common_device(self.inputs, descriptors, backend.device) if descriptors else None
         shapes = tuple([descriptor[1] for descriptor in descriptors])
         plan = self._plans.get(shapes) or self._plan(shapes)
         for place in casts:  # behind the plan, which refuses what would fill the memory
@@ -121,13 +122,12 @@ class Entry:
         outputs, aliases, mutated = self._outputs, self._aliases, self._mutated
         shared = None if aliases is None else aliases.of_inputs(library, plan, tensors, values, descriptors)
         targets = None if mutated is None else mutated.targets(library, tensors, values, descriptors)
-        backend = self._backend
         try:
             with backend.turn:
                 stream = backend.begin(None if device is None else library.stream(device))
                 try:
-                    for view in views.values():
-                        view.tensor  # noqa: B018  raises stale-view where another thread's call came between
+                    if views:
+                        _bare(views.values())  # which raises stale-view where another thread's call came between
                     outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
                     if outputs.own is not None:
                         outputs.own.number += 1
@@ -154,17 +154,17 @@ class Entry:
         """(the inputs as the library's tensors, their descriptors, the positions of those that are to be cast)."""
         values: list[Any] = []
         descriptors: list[Descriptor] = []
-        casts = []
-        for place, (tensor, spec) in enumerate(zip(tensors, self.inputs, strict=True)):
+        casts, take = [], library.take
+        for tensor, spec in zip(tensors, self.inputs, strict=True):
             try:
-                value, descriptor = library.take(tensor, spec.name)
+                value, descriptor = take(tensor, spec.name)
             except CallError as error:
                 from ..tensors.input_errors import unreadable  # only where a call has failed
 
                 raise unreadable(error, spec, tensor) from None
             if descriptor[2] != spec.dtype:
-                self._check_cast(place, descriptor)
-                casts.append(place)
+                self._check_cast(len(values), descriptor)
+                casts.append(len(values))
             values.append(value)
             descriptors.append(descriptor)
         return values, descriptors, casts

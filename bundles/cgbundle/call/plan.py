@@ -124,7 +124,11 @@ def where_declared(manifest: Manifest, dimension: str) -> str:
 def common_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], own: int | None) -> int | None:
     """Where all inputs lie: on the CPU (None), or on CUDA device `own`, which is the program's.  Raises input-device."""
     device = descriptors[0][4]
-    if device not in (None, own) or any([descriptor[4] != device for descriptor in descriptors]):
+    alike = device is None or device == own
+    for descriptor in descriptors:
+        if descriptor[4] != device:
+            alike = False
+    if not alike:
         from ..tensors.input_errors import wrong_device  # only where a call has failed
 
         raise wrong_device(inputs, descriptors, own)

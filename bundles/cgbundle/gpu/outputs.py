@@ -41,10 +41,7 @@ class HostOutputs:
     static = False
 
     def __init__(self, sizes: Sequence[int]) -> None:
-        types = [ctypes.c_char * max(1, size) for size in sizes]
-        self._memory = [
-            room() if size < LARGE else room.from_buffer(memory.huge_pages(size)) for room, size in zip(types, sizes, strict=True)
-        ]
+        self._memory = [_room(size) for size in sizes]
         self.addresses: Sequence[int] = [ctypes.addressof(room) for room in self._memory]
 
     def own(self, index: int) -> object:
@@ -53,6 +50,11 @@ class HostOutputs:
 
     def release(self) -> None:
         """Nothing: the memory goes with this object."""
+
+
+def _room(size: int) -> ctypes.Array[ctypes.c_char]:
+    room = ctypes.c_char * max(1, size)
+    return room() if size < LARGE else room.from_buffer(memory.huge_pages(size))
 
 
 class HostCopies:
