@@ -321,7 +321,7 @@ def _check_once(bundle: Archive, level: str, key: Keys | None) -> None:
 
 
 def _check_threads(manifest: Manifest, threads: int) -> None:
-    from .cpu.threads import check_number  # few programs are given a number
+    from .cpu.machine import check_number  # few programs are given a number
 
     check_number(threads)
     if not any(region.kind == "host" for region in manifest.regions):

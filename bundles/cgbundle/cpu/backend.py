@@ -23,10 +23,8 @@ from ..validate.state import STATE
 from ..weights.host import HostWeights, InitialState, anonymous
 from . import libtorch
 from .host_region import INSTANCES, HostRegion, layout_of, open_region
-from .output_layouts import OutputLayouts
-from .processor import HINT, check_features
-from .quota import memory_of_quota
-from .region_outputs import RegionOutputs
+from .machine import HINT, check_features, memory_of_quota
+from .region_outputs import OutputLayouts, RegionOutputs
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -16,10 +16,9 @@ from ..format.schema import Region, Value, Weight
 from ..format.spans import span
 from ..validate.state import STATE
 from ..weights.host import HostWeights
-from .libtorch import LibTorch, numbers
+from .libtorch import LibTorch, load_shared_object, numbers
 from .libtorch import built_with as version_of
 from .region_outputs import handles_type
-from .shared_object import load_shared_object
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""

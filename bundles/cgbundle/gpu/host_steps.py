@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
-from ..cpu.output_layouts import Found, check_layout
-from ..cpu.region_outputs import RegionOutputs
+from ..cpu.region_outputs import Found, RegionOutputs, check_layout
 from ..cuda.driver import check, cu
 from ..cuda.memory import Memories
 from ..format.archive import Archive

@@ -56,7 +56,7 @@ class Shared:
             if context is not None:
                 undo.callback(context.release)
             if manifest.target.features:
-                from ..cpu.processor import check_features  # of host regions
+                from ..cpu.machine import check_features  # of host regions
 
                 check_features(manifest.target.features)
             pieces = listed(bundle)

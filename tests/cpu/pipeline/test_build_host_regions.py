@@ -21,7 +21,7 @@ from tests.helpers.uncompiled import uncompiled
 pytest.importorskip("triton")
 
 import cgcompile
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Dimension, IntKey, Manifest, Program, Proof
 from cgbundle.format.spans import HOST_ONLY
