@@ -61,10 +61,10 @@ def rebase(seen: AliasLayout, steps: Sequence[int]) -> tuple[int, list[int]] | N
     axes = sorted([axis for axis, size in enumerate(base.shape) if size > 1], key=lambda axis: -base.strides[axis])
 
     def coordinates(elements: int) -> dict[int, int]:
-        found = {}
+        places = {}
         for axis in axes:
-            found[axis], elements = divmod(elements, base.strides[axis])
-        return found
+            places[axis], elements = divmod(elements, base.strides[axis])
+        return places
 
     begin = coordinates(seen.offset // item)
     moves = [coordinates(stride if size > 1 else 0) for size, stride in zip(value.shape, value.strides, strict=True)]
@@ -103,19 +103,19 @@ class OutputAliases:
 
         Raises input-layout, before anything runs, for an input of which an output is a part.
         """
-        made = {alias.output: tensors[alias.index] for alias in self._wholes}
+        shared = {alias.output: tensors[alias.index] for alias in self._wholes}
         if not plan.exact:
-            return made
+            return shared
         layouts = self._layouts[plan.parts[0].program]
         for alias in self._partial:
             tensor, value, seen = tensors[alias.index], values[alias.index], layouts[alias.output]
             if seen.whole:
-                made[alias.output] = tensor
+                shared[alias.output] = tensor
                 continue
             # of a lazy conjugate or negative of torch a copy was taken
-            own = library.name != "torch" or tensor.data_ptr() == descriptors[alias.index][0]
+            in_place = library.name != "torch" or tensor.data_ptr() == descriptors[alias.index][0]
             item = DTYPES[seen.value.dtype]
-            there = rebase(seen, library.byte_strides(value)) if own else None
+            there = rebase(seen, library.byte_strides(value)) if in_place else None
             if there is None or any(step % item for step in there[1]):
                 name, output = self._inputs[alias.index].name, self._outputs[alias.output].name
                 raise CallError(
@@ -124,24 +124,24 @@ class OutputAliases:
                 )
             strides = [step // item for step in there[1]]
             part = library.as_strided(value, seen.value.dtype, seen.value.shape, strides, there[0])
-            made[alias.output] = part if self._views else library.converted(part, tensors[0])
-        return made
+            shared[alias.output] = part if self._views else library.converted(part, tensors[0])
+        return shared
 
-    def wrap(self, call: tuple[Library, int | None, Any], program: int, made: list[Any], addresses: Sequence[int]) -> list[Any]:
+    def wrap(self, call: tuple[Library, int | None, Any], program: int, values: list[Any], addresses: Sequence[int]) -> list[Any]:
         """The outputs of a replay; on the cpu target those that are aliases are taken from what they share memory with."""
         library, _, stream = call
         backend, layouts = self._backend, self._layouts[program]
         if backend.device is not None:
-            return made
+            return values
         for alias in self._kept:
-            made[alias.output] = _over(
+            values[alias.output] = _over(
                 library, layouts[alias.output], backend.address(alias.index, stream), (backend.owner, stream)
             )
         for alias in self._given:
-            made[alias.output] = _over(library, layouts[alias.output], addresses[alias.index], None)
+            values[alias.output] = _over(library, layouts[alias.output], addresses[alias.index], None)
         for alias in self._tied:
-            made[alias.output] = _part(library, layouts[alias.output], made[alias.index])
-        return made
+            values[alias.output] = _part(library, layouts[alias.output], values[alias.index])
+        return values
 
     def share(
         self,
@@ -155,23 +155,24 @@ class OutputAliases:
 
         `parts` as for `Outputs.replay`.  What `of_inputs` gives takes the place of these later.
         """
-        made, layouts = list(outputs), self._layouts[program]
+        values, layouts = list(outputs), self._layouts[program]
         bare = {alias.output for alias in (self._given if parts is None else self._wholes)}
         if device == self._backend.device:
             bare |= {alias.output for alias in self._kept}
         if not self._views:
             for index, value in self._bases[program].items():
-                flat = library.copy(library.as_strided(made[index], "uint8", (span(value),), (1,), 0))
-                made[index] = library.as_strided(flat, value.dtype, value.shape, value.strides, 0)
+                flat = library.copy(library.as_strided(values[index], "uint8", (span(value),), (1,), 0))
+                values[index] = library.as_strided(flat, value.dtype, value.shape, value.strides, 0)
             bare |= self._bases[program].keys() | {alias.output for alias in self._tied}
         for alias in self._tied:
-            made[alias.output] = _part(library, layouts[alias.output], made[alias.index])
+            values[alias.output] = _part(library, layouts[alias.output], values[alias.index])
         if parts is not None:
-            made = [value[taken] if taken else value for value, (taken, _) in zip(made, parts, strict=True)]
+            values = [value[taken] if taken else value for value, (taken, _) in zip(values, parts, strict=True)]
             if self._views and self._backend.device is None:
                 for alias in self._given:
-                    made[alias.output] = library.copy(made[alias.output])  # it lies in a padded input that is gone after the call
-        return made, bare
+                    # it lies in a padded input that is gone after the call
+                    values[alias.output] = library.copy(values[alias.output])
+        return values, bare
 
 
 def _over(library: Library, seen: AliasLayout, base: int, owner: object) -> Any:

@@ -50,7 +50,7 @@ def _part(value: Any, slices: tuple[slice, ...]) -> Any:
     if type(value) is View:
         return value.part(slices)
     part = value[slices]
-    if all(each == slice(None) for each in slices[1:]):
+    if all(part_of_axis == slice(None) for part_of_axis in slices[1:]):
         return part
     library = library_of(part)
     return library.copy(library.take(part, "")[0]) if library.name != "dlpack" or type(part) is Tensor else part

@@ -81,8 +81,8 @@ class Entry:
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
-        made = self.replay_whole(tensors)
-        return made if self._data_sizes is None else self._data_sizes.cut(made)
+        outputs = self.replay_whole(tensors)
+        return outputs if self._data_sizes is None else self._data_sizes.cut(outputs)
 
     def replay_whole(self, tensors: Sequence[Any]) -> list[Any]:
         """As `replay`; outputs whose sizes depend on data are as they were recorded, with zeros behind what counts."""
@@ -92,9 +92,9 @@ class Entry:
             if passed is not None:
                 return known.replay(passed[0], ())
             views = [tensor for tensor in tensors if type(tensor) is View] if self._views else []
-            found = self._known.find(_bare(tensors) if views else tensors)
-            if found is not None:
-                known, passed = found
+            match = self._known.find(_bare(tensors) if views else tensors)
+            if match is not None:
+                known, passed = match
                 return known.replay(passed[0], views)
         return self._replay(tensors)
 
@@ -267,8 +267,8 @@ class Entry:
     def _plan(self, shapes: tuple[Any, ...]) -> Plan:
         if len(self._plans) >= PLANS:
             self._plans.clear()
-        made = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
-        return made
+        fresh = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
+        return fresh
 
     def _remember(self, library: Library, plan: Plan, tensors: Sequence[Any], descriptors: Sequence[Descriptor]) -> None:
         """Makes the fast path of calls with inputs like these, where there is one."""

@@ -122,11 +122,11 @@ def _by_steps(backend: Backend, program: int, caller: Caller) -> Replay:
     device = backend.device
     assert device is not None  # where the inputs of a known call lie
 
-    def line(addresses: list[int], given: Sequence[View]) -> list[Any]:
-        return during(backend, caller.stream(device), lambda stream: replayed(addresses, given, stream))
+    def line(addresses: list[int], views: Sequence[View]) -> list[Any]:
+        return during(backend, caller.stream(device), lambda stream: replayed(addresses, views, stream))
 
-    def replayed(addresses: list[int], given: Sequence[View], stream: Any) -> list[Any]:
-        for view in given:
+    def replayed(addresses: list[int], views: Sequence[View], stream: Any) -> list[Any]:
+        for view in views:
             view.tensor  # noqa: B018  raises stale-view where another thread's call came between
         for count in caller.counts:
             count.number += 1  # from here on the outputs of the last replay may be overwritten

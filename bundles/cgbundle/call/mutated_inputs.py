@@ -116,7 +116,8 @@ def apart(one: Reach, other: Reach) -> bool:
 def shared(tensors: Sequence[Reach], written: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(a tensor that is written to, another) by position, for every such pair that may share memory."""
     marked, end = set(written), 0
-    order = sorted([index for index, each in enumerate(tensors) if each.end > each.start], key=lambda index: tensors[index].start)
+    filled = [index for index, tensor in enumerate(tensors) if tensor.end > tensor.start]
+    order = sorted(filled, key=lambda index: tensors[index].start)
     for place, index in enumerate(order):
         if tensors[index].start < end:
             for earlier in order[:place]:

@@ -133,8 +133,8 @@ class Outputs:
         self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, manifest.outputs
         self._first, self._programs, self.epoch = first, manifest.programs, session.epoch
         donated = {chain.output for chain in manifest.chains if chain.source == manifest.entry}
-        self.own = own = Epoch(manifest.entry) if donated else None
-        self.epochs = [own if own and index in donated else self.epoch for index in range(len(manifest.outputs))]
+        self.own = counter = Epoch(manifest.entry) if donated else None
+        self.epochs = [counter if counter and index in donated else self.epoch for index in range(len(manifest.outputs))]
         self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
         self._extents: dict[int, Extents] = {}  # by program

@@ -121,17 +121,17 @@ def where_declared(manifest: Manifest, dimension: str) -> str:
     return dimension
 
 
-def common_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], own: int | None) -> int | None:
-    """Where all inputs lie: on the CPU (None), or on CUDA device `own`, which is the program's.  Raises input-device."""
+def common_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], expected: int | None) -> int | None:
+    """Where all inputs lie: on the CPU (None), or on CUDA device `expected`, which is the program's.  Raises input-device."""
     device = descriptors[0][4]
-    alike = device is None or device == own
+    alike = device is None or device == expected
     for descriptor in descriptors:
         if descriptor[4] != device:
             alike = False
     if not alike:
         from ..tensors.input_errors import wrong_device  # only where a call has failed
 
-        raise wrong_device(inputs, descriptors, own)
+        raise wrong_device(inputs, descriptors, expected)
     return device
 
 

@@ -70,9 +70,9 @@ class Profile:
 
         def timed(*arguments: Any) -> Any:
             start = perf_counter()
-            made = run(*arguments)
+            result = run(*arguments)
             self.add(name, start, perf_counter())
-            return made
+            return result
 
         return timed
 
@@ -89,26 +89,26 @@ class Profile:
         """`run`, with which the call of this thread ends."""
 
         def ended(*arguments: Any) -> Any:
-            made = run(*arguments)
+            result = run(*arguments)
             start = self._begun.pop(get_ident(), None)
             if start is not None:
                 self.add(CALL, start, perf_counter())
-            return made
+            return result
 
         return ended
 
     def rows(self) -> list[Row]:
         """A row for each name, calls first, then steps in the order in which they first ended."""
-        found: dict[str, list[Span]] = {CALL: []}
+        by_name: dict[str, list[Span]] = {CALL: []}
         for span in self.spans:
-            found.setdefault(span.name, []).append(span)
-        made = []
-        for name, spans in found.items():
+            by_name.setdefault(span.name, []).append(span)
+        rows = []
+        for name, spans in by_name.items():
             times = [span.end - span.start for span in spans]
             if times:
                 track = self.GPU if spans[0].track == self.GPU else "CPU"
-                made.append(Row(name, track, len(times), sum(times), min(times), max(times)))
-        return made
+                rows.append(Row(name, track, len(times), sum(times), min(times), max(times)))
+        return rows
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the spans as a Chrome trace (the Trace Event Format's complete events), for chrome://tracing and Perfetto."""
@@ -145,7 +145,7 @@ class Profile:
 def step_names(manifest: Manifest, program: Program) -> list[str]:
     """A name for each step of a program: `graph graph-1 [batch=8]`, `copy from the GPU [batch=8]`."""
     entry = "" if manifest.entry == FORWARD else f"{manifest.entry} "
-    sizes = ", ".join([f"{each.name}={size}" for each, size in zip(manifest.dimensions, program.key, strict=False)])
+    sizes = ", ".join([f"{dimension.name}={size}" for dimension, size in zip(manifest.dimensions, program.key, strict=False)])
     return [f"{entry}{_step_name(manifest, program, step)}{f' [{sizes}]' if sizes else ''}" for step in program.steps]
 
 

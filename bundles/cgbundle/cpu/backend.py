@@ -73,7 +73,7 @@ class Shared:
         self.bundle, self.manifest = bundle, manifest
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
-        handed = any(alias.memory == "weights" for each in each_entry(manifest) for alias in each.aliases)
+        handed = any(alias.memory == "weights" for entry in each_entry(manifest) for alias in entry.aliases)
         self.weights = HostWeights(bundle.mapped(WEIGHTS, writable=handed))
         known = not handed and not manifest.target.torch  # libtorch keeps none
         self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
@@ -88,12 +88,12 @@ def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
     if target.torch or not regions:
         return libtorch.load(target.torch, threads)
     file = regions[0].file
-    own = libtorch.of_code(bundle.data(file), file, threads)
-    if own is None:
+    interface = libtorch.of_code(bundle.data(file), file, threads)
+    if interface is None:
         raise MachineError(
             "library-refused", f"{file}: does not bring what the bundle says that it brings", "build the bundle again"
         )
-    return own
+    return interface
 
 
 class CpuBackend:
@@ -109,9 +109,9 @@ class CpuBackend:
 
     def session(self) -> CpuBackend:
         """A further session: its own state, static input buffers and host regions.  One thread at a time may use it."""
-        made = object.__new__(CpuBackend)
-        made._open(self._use(), alone=True)
-        return made
+        session = object.__new__(CpuBackend)
+        session._open(self._use(), alone=True)
+        return session
 
     def _open(self, shared: Shared, *, alone: bool) -> None:
         manifest = shared.manifest
@@ -152,11 +152,11 @@ class CpuBackend:
                 (
                     regions[program.steps[0].region].run,
                     len(program.outputs),
-                    OutputLayouts(self._torch, each, program, self.address),
+                    OutputLayouts(self._torch, entry, program, self.address),
                     deque[RegionOutputs](maxlen=INSTANCES),
                 )
-                for each in each_entry(manifest)
-                for program in each.programs
+                for entry in each_entry(manifest)
+                for program in entry.programs
             ]
         except BaseException:
             for region in regions:
@@ -189,12 +189,12 @@ class CpuBackend:
         library-refused where they are not."""
         run, outputs, layouts, free = stream.runs[program]
         try:
-            made = free.pop()
+            results = free.pop()
         except IndexError:
-            made = RegionOutputs(self._torch, outputs, free)
-        run(addresses, self._inputs[program], made.handles)
-        made.addresses = layouts.addresses(made.handles, addresses)
-        return made
+            results = RegionOutputs(self._torch, outputs, free)
+        run(addresses, self._inputs[program], results.handles)
+        results.addresses = layouts.addresses(results.handles, addresses)
+        return results
 
     def fast_path(self, program: int, caller: object) -> None:
         """None: a call on the CPU takes a thousand times as long."""
@@ -241,18 +241,18 @@ class CpuBackend:
             weights = shared.weights.updated([self._weights[index] for index in contents], list(contents.values()))
             for file in files:
                 file.check_unchanged()
-            made: list[tuple[CpuBackend, BoundPrograms]] = []
+            bindings: list[tuple[CpuBackend, BoundPrograms]] = []
             try:
                 for session in sessions:
                     if session._shared is not None:  # nor will it be closed before this is done: that takes `updating`
-                        made.append((session, session._over(weights)))
+                        bindings.append((session, session._over(weights)))
                 ready()
             except BaseException:
-                for _, bound in made:
+                for _, bound in bindings:
                     _close(bound)
                 raise
             shared.weights, shared.updated = weights, True
-            for session, bound in made:
+            for session, bound in bindings:
                 session._take(bound)
 
     @property
@@ -265,7 +265,7 @@ class CpuBackend:
         kept = self._buffers.get(program)
         if kept is None:
             kept = self._buffers.setdefault(program, [anonymous(span(row.values[index])) for index in row.inputs])
-        return [addressof(each) for each in kept], kept
+        return [addressof(memory) for memory in kept], kept
 
     def populate(self) -> None:
         self._use().weights.populate()
@@ -285,7 +285,7 @@ class CpuBackend:
             return bound
         from ..call.profile import step_names  # few programs are profiled
 
-        names = [step_names(each, program)[0] for each in each_entry(self._use().manifest) for program in each.programs]
+        names = [step_names(entry, program)[0] for entry in each_entry(self._use().manifest) for program in entry.programs]
         rows = zip(names, bound.runs, strict=True)
         timed = [(profile.timed(name, run), outputs, layouts, free) for name, (run, outputs, layouts, free) in rows]
         return BoundPrograms(timed, bound.regions, bound.weights)

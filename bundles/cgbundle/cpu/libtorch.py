@@ -140,10 +140,10 @@ def _load_openmp() -> None:
     try:
         _loaded(OPENMP)
     except OSError:
-        found = [path for entry in sys.path if os.path.exists(path := os.path.join(entry or ".", "torch", "lib", OPENMP))]
-        if not found:
+        paths = [path for entry in sys.path if os.path.exists(path := os.path.join(entry or ".", "torch", "lib", OPENMP))]
+        if not paths:
             raise MachineError("library-missing", f"{OPENMP} not found: OpenMP's library", "apt install libgomp1") from None
-        _loaded(found[0])
+        _loaded(paths[0])
 
 
 class LibTorch:
@@ -190,12 +190,12 @@ class LibTorch:
         rank, dtype = c_int64(), c_int32()
         self._library.aoti_torch_get_dim(c_void_p(handle), byref(rank))
         self._library.aoti_torch_get_dtype(c_void_p(handle), byref(dtype))
-        found = []
+        columns = []
         for function in (self._library.aoti_torch_get_sizes, self.strides):
             numbers = POINTER(c_int64)()
             function(c_void_p(handle), byref(numbers))
-            found.append(tuple(numbers[: rank.value]))
-        return dtype.value, found[0], found[1]
+            columns.append(tuple(numbers[: rank.value]))
+        return dtype.value, columns[0], columns[1]
 
 
 # --- shared objects by what they hold -------------------------------------------------------------------------------

@@ -58,9 +58,9 @@ class RegionOutputs:
 
     def own(self, index: int) -> RegionOutputs:
         """The tensor, which is no longer kept here."""
-        made = RegionOutputs(self._torch, 1)
-        made.handles[0], self.handles[index] = self.handles[index], None
-        return made
+        kept = RegionOutputs(self._torch, 1)
+        kept.handles[0], self.handles[index] = self.handles[index], None
+        return kept
 
     def release(self) -> None:
         """Frees the tensors; nobody uses them any more."""
@@ -71,12 +71,12 @@ class RegionOutputs:
             self._free.append(self)
 
 
-def check_layout(found: Found, dtype: int, row: Value, where: str) -> None:
+def check_layout(layout: Found, dtype: int, row: Value, where: str) -> None:
     """Raises library-refused unless a tensor of the code's is laid out as `row` says; `dtype` is torch's number of the row's.
 
     `where` names the shared object and the output.  Strides of axes of one element, and of empty tensors, do not count.
     """
-    number, shape, strides = found
+    number, shape, strides = layout
     same = number == dtype
     if not same or shape != row.shape or moving(shape, strides) != moving(shape, row.strides):
         expected = f"{row.dtype} {list(row.shape)} with strides {list(row.strides)}"
@@ -110,11 +110,11 @@ class OutputLayouts:
         self._handed = c_void_p * (2 * len(program.outputs))
         self._strides: list[tuple[int, int, bytes]] | None = None
 
-    def addresses(self, handles: Array[c_void_p], given: Sequence[int]) -> list[int]:
-        """Where the tensors of one replay begin, whose inputs are at `given`.  Raises library-refused, naming the output, for one
+    def addresses(self, handles: Array[c_void_p], inputs: Sequence[int]) -> list[int]:
+        """Where the tensors of one replay begin, whose inputs are at `inputs`.  Raises library-refused, naming the output, for one
         that lies otherwise."""
-        torch, found = self._torch, self._handed()
-        place = addressof(found)
+        torch, words = self._torch, self._handed()
+        place = addressof(words)
         for handle in handles:
             torch.data_pointer(handle, place)
             torch.strides(handle, place + POINTER_BYTES)
@@ -122,20 +122,20 @@ class OutputLayouts:
         if self._strides is None:
             self._check(handles)
             for alias in self._aliases:
-                self._check_alias(alias, handles, given, found)
+                self._check_alias(alias, handles, inputs, words)
             sizes = [(2 * place + 1, len(row.shape) * STRIDE_BYTES) for place, _, row, _ in self._rows if row.shape]
-            self._strides = [(place, size, string_at(found[place] or 0, size)) for place, size in sizes]
+            self._strides = [(place, size, string_at(words[place] or 0, size)) for place, size in sizes]
         else:
             for place, size, seen in self._strides:
-                if string_at(found[place] or 0, size) != seen:
+                if string_at(words[place] or 0, size) != seen:
                     self._check(handles)
-        return [address or 0 for address in found[::2]]
+        return [address or 0 for address in words[::2]]
 
     def _check(self, handles: Array[c_void_p]) -> None:
         for place, dtype, row, name in self._rows:
             check_layout(self._torch.layout(handles[place] or 0), dtype, row, f"{self._where}: {name}")
 
-    def _check_alias(self, alias: Alias, handles: Array[c_void_p], given: Sequence[int], found: Array[c_void_p]) -> None:
+    def _check_alias(self, alias: Alias, handles: Array[c_void_p], inputs: Sequence[int], words: Array[c_void_p]) -> None:
         row = self._program.values[self._program.outputs[alias.output]]
         name = f"{self._where}: output number {alias.output}"
         layout = self._torch.layout(handles[alias.output] or 0)
@@ -143,8 +143,8 @@ class OutputLayouts:
         if alias.memory in PERSISTENT:
             base = self._bases[alias.index]
         else:
-            base = given[alias.index] if alias.memory == "inputs" else found[2 * alias.index] or 0
+            base = inputs[alias.index] if alias.memory == "inputs" else words[2 * alias.index] or 0
         seen = Tensor(base + row.offset, row.dtype, row.shape, row.strides, None)
-        copy = Tensor(found[2 * alias.output] or 0, row.dtype, row.shape, layout[2], None)
+        copy = Tensor(words[2 * alias.output] or 0, row.dtype, row.shape, layout[2], None)
         if seen.tobytes() != copy.tobytes():
             raise MachineError("library-refused", f"{name} is not what the bundle says that it shares", "build the bundle again")

@@ -36,20 +36,20 @@ class Memories:
 
     __slots__ = ("bases", "host", "sizes")
 
-    def __init__(self, sizes: Mapping[str, int], given: Mapping[str, int], cleanup: ExitStack, stream: Any) -> None:
+    def __init__(self, sizes: Mapping[str, int], lent: Mapping[str, int], cleanup: ExitStack, stream: Any) -> None:
         self.sizes = dict(sizes)
-        found = []
+        bases = []
         for name in MEMORIES:
             if name not in sizes or name == HOST:
-                found.append(given.get(name, 0))
+                bases.append(lent.get(name, 0))
                 continue
             size = max(sizes[name], SMALLEST)
             base = allocate(size, f"memory {name}")
             cleanup.callback(free, base)
             if name in FILLED:
                 fill(base, size, 0, stream)
-            found.append(base)
-        self.bases = tuple(found)
+            bases.append(base)
+        self.bases = tuple(bases)
         self.host = 0
         if HOST in sizes:
             self.host = allocate_pinned(max(sizes[HOST], SMALLEST), f"memory {HOST}")

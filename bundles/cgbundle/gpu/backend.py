@@ -92,9 +92,9 @@ class CudaBackend:
             with self.gate:
                 self._current()
                 self._shared.retain()
-            made = object.__new__(CudaBackend)
-            made._start(self._shared, alone=True, lazy=self._lazy or False)
-        return made
+            session = object.__new__(CudaBackend)
+            session._start(self._shared, alone=True, lazy=self._lazy or False)
+        return session
 
     def _start(self, shared: Shared, *, alone: bool, lazy: bool | None) -> None:
         """Begins with one share of what sessions share, which is given back where this fails."""
@@ -127,10 +127,10 @@ class CudaBackend:
         if alone:
             cleanup.callback(context.back, stream)
         hosted = any(region.kind == "host" for region in self._manifest.regions)
-        sized = any(each.data_sizes for each in each_entry(self._manifest))
+        sized = any(entry.data_sizes for entry in each_entry(self._manifest))
         self.order = StreamOrder(stream, cleanup, HOSTED if hosted else SIZED if sized else "")
-        own = {name: size for name, size in shared.sizes.items() if name not in SHARED}
-        self._memories = Memories(own, {WEIGHTS: shared.base, PEER: shared.peer}, cleanup, stream)
+        sizes = {name: size for name, size in shared.sizes.items() if name not in SHARED}
+        self._memories = Memories(sizes, {WEIGHTS: shared.base, PEER: shared.peer}, cleanup, stream)
         self._fill_state(stream)
         self._copies = HostCopies(context, cleanup)
         with shared.lock:

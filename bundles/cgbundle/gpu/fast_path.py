@@ -27,8 +27,8 @@ def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:
         return plain
 
     def with_copies(stream: Any) -> Any:
-        made = fresh()
-        return plain(stream) if made is None or not copying(made[1], stream) else made[0]
+        room = fresh()
+        return plain(stream) if room is None or not copying(room[1], stream) else room[0]
 
     return with_copies
 
@@ -46,7 +46,7 @@ def fast_path(
     push, pop = cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
     only = inputs[0] if len(inputs) == 1 else None
 
-    def call(addresses: list[int], given: Sequence[Any]) -> Any:
+    def call(addresses: list[int], views: Sequence[Any]) -> Any:
         if forks != FORKS.number:
             raise forked(lock.name)
         inside = owned()
@@ -59,8 +59,8 @@ def fast_path(
                 check("cuCtxPushCurrent", error)
             try:
                 handle = stream(device)
-                if given or handle != order.last:
-                    return elsewhere(addresses, handle, given)
+                if views or handle != order.last:
+                    return elsewhere(addresses, handle, views)
                 for count in counts:
                     count.number += 1
                 if only is None:
@@ -84,10 +84,10 @@ def fast_path(
             if address != place.at:
                 place.take(address, handle)
 
-    def elsewhere(addresses: list[int], current: int | None, given: Sequence[Any]) -> Any:
+    def elsewhere(addresses: list[int], current: int | None, views: Sequence[Any]) -> Any:
         handle = order.begin(current)
         try:
-            for view in given:
+            for view in views:
                 view.tensor  # noqa: B018
             for count in counts:
                 count.number += 1

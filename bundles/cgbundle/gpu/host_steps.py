@@ -63,27 +63,27 @@ class HostSteps:
             error = cu.cuStreamSynchronize(stream)
             if error:
                 check("cuStreamSynchronize", error, f"before {where}")
-            made = RegionOutputs(torch, len(places))
+            results = RegionOutputs(torch, len(places))
             try:
-                regions[number].run(addresses, layouts, made.handles)
-                for handle, place in zip(made.handles, places, strict=True):
+                regions[number].run(addresses, layouts, results.handles)
+                for handle, place in zip(results.handles, places, strict=True):
                     _take(torch, handle or 0, place, where)
             finally:
-                del made  # which the trace of an error would keep
+                del results  # which the trace of an error would keep
 
         return call
 
     def over(self, weights: HostWeights) -> dict[int, HostRegion]:
         """The regions that are loaded, once more, over other weights."""
-        made: dict[int, HostRegion] = {}
+        opened: dict[int, HostRegion] = {}
         try:
             for index in self._regions:
-                made[index] = self._opened(index, weights)
+                opened[index] = self._opened(index, weights)
         except BaseException:
-            for region in made.values():
+            for region in opened.values():
                 region.close()
             raise
-        return made
+        return opened
 
     def take(self, regions: dict[int, HostRegion], weights: HostWeights) -> None:
         """Runs these from now on, which `over` made, and closes those before; no step runs meanwhile."""
@@ -95,9 +95,9 @@ class HostSteps:
 
     def close(self) -> None:
         """Closes the regions; no step may run any more."""
-        with ExitStack() as each:
+        with ExitStack() as closing:
             for region in self._regions.values():
-                each.callback(region.close)
+                closing.callback(region.close)
             self._regions.clear()
             self._weights = None
 
@@ -119,9 +119,9 @@ class HostSteps:
 
 def _take(torch: libtorch.LibTorch, handle: int, place: _Place, where: str) -> None:
     """Copies a tensor of the region's to its place."""
-    found = torch.layout(handle)
-    if found != place.layout:
-        check_layout(found, place.layout[0], place.value, f"{where}: an output")
+    layout = torch.layout(handle)
+    if layout != place.layout:
+        check_layout(layout, place.layout[0], place.value, f"{where}: an output")
     if place.bytes:
         source = ctypes.c_void_p()
         torch.data_pointer(handle, ctypes.byref(source))

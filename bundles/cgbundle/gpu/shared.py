@@ -43,8 +43,8 @@ class Shared:
         manifest = bundle.manifest
         self.threads, self.peer = threads, peer
         self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
-        self.entries = [each for each in each_entry(manifest) for _ in each.programs]
-        self.programs = [program for each in each_entry(manifest) for program in each.programs]
+        self.entries = [entry for entry in each_entry(manifest) for _ in entry.programs]
+        self.programs = [program for entry in each_entry(manifest) for program in entry.programs]
         files = Counter(step.file for program in self.programs for step in program.steps if step.file)
         self.shared_files = {file for file, times in files.items() if times > 1}
         self.donated = donated_places(each_entry(manifest)) if manifest.chains else {}
@@ -90,8 +90,8 @@ class Shared:
             self._uploads.append(Upload(self.context, self.bundle.descriptor(file), parts, self.base, name=file))
             cleanup.callback(self._uploads[-1].stop)
         self._states = states(self.bundle)
-        own = {f"{KERNELS}{state.image}" for state in self._states}
-        self.code_bytes = sum(file.bytes for file in self.manifest.files if file.path in own)
+        images = {f"{KERNELS}{state.image}" for state in self._states}
+        self.code_bytes = sum(file.bytes for file in self.manifest.files if file.path in images)
         self._modules = Modules(self.bundle)
         cleanup.callback(self._modules.close)
 
@@ -100,9 +100,9 @@ class Shared:
         loads for itself: kernels of two sessions run at once."""
         if not self._states:
             return self._modules
-        made = Modules(self.bundle, self._states, memories, self._modules)
-        cleanup.callback(made.close)
-        return made
+        modules = Modules(self.bundle, self._states, memories, self._modules)
+        cleanup.callback(modules.close)
+        return modules
 
     def settle(self) -> None:
         for upload in self._uploads:
@@ -134,16 +134,16 @@ def _host_weights(bundle: Archive) -> HostWeights:
     return HostWeights(bundle.mapped(FILE))
 
 
-def donated_places(each: Sequence[Manifest]) -> dict[int, dict[int, dict[int, int]]]:
+def donated_places(entries: Sequence[Manifest]) -> dict[int, dict[int, dict[int, int]]]:
     """By program and position of an input: where outputs of other entries lie that it may be, as the program that makes one by
-    offset in memory arena.  `each`: a manifest for every entry.
+    offset in memory arena.  `entries`: a manifest for every entry.
 
     An output of the same entry is none: the call that takes it writes over it, so it is copied in.
     """
-    programs = [program for manifest in each for program in manifest.programs]
-    found: dict[int, dict[int, dict[int, int]]] = {}
-    for chain, source, target in chained_programs(each):
+    programs = [program for manifest in entries for program in manifest.programs]
+    places: dict[int, dict[int, dict[int, int]]] = {}
+    for chain, source, target in chained_programs(entries):
         value = programs[source].values[programs[source].outputs[chain.output]]
         if chain.source != chain.target and span(value):
-            found.setdefault(target, {}).setdefault(chain.input, {})[value.offset] = source
-    return found
+            places.setdefault(target, {}).setdefault(chain.input, {})[value.offset] = source
+    return places

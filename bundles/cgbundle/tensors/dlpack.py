@@ -130,7 +130,7 @@ def _unwritable(name: str, reason: str) -> CallError:
 def _check(value: Tensor, name: str) -> None:
     """Raises input-kind for a tensor that the caller has made of what is none."""
     numbers = [value.address, *value.shape, *value.strides, *(() if value.device is None else (value.device,))]
-    if value.dtype not in DTYPES or any([type(each) is not int for each in numbers]):
+    if value.dtype not in DTYPES or any([type(number) is not int for number in numbers]):
         raise CallError("input-kind", f"input {name!r}: a cgbundle.Tensor of numbers and a dtype that are none")
     if value.device is None:
         check_place(value.address, value.dtype, value.shape, value.strides, name)
@@ -203,8 +203,8 @@ class DLPack(Library):
         if value.device is None:
             return value.clone()
         size = max(1, span_of(value.dtype, value.shape, value.strides))
-        made = value.owner.copy_out(value.address, size, LEGACY_STREAM)  # of the runtime's own: no library copies it for us
-        return Tensor(made.address, value.dtype, value.shape, value.strides, made, value.device)
+        output = value.owner.copy_out(value.address, size, LEGACY_STREAM)  # of the runtime's own: no library copies it for us
+        return Tensor(output.address, value.dtype, value.shape, value.strides, output, value.device)
 
     def cast(self, value: Tensor, dtype: str) -> Tensor:
         return cast(value, dtype)

@@ -27,18 +27,20 @@ HALF_DONE = ("operation-refused", "assertion-failed", "input-value")
 WRITTEN = "; state that the call writes to may hold a part of it: reset() brings back what it held at first"
 
 
-def explained(error: CgbundleError, specs: Sequence[TensorSpec], found: Sequence[Descriptor], *, writes: bool) -> CgbundleError:
+def explained(
+    error: CgbundleError, specs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], *, writes: bool
+) -> CgbundleError:
     """The error of a replay, or where an input of the CPU has an element out of its range, an input-value that names the first.
     `writes`: the call changes state, and the hint says what has become of that."""
-    told = _index_out_of_range(error, specs, found)
+    told = _index_out_of_range(error, specs, descriptors)
     if writes and told.code in HALF_DONE:
         return type(told)(told.code, str(told), told.hint + WRITTEN)
     return told
 
 
-def _index_out_of_range(error: CgbundleError, specs: Sequence[TensorSpec], found: Sequence[Descriptor]) -> CgbundleError:
+def _index_out_of_range(error: CgbundleError, specs: Sequence[TensorSpec], descriptors: Sequence[Descriptor]) -> CgbundleError:
     if error.code in FAULTS:
-        for spec, (address, shape, dtype, strides, device) in zip(specs, found, strict=True):
+        for spec, (address, shape, dtype, strides, device) in zip(specs, descriptors, strict=True):
             if spec.range and device is None and dtype in TYPES:
                 for at, value in _outside(address, shape, dtype, strides, *spec.range):
                     low, high = spec.range
@@ -74,11 +76,11 @@ def _outside(
                     yield ((*at, index) if shape else ()), value
 
 
-def wrong_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], own: int | None) -> CallError:
-    """The input-device of inputs on several devices, or on another one than the program's, `own`."""
+def wrong_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], expected: int | None) -> CallError:
+    """The input-device of inputs on several devices, or on another one than the program's, `expected`."""
     for spec, (*_, device) in zip(inputs, descriptors, strict=True):
-        if device is not None and device != own:
-            here = "the CPU" if own is None else f"the CPU or CUDA device {own}"
+        if device is not None and device != expected:
+            here = "the CPU" if expected is None else f"the CPU or CUDA device {expected}"
             return CallError("input-device", f"input {spec.name!r}: expected a tensor on {here}, got one on device {device}")
     other = next(index for index, descriptor in enumerate(descriptors) if descriptor[4] != descriptors[0][4])
     return CallError("input-device", f"input {inputs[other].name!r}: lies on another device than input {inputs[0].name!r}")

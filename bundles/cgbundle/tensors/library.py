@@ -125,8 +125,8 @@ def _library(module: str, name: str) -> Callable[..., Library]:
     """A subclass, from a module that is imported where its library is used."""
     from importlib import import_module
 
-    found: Callable[..., Library] = getattr(import_module(f".{module}", __package__), name)
-    return found
+    library: Callable[..., Library] = getattr(import_module(f".{module}", __package__), name)
+    return library
 
 
 def caller_captures() -> bool:

@@ -59,9 +59,9 @@ class Numpy(Library):
         memory, steps = array_type(span_of(dtype, shape, strides)), [stride * size for stride in strides]
 
         def alias(address: int, owner: object) -> Any:
-            made = memory.from_address(address)
-            made.owner = owner
-            return array(shape, kind, made, 0, steps)
+            view = memory.from_address(address)
+            view.owner = owner
+            return array(shape, kind, view, 0, steps)
 
         return alias
 

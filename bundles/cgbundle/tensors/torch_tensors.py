@@ -38,13 +38,13 @@ class Torch(Library):
         if value.requires_grad:
             value = value.detach()
         try:
-            found = self.describe(value)
+            descriptor = self.describe(value)
         except RuntimeError as error:  # a nested tensor
             reason = (str(error).splitlines() or [""])[0]
             raise CallError("input-kind", f"input {name!r}: torch does not say where it lies: {reason}") from None
-        if not found[0] and value.numel():
+        if not descriptor[0] and value.numel():
             raise CallError("input-kind", f"input {name!r}: expected a tensor with values, got {kind_of(value)} without memory")
-        return value, found
+        return value, descriptor
 
     def describe(self, value: Any) -> Descriptor:
         dtype = value.dtype
@@ -63,16 +63,16 @@ class Torch(Library):
             checks.append(self._guards(value, dynamic_dims_sizes=[sizes], dynamic_dims_strides=[strides]).check)
         check, count = checks[0], len(checks)
 
-        def like_one(given: Sequence[Any]) -> tuple[list[int], Any] | None:
-            return ([given[0].data_ptr()], None) if len(given) == 1 and check(given[0]) else None
+        def like_one(inputs: Sequence[Any]) -> tuple[list[int], Any] | None:
+            return ([inputs[0].data_ptr()], None) if len(inputs) == 1 and check(inputs[0]) else None
 
-        def like_all(given: Sequence[Any]) -> tuple[list[int], Any] | None:
-            if len(given) != count:
+        def like_all(inputs: Sequence[Any]) -> tuple[list[int], Any] | None:
+            if len(inputs) != count:
                 return None
-            for same, value in zip(checks, given, strict=True):
+            for same, value in zip(checks, inputs, strict=True):
                 if not same(value):
                     return None
-            return [value.data_ptr() for value in given], None
+            return [value.data_ptr() for value in inputs], None
 
         return like_one if count == 1 else like_all
 
@@ -94,9 +94,9 @@ class Torch(Library):
         frombuffer, size, steps = self.module.frombuffer, tuple(shape), tuple(strides)
 
         def alias(address: int, owner: object) -> Any:
-            made = memory.from_address(address)
-            made.owner = owner
-            return frombuffer(made, dtype=kind).as_strided(size, steps)
+            view = memory.from_address(address)
+            view.owner = owner
+            return frombuffer(view, dtype=kind).as_strided(size, steps)
 
         return alias
 
@@ -127,8 +127,8 @@ class Torch(Library):
         return value.clone(memory_format=self.module.contiguous_format)
 
     def empty_like(self, value: Any) -> tuple[Any, int]:
-        made = self._empty_like(value)  # torch's `clone` asks more of the dispatcher than this and the driver's copy take
-        return made, made.data_ptr()
+        room = self._empty_like(value)  # torch's `clone` asks more of the dispatcher than this and the driver's copy take
+        return room, room.data_ptr()
 
     def cast(self, value: Any, dtype: str) -> Any:
         return value.to(getattr(self.module, dtype))

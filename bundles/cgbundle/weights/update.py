@@ -35,9 +35,9 @@ def update(manifest: Manifest, programs: Sequence[Sequence[Any]], weights: objec
     The weights are brought to every device before they change on any.
     """
     _check_names(weights if isinstance(weights, Mapping) else (), manifest)  # before the values: what stands under them is none
-    given = contents_of(weights)
-    chosen = [checked(manifest, given, backends[0].device, partial=partial) for backends in programs]
-    files = files_of(given.values())
+    contents = contents_of(weights)
+    chosen = [checked(manifest, contents, backends[0].device, partial=partial) for backends in programs]
+    files = files_of(contents.values())
 
     def change(number: int) -> None:
         if number < len(programs):
@@ -47,12 +47,12 @@ def update(manifest: Manifest, programs: Sequence[Sequence[Any]], weights: objec
     change(0)
 
 
-def checked(manifest: Manifest, given: NamedContents, device: int | None, *, partial: bool) -> dict[int, Contents]:
+def checked(manifest: Manifest, named: NamedContents, device: int | None, *, partial: bool) -> dict[int, Contents]:
     """The new contents by the positions of weights, of tied ones by the first one's.  `device`: the program's.
 
     Raises update-invalid and update-refused, naming the weight.
     """
-    _check_names(given, manifest)
+    _check_names(named, manifest)
     rows = {row.name: (index, row) for index, row in enumerate(manifest.weights)}
     fixed = _fixed(manifest)
     first: dict[str, int] = {}
@@ -60,7 +60,7 @@ def checked(manifest: Manifest, given: NamedContents, device: int | None, *, par
         first.setdefault(row.tensor, index)
     chosen: dict[int, tuple[str, Contents]] = {}
     kept: list[tuple[str, Contents, Weight, FixedWeight]] = []
-    for name, contents in given.items():
+    for name, contents in named.items():
         index, row = rows[name]
         _check_kind(name, contents, row, device)
         if row.tensor in fixed:
@@ -69,8 +69,8 @@ def checked(manifest: Manifest, given: NamedContents, device: int | None, *, par
             _check_tied(name, contents, row, chosen.setdefault(first[row.tensor], (name, contents)))
     if not partial:
         _check_complete(manifest, fixed, chosen)
-    for each in kept:  # the dearest check is the last
-        _check_kept(*each)
+    for arguments in kept:  # the dearest check is the last
+        _check_kept(*arguments)
     return {index: contents for index, (_, contents) in chosen.items()}
 
 
@@ -88,13 +88,13 @@ def _fixed(manifest: Manifest) -> dict[str, FixedWeight]:
     return {tensor: FixedWeight(weight=index, reason=STATE, sha256="") for index, tensor in state} | known
 
 
-def _check_names(given: Iterable[object], manifest: Manifest) -> None:
+def _check_names(listed: Iterable[object], manifest: Manifest) -> None:
     """Raises update-invalid for names that are none of the bundle's, and update-refused for a bundle too old to be updated."""
     if manifest.format < SINCE:
         text = f"the bundle has format version {manifest.format}, which does not say what its code holds of the weights"
         raise CallError("update-refused", text, "build it again")
     known = dict.fromkeys(row.name for row in manifest.weights)
-    names = [name for name in given if isinstance(name, str)]
+    names = [name for name in listed if isinstance(name, str)]
     unknown = next((name for name in names if name not in known), None)
     if unknown is not None:
         raise _unknown(unknown, names, known)
@@ -113,20 +113,20 @@ def _unknown(name: str, given: Sequence[str], known: Collection[str]) -> CallErr
     from difflib import get_close_matches  # only where something is wrong
 
     layer = name.partition(PACKED)[0] if PACKED in name.split(".") else name[: name.rfind(".") + 1]
-    packed = [each for each in known if each.startswith(f"{layer}{PACKED}.")]
+    packed = [weight for weight in known if weight.startswith(f"{layer}{PACKED}.")]
     near = packed or get_close_matches(name, known, 1, 0.5)
     names = ", ".join(map(repr, near or list(known)[:3])) + ("" if near else " ...")
     return invalid(f"the program has no weight {name!r}, but {names}", UNPACK if packed else _prefix(name, given, known))
 
 
-def _prefix(name: str, given: Sequence[str], known: Collection[str]) -> str:
+def _prefix(name: str, names: Sequence[str], known: Collection[str]) -> str:
     """What to do where all names are given with a prefix too many, as DistributedDataParallel has them, or without one; else ""."""
     parts = name.split(".")
     for prefix in [".".join(parts[:count]) + "." for count in range(1, len(parts))]:
-        if all(each.startswith(prefix) for each in given) and name.removeprefix(prefix) in known:
+        if all(weight.startswith(prefix) for weight in names) and name.removeprefix(prefix) in known:
             return f"remove the prefix {prefix!r} from the names"
-    for prefix in sorted({each.removesuffix(name) for each in known if each.endswith(f".{name}")}):
-        if all(prefix + each in known for each in given):
+    for prefix in sorted({weight.removesuffix(name) for weight in known if weight.endswith(f".{name}")}):
+        if all(prefix + weight in known for weight in names):
             return f"put the prefix {prefix!r} before the names"
     return ""
 
@@ -144,7 +144,7 @@ def _check_kind(name: str, contents: Contents, row: Weight, device: int | None) 
 def _check_tied(name: str, contents: Contents, row: Weight, other: tuple[str, Contents]) -> None:
     if other[1] is contents:
         return
-    mine, theirs = [(each.file, each.begin, each.address, each.strides) for each in (contents, other[1])]
+    mine, theirs = [(value.file, value.begin, value.address, value.strides) for value in (contents, other[1])]
     if mine != theirs and contents.digest(row) != other[1].digest(row):
         raise invalid(f"weights {other[0]!r} and {name!r} are one tensor in the model, and differ")
 
