@@ -114,17 +114,17 @@ class Program(Entry):
 
     def __getitem__(self, name: str) -> Entry:
         """An entry by its name.  Raises EntryMissing, which is a KeyError."""
-        found = self._others.get(name)
-        if found is None and name == self.name:
+        entry = self._others.get(name)
+        if entry is None and name == self.name:
             return self
-        if found is None:
+        if entry is None:
             raise missing_entry(name, self.entries)
-        return found
+        return entry
 
     def __getattr__(self, name: str) -> Entry:
         """An entry by its name.  Raises AttributeError."""
-        own = self.__dict__
-        others, first = own.get("_others", {}), own.get("name", "")
+        attributes = self.__dict__
+        others, first = attributes.get("_others", {}), attributes.get("name", "")
         if name in others:
             return self._others[name]
         if name == first:
@@ -142,12 +142,12 @@ class Program(Entry):
         """
         root = self._root or self
         policies = (root._on_miss, "view" if root._views else "copy", root._cast)
-        made = Program(root.manifest, root._backend.session(), *policies, root._session.exam)
-        made._root = root
-        if not root._sessions.add(made, made._session):
-            made.close()
+        session = Program(root.manifest, root._backend.session(), *policies, root._session.exam)
+        session._root = root
+        if not root._sessions.add(session, session._session):
+            session.close()
             raise closed(root.manifest.name)
-        return made
+        return session
 
     @property
     def session_memory(self) -> dict[str, int]:

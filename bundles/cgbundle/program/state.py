@@ -108,10 +108,10 @@ class State(Mapping[str, Tensor]):
     def _checked(self, name: str, weight: Weight, value: Any) -> tuple[Library, Any, Descriptor]:
         library = library_of(value)
         try:
-            value, found = library.take(value, name)
+            value, descriptor = library.take(value, name)
         except CallError as error:
             raise CallError("state-invalid", str(error).replace("input", "state", 1)) from None
-        _, shape, dtype, _, device = found
+        _, shape, dtype, _, device = descriptor
         if dtype != weight.dtype:
             raise CallError("state-invalid", f"state {name!r}: expected {weight.dtype}, got {dtype}")
         if tuple(shape) != weight.shape:
@@ -119,7 +119,7 @@ class State(Mapping[str, Tensor]):
         if device is not None and device != self._backend.device:
             here = "the CPU" if self._backend.device is None else f"the CPU or CUDA device {self._backend.device}"
             raise CallError("state-invalid", f"state {name!r}: expected a tensor on {here}, got one on device {device}")
-        return library, value, found
+        return library, value, descriptor
 
     def _refuse_capture(self) -> None:
         """Raises capture-refused where the caller captures a graph of the GPU and what follows is done on the CPU's side."""
