@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
 
@@ -34,40 +34,31 @@ class _Slot(NamedTuple):
     address: int
     event: Any
 
-
-class _Part(NamedTuple):
-    """What one thread copies: its slots, and where its chunks begin, with their bytes."""
-
-    slots: list[_Slot]
-    chunks: list[tuple[int, int]]
-
-    def turns(self) -> Iterator[tuple[_Slot, int, int]]:
-        """Chunk after chunk with the slot whose turn it is."""
-        for turn, (at, size) in enumerate(self.chunks):
-            yield self.slots[turn % TURNS], at, size
+    def wait(self) -> int:
+        """Returns the address when the bus is done with it."""
+        check("cuEventSynchronize", cu.cuEventSynchronize(self.event))
+        return self.address
 
 
 class ThreadedCopies:
-    """The copies of a session, whose calls make them one after the other: what is large and not pinned by threads.
+    """The large copies of a session, whose calls make them one after the other; what is pinned is copied as it is.
 
-    `cleanup`, with the context current, gives back the pinned memory, which is there from the first large copy on.  Raises
-    driver-failed.
+    `cleanup`, with the context current, gives back the pinned memory, which is there from the first copy on.  Raises driver-failed.
     """
 
     def __init__(self, context: Context, cleanup: ExitStack) -> None:
         self._context, self._cleanup = context, cleanup
-        self._slots: list[list[_Slot]] = []
+        self._slots: list[list[_Slot]] = []  # of each thread
 
     def to_device(self, target: int, source: int, size: int, stream: Any) -> None:
         """In the order of the stream, as `memory.copy`: pageable memory has been read when this returns."""
         if _is_pinned(source):
-            memory.copy(target, source, size, stream, source_on_device=False)
-            return
+            return memory.copy(target, source, size, stream, source_on_device=False)
 
-        def send(part: _Part) -> None:
-            for slot, at, length in part.turns():
-                check("cuEventSynchronize", cu.cuEventSynchronize(slot.event))
-                ctypes.memmove(slot.address, source + at, length)
+        def send(slots: list[_Slot], places: list[tuple[int, int]]) -> None:
+            for turn, (at, length) in enumerate(places):
+                slot = slots[turn % TURNS]
+                ctypes.memmove(slot.wait(), source + at, length)
                 check("cuMemcpyHtoDAsync", cu.cuMemcpyHtoDAsync(target + at, slot.address, length, stream))
                 check("cuEventRecord", cu.cuEventRecord(slot.event, stream))
 
@@ -76,36 +67,32 @@ class ThreadedCopies:
     def to_host(self, target: int, source: int, size: int, stream: Any) -> None:
         """In the order of the stream, as `memory.copy`: all is there when the stream has been synchronized."""
         if _is_pinned(target):
-            memory.copy(target, source, size, stream, target_on_device=False)
-            return
+            return memory.copy(target, source, size, stream, target_on_device=False)
 
-        def fetch(part: _Part) -> None:
-            before: tuple[_Slot, int, int] | None = None
-            for slot, at, length in part.turns():
-                check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(slot.address, source + at, length, stream))
-                check("cuEventRecord", cu.cuEventRecord(slot.event, stream))
-                if before is not None:
-                    arrive(*before)
-                before = slot, at, length
-            if before is not None:
-                arrive(*before)
-
-        def arrive(slot: _Slot, at: int, length: int) -> None:
-            check("cuEventSynchronize", cu.cuEventSynchronize(slot.event))
-            ctypes.memmove(target + at, slot.address, length)
+        def fetch(slots: list[_Slot], places: list[tuple[int, int]]) -> None:
+            for turn in range(len(places) + 1):
+                if turn < len(places):
+                    (at, length), slot = places[turn], slots[turn % TURNS]
+                    check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(slot.address, source + at, length, stream))
+                    check("cuEventRecord", cu.cuEventRecord(slot.event, stream))
+                if turn:  # while the bus brings the next chunk
+                    at, length = places[turn - 1]
+                    ctypes.memmove(target + at, slots[(turn - 1) % TURNS].wait(), length)
 
         self._share(size, fetch)
 
-    def _share(self, size: int, copy: Callable[[_Part], None]) -> None:
-        """Divides a copy among threads, of which this one is one.  Raises the first failure when all have ended."""
+    def _share(self, size: int, copy: Callable[[list[_Slot], list[tuple[int, int]]], None]) -> None:
+        """Divides a copy among threads, of which this one is one: each has slots, and the places and bytes of its chunks.  Raises
+        the first failure when all have ended."""
         lanes = self._ready()
         failures: list[CgbundleError] = []
 
         def run(number: int) -> None:
-            starts = range(number * CHUNK, size, len(lanes) * CHUNK)
+            places = [(at, min(CHUNK, size - at)) for at in range(number * CHUNK, size, len(lanes) * CHUNK)]
             try:
                 with self._context, Relaxed():
-                    copy(_Part(lanes[number], [(at, min(CHUNK, size - at)) for at in starts]))
+                    if places:
+                        copy(lanes[number], places)
             except CgbundleError as failure:
                 failures.append(failure)
 
@@ -119,24 +106,21 @@ class ThreadedCopies:
             raise failures[0]
 
     def _ready(self) -> list[list[_Slot]]:
-        """The slots of each thread."""
+        """The slots, pinned at the first copy."""
         if not self._slots:
             number = min(THREADS, len(os.sched_getaffinity(0)))
             with ExitStack() as undo:
                 room = staging(number * TURNS * CHUNK, undo, pages=True)
                 pin(room, undo)
-                begin = ctypes.addressof(ctypes.c_char.from_buffer(room))
-                slots = [_slot(begin + at, undo) for at in range(0, len(room), CHUNK)]
+                begin, slots = ctypes.addressof(ctypes.c_char.from_buffer(room)), []
+                for at in range(0, len(room), CHUNK):
+                    event = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
+                    undo.callback(cu.cuEventDestroy, event)
+                    undo.callback(cu.cuEventSynchronize, event)
+                    slots.append(_Slot(begin + at, event))
                 self._cleanup.push(undo.pop_all())
             self._slots = [slots[at : at + TURNS] for at in range(0, len(slots), TURNS)]
         return self._slots
-
-
-def _slot(address: int, cleanup: ExitStack) -> _Slot:
-    event = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
-    cleanup.callback(cu.cuEventDestroy, event)
-    cleanup.callback(cu.cuEventSynchronize, event)
-    return _Slot(address, event)
 
 
 def _is_pinned(address: int) -> bool:
