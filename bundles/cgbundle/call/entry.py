@@ -10,7 +10,7 @@ from ..errors import CallError, CgbundleError
 from ..format.schema import Manifest
 from ..tensors.library import Descriptor, Library, library_of
 from ..tensors.tensor import Tensor, is_dense
-from .fast_path import Known, KnownCalls, Output, replay
+from .fast_path import Known, KnownCalls, StaticOutput, replay
 from .outputs import Call, Outputs, View
 from .plan import Part, Plan, common_device, number_of_key, plan
 from .session import Epoch, Session
@@ -279,7 +279,7 @@ class Entry:
             return
         if not all(self._row_major) or any(descriptor[3] is not None for descriptor in descriptors):
             return
-        rows = [Output(*row) for row in zip(self.outputs, outputs, self._outputs.epochs, strict=True)]
+        rows = [StaticOutput(*row) for row in zip(self.outputs, outputs, self._outputs.epochs, strict=True)]
         counts = [epoch for epoch in (self._outputs.epoch, self._outputs.own) if epoch is not None]
         line = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
         self._known.add(tensors, Known(library.guard(tensors), line))

@@ -54,7 +54,7 @@ class Known(NamedTuple):
     replay: Replay
 
 
-class Output(NamedTuple):
+class StaticOutput(NamedTuple):
     """An output that stays in place: what the signature says of it, the caller's tensor over the runtime's memory, and what counts
     the calls that overwrite it."""
 
@@ -106,7 +106,7 @@ class KnownCalls:
 
 
 def replay(
-    backend: Backend, library: Library, program: int, outputs: Sequence[Output], counts: Sequence[Epoch], *, views: bool
+    backend: Backend, library: Library, program: int, outputs: Sequence[StaticOutput], counts: Sequence[Epoch], *, views: bool
 ) -> Replay:
     """Replays a program, by its number among those of all entries, and gives views or copies.  `counts`: what counts its calls."""
     if views:
@@ -137,14 +137,16 @@ def _by_steps(backend: Backend, program: int, caller: Caller) -> Replay:
     return line
 
 
-def _viewing(library: Library, outputs: Sequence[Output]) -> Callable[[Any], list[Any]]:
+def _viewing(library: Library, outputs: Sequence[StaticOutput]) -> Callable[[Any], list[Any]]:
     if len(outputs) == 1:
         ((spec, value, epoch),) = outputs
         return lambda stream: [View(spec, value, library, epoch, epoch.number)]
     return lambda stream: [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in outputs]
 
 
-def _copying(backend: Backend, library: Library, outputs: Sequence[Output], fresh: Fresh | None) -> Callable[[Any], list[Any]]:
+def _copying(
+    backend: Backend, library: Library, outputs: Sequence[StaticOutput], fresh: Fresh | None
+) -> Callable[[Any], list[Any]]:
     """Copies by the driver to what `fresh` makes, or by the library.  Kernels are not given the copies' addresses instead, as they
     are those of inputs: one may write behind an output's last byte (a padded product of which a part is the output), and no bundle
     says how far."""
@@ -163,7 +165,7 @@ def _copying(backend: Backend, library: Library, outputs: Sequence[Output], fres
     return finish
 
 
-def _fresh(library: Library, outputs: Sequence[Output]) -> Fresh | None:
+def _fresh(library: Library, outputs: Sequence[StaticOutput]) -> Fresh | None:
     """Makes the tensors that outputs are copied to; None where the library is to copy one, which is not row-major or empty."""
     values, empty_like = [value for _, value, _ in outputs], library.empty_like
     if not all(_place(library.describe(value))[1] for value in values):

@@ -156,7 +156,7 @@ class Chunk(NamedTuple):
     size: int
 
 
-Piece = tuple[Chunk, ...]
+Replay = tuple[Chunk, ...]
 """One replay: a chunk of every dimension, in declared order."""
 
 _LARGE = "call it with parts of its inputs"
@@ -166,7 +166,7 @@ _NO_POLICY = 'call with a recorded size, or load the bundle with on_miss="pad" o
 
 def pieces(
     dimensions: Sequence[Dimension], sizes: Sequence[int], on_miss: str, where: Callable[[str], str] = str
-) -> tuple[Piece, ...]:
+) -> tuple[Replay, ...]:
     """The replays that serve a call whose dimensions have `sizes`; one exact piece when the key was recorded.
 
     `where` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises key-missing, naming that

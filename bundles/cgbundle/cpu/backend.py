@@ -61,7 +61,7 @@ KEPT = 0.25
 laid out for them.  The mapped file beside them is the system's to drop."""
 
 
-class Shared:
+class HostBundle:
     """What all sessions of a bundle use: torch's libraries, the weights, what state holds at first.  As in eager, a caller may
     write to weights that the model hands out: this process's pages become its own.
 
@@ -105,7 +105,7 @@ class CpuBackend:
     code_bytes = 0
 
     def __init__(self, bundle: Archive, threads: int | None = None) -> None:
-        self._open(Shared(bundle, threads), alone=False)
+        self._open(HostBundle(bundle, threads), alone=False)
 
     def session(self) -> CpuBackend:
         """A further session: its own state, static input buffers and host regions.  One thread at a time may use it."""
@@ -113,9 +113,9 @@ class CpuBackend:
         session._open(self._use(), alone=True)
         return session
 
-    def _open(self, shared: Shared, *, alone: bool) -> None:
+    def _open(self, shared: HostBundle, *, alone: bool) -> None:
         manifest = shared.manifest
-        self._shared: Shared | None = shared  # None: closed
+        self._shared: HostBundle | None = shared  # None: closed
         self._name = manifest.name
         self._torch, self._weights, self._initial = shared.torch, manifest.weights, shared.initial
         one_by_one = alone or shared.state > 0
@@ -312,7 +312,7 @@ class CpuBackend:
         self._buffers.clear()
         self._state = anonymous(0)
 
-    def _use(self) -> Shared:
+    def _use(self) -> HostBundle:
         if self._lock.inherited:
             raise forked(self._name)
         if self._shared is None:

@@ -27,10 +27,10 @@ from ..format.schema import KERNEL_CODE
 from ..format.spans import span
 from ..tensors.library import caller_captures
 from ..validate.state import STATE
+from .device_bundle import DeviceBundle
 from .fast_path import fast_path
 from .outputs import DeviceOutputs, HostCopies, HostOutputs
 from .programs import Executors, Programs, static_buffers
-from .shared import Shared
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -77,7 +77,7 @@ class CudaBackend:
         threads: int | None = None,
         peer: int = 0,
     ) -> None:
-        self._start(Shared(bundle, device, mode, poison, context, threads, peer), alone=False, lazy=lazy)
+        self._start(DeviceBundle(bundle, device, mode, poison, context, threads, peer), alone=False, lazy=lazy)
 
     @property
     def code_bytes(self) -> int:
@@ -96,7 +96,7 @@ class CudaBackend:
             session._start(self._shared, alone=True, lazy=self._lazy or False)
         return session
 
-    def _start(self, shared: Shared, *, alone: bool, lazy: bool | None) -> None:
+    def _start(self, shared: DeviceBundle, *, alone: bool, lazy: bool | None) -> None:
         """Begins with one share of what sessions share, which is given back where this fails."""
         self._lock = ExclusiveLock(shared.manifest.name, alone=alone, updates=shared.updating)
         self.gate, self._forks, self._left = self._lock.inner, FORKS.number, False

@@ -20,8 +20,8 @@ from ..format.schema import MEMORIES, Manifest, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table
 from ..validate.state import STATE
+from .device_bundle import DeviceBundle
 from .outputs import DeviceOutputs, HostCopies, HostOutputs
-from .shared import Shared
 
 if TYPE_CHECKING:
     from ..call.profile import Profile
@@ -150,7 +150,7 @@ class Programs:
     """
 
     def __init__(
-        self, shared: Shared, memories: Memories, modules: Modules, executors: Executors, host: HostSteps | None,
+        self, shared: DeviceBundle, memories: Memories, modules: Modules, executors: Executors, host: HostSteps | None,
         order: StreamOrder, copy_out: Callable[[int, int, int], Output], *, late: bool,
     ) -> None:  # fmt: skip
         self._shared, self._memories, self._modules, self._host = shared, memories, modules, host

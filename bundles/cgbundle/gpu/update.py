@@ -19,13 +19,13 @@ from ..weights.reads import Piece
 from ..weights.upload import Upload
 
 if TYPE_CHECKING:
-    from .shared import Shared
+    from .device_bundle import DeviceBundle
 
 ALIGNMENT = 256
 """Of a weight, in bytes: as in memory weights."""
 
 
-class Copy(NamedTuple):
+class WeightCopy(NamedTuple):
     """`size` bytes at `source`, of the GPU or the CPU, that belong at `target` of the GPU.  `owner` keeps them."""
 
     target: int
@@ -38,7 +38,7 @@ class Copy(NamedTuple):
         memory.copy(self.target, self.source, self.size, stream, source_on_device=self.on_device)
 
 
-class Stage:
+class WeightStage:
     """Room for new contents, as many bytes as they have.  A tensor of the GPU stays where it is, unless it lies in `weights`, the
     address and the bytes of what will be written.  The context is current.  `cleanup` frees the room."""
 
@@ -56,17 +56,17 @@ class Stage:
         if size and self._host is None:
             cleanup.callback(memory.free, self._next)
         self._pieces: dict[OpenFile, list[Piece]] = {}
-        self._copies: list[Copy] = []
+        self._copies: list[WeightCopy] = []
 
     def add(self, row: Weight, contents: Contents, target: int) -> None:
         """Contents of a weight that lies at `target`.  Those of files arrive by `done`."""
         laid_out = contents.laid_out(row)
         if self._may_stay(contents):
             self._wait_for(laid_out)
-            self._copies.append(Copy(target, laid_out.address, laid_out.bytes, True, laid_out))
+            self._copies.append(WeightCopy(target, laid_out.address, laid_out.bytes, True, laid_out))
             return
         place, self._next = self._next, self._next + _aligned(contents.bytes)
-        self._copies.append(Copy(target, place, contents.bytes, self._host is None, self._host))
+        self._copies.append(WeightCopy(target, place, contents.bytes, self._host is None, self._host))
         if self._host is not None:
             laid_out.near().copy_to(place, row)
         elif laid_out.file is not None:
@@ -76,7 +76,7 @@ class Stage:
             memory.copy(place, laid_out.address, laid_out.bytes, self._stream, source_on_device=laid_out.device is not None)
             check("cuStreamSynchronize", cu.cuStreamSynchronize(self._stream))  # pinned memory is read until then
 
-    def done(self) -> list[Copy]:
+    def done(self) -> list[WeightCopy]:
         """What is left to do when all is there."""
         uploads = []
         for file, pieces in self._pieces.items():
@@ -104,7 +104,7 @@ def _aligned(size: int) -> int:
 
 
 def update(
-    shared: Shared,
+    shared: DeviceBundle,
     contents: Mapping[int, Contents],
     sessions: Sequence[Any],
     files: Sequence[OpenFile],
@@ -114,7 +114,7 @@ def update(
     since graphs know no others.  The caller holds a share of `shared`."""
     rows = shared.manifest.weights
     with shared.updating, shared.context as context, Relaxed(), ExitStack() as cleanup:
-        stage = Stage(context, (shared.base, shared.sizes[memory.WEIGHTS]), contents.values(), cleanup)
+        stage = WeightStage(context, (shared.base, shared.sizes[memory.WEIGHTS]), contents.values(), cleanup)
         for index, value in contents.items():
             if rows[index].offset != HOST_ONLY and value.bytes:
                 stage.add(rows[index], value, shared.base + rows[index].offset)
@@ -128,7 +128,7 @@ def update(
         _replace(shared, [session for session in sessions if not session.closed], copies, hosted)
 
 
-def _replace(shared: Shared, sessions: Sequence[Any], copies: Sequence[Copy], hosted: HostWeights | None) -> None:
+def _replace(shared: DeviceBundle, sessions: Sequence[Any], copies: Sequence[WeightCopy], hosted: HostWeights | None) -> None:
     """Puts the new weights in their places; no session begins a call meanwhile."""
     stream = shared.context.stream
     regions = [(session.host, session.host.over(hosted)) for session in sessions if session.host is not None and hosted is not None]
@@ -144,7 +144,7 @@ def _replace(shared: Shared, sessions: Sequence[Any], copies: Sequence[Copy], ho
     shared.updated = True
 
 
-def _host_weights(shared: Shared, contents: Mapping[int, Contents]) -> HostWeights | None:
+def _host_weights(shared: DeviceBundle, contents: Mapping[int, Contents]) -> HostWeights | None:
     """Where host regions read the weights after an update; None where it changes none of theirs."""
     rows = shared.manifest.weights
     read = {rows[index].tensor for region in shared.manifest.regions for _, index in region.constants}

@@ -17,7 +17,8 @@ from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemor
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.format.spans import HOST_ONLY
-from cgbundle.gpu import shared, step_times
+from cgbundle.gpu import device_bundle as shared
+from cgbundle.gpu import step_times
 from cgbundle.loader import MODES
 from cgbundle.tables.table import Table
 from cgbundle.validate import contents, recordings

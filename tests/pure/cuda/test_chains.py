@@ -15,7 +15,7 @@ from cgbundle.cuda import memory
 from cgbundle.errors import CgbundleError
 from cgbundle.exam import replay_chained
 from cgbundle.format.schema import Manifest
-from cgbundle.gpu import shared
+from cgbundle.gpu import device_bundle as shared
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.gpu.programs import with_inputs_at
 from cgbundle.loader import MODES

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..weights.host import HostWeights, InitialState
 
 
-class Shared:
+class DeviceBundle:
     """A bundle on GPU number `device`; `context`, `mode`, `poison`, `threads` and `peer` as for `CudaBackend`, as is what it
     raises.
 
