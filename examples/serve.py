@@ -71,7 +71,7 @@ class Text(BaseModel):
 
 def sizes_of(program: cgbundle.Program) -> tuple[int, tuple[int, ...]]:
     """(the largest batch, the lengths) that were recorded.  Raises SystemExit for a bundle that this server cannot serve."""
-    dimensions = program.manifest.dimensions
+    dimensions = program.spec.dimensions
     shapes = [(spec.dtype, spec.shape) for spec in program.inputs]
     names = tuple(dimension.name for dimension in dimensions)
     if len(names) != 2 or shapes != [("int64", names)] * 2 or len(program.outputs) != 1:

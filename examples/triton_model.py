@@ -30,10 +30,10 @@ TYPES = {
 """Triton's names of dtypes.  Its NumPy tensors have no bfloat16."""
 
 
-def batches(manifest: Any) -> tuple[int, ...]:
+def batches(entry: Any) -> tuple[int, ...]:
     """The recorded sizes of the first axis of all tensors, where its rows do not depend on each other; () otherwise."""
-    shapes = [spec.shape for spec in (*manifest.inputs, *manifest.outputs)]
-    for dimension in manifest.dimensions:
+    shapes = [spec.shape for spec in (*entry.inputs, *entry.outputs)]
+    for dimension in entry.dimensions:
         first = all(shape and shape[0] == dimension.name for shape in shapes)
         if first and dimension.chunk and not any(dimension.name in str(shape[1:]) for shape in shapes):
             return tuple(dimension.sizes)
@@ -46,16 +46,16 @@ class TritonPythonModel:
     @staticmethod
     def auto_complete_config(config: Any) -> Any:
         """The model's configuration, from the bundle.  Raises KeyError for a dtype that the backend does not have."""
-        manifest = checked_manifest(str(BUNDLE))
-        sizes = batches(manifest)
+        entry = checked_manifest(str(BUNDLE)).entries[0]
+        sizes = batches(entry)
         config.set_max_batch_size(sizes[-1] if sizes else 0)
         if sizes:
             config.set_dynamic_batching()
-        free = {(row.output, row.axis) for row in manifest.data_sizes}  # their sizes depend on data; such a bundle takes no batches
-        for specs, add in ((manifest.inputs, config.add_input), (manifest.outputs, config.add_output)):
+        free = {(row.output, row.axis) for row in entry.data_sizes}  # their sizes depend on data; such a bundle takes no batches
+        for specs, add in ((entry.inputs, config.add_input), (entry.outputs, config.add_output)):
             for place, spec in enumerate(specs):
                 dims = [size if type(size) is int else -1 for size in spec.shape[1 if sizes else 0 :]]
-                if specs is manifest.outputs:
+                if specs is entry.outputs:
                     dims = [-1 if (place, axis) in free else size for axis, size in enumerate(dims)]
                 add({"name": spec.name, "data_type": f"TYPE_{TYPES[spec.dtype]}", "dims": dims})
         return config
@@ -65,7 +65,7 @@ class TritonPythonModel:
         device = int(args["model_instance_device_id"]) if args.get("model_instance_kind") == "GPU" else 0
         self.program = cgbundle.load(BUNDLE, device=device)
         self.program.warmup()
-        self.together = bool(batches(self.program.manifest))
+        self.together = bool(batches(self.program.manifest.entries[0]))
 
     def execute(self, requests: list[Any]) -> list[Any]:
         """A response for each request: requests of one shape by one replay."""

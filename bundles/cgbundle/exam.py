@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any
 from .call.outputs import View
 from .errors import BundleError, CallError, CgbundleError
 from .format import safetensors
-from .format.entries import FORWARD, each_entry
+from .format.entries import FORWARD
 from .format.file_names import EXAM, exam_entry
 from .format.safetensors import Mapped
-from .format.schema import DTYPES, Dimension, Manifest, Proof
+from .format.schema import DTYPES, Dimension, EntrySpec, Proof
 from .format.spans import span
 from .loader import open_program
 from .program import Program
 from .tensors.comparison import describe, difference, nearest
-from .tensors.exam_tensors import ExamTensor, bounds, exam_tensors, is_exact, stored
+from .tensors.exam_tensors import ExamTensor, exam_tensors, is_exact, stored
 from .tensors.exam_tensors import inputs_of as inputs_of
 from .validate.state import STATE
 
@@ -112,9 +112,9 @@ def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None,
     exam = program.open_exam()
     try:
         return [
-            _replay(exam, program, manifest, proof, failed)
-            for manifest in each_entry(program.manifest)
-            for proof in manifest.exam.proofs
+            _replay(exam, program, entry, proof, failed)
+            for entry in program.manifest.entries
+            for proof in entry.self_test.proofs
             if keys is None or proof.key in keys
         ]
     finally:
@@ -132,9 +132,9 @@ def replay_chained(program: Program) -> list[ChainResult]:
         exam.close()
 
 
-def name_key(manifest: Manifest, key: Sequence[int]) -> str:
+def name_key(entry: EntrySpec, key: Sequence[int]) -> str:
     """`batch=8, seq=128`; of another entry than forward `decode: batch=8`."""
-    return key_text(manifest.dimensions, key, manifest.entry)
+    return key_text(entry.dimensions, key, entry.name)
 
 
 def key_text(dimensions: Sequence[Dimension], key: Sequence[int], entry: str = FORWARD) -> str:
@@ -143,51 +143,50 @@ def key_text(dimensions: Sequence[Dimension], key: Sequence[int], entry: str = F
     return own or "()" if entry == FORWARD else ": ".join(filter(None, [entry, own]))
 
 
-def _replay(exam: Mapped, program: Program, manifest: Manifest, proof: Proof, failed: Outputs | None) -> Result:
-    """`manifest`: of the entry."""
-    entry = program[manifest.entry]
+def _replay(exam: Mapped, program: Program, spec: EntrySpec, proof: Proof, failed: Outputs | None) -> Result:
+    manifest, entry = program.manifest, program[spec.name]
     state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     if state:
         program.reset()
-    if manifest.random >= 0:
+    if manifest.random is not None:
         program.seed(0)
     # a cache of zeros may be most of a GPU's memory: nothing of it is held here before it is compared
     first = {index: program.state_bytes(index) for index in state if not manifest.weights[index].zeros}
     given: Outputs = {}
-    for call in range(manifest.exam.calls):
+    for call in range(spec.self_test.calls):
         program.poison(POISON)
-        inputs = inputs_of(exam, manifest, proof.key)
-        outputs = entry.replay_whole(inputs) if manifest.data_sizes else entry.replay(inputs)
-        if failed is not None and call < manifest.exam.calls - 1:
-            for index, spec in enumerate(manifest.outputs):
-                if is_exact(spec.dtype):
+        inputs = inputs_of(exam, spec, proof.key)
+        outputs = entry.replay_whole(inputs) if spec.data_sizes else entry.replay(inputs)
+        if failed is not None and call < spec.self_test.calls - 1:
+            for index, output in enumerate(spec.outputs):
+                if is_exact(output.dtype):
                     tensor = _tensor(outputs[index])
-                    name = exam_entry(proof.key, f"call-{call}", index, manifest.entry)
-                    given[name] = (spec.dtype, tuple(tensor.shape), partial(bytes, tensor.tobytes()))
-    made: Mapping[str, Sequence[Any]] = {"output": outputs, "written": inputs}
+                    name = exam_entry(proof.key, f"call-{call}", index, spec.name)
+                    given[name] = (output.dtype, tuple(tensor.shape), partial(bytes, tensor.tobytes()))
+    made: Mapping[str, Sequence[Any]] = {"output": outputs, "mutated": inputs}
 
     def compared(row: ExamTensor, bound: float) -> Compared:  # one by one: state may be large
         if row.kind == "state":
             weight = manifest.weights[row.index]
             shape: tuple[int, ...] = (prod(weight.shape),)
             before = bytes(span(weight)) if weight.zeros else first[row.index]
-            expected = _changed(exam, (proof.key, manifest.entry), row.index, before)
+            expected = _changed(exam, (proof.key, spec.name), row.index, before)
             got = program.state_bytes(row.index)
         else:
             tensor = _tensor(made[row.kind][row.index])
-            shape, expected = tensor.shape, bytes(stored(exam, exam_entry(proof.key, row.kind, row.index, manifest.entry)))
+            shape, expected = tensor.shape, bytes(stored(exam, exam_entry(proof.key, row.kind, row.index, spec.name)))
             got = tensor.tobytes()
         if failed is not None:
-            given[exam_entry(proof.key, row.kind, row.index, manifest.entry)] = (row.dtype, tuple(shape), partial(bytes, got))
+            given[exam_entry(proof.key, row.kind, row.index, spec.name)] = (row.dtype, tuple(shape), partial(bytes, got))
         exact = expected == got
         error = 0.0 if exact else difference(row.dtype, expected, got)
         found = Compared(title=row.title, error=error, bound=bound, exact=exact, text="")
-        fine = exact or (found.passed(manifest.exam.compare) and not is_exact(row.dtype))
+        fine = exact or (found.passed(spec.self_test.compare) and not is_exact(row.dtype))
         return found if fine else replace(found, text=describe(row.dtype, shape, expected, got))
 
-    pairs = zip(exam_tensors(manifest), bounds(manifest, proof), strict=True)
-    result = Result(entry=manifest.entry, key=proof.key, tensors=tuple([compared(row, bound) for row, bound in pairs]))
-    if failed is not None and not result.passed(manifest.exam.compare):
+    pairs = zip(exam_tensors(manifest, spec), spec.self_test.bounds, strict=True)
+    result = Result(entry=spec.name, key=proof.key, tensors=tuple([compared(row, bound) for row, bound in pairs]))
+    if failed is not None and not result.passed(spec.self_test.compare):
         failed.update(given)
     return result
 
@@ -254,10 +253,10 @@ def main(arguments: Sequence[str]) -> int:
             if failed:
                 with open(file, "wb") as opened:
                     safetensors.write(opened, failed)
-            compare = {each.entry: each.exam.compare for each in each_entry(program.manifest)}
+            compare = {entry.name: entry.self_test.compare for entry in program.manifest.entries}
             rows = [result.plain(compare[result.entry]) for result in results]
             chains: list[dict[str, Any]] = []
-            if program.manifest.chains:
+            if program.manifest.donations:
                 chains = [asdict(each) for each in replay_chained(program)]
     except CgbundleError as error:
         print(json.dumps(_plain_error(error)))

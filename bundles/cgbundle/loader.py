@@ -168,7 +168,7 @@ def open_program(
                 backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads)
             own = others[0] if others and meeting is not None else bundle
             program = _program(Program, own, backend, on_miss, outputs, cast)
-            if meeting is not None and own.manifest.random >= 0:
+            if meeting is not None and own.manifest.random is not None:
                 program.seed(backend.seed)  # type: ignore[attr-defined]  # of one rank: all ranks draw the same
         try:
             for each in (bundle, *others):
@@ -203,9 +203,10 @@ def _open_rank(
     from .validate.bundle import check_rank
 
     rank, path = meeting
-    size = bundle.manifest.world[0].size
-    if not 0 <= rank < size:
-        raise CallError("ranks-refused", f"rank={rank}: the model has {size} ranks, 0 to {size - 1}")
+    world = bundle.manifest.world
+    assert world is not None
+    if not 0 <= rank < world.size:
+        raise CallError("ranks-refused", f"rank={rank}: the model has {world.size} ranks, 0 to {world.size - 1}")
     if rank:
         others.append(check_rank(bundle, rank))
     own = others[0] if rank else bundle
@@ -220,8 +221,10 @@ def _open_ranks(
     from .program.ranks import RanksBackend  # few models are over several
     from .validate.bundle import check_ranks
 
+    world = bundle.manifest.world
+    assert world is not None
     others += check_ranks(bundle)
-    chosen = range(bundle.manifest.world[0].size) if devices is None else devices
+    chosen = range(world.size) if devices is None else devices
     own = context.take()
     return RanksBackend(bundle, others, chosen, mode, context=own, poison=poison, threads=threads, timeout=timeout)
 
@@ -249,7 +252,7 @@ def _open_replicas(
             text = f"replicas=True: the bundle is for {bundle.manifest.target.arch}, and nothing of it runs on a GPU"
             raise CallError("option-refused", text)
         if bundle.manifest.world:
-            text = f"replicas=True: the model is over {bundle.manifest.world[0].size} GPUs, and no copy of it on one"
+            text = f"replicas=True: the model is over {bundle.manifest.world.size} GPUs, and no copy of it on one"
             raise CallError("ranks-refused", text, "leave replicas out")
         if threads is not None:
             _check_threads(bundle.manifest, threads)
@@ -315,7 +318,7 @@ def _check_once(bundle: Archive, level: str, key: Keys | None) -> None:
         from . import signatures  # late: most loads need none
 
         signatures.check(bundle, key)  # before the manifest is as much as parsed
-    if any([world.rank for world in bundle.manifest.world]):
+    if bundle.manifest.world and bundle.manifest.world.rank:
         raise CallError("ranks-refused", f"{bundle.path}: the bundle of one rank", "load the folder that its `ranks` lies in")
     check_bundle(bundle, level if key is None else "full")
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from cgbundle.call.structure import builder, may_be_left_out
 from cgbundle.format.pytree import children, holds_tensor, recorded_constant
-from cgbundle.format.schema import Manifest, Tree
+from cgbundle.format.schema import EntrySpec, Tree
 
 LINE = 200
 """Characters of an argument that is spelled with its parts."""
@@ -27,23 +27,23 @@ class Constant(NamedTuple):
     required: bool
 
 
-def constants(manifest: Manifest) -> list[Constant]:
+def constants(entry: EntrySpec) -> list[Constant]:
     """All constants of a call, in order.  Of an argument with tensors in it the leaves that are none."""
     found = []
-    for name, tree, keyword, default in _parameters(manifest):
+    for name, tree, keyword, default in _parameters(entry):
         if holds_tensor(tree):
             found += [Constant(path, value, (), keyword, True) for path, value in _leaves(name, tree)]
         else:
-            known = tuple([recorded_constant(each) for each in default])
-            found.append(Constant(name, recorded_constant(tree), known, keyword, not _optional(manifest, tree, default)))
+            known = () if default is None else (recorded_constant(default),)
+            found.append(Constant(name, recorded_constant(tree), known, keyword, not _optional(entry, tree, default)))
     return found
 
 
-def arranged(manifest: Manifest, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+def arranged(entry: EntrySpec, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
     """(args, kwargs) of a call with `tensors`, which are in the signature's order; every constant is given."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
-    for name, tree, keyword, _ in _parameters(manifest):
+    for name, tree, keyword, _ in _parameters(entry):
         value = builder(tree)(tensors)
         if keyword:
             kwargs[name] = value
@@ -52,14 +52,14 @@ def arranged(manifest: Manifest, tensors: Sequence[Any]) -> tuple[list[Any], dic
     return args, kwargs
 
 
-def spelled(manifest: Manifest) -> str:
+def spelled(entry: EntrySpec) -> str:
     """`ids, mask, temperature=2.0`: a call as one would write it, without the constants that may be left out.
 
     Tensors, and what holds some, stand under their parameter's name.
     """
     parts, by_name = [], False
-    for name, tree, keyword, default in _parameters(manifest):
-        if _optional(manifest, tree, default):
+    for name, tree, keyword, default in _parameters(entry):
+        if _optional(entry, tree, default):
             by_name = True  # what follows something that is left out is given by name
             continue
         by_name = by_name or keyword or not holds_tensor(tree)
@@ -68,13 +68,13 @@ def spelled(manifest: Manifest) -> str:
     return ", ".join(parts)
 
 
-def nested(manifest: Manifest) -> list[str]:
+def nested(entry: EntrySpec) -> list[str]:
     """`cache = {'layers': [...]}`: the arguments that hold tensors and more, of tensors under their own names; long ones are left
     out."""
-    names = [spec.name for spec in manifest.inputs]
+    names = [spec.name for spec in entry.inputs]
     lines = [
         f"{_variable(name)} = {_template(tree, names)}"
-        for name, tree, _, _ in _parameters(manifest)
+        for name, tree, _, _ in _parameters(entry)
         if holds_tensor(tree) and "tensor" not in tree
     ]
     return [line for line in lines if len(line) <= LINE]
@@ -102,16 +102,14 @@ def _is_variable(name: str) -> bool:
     return name.isidentifier() and not iskeyword(name)
 
 
-def _parameters(manifest: Manifest) -> list[tuple[str, Tree, bool, tuple[Tree, ...]]]:
+def _parameters(entry: EntrySpec) -> list[tuple[str, Tree, bool, Tree | None]]:
     """(name, tree, whether it is by name only, default) of every parameter."""
-    pairs: list[tuple[str, Tree]] = [(name, tree) for name, tree in manifest.call["call"]]
-    if not manifest.parameters:
-        return [(name, tree, False, ()) for name, tree in pairs]
-    return [(name, tree, each.keyword, each.default) for (name, tree), each in zip(pairs, manifest.parameters, strict=True)]
+    pairs: list[tuple[str, Tree]] = [(name, tree) for name, tree in entry.call["call"]]
+    return [(name, tree, each.keyword, each.default) for (name, tree), each in zip(pairs, entry.parameters, strict=True)]
 
 
-def _optional(manifest: Manifest, tree: Tree, default: tuple[Tree, ...]) -> bool:
-    return may_be_left_out(tree, default) if manifest.parameters else "value" in tree
+def _optional(entry: EntrySpec, tree: Tree, default: Tree | None) -> bool:
+    return may_be_left_out(tree, default)
 
 
 def _leaves(path: str, tree: Tree) -> list[tuple[str, Any]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import file_names, safetensors
-from cgbundle.format.schema import IntKey, Manifest, Weight
+from cgbundle.format.schema import EntrySpec, IntKey, Manifest, Weight
 from cgbundle.tensors.exam_tensors import exam_tensors
 
 from ..model.flat_module import PREFIX, ProgramModule, traced_per_size
@@ -70,7 +70,7 @@ def _run(prepared: Prepared, exam: KeyExam, weights: Sequence[Weight]) -> Run:
     return run
 
 
-def read_outputs(path: Path, manifest: Manifest, key: IntKey) -> Seen | None:
+def read_outputs(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> Seen | None:
     """What a failed replay of an int_key gave, from the file that `cgbundle.exam` wrote; None where it did not fail."""
     if not path.exists():
         return None
@@ -78,20 +78,20 @@ def read_outputs(path: Path, manifest: Manifest, key: IntKey) -> Seen | None:
     try:
 
         def tensor(kind: str, index: int) -> torch.Tensor:
-            name = file_names.exam_entry(key, kind, index, manifest.entry)
+            name = file_names.exam_entry(key, kind, index, entry.name)
             if name not in stored.entries:
                 return torch.empty(0)  # of earlier calls floats are not kept
             row = stored.entries[name]
             return from_bytes(bytes(stored.data(name)), row.dtype).reshape(row.shape)
 
-        compared = exam_tensors(manifest)
-        if file_names.exam_entry(key, compared[0].kind, compared[0].index, manifest.entry) not in stored.entries:
+        compared = exam_tensors(manifest, entry)
+        if file_names.exam_entry(key, compared[0].kind, compared[0].index, entry.name) not in stored.entries:
             return None
         earlier = [
-            tuple([tensor(f"call-{call}", index) for index in range(len(manifest.outputs))])
-            for call in range(manifest.exam.calls - 1)
+            tuple([tensor(f"call-{call}", index) for index in range(len(entry.outputs))])
+            for call in range(entry.self_test.calls - 1)
         ]
         left = tuple([tensor(row.kind, row.index) for row in compared])
-        return Seen(calls=(*earlier, left[: len(manifest.outputs)]), left=left)
+        return Seen(calls=(*earlier, left[: len(entry.outputs)]), left=left)
     finally:
         stored.close()

@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import file_names, safetensors
-from cgbundle.format.schema import IntKey, Manifest, Program, Value, Weight
+from cgbundle.format.schema import EntrySpec, IntKey, Manifest, Program, Value, Weight
 
 from ..model.flat_module import PREFIX, run_eager
 from ..model.pytree import dtype_name
@@ -132,7 +132,7 @@ def with_left(exam: KeyExam, left: Sequence[torch.Tensor], prepared: Prepared, w
 
 
 def write_exam(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
-    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/written/0`, `8x128/state/3`, `8x128/state-at/3` of entry
+    """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3` of entry
     `forward`, `decode/8x128/input/0`, ... of others.  `exams` by entry."""
     with open(path, "wb") as file:
         safetensors.write(file, _named(exams))
@@ -151,22 +151,22 @@ def replace_exams(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
     new.replace(path)
 
 
-def read_exam(path: Path, manifest: Manifest, key: IntKey) -> KeyExam:
-    """The exam of an int_key from the file; `manifest`: of the entry."""
+def read_exam(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> KeyExam:
+    """The exam of an int_key of an entry from the file."""
     stored = safetensors.Mapped(str(path), path.name)
     try:
 
         def tensor(kind: str, index: int) -> torch.Tensor:
-            name = file_names.exam_entry(key, kind, index, manifest.entry)
+            name = file_names.exam_entry(key, kind, index, entry.name)
             row = stored.entries[name]
             return from_bytes(bytes(stored.data(name)), row.dtype).reshape(row.shape)
 
         state = [index for index, row in enumerate(manifest.weights) if row.memory == "state"]
         return KeyExam(
             key=key,
-            inputs=tuple([tensor("input", index) for index in range(len(manifest.inputs))]),
-            outputs=tuple([tensor("output", index) for index in range(len(manifest.outputs))]),
-            written=tuple([(index, tensor("written", index)) for index in manifest.written]),
+            inputs=tuple([tensor("input", index) for index in range(len(entry.inputs))]),
+            outputs=tuple([tensor("output", index) for index in range(len(entry.outputs))]),
+            written=tuple([(index, tensor("mutated", index)) for index in entry.mutated_inputs]),
             state=tuple([(index, tensor("state-at", index), tensor("state", index)) for index in state]),
         )
     finally:
@@ -180,7 +180,7 @@ def _named(exams: Mapping[str, Sequence[KeyExam]]) -> dict[str, safetensors.Tens
         for kind, values in (
             ("input", enumerate(exam.inputs)),
             ("output", enumerate(exam.outputs)),
-            ("written", exam.written),
+            ("mutated", exam.written),
             ("state-at", [(index, runs) for index, runs, _ in exam.state]),
             ("state", [(index, changed) for index, _, changed in exam.state]),
         ):

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from cgbundle.exam import fresh, key_text, name_key
-from cgbundle.format.entries import FORWARD, each_entry
+from cgbundle.format.entries import FORWARD
 from cgbundle.format.file_names import EXAM
-from cgbundle.format.schema import Dimension, Exam, Finding, IntKey, Manifest, Proof
+from cgbundle.format.schema import Dimension, EntrySpec, Finding, IntKey, Manifest, Proof, SelfTest
 from cgbundle.tensors.comparison import nearest
 from cgbundle.tensors.exam_tensors import NEAR_TIES, WAIVER, exam_tensors, is_exact
 
@@ -70,21 +70,23 @@ def accepted(
 def unproved(key: IntKey, bounds: Sequence[ErrorBound]) -> Proof:
     """The proof of a key that was not compared yet."""
     bound = max((each.bound for each in bounds), default=0.0)
-    return Proof(key=key, method="none", error=0.0, tolerance=bound, errors=(), distance=0.0)
+    return Proof(key=key, method="none", tolerance=bound)
 
 
-def measured(key: IntKey, method: str, differences: Sequence[Difference], bounds: Sequence[float]) -> Proof:
+def measured(
+    key: IntKey, method: Literal["replay", "interpret", "none"], differences: Sequence[Difference], bounds: Sequence[float]
+) -> Proof:
     """The proof of a key that was compared with eager PyTorch."""
     errors = tuple([each.error for each in differences])
     error, bound = nearest(zip(errors, bounds, strict=True))
-    return Proof(key=key, method=method, error=error, tolerance=bound, errors=errors, distance=0.0)
+    return Proof(key=key, method=method, error=error, tolerance=bound, errors=errors)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
     """The exam of every entry with measured proofs.  `told`: which indices differ from eager PyTorch's, in words."""
 
-    exams: tuple[Exam, ...]
+    exams: tuple[SelfTest, ...]
     told: str
 
 
@@ -114,17 +116,17 @@ def replay(
                 text = f"{row['title']}: an output that is taken where it lies gives something else than its copy: {row['text']}"
                 raise BuildError("proof-failed", text, REPORT)
         exams, told, chosen = [], [], {}
-        for number, (each, own) in enumerate(zip(each_entry(manifest), bounds, strict=True)):
-            theirs = [row for row in rows if row["entry"] == each.entry]
-            verdicts = _verdicts(stage, each, own, theirs, prepared[number], outputs) if prepared else {}
-            exam = _examined(each, own, theirs, waive, {key: found.differences for key, (_, found) in verdicts.items()})
+        for number, (entry, own) in enumerate(zip(manifest.entries, bounds, strict=True)):
+            theirs = [row for row in rows if row["entry"] == entry.name]
+            verdicts = _verdicts(stage, manifest, entry, own, theirs, prepared[number], outputs) if prepared else {}
+            exam = _examined(manifest, entry, own, theirs, waive, {key: found.differences for key, (_, found) in verdicts.items()})
             if prepared:
-                taken = [read_exam(stage / EXAM, each, proof.key) for proof in exam.proofs]
+                taken = [read_exam(stage / EXAM, manifest, entry, proof.key) for proof in exam.proofs]
                 exam = replace(exam, bounds=with_near_ties(exam.bounds, prepared[number], taken, own, manifest.weights))
             exams.append(exam)
             told.append(indices_text(own, [found.indices for _, found in verdicts.values()]))
             if verdicts:
-                chosen[each.entry] = [exam for exam, _ in verdicts.values()]
+                chosen[entry.name] = [exam for exam, _ in verdicts.values()]
     if chosen:
         replace_exams(stage / EXAM, chosen)
     return Replayed(exams=tuple(exams), told="; ".join(filter(None, told)))
@@ -133,6 +135,7 @@ def replay(
 def _verdicts(
     stage: Path,
     manifest: Manifest,
+    entry: EntrySpec,
     bounds: Sequence[ErrorBound],
     rows: Sequence[dict[str, Any]],
     prepared: Prepared,
@@ -140,11 +143,11 @@ def _verdicts(
 ) -> dict[IntKey, tuple[KeyExam, Verdict]]:
     """What the choices of the bundle explain, by int_key of an entry, and the exam for these choices."""
     found = {}
-    for proof, row in zip(manifest.exam.proofs, rows, strict=True):
+    for proof, row in zip(entry.self_test.proofs, rows, strict=True):
         if all(each["error"] <= bound.bound for each, bound in zip(row["tensors"], bounds, strict=True)):
             continue
-        got = read_outputs(outputs, manifest, proof.key)
-        exam = read_exam(stage / EXAM, manifest, proof.key)
+        got = read_outputs(outputs, manifest, entry, proof.key)
+        exam = read_exam(stage / EXAM, manifest, entry, proof.key)
         made = verdict(prepared, exam, got, bounds, manifest.weights) if got else None
         if made:
             found[proof.key] = with_left(exam, made.expected, prepared, manifest.weights), made
@@ -153,28 +156,29 @@ def _verdicts(
 
 def _examined(
     manifest: Manifest,
+    entry: EntrySpec,
     bounds: Sequence[ErrorBound],
     rows: Sequence[dict[str, Any]],
     waive: Sequence[str],
     judged: Mapping[IntKey, Sequence[Difference]],
-) -> Exam:
+) -> SelfTest:
     """The exam of an entry, given the `rows` that a replay of it gave, and the differences of the int_keys that were `judged`."""
-    exam = manifest.exam
+    exam = entry.self_test
     if exam.expected == "eager":
-        if WAIVER not in manifest.waivers:  # indices with others that are as good, of a bundle that was interpreted before
+        if WAIVER not in manifest.allowed:  # indices with others that are as good, of a bundle that was interpreted before
             bounds = [replace(each, bound=max(each.bound, kept)) for each, kept in zip(bounds, exam.bounds, strict=True)]
         found = {
             proof.key: judged.get(proof.key) or [Difference(error=each["error"], text=each["text"]) for each in row["tensors"]]
             for proof, row in zip(exam.proofs, rows, strict=True)
         }
         hint = STANDALONE if manifest.target.kind == "cpu" and not manifest.target.torch else REPORT
-        kept = accepted(manifest.dimensions, bounds, found, waive, "the bundle's outputs differ", hint, manifest.entry)
+        kept = accepted(entry.dimensions, bounds, found, waive, "the bundle's outputs differ", hint, entry.name)
         return replace(exam, bounds=kept, proofs=tuple([measured(key, "replay", each, kept) for key, each in found.items()]))
     proofs = []
     for proof, row in zip(exam.proofs, rows, strict=True):
         for each in row["tensors"]:
             if not each["passed"]:
-                where = f"int_key {name_key(manifest, proof.key)}"
+                where = f"int_key {name_key(entry, proof.key)}"
                 text = f"{where}: the replay differs from the recording: {each['title']}: {each['text']}"
                 raise BuildError("proof-failed", text, REPORT)
         distance = max((each["error"] for each in row["tensors"]), default=0.0)
@@ -182,18 +186,18 @@ def _examined(
     return replace(exam, proofs=tuple(proofs))
 
 
-def mismatches(manifest: Manifest) -> tuple[Finding, ...]:
+def mismatches(manifest: Manifest, entry: EntrySpec) -> tuple[Finding, ...]:
     """A finding for every integer tensor that may differ: it was accepted though it does, or floats are nearly equal."""
     found = []
-    for index, (tensor, bound) in enumerate(zip(exam_tensors(manifest), manifest.exam.bounds, strict=True)):
+    for index, (tensor, bound) in enumerate(zip(exam_tensors(manifest, entry), entry.self_test.bounds, strict=True)):
         if not (is_exact(tensor.dtype) and bound):
             continue
-        differs = max([proof.errors[index] for proof in manifest.exam.proofs if proof.errors], default=0.0)
+        differs = max([proof.errors[index] for proof in entry.self_test.proofs if proof.errors], default=0.0)
         if differs:
             rule, message = WAIVER, f"{tensor.title}: up to {differs:.1%} of the values differ from eager PyTorch's"
             effect, fix = "where floats are nearly equal, rounding decides otherwise", "return the floats that they follow from"
         else:
             rule, message = NEAR_TIES, f"{tensor.title}: up to {bound:.1%} of the indices have another one that is as good"
             effect, fix = "on another processor rounding may select that one, and `verify --run` allows it", ""
-        found.append(Finding(rule=rule, severity="note", message=message, node="", where="", source="", effect=effect, fix=fix))
+        found.append(Finding(rule=rule, severity="note", message=message, effect=effect, fix=fix))
     return tuple(found)

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from cgbundle.format.schema import MEMORIES, IntKey, Reserved, Value
+from cgbundle.format.schema import MEMORIES, DonatedRange, IntKey, Value
 from cgbundle.tables.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording
 
@@ -50,7 +50,7 @@ class Assembled:
     tables: tuple[Table, ...]
     weights_end: int
     states: tuple[ModuleState, ...]
-    reserved: tuple[Reserved, ...]
+    reserved: tuple[DonatedRange, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

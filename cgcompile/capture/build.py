@@ -11,7 +11,7 @@ from types import MappingProxyType
 import torch
 
 from cgbundle.format import file_names
-from cgbundle.format.schema import Exam, IntKey
+from cgbundle.format.schema import IntKey, SelfTest
 from cgcompile.bundle.recordings import encode_states
 
 from ..bundle.emit import describe_size
@@ -19,7 +19,7 @@ from ..bundle.exam import KeyExam, replayed_exam, write_exam
 from ..bundle.proof import accepted, measured, unproved
 from ..bundle.rows import WHOLE
 from ..model.source import EXAM_SEED, SEED, sample
-from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
+from ..targets.build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
 from ..targets.cuda.chains import chained_outputs
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import HostRegions, SplitProgram, host_stage, off_gpu, split_stage
@@ -27,7 +27,7 @@ from ..targets.cuda.recorded import RecordedProgram
 from ..targets.kernels.graph_driver import graph_driver
 from ..targets.kernels.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
-from ..targets.weights import fixed_weights, shapes_of, table_rows, write_tables
+from ..targets.weights import frozen_weights, shapes_of, write_tables
 from ..transforms.error_bounds import error_bounds, selection_floor
 from ..transforms.inlining import code_of
 from ..transforms.near_ties.judge import indices_text
@@ -157,17 +157,15 @@ def emit(
     driver = max(_lowest_driver(recorded), graph_driver(written.recordings.values()))
     if written.fills or recorded.graphs.keys() - recorded.replays.keys():  # our own ptxas made images
         driver = max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
-    tables = table_rows(written.weights)
     return ManifestParts(
         target=cuda_target(recorded.arch, driver, cut.hosts, spec.torch_version),
         weights=written.weights,
-        fixed=fixed_weights(stage, written.weights, spec.programs, {*folded, *cut.hosts.unbound}, spec.baked, tables),
-        tables=tables,
+        frozen=frozen_weights(stage, written.weights, spec.programs, {*folded, *cut.hosts.unbound}, spec.baked),
         memories=written.memories,
         regions=written.regions,
         module_state=STATES_FILE if recorded.states else "",
         entries=tuple([part for part, _ in parts]),
-        reserved=recorded.reserved,
+        donated=recorded.reserved,
     )
 
 
@@ -181,15 +179,15 @@ def _entry_parts(
     rows = with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights)
     if len(replays) < len(own):
         bounds = error_bounds(prepared, written.weights)
-        exam = Exam(
+        exam = SelfTest(
             compare="tolerance", calls=prepared.exam_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
             proofs=tuple([unproved(key, bounds) for key in own]),
         )  # fmt: skip
-        return EntryParts(programs=rows, exam=exam), list(expected)
+        return EntryParts(programs=rows, self_test=exam), list(expected)
     differences = {key: replays[key].differences for key in entry.keys}
     bounds = error_bounds(prepared, recorded.weights)
     kept = accepted(entry.dimensions, bounds, differences, spec.waive, "the graph differs", EAGER, entry.name)
-    exam = Exam(
+    exam = SelfTest(
         compare="bits" if exact and all(replay.deterministic for replay in replays.values()) else "tolerance",
         calls=prepared.exam_calls,
         expected="recording",
@@ -197,7 +195,7 @@ def _entry_parts(
         proofs=tuple([measured(key, "none", found, kept) for key, found in differences.items()]),
     )
     contents = {key: replay.contents for key, replay in replays.items()}
-    return EntryParts(programs=rows, exam=exam), replayed_exam(rows, contents, prepared, written.weights)
+    return EntryParts(programs=rows, self_test=exam), replayed_exam(rows, contents, prepared, written.weights)
 
 
 def example_calls(spec: BuildSpec) -> dict[IntKey, Call]:
@@ -208,7 +206,7 @@ def example_calls(spec: BuildSpec) -> dict[IntKey, Call]:
 def _calls(spec: BuildSpec, seed: int) -> dict[IntKey, Call]:
     """A call of every build key."""
 
-    def drawn(entry: EntrySpec, key: IntKey) -> Call:
+    def drawn(entry: EntryBuild, key: IntKey) -> Call:
         return sample(entry.source, dict(zip(entry.sizes, key, strict=True)), seed).tensors, {}
 
     return spec.by_key({entry.name: {key: drawn(entry, key) for key in entry.keys} for entry in spec.entries})

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from cgbundle.format.schema import MEMORIES, IntKey, Reserved
+from cgbundle.format.schema import MEMORIES, DonatedRange, IntKey
 from cgbundle.tables.module_state import Address
 
 from ..errors import ModelError
@@ -106,7 +106,7 @@ class Kept:
     """The segments that outputs lie in which a later call takes where they lie.  `offsets`: by key, range -> offset in the arena.
     `start`: where the arena of all keys begins."""
 
-    reserved: tuple[Reserved, ...]
+    reserved: tuple[DonatedRange, ...]
     offsets: Mapping[IntKey, Mapping[int, int]]
     start: int
 

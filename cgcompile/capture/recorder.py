@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from cgbundle.format import file_names
-from cgbundle.format.schema import IntKey, Reserved, Weight
+from cgbundle.format.schema import DonatedRange, IntKey, Weight
 from cgbundle.tables.module_state import ModuleState
 
 from ..bundle.exam import ReplayedBytes
@@ -65,7 +65,7 @@ class Recorded:
     weights_bytes: int
     state_bytes: int
     states: tuple[ModuleState, ...]
-    reserved: tuple[Reserved, ...]
+    reserved: tuple[DonatedRange, ...]
     images: dict[str, bytes] = field(repr=False)
     arch: str
     driver: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch.export import ExportedProgram, ExportGraphSignature
@@ -16,7 +17,12 @@ from ..export.exported import Exported
 from ..model.side_effects import Obstacle
 from ..model.user_code import called_from, place
 
-REFUSE, HOST, NOTE = "refuse", "host", "note"
+Severity = Literal["refuse", "host", "note"]
+"""As in `Finding`."""
+
+REFUSE: Literal["refuse"] = "refuse"
+HOST: Literal["host"] = "host"
+NOTE: Literal["note"] = "note"
 """Severities: stops a build; puts a node on the host; information."""
 
 
@@ -83,7 +89,9 @@ def computes(node: Node) -> bool:
     )
 
 
-def finding(rule: str, severity: str, message: str, at: Node | Obstacle | None, effect: str, fix: str, node: str = "") -> Finding:
+def finding(
+    rule: str, severity: Severity, message: str, at: Node | Obstacle | None, effect: str, fix: str, node: str = ""
+) -> Finding:
     """A finding at a node of the program, at an obstacle, or about the whole model (None).  `node` names the node of the
     program that `at` is a part of."""
     where, source = (at.where, at.source) if isinstance(at, Obstacle) else place(at)

@@ -15,7 +15,7 @@ from ..export.functionalization import keeps_rng_state
 from ..export.higher_order.conditionals import is_conditional
 from ..transforms.rng.recurrent_dropout import RECURRENT
 from ..transforms.rng.rewrite import can_rewrite, drawn, draws, generator_buffers, is_random, supported
-from .context import NOTE, REFUSE, RuleContext, finding, operator
+from .context import NOTE, REFUSE, RuleContext, Severity, finding, operator
 
 INSIDE = "inside this operator only a graph whose launches are traced can draw"
 """What compiled code for a CPU does there ended with a segmentation fault (AOTInductor, torch 2.13)."""
@@ -58,9 +58,11 @@ def random_operation(context: RuleContext) -> Iterable[Finding]:
             name = operator(node)
             inside = top != node.name
             if node in rewritten and can_rewrite(node) and (not inside or (context.conditionals and node.target not in RECURRENT)):
-                severity, effect, fix = NOTE, "fresh numbers at every call; program.seed(n) repeats them", "none needed"
+                severity: Severity = NOTE
+                effect, fix = "fresh numbers at every call; program.seed(n) repeats them", "none needed"
             else:
-                severity, effect, fix = REFUSE, _obstacle(node, top), "pass the random tensor as an input"
+                severity = REFUSE
+                effect, fix = _obstacle(node, top), "pass the random tensor as an input"
             if "dropout" in name:
                 fix += "; call model.eval() if the dropout was not meant"
             yield finding("random-operation", severity, f"{name} draws random numbers", node, effect, fix, top)

@@ -69,14 +69,14 @@ def _tuple_names(value: Any) -> tuple[str, ...]:
     return tuple(getattr(value, "_fields", ()) or (getattr(value, "__match_args__", ()) if hasattr(value, "n_fields") else ()))
 
 
-def constant(value: Any) -> tuple[Tree, ...]:
-    """The tree of a value without tensors, or () for what a bundle cannot describe."""
+def constant(value: Any) -> Tree | None:
+    """The tree of a value without tensors, or None for what a bundle cannot describe."""
     leaves: list[NamedTensor] = []
     try:
         tree = describe(value, "", leaves)
     except ModelError:
-        return ()
-    return () if leaves else (tree,)
+        return None
+    return None if leaves else tree
 
 
 def contexts(value: Any, path: str) -> list[Any]:

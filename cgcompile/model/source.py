@@ -178,12 +178,12 @@ def _bind(source: Source, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> l
     found: list[tuple[str, Any, Parameter]] = []
     for name, value in bound.arguments.items():
         own = bound.signature.parameters[name]
-        default = () if own.default is own.empty else constant(own.default)
+        default = None if own.default is own.empty else constant(own.default)
         if own.kind is own.VAR_POSITIONAL:
-            found += [(f"{name}_{index}", item, Parameter(keyword=False, default=())) for index, item in enumerate(value)]
+            found += [(f"{name}_{index}", item, Parameter()) for index, item in enumerate(value)]
         elif own.kind is own.VAR_KEYWORD:
-            found += [(each, item, Parameter(keyword=True, default=())) for each, item in value.items()]
-        elif name in given or default:
+            found += [(each, item, Parameter(keyword=True)) for each, item in value.items()]
+        elif name in given or default is not None:
             found.append((name, value, Parameter(keyword=own.kind is own.KEYWORD_ONLY, default=default)))
     names = [name for name, _, _ in found]
     for name in names:

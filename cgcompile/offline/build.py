@@ -13,7 +13,7 @@ import torch
 from cgbundle.cpu.machine import processor_flags
 from cgbundle.exam import key_text
 from cgbundle.format import file_names
-from cgbundle.format.schema import Exam, IntKey, Weight
+from cgbundle.format.schema import IntKey, SelfTest, Weight
 
 from ..bundle.choices import verdict, with_near_ties
 from ..bundle.emit import describe_size
@@ -22,14 +22,14 @@ from ..bundle.proof import unproved
 from ..export.programs import coarsest
 from ..model.source import sample
 from ..targets.architectures import arch
-from ..targets.build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts, build_key
+from ..targets.build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts, build_key
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.instruction_sets import common_level
 from ..targets.kernels.graph_driver import graph_driver
 from ..targets.kernels.ptxas import lowest_driver
 from ..targets.memory_layout import lay_out
-from ..targets.weights import fixed_weights, shapes_of, table_rows, write_tables, write_weights
+from ..targets.weights import frozen_weights, shapes_of, write_tables, write_weights
 from ..transforms.error_bounds import error_bounds
 from ..transforms.inlining import code_of
 from ..transforms.near_ties.judge import Seen, Verdict, indices_text
@@ -84,7 +84,6 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         with stages("emit") as tell:
             rows = write_weights(stage / file_names.WEIGHTS, tensors, layout.rows)
             rows += write_tables(stage / file_names.TABLES, recorded.tables)
-            tables = table_rows(rows)
             written = write_recorded(stage, recorded, rows, target.name, split, hosts)
             (stage / KERNELS).write_text(configurations(compiled.kernels))
             exams = {each.name: eager_exam(each.source, each.prepared, each.sizes, written.weights) for each in spec.entries}
@@ -93,16 +92,15 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         parts = [_unproved(spec, number, exams[entry.name], written) for number, entry in enumerate(spec.entries)]
         if spec.prove == "interpret":
             with stages("interpret") as tell:
-                trials = _interpret(
-                    spec, parts, written, exams, split, compiled.kernels, weight_files(stage, rows, tables), scratch, tell
-                )
+                trials = _interpret(spec, parts, written, exams, split, compiled.kernels, weight_files(stage, rows), scratch, tell)
                 proofs = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
                 parts = [part for part, _ in proofs]
                 chosen = {entry.name: exams for entry, (_, exams) in zip(spec.entries, proofs, strict=True) if exams.exams}
                 if chosen:
                     replace_exams(stage / file_names.EXAM, {name: each.exams for name, each in chosen.items()})
                 tell.result("; ".join([_proved(spec, parts), *[each.told for each in chosen.values()]]))
-    peer = [("peer", world.size * world.stride) for world in planned.world]
+    world = planned.world
+    peer = [("peer", world.size * world.stride)] if world else []
     driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
     if spec.ranks is None:  # eager PyTorch needs all ranks for a run
         parts = [
@@ -112,18 +110,17 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
     return ManifestParts(
         target=cuda_target(target.name, driver, hosts, spec.torch_version),
         weights=written.weights,
-        fixed=fixed_weights(stage, written.weights, exported, lowered.sources | hosts.unbound, spec.baked, tables),
-        tables=tables,
+        frozen=frozen_weights(stage, written.weights, exported, lowered.sources | hosts.unbound, spec.baked),
         memories=(*written.memories, *peer),
         regions=written.regions,
         module_state="",
         entries=tuple(parts),
-        reserved=planned.kept.reserved,
-        world=planned.world,
+        donated=planned.kept.reserved,
+        world=world,
     )
 
 
-def _calls(entry: EntrySpec) -> dict[IntKey, tuple[torch.Tensor, ...]]:
+def _calls(entry: EntryBuild) -> dict[IntKey, tuple[torch.Tensor, ...]]:
     return {key: sample(entry.source, dict(zip(entry.sizes, key, strict=True))).tensors for key in entry.keys}
 
 
@@ -134,17 +131,18 @@ def _unproved(spec: BuildSpec, number: int, exams: Sequence[KeyExam], written: W
     bounds = error_bounds(prepared, written.weights)
     return EntryParts(
         programs=with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights),
-        exam=Exam(
+        self_test=SelfTest(
             compare="tolerance", calls=prepared.exam_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
             proofs=tuple([unproved(exam.key, bounds) for exam in exams]),
         ),
     )  # fmt: skip
 
 
-def _with_near_ties(entry: EntrySpec, part: EntryParts, exams: Sequence[KeyExam], weights: Sequence[Weight]) -> EntryParts:
+def _with_near_ties(entry: EntryBuild, part: EntryParts, exams: Sequence[KeyExam], weights: Sequence[Weight]) -> EntryParts:
     """The rows of an entry, whose bounds allow a GPU to select other indices that are as good."""
-    bounds = error_bounds(entry.prepared, weights)
-    return replace(part, exam=replace(part.exam, bounds=with_near_ties(part.exam.bounds, entry.prepared, exams, bounds, weights)))
+    measured, test = error_bounds(entry.prepared, weights), part.self_test
+    bounds = with_near_ties(test.bounds, entry.prepared, exams, measured, weights)
+    return replace(part, self_test=replace(test, bounds=bounds))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -175,9 +173,9 @@ def _proved_entry(
         exams.append(with_left(exam, made.expected, entry.prepared, weights))
         return made.differences
 
-    kept, proofs = proved(entry.dimensions, bounds, part.exam.proofs, trials, within, spec.waive, entry.name, judge)
+    kept, proofs = proved(entry.dimensions, bounds, part.self_test.proofs, trials, within, spec.waive, entry.name, judge)
     chosen = Chosen(exams=tuple(exams), told=indices_text(bounds, [each.indices for each in verdicts]))
-    return replace(part, exam=replace(part.exam, bounds=kept, proofs=proofs)), chosen
+    return replace(part, self_test=replace(part.self_test, bounds=kept, proofs=proofs)), chosen
 
 
 def _interpret(
@@ -208,7 +206,7 @@ def _interpret(
 
 def _proved(spec: BuildSpec, parts: Sequence[EntryParts]) -> str:
     """How many int_keys were proved, and which were not."""
-    proofs = [(entry, proof) for entry, part in zip(spec.entries, parts, strict=True) for proof in part.exam.proofs]
+    proofs = [(entry, proof) for entry, part in zip(spec.entries, parts, strict=True) for proof in part.self_test.proofs]
     done = sum(proof.method == "interpret" for _, proof in proofs)
     left = "; ".join(key_text(entry.dimensions, proof.key, entry.name) for entry, proof in proofs if proof.method == "none")
     worst = max(proof.error for _, proof in proofs)

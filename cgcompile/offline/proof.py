@@ -4,7 +4,7 @@ run: what they make is what eager PyTorch makes of the same inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -120,7 +120,7 @@ def _contents(
         yield from [given] * prepared.exam_calls
         return
     planned, own = split.partitions[key], prepared.programs.at(exam.key)
-    rows = {(row.memory, row.offset): row.name for row in weights}
+    rows: dict[tuple[str, int], str] = {(row.memory, row.offset): row.name for row in weights}
     names = {name.removeprefix(PREFIX): placeholder for placeholder, name in split.state[key].items()}
     for values in eager_values(own, split.regions[key], planned, exam.inputs, prepared.exam_calls):
         found = dict(given)
@@ -141,10 +141,10 @@ def kernel_sources(compiled: Mapping[KernelVariant, CompiledKernel]) -> Sources:
     return tuple({(kernel.sha256, kernel.symbol): variant for variant, kernel in compiled.items()}.items())
 
 
-def weight_files(stage: Path, rows: Sequence[Weight], tables: Collection[int]) -> WeightFiles:
-    """What of `rows` lies in which file of `stage`; `tables`: positions of those that the build computed."""
+def weight_files(stage: Path, rows: Sequence[Weight]) -> WeightFiles:
+    """What of `rows` lies in which file of `stage`."""
     files = ((file_names.WEIGHTS, False), (file_names.TABLES, True))
-    chosen = [(stage / name, tuple([row for at, row in enumerate(rows) if (at in tables) == computed])) for name, computed in files]
+    chosen = [(stage / name, tuple([row for row in rows if row.computed == computed])) for name, computed in files]
     return tuple([(path, placed) for path, placed in chosen if placed])
 
 

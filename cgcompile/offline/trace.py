@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.format.schema import MEMORIES, IntKey, Weight, World
-from cgbundle.format.spans import HOST_ONLY
+from cgbundle.format.spans import HOST
 from cgbundle.tables.module_state import Address
 from cgcompile.bundle.recordings import Function
 
@@ -83,7 +83,7 @@ class PlacedPrograms:
     recorded: RecordedProgram = field(repr=False)
     kept: Kept
     bound: int
-    world: tuple[World, ...] = ()
+    world: World | None = None
 
 
 def live_weights_of(spec: BuildSpec, tensors: Mapping[str, torch.Tensor]) -> tuple[str, ...]:
@@ -161,7 +161,7 @@ def place_programs(
         weights_bytes=end + PAD,
         state_bytes=layout.state_end + PAD if layout.state_end else 0,
     )
-    return PlacedPrograms(recorded=recorded, kept=kept, bound=bound, world=(exchanges.world,) if exchanges else ())
+    return PlacedPrograms(recorded=recorded, kept=kept, bound=bound, world=exchanges.world if exchanges else None)
 
 
 def _exchange_kernels(spec: BuildSpec, lowered: LoweredPrograms) -> ExchangeKernels:
@@ -232,7 +232,7 @@ def folded_tables(traced: Mapping[IntKey, LoweredGraph], end: int) -> tuple[dict
 def _places(rows: Sequence[Weight], folded: Mapping[str, Table]) -> dict[str, Address]:
     """Where weights and state lie on the GPU, by name."""
     memories = {name: MEMORIES.index(name) for name in ("weights", "state")}
-    own = {row.name: Address(memory=memories[row.memory], offset=row.offset) for row in rows if row.offset != HOST_ONLY}
+    own = {row.name: Address(memory=memories[row.memory], offset=row.offset) for row in rows if row.memory != HOST}
     return own | {name: Address(memory=memories["weights"], offset=table.offset) for name, table in folded.items()}
 
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from cgbundle.format.entries import each_entry, with_entries
 from cgbundle.format.schema import Dimension, Finding, Manifest, Provenance
 from cgbundle.validate import host_code
 
@@ -36,7 +35,7 @@ from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
 from ..targets.architectures import capability_of
-from ..targets.build_spec import BuildSpec, EntrySpec, ManifestParts
+from ..targets.build_spec import BuildSpec, EntryBuild, ManifestParts
 from ..targets.chains import chains_of, check_layouts
 from ..targets.choice import ALL_LOWERINGS, CONDITIONALS, FIRST_LOWERING, Chosen, asks_gpu, choose
 from ..transforms.bounded.exports import with_bounded_outputs
@@ -164,7 +163,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
                 tell.result(f"{size(sum(value.nbytes for value in prepared[0].weights.values()))} on rank {ranks.rank}")
         entries = tuple(
             [
-                EntrySpec(source=source, prepared=own, sizes=sizes[source.entry], dimensions=each, placements=rules.placements)
+                EntryBuild(source=source, prepared=own, sizes=sizes[source.entry], dimensions=each, placements=rules.placements)
                 for source, own, each, rules in zip(sources, prepared, dimensions, checked, strict=True)
             ]
         )
@@ -205,7 +204,7 @@ def _finished(
     for entry in spec.entries:
         write_programs(folder, entry.prepared.programs, entry.name)
     manifest = made_manifest(spec, parts, findings, origin)
-    check_layouts(each_entry(manifest))
+    check_layouts(manifest)
     with stages("verify") as tell:
         host_code.attach(folder, manifest)
         sealed = seal(folder, with_mismatches(manifest))  # hashes every file: of large weights that takes longest
@@ -222,10 +221,10 @@ def _finished(
             tell.result("refused with functions of its own: again with those of torch's libraries")
             return None
         examined = [
-            replace(each, exam=exam, findings=found)
-            for each, exam, found in zip(each_entry(sealed), replayed.exams, findings, strict=True)
+            replace(entry, self_test=exam, findings=found)
+            for entry, exam, found in zip(sealed.entries, replayed.exams, findings, strict=True)
         ]
-        sealed = seal(folder, with_mismatches(with_entries(tuple(examined))))
+        sealed = seal(folder, with_mismatches(replace(sealed, entries=tuple(examined))))
         proofs = [proof for exam in replayed.exams for proof in exam.proofs]
         error = max(proof.error for proof in proofs)
         compared = f"{_counted(len(proofs), 'int_key')} in a fresh process, largest error {error:.1e}"

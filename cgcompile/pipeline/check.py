@@ -36,7 +36,7 @@ from ..partition.crossing import crossings, effect_of
 from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
 from ..targets.architectures import capability_of
-from ..targets.build_spec import EntrySpec
+from ..targets.build_spec import EntryBuild
 from ..targets.chains import chains_of
 from ..targets.choice import CONDITIONALS, recorder_for, resolved
 from ..transforms.bounded.exports import with_bounded_outputs
@@ -131,7 +131,7 @@ def _report(
     max_keys: int,
     *,
     assumed: bool,
-) -> tuple[Report, EntrySpec | None]:
+) -> tuple[Report, EntryBuild | None]:
     """The report of one entry, and what a build would know of it, None where there can be none."""
     named, recorder = target, recorder_for(target)
     target = "cpu" if recorder == "host" else "cuda"
@@ -140,7 +140,7 @@ def _report(
     regions: tuple[RegionReport, ...] = ()
     returned: tuple[tuple[str, int], ...] = ()
     unpartitioned = per_size = ""
-    entry: EntrySpec | None = None
+    entry: EntryBuild | None = None
     if isinstance(exported, Finding):
         found.append(exported)
         unpartitioned = "the model cannot be exported"
@@ -154,7 +154,7 @@ def _report(
             signature = describe_signature(exported)  # raises what a build would, and so does the next
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
             found += widened_bound(prepared)
-            entry = EntrySpec(source=source, prepared=prepared, sizes=wanted, dimensions=(), placements=checked.placements)
+            entry = EntryBuild(source=source, prepared=prepared, sizes=wanted, dimensions=(), placements=checked.placements)
             if recorder == "trace":
                 found += operators_without_kernel(prepared, checked.placements, wanted, named)
         if target == "cuda":

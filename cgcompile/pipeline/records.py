@@ -55,8 +55,9 @@ class Built:
     seconds: tuple[tuple[str, float], ...]
 
     def __str__(self) -> str:
-        target, proofs = self.manifest.target, self.manifest.exam.proofs
-        sizes = " x ".join(f"{each.name} {', '.join(map(str, each.sizes))}" for each in self.manifest.dimensions)
+        target, entry = self.manifest.target, self.manifest.entries[0]
+        proofs = entry.self_test.proofs
+        sizes = " x ".join(f"{each.name} {', '.join(map(str, each.sizes))}" for each in entry.dimensions)
         proved = [proof for proof in proofs if proof.method != "none"]
         error = f", largest error {max(proof.error for proof in proved):.1e}" if proved else ""
         return "\n".join([
@@ -66,7 +67,7 @@ class Built:
         ])  # fmt: skip
 
     def __repr__(self) -> str:
-        return f"<Built {self.path}: {self.manifest.name}, {len(self.manifest.programs)} int_keys, {self._size()}>"
+        return f"<Built {self.path}: {self.manifest.name}, {len(self.manifest.entries[0].programs)} int_keys, {self._size()}>"
 
     def _repr_html_(self) -> str:
         return f"<pre>{html.escape(str(self))}</pre>"

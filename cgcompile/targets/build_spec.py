@@ -6,7 +6,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from cgbundle.format.schema import Chain, Dimension, Exam, FixedWeight, IntKey, Program, Region, Reserved, Target, Weight, World
+from cgbundle.format.schema import (
+    Dimension,
+    DonatedRange,
+    Donation,
+    FrozenWeight,
+    IntKey,
+    Program,
+    Region,
+    SelfTest,
+    Target,
+    Weight,
+    World,
+)
 
 from ..bundle.ranks import Ranks
 from ..export.programs import Programs
@@ -18,7 +30,7 @@ Placements = Mapping[IntKey, Mapping[str, str]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EntrySpec:
+class EntryBuild:
     """An entry of the model, and its sizes per declared dimension."""
 
     source: Source
@@ -45,8 +57,8 @@ class BuildSpec:
     A recorder works on all entries together, in mappings by *build key*: see `build_key`.
     """
 
-    entries: tuple[EntrySpec, ...]
-    chains: tuple[Chain, ...]
+    entries: tuple[EntryBuild, ...]
+    chains: tuple[Donation, ...]
     target: str
     recorder: str
     lower: str
@@ -127,7 +139,7 @@ class EntryParts:
     """The fields of one entry that depend on the target."""
 
     programs: tuple[Program, ...]
-    exam: Exam
+    self_test: SelfTest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,11 +148,10 @@ class ManifestParts:
 
     target: Target
     weights: tuple[Weight, ...]
-    fixed: tuple[FixedWeight, ...]
+    frozen: tuple[FrozenWeight, ...]
     memories: tuple[tuple[str, int], ...]
     regions: tuple[Region, ...]
     module_state: str
     entries: tuple[EntryParts, ...]
-    reserved: tuple[Reserved, ...] = ()
-    tables: tuple[int, ...] = ()
-    world: tuple[World, ...] = ()
+    donated: tuple[DonatedRange, ...] = ()
+    world: World | None = None

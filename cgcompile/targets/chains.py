@@ -5,25 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cgbundle.errors import meant
-from cgbundle.format.entries import chained_programs
-from cgbundle.format.schema import Chain, Manifest, TensorSpec
+from cgbundle.format.entries import donating_programs
+from cgbundle.format.schema import Donation, Manifest, TensorSpec
 from cgbundle.format.size_expressions import evaluate
 
 from ..errors import ModelError
 from ..model.source import ChainNames
-from .build_spec import EntrySpec
+from .build_spec import EntryBuild
 
 
-def chains_of(given: Iterable[ChainNames], entries: Sequence[EntrySpec]) -> tuple[Chain, ...]:
+def chains_of(given: Iterable[ChainNames], entries: Sequence[EntryBuild]) -> tuple[Donation, ...]:
     """The rows of what `chains()` gives: pairs of an output and an input, each as `entry.name`.
 
     Raises chain-unknown, and chain-unlike or chain-refused for two between which nothing could ever be passed on.
     """
-    found: dict[tuple[str, int, str, int], Chain] = {}
+    found: dict[tuple[str, int, str, int], Donation] = {}
     for pair in given:
         source, output = _named(pair, 0, entries)
         target, taken = _named(pair, 1, entries)
-        row = Chain(source=source.name, output=output, target=target.name, input=taken)
+        row = Donation(source=source.name, output=output, target=target.name, input=taken)
         if row in found.values():
             raise ModelError("chain-unknown", f"chains(): {_shown(pair)} stands twice")
         _check(pair, source, output, target, taken)
@@ -31,11 +31,11 @@ def chains_of(given: Iterable[ChainNames], entries: Sequence[EntrySpec]) -> tupl
     return tuple([row for _, row in sorted(found.items())])
 
 
-def check_layouts(each: Sequence[Manifest]) -> None:
-    """Raises chain-unlike where an output is never laid out as the input is; given the manifests of all entries."""
-    meeting = {chain for chain, _, _ in chained_programs(each)}
-    names = {manifest.entry: manifest for manifest in each}
-    for chain in each[0].chains:
+def check_layouts(manifest: Manifest) -> None:
+    """Raises chain-unlike where an output is never laid out as the input is."""
+    meeting = {chain for chain, _, _ in donating_programs(manifest)}
+    names = {entry.name: entry for entry in manifest.entries}
+    for chain in manifest.donations:
         if chain not in meeting:
             source, target = names[chain.source], names[chain.target]
             pair = f"{chain.source}.{source.outputs[chain.output].name}", f"{chain.target}.{target.inputs[chain.input].name}"
@@ -46,7 +46,7 @@ def check_layouts(each: Sequence[Manifest]) -> None:
             )
 
 
-def _named(pair: ChainNames, side: int, entries: Sequence[EntrySpec]) -> tuple[EntrySpec, int]:
+def _named(pair: ChainNames, side: int, entries: Sequence[EntryBuild]) -> tuple[EntryBuild, int]:
     """The entry and the position of one side of a pair."""
     name, _, rest = pair[side].partition(".")
     entry = next((each for each in entries if each.name == name), None)
@@ -66,7 +66,7 @@ def _named(pair: ChainNames, side: int, entries: Sequence[EntrySpec]) -> tuple[E
     return entry, names.index(rest)
 
 
-def _check(pair: ChainNames, source: EntrySpec, output: int, target: EntrySpec, taken: int) -> None:
+def _check(pair: ChainNames, source: EntryBuild, output: int, target: EntryBuild, taken: int) -> None:
     made, wanted = source.prepared.signature.outputs[output], target.prepared.signature.inputs[taken]
     where = f"chains(): {_shown(pair)}"
     if made.dtype != wanted.dtype:
@@ -83,7 +83,7 @@ def _check(pair: ChainNames, source: EntrySpec, output: int, target: EntrySpec, 
         raise ModelError("chain-refused", f"{where}: {target.name}() writes to that input, which would change the output")
 
 
-def _shapes(entry: EntrySpec, spec: TensorSpec) -> set[tuple[int, ...]]:
+def _shapes(entry: EntryBuild, spec: TensorSpec) -> set[tuple[int, ...]]:
     """At all int_keys of an entry."""
     return {tuple([evaluate(size, dict(zip(entry.sizes, key, strict=True))) for size in spec.shape]) for key in entry.keys}
 

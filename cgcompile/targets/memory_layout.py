@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 from cgbundle.format.schema import DTYPES, Weight
-from cgbundle.format.spans import HOST_ONLY
 
 ALIGN = 256
 PAD = 256
@@ -98,8 +98,8 @@ def lay_out(shapes: Mapping[str, Shape], state: Collection[str] = (), host_only:
     ends = {"weights": 0, "state": 0}
     for name, s in shapes.items():
         tensor = s.same_as or name
-        memory = "state" if name in state and name not in host_only else "weights"
-        row = Weight(name=name, tensor=tensor, dtype=s.dtype, shape=s.shape, strides=s.strides, memory=memory, offset=HOST_ONLY)
+        memory: Literal["weights", "state", "host"] = "host" if name in host_only else "state" if name in state else "weights"
+        row = Weight(name=name, tensor=tensor, dtype=s.dtype, shape=s.shape, strides=s.strides, memory=memory)
         if name in host_only:
             rows.append(row)
             continue

@@ -10,17 +10,17 @@ from dataclasses import replace
 from functools import cache, partial
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
 from cgbundle.format import file_names, safetensors
-from cgbundle.format.schema import DTYPES, FixedWeight, Weight
+from cgbundle.format.schema import DTYPES, FrozenWeight, Weight
 from cgbundle.format.spans import span
 from cgbundle.tensors.tensor import memory_order
-from cgbundle.validate.state import BAKED, CONSTANT, FOLDED, STATE
+from cgbundle.validate.state import STATE
 
 from ..errors import ModelError
 from ..export.programs import Programs
@@ -129,7 +129,7 @@ def write_tables(path: Path, tables: Sequence[Table]) -> tuple[Weight, ...]:
     rows = [
         Weight(
             name=f"{TABLE}{index}", tensor=f"{TABLE}{index}", dtype="uint8", shape=(len(table.contents),),
-            strides=(1,), memory="weights", offset=table.offset,
+            strides=(1,), offset=table.offset, computed=True,
         )
         for index, table in enumerate(tables)
     ]  # fmt: skip
@@ -141,21 +141,15 @@ def write_tables(path: Path, tables: Sequence[Table]) -> tuple[Weight, ...]:
     return tuple(rows)
 
 
-def table_rows(weights: Sequence[Weight]) -> tuple[int, ...]:
-    """The positions of the tables among the manifest's rows."""
-    return tuple([index for index, row in enumerate(weights) if row.name.startswith(TABLE)])
-
-
-def fixed_weights(
+def frozen_weights(
     stage: Path,
     rows: Sequence[Weight],
     programs: Programs,
     folded: Collection[str],
     baked: Mapping[str, str],
-    tables: Sequence[int] = (),
-) -> tuple[FixedWeight, ...]:
+) -> tuple[FrozenWeight, ...]:
     """The rows of the manifest, whose files of weights and tables are in `stage`.  `folded`: names in the programs of weights from
-    which something was computed that compiled code holds; `baked`: as `BuildSpec` has them; `tables`: as in the manifest.  Of
+    which something was computed that compiled code holds; `baked`: as `BuildSpec` has them.  Of
     weights that are tied, all are fixed or none."""
     named = {name for _, program in programs.each for name in program.state_dict}
     plain_named, plain_folded = [{name.removeprefix(PREFIX) for name in names} for names in (named, folded)]
@@ -163,19 +157,18 @@ def fixed_weights(
     held = {row.tensor for row in rows if row.name in plain_folded}
     read = {row.tensor: baked[row.name] for row in reversed(rows) if row.name in baked}
     found = []
-    mapped = {
-        name: safetensors.Mapped(str(stage / name), name) for name in (file_names.WEIGHTS, *([file_names.TABLES] if tables else []))
-    }
+    files = [file_names.WEIGHTS, *([file_names.TABLES] if any(row.computed for row in rows) else [])]
+    mapped = {name: safetensors.Mapped(str(stage / name), name) for name in files}
     for index, row in enumerate(rows):
         if row.memory == STATE or row.tensor not in updatable:
-            reason = STATE if row.memory == STATE else CONSTANT
+            reason: Literal["state", "constant", "baked", "folded"] | None = "state" if row.memory == STATE else "constant"
         else:
-            reason = BAKED if row.tensor in read else FOLDED if row.tensor in held else ""
-        if reason:
-            file = file_names.TABLES if index in tables else file_names.WEIGHTS
+            reason = "baked" if row.tensor in read else "folded" if row.tensor in held else None
+        if reason is not None:
+            file = file_names.TABLES if row.computed else file_names.WEIGHTS
             digest = _zeros_digest(span(row)) if row.zeros else sha256(mapped[file].data(row.tensor)).hexdigest()
-            where = read[row.tensor] if reason == BAKED else ""
-            found.append(FixedWeight(weight=index, reason=reason, sha256=digest, where=where))
+            where = read[row.tensor] if reason == "baked" else ""
+            found.append(FrozenWeight(weight=index, reason=reason, sha256=digest, where=where))
     for each in mapped.values():
         each.close()
     return tuple(found)

@@ -1,8 +1,8 @@
 """Bundles of one model as a repository of the Hugging Face Hub: a model card, and a folder for each machine's bundle.
 
     README.md                                   the card: metadata that the Hub shows, and how to load a bundle
-    build/cgbundle6-cu130-sm_90-linux/          a bundle, for GPUs of that architecture and drivers from that version on
-    build/cgbundle6-cpu-x86_64-linux/           a bundle for CPUs
+    build/cgbundle1-cu130-sm_90-linux/          a bundle, for GPUs of that architecture and drivers from that version on
+    build/cgbundle1-cpu-x86_64-linux/           a bundle for CPUs
 
 Folders are named as those of the Hub's kernels (huggingface.co/docs/kernels, Build variants): framework and version, what it
 computes on, the machine, the system.  `huggingface_hub` uploads and downloads such a folder, and a bundle is loaded from its cache.
@@ -63,11 +63,11 @@ def model_repository(
 
 
 def variant(manifest: Manifest) -> str:
-    """The name of a bundle's folder: `cgbundle6-cu130-sm_90-linux`, `cgbundle6-cpu-x86_64-linux`, and with the level of processors
-    that it was built for, `cgbundle6-cpu-x86-64-v3-linux`."""
+    """The name of a bundle's folder: `cgbundle1-cu130-sm_90-linux`, `cgbundle1-cpu-x86_64-linux`, and with the level of processors
+    that it was built for, `cgbundle1-cpu-x86-64-v3-linux`."""
     target = manifest.target
     on = "cpu" if target.kind == "cpu" else f"cu{target.driver // 1000}{target.driver % 1000 // 10}"
-    return f"cgbundle{manifest.format}-{on}-{target.level or target.arch}-linux"
+    return f"cgbundle{manifest.version}-{on}-{target.level or target.arch}-linux"
 
 
 def card(manifests: dict[str, Manifest], *, base_model: str = "", license: str = "") -> str:
@@ -83,11 +83,12 @@ def card(manifests: dict[str, Manifest], *, base_model: str = "", license: str =
         "| | name | dtype | shape |",
     ]
     lines += ["|---|---|---|---|"]
-    for side, specs in (("input", first.inputs), ("output", first.outputs)):
+    entry = first.entries[0]
+    for side, specs in (("input", entry.inputs), ("output", entry.outputs)):
         lines += [f"| {side} | {spec.name} | {spec.dtype} | {list(map(_size, spec.shape))} |" for spec in specs]
     lines += ["", "| folder | sizes | bytes |", "|---|---|---|"]
     for name, manifest in manifests.items():
-        sizes = ", ".join([f"{each.name}: {', '.join(map(str, each.sizes))}" for each in manifest.dimensions]) or "fixed"
+        sizes = ", ".join([f"{each.name}: {', '.join(map(str, each.sizes))}" for each in manifest.entries[0].dimensions]) or "fixed"
         lines.append(f"| {VARIANTS}/{name} | {sizes} | {sum(file.bytes for file in manifest.files):,} |")
     name = next(iter(manifests))
     lines += [

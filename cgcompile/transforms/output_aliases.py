@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch.export import ExportedProgram
@@ -18,7 +19,7 @@ from torch.export.graph_signature import OutputKind
 from torch.fx import GraphModule, Node
 
 from cgbundle.format.schema import DTYPES, Alias, IntKey, Program, TensorSpec, Value, Weight
-from cgbundle.format.spans import HOST_ONLY
+from cgbundle.format.spans import HOST
 
 from ..errors import ModelError
 from ..export.exported import Exported
@@ -36,6 +37,10 @@ class View:
     base: tuple[int, ...]
 
 
+Shared = Literal["inputs", "outputs", "weights", "state"]
+"""What an output may share memory with, as in `Alias.memory`."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputAlias:
     """Output number `output` shares memory with number `index` of the `inputs` or `outputs`, or with the weight `name`.
@@ -44,13 +49,13 @@ class OutputAlias:
     """
 
     output: int
-    memory: str
+    memory: Shared
     index: int
     name: str
     views: Mapping[IntKey, View]
 
 
-_Pair = tuple[int, str, int, str]
+_Pair = tuple[int, Shared, int, str]
 """`output`, `memory`, `index` and `name` of an OutputAlias."""
 
 
@@ -130,7 +135,7 @@ def _index(each: OutputAlias, weights: Sequence[Weight]) -> int:
 def _weight(each: OutputAlias, weights: Sequence[Weight]) -> Weight:
     """Raises outputs-shared for a weight that only the host has."""
     row = weights[_index(each, weights)]
-    if row.offset == HOST_ONLY:
+    if row.memory == HOST:
         raise ModelError("outputs-shared", f"an output shares memory with the weight {row.name!r}, which only the host has")
     return row
 
@@ -142,7 +147,7 @@ def _value(each: OutputAlias, program: Program) -> Value:
 def _shared(flat: FlatModule, tensors: Sequence[torch.Tensor], state: frozenset[str], names: Sequence[str]) -> dict[_Pair, View]:
     """What the outputs of a call share, in the order of the outputs."""
     given = tuple([tensor.clone() for tensor in tensors])
-    owners: dict[_Memory, tuple[str, int, str, torch.Tensor]] = {}
+    owners: dict[_Memory, tuple[Shared, int, str, torch.Tensor]] = {}
     for name, weight in (*flat.model.named_parameters(), *flat.model.named_buffers()):
         owners.setdefault(_storage(weight), ("state" if name in state else "weights", 0, name, weight))
     for index, tensor in enumerate(given):

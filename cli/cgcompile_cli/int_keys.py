@@ -10,23 +10,22 @@ from cgcompile.util.model_file import closest
 from .output import listed
 
 if TYPE_CHECKING:
-    from cgbundle.format.schema import Manifest
+    from cgbundle.format.schema import EntrySpec, Manifest
 
 
-def find(manifest: Manifest, text: str) -> tuple[Manifest, tuple[int, ...]]:
-    """The entry, as a manifest of its own, and the recorded int_key that `text` names: `decode:8`; without an entry the first one.
+def find(manifest: Manifest, text: str) -> tuple[EntrySpec, tuple[int, ...]]:
+    """The entry and its recorded int_key that `text` names: `decode:8`; without an entry's name, of the first entry.
     Raises entry-missing, key-missing."""
-    from cgbundle.format.entries import one_entry  # late: commands that read no bundle answer 25 ms sooner
+    from cgbundle.format.entries import entry_named  # late: commands that read no bundle answer 25 ms sooner
 
-    entry, colon, key = text.partition(":")
-    own = one_entry(manifest, entry.strip() if colon else "")
-    return own, parse(own, key if colon else text)
+    name, colon, key = text.partition(":")
+    entry = entry_named(manifest, name.strip() if colon else "")
+    return entry, parse(entry, key if colon else text)
 
 
-def parse(manifest: Manifest, text: str) -> tuple[int, ...]:
-    """The recorded int_key of the manifest's own entry that `text` names.  Raises key-missing with the recorded keys where there is
-    none."""
-    names = [dimension.name for dimension in manifest.dimensions]
+def parse(entry: EntrySpec, text: str) -> tuple[int, ...]:
+    """The recorded int_key of the entry that `text` names.  Raises key-missing with the recorded keys where there is none."""
+    names = [dimension.name for dimension in entry.dimensions]
     for part in text.split(",") if "=" in text else ():
         if (called := part.partition("=")[0].strip()) not in names:
             near = closest(called, names)
@@ -41,7 +40,7 @@ def parse(manifest: Manifest, text: str) -> tuple[int, ...]:
         key = tuple([int(word) for word in words])
     except ValueError:
         key = (0,)
-    recorded = [program.key for program in manifest.programs]
+    recorded = [program.key for program in entry.programs]
     if key not in recorded:
         shape = f" ({' x '.join(names)})" if names else ""
         raise CallError(

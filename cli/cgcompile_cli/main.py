@@ -54,9 +54,9 @@ app = typer.Typer(
 def _version(wanted: bool) -> None:
     if wanted:
         import cgcompile
-        from cgbundle.format.versions import FORMAT_VERSION
+        from cgbundle.format import schema
 
-        typer.echo(f"cgcompile {cgcompile.__version__} (bundle format {FORMAT_VERSION})")
+        typer.echo(f"cgcompile {cgcompile.__version__} (bundle format {schema.VERSION})")
         raise typer.Exit()
 
 

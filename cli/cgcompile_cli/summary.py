@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 from cgbundle import signatures
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names, manifest_json
-from cgbundle.format.entries import FORWARD, each_entry
+from cgbundle.format.entries import FORWARD, entry_named
 from cgbundle.format.safetensors import nbytes
-from cgbundle.format.schema import Alias, Dimension, Manifest, Target, TensorSpec, Weight
+from cgbundle.format.schema import Alias, Dimension, EntrySpec, Manifest, Target, TensorSpec, Weight
 from cgbundle.format.size_expressions import standing, text
-from cgbundle.weights.update import SINCE, updatable
+from cgbundle.weights.update import updatable
 from cgcompile.bundle.arguments import Constant, constants, nested, spelled
 from cgcompile.targets.instruction_sets import LEVELS
 
@@ -53,44 +53,45 @@ TABLE = "cgcompile.table."
 
 
 def plain(path: str, manifest: Manifest) -> dict[str, Any]:
-    """What `--json` gives: the manifest as it is stored, and what follows from it.  `int_keys` to `outputs` are of the first entry,
-    and `entries` says the same of each."""
-    each = each_entry(manifest)
-    names, fixed = updatable(manifest)
+    """What `--json` gives: the manifest as it is stored, and what follows from it.  `entry` to `mutated_buffers` are of the first
+    entry, and `entries` says the same of all."""
+    rows = [plain_entry(manifest, entry) for entry in manifest.entries]
+    names, frozen = updatable(manifest)
     return {
         "path": path,
         "bytes": manifest_json.bundle_bytes(manifest),
         "signature": signature(path),
-        **plain_entry(each[0]),
-        "entries": [plain_entry(one) for one in each],
+        **rows[0],
+        "entries": rows,
         "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
         "state": [weight.name for weight in stateful(manifest)],
-        "world": manifest.world[0].size if manifest.world else 1,
-        "update": {"names": names, "fixed": fixed} if manifest.format >= SINCE else None,
-        "chains": chains(manifest),
-        "reserved": {row.entry: row.bytes for row in manifest.reserved},
+        "world": manifest.world.size if manifest.world else 1,
+        "update": {"names": names, "frozen": frozen},
+        "donations": donations(manifest),
+        "donated": {row.entry: row.bytes for row in manifest.donated},
         "load": load_lines(path, manifest),
         "manifest": json.loads(manifest_json.encode(manifest)),
     }
 
 
-def plain_entry(manifest: Manifest) -> dict[str, Any]:
+def plain_entry(manifest: Manifest, entry: EntrySpec) -> dict[str, Any]:
     """What follows from what an entry has for itself."""
     return {
-        "entry": manifest.entry,
-        "int_keys": [list(program.key) for program in manifest.programs],
-        "exported": "per size" if file_names.per_size(manifest) else "dynamic",
-        "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in manifest.inputs],
-        "constants": [each._asdict() for each in constants(manifest)],
-        "written": [manifest.inputs[index].name for index in manifest.written],
-        "outputs": [f"{spec.name}: {spec.dtype} {sizes}" for spec, sizes in returned(manifest)],
-        "changes": [manifest.weights[index].name for index in manifest.changes],
+        "entry": entry.name,
+        "int_keys": [list(program.key) for program in entry.programs],
+        "exported": "per size" if file_names.per_size(manifest, entry) else "dynamic",
+        "inputs": [f"{spec.name}: {spec.dtype} {shape(spec.shape)}" for spec in entry.inputs],
+        "constants": [each._asdict() for each in constants(entry)],
+        "mutated_inputs": [entry.inputs[index].name for index in entry.mutated_inputs],
+        "outputs": [f"{spec.name}: {spec.dtype} {sizes}" for spec, sizes in returned(entry)],
+        "mutated_buffers": mutated_buffers(manifest, entry),
     }
 
 
-def plain_programs(manifest: Manifest) -> list[dict[str, Any]]:
-    """The programs of the manifest's own entry as they are stored."""
-    rows: list[dict[str, Any]] = json.loads(manifest_json.encode(manifest))["programs"]
+def plain_programs(manifest: Manifest, entry: EntrySpec) -> list[dict[str, Any]]:
+    """The programs of an entry as they are stored."""
+    entries = json.loads(manifest_json.encode(manifest))["entries"]
+    rows: list[dict[str, Any]] = next(row["programs"] for row in entries if row["name"] == entry.name)
     return rows
 
 
@@ -136,32 +137,32 @@ def shape(sizes: Sequence[Any]) -> str:
     return "[" + ", ".join([text(each) for each in sizes]) + "]"
 
 
-def returned(manifest: Manifest) -> list[tuple[TensorSpec, str]]:
+def returned(entry: EntrySpec) -> list[tuple[TensorSpec, str]]:
     """The outputs that a call returns, with their shapes: `[<=n, 4]` where data decides how many rows there are."""
-    counts = {row.count for row in manifest.data_sizes}
-    bounded = {(row.output, row.axis) for row in manifest.data_sizes}
+    counts = {row.count for row in entry.data_sizes}
+    bounded = {(row.output, row.axis) for row in entry.data_sizes}
     return [
         (spec, "[" + ", ".join([f"{'<=' * ((index, axis) in bounded)}{text(size)}" for axis, size in enumerate(spec.shape)]) + "]")
-        for index, spec in enumerate(manifest.outputs)
+        for index, spec in enumerate(entry.outputs)
         if index not in counts
     ]
 
 
-def signature_rows(manifest: Manifest) -> list[tuple[str, str, str, str, str]]:
+def signature_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str, str, str, str]]:
     """(in or out, name, dtype, shape, remark) of every input and output, and (in, name, type, value, remark) of the constants.
     A side without any has a row `none`.  The remark is `(updated by the call)`, `(indices 0..99)`, `(shares memory with input x)`,
     how a constant is given, or ""."""
-    shared = {alias.output: f"(shares memory with {alias_of(manifest, alias)})" for alias in manifest.aliases}
-    indices = {at: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for at, spec in enumerate(manifest.inputs) if spec.range}
-    updated = indices | dict.fromkeys(manifest.written, UPDATED)
+    shared = {alias.output: f"(shares memory with {alias_of(manifest, entry, alias)})" for alias in entry.aliases}
+    indices = {at: f"(indices {spec.range[0]}..{spec.range[1] - 1})" for at, spec in enumerate(entry.inputs) if spec.range}
+    updated = indices | dict.fromkeys(entry.mutated_inputs, UPDATED)
     rows = {
         side: [(side, spec.name, spec.dtype, sizes, remarks.get(index, "")) for index, (spec, sizes) in enumerate(specs)]
         for side, specs, remarks in (
-            ("in", [(spec, shape(spec.shape)) for spec in manifest.inputs], updated),
-            ("out", returned(manifest), shared),
+            ("in", [(spec, shape(spec.shape)) for spec in entry.inputs], updated),
+            ("out", returned(entry), shared),
         )
     }
-    fixed = [("in", each.name, type(each.value).__name__, cut(repr(each.value)), given(each)) for each in constants(manifest)]
+    fixed = [("in", each.name, type(each.value).__name__, cut(repr(each.value)), given(each)) for each in constants(entry)]
     taken, made = [*rows["in"], *fixed], rows["out"]
     return [*(taken or [("in", "none", "", "", "")]), *(made or [("out", "none", "", "", "")])]
 
@@ -179,10 +180,10 @@ def cut(text: str) -> str:
     return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
 
 
-def alias_of(manifest: Manifest, alias: Alias) -> str:
+def alias_of(manifest: Manifest, entry: EntrySpec, alias: Alias) -> str:
     """`input x`, `output y`, `weight table`, `state cache`: what an output shares memory with."""
     if alias.memory in ("inputs", "outputs"):
-        specs = manifest.inputs if alias.memory == "inputs" else manifest.outputs
+        specs = entry.inputs if alias.memory == "inputs" else entry.outputs
         return f"{alias.memory.removesuffix('s')} {specs[alias.index].name}"
     return f"{alias.memory.removesuffix('s')} {manifest.weights[alias.index].name}"
 
@@ -193,41 +194,46 @@ def padding(row: Dimension) -> str:
     return f"{row.name}: {PADDING[row.pad]}, {chunks}" + (f": {row.reason}" if row.reason else "")
 
 
-def unpadded(manifest: Manifest) -> list[str]:
+def unpadded(entry: EntrySpec) -> list[str]:
     """`seq takes 16, 64 only: ...` of every dimension at whose recorded sizes alone calls are taken."""
     told = "other sizes are refused; `padding` above says why, `cgcompile explain padding` what to do"
-    return [f"{each.name} takes {listed(each.sizes)} only: {told}" for each in manifest.dimensions if each.pad == "no"]
+    return [f"{each.name} takes {listed(each.sizes)} only: {told}" for each in entry.dimensions if each.pad == "no"]
 
 
-def sizes(manifest: Manifest) -> str:
+def sizes(manifest: Manifest, entry: EntrySpec) -> str:
     """`batch 1, 8 x seq 32, 128: 4 int_keys`, and `, exported per size` where each has an exported program of its own."""
-    axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in manifest.dimensions])
-    own = ", exported per size" if file_names.per_size(manifest) else ""
-    return f"{axes or 'no dimensions'}: {count(len(manifest.programs), 'int_key')}{own}"
+    axes = " x ".join([f"{dimension.name} {listed(dimension.sizes)}" for dimension in entry.dimensions])
+    own = ", exported per size" if file_names.per_size(manifest, entry) else ""
+    return f"{axes or 'no dimensions'}: {count(len(entry.programs), 'int_key')}{own}"
 
 
-def changes(manifest: Manifest) -> list[str]:
-    """`changes keys, values`: a line about the state that calls of an entry change; no line where they change none."""
-    names = [manifest.weights[index].name for index in manifest.changes]
-    return [f"changes {listed(names, 4)}"] if names else []
+def mutated_buffers(manifest: Manifest, entry: EntrySpec) -> list[str]:
+    """The names of the state that a call changes."""
+    return [manifest.weights[index].name for index in entry.mutated_buffers]
 
 
-def axes(manifest: Manifest) -> list[str]:
+def entry_lines(manifest: Manifest, entry: EntrySpec) -> list[str]:
+    """An entry's name, and `changes keys, values` where its calls change state."""
+    names = mutated_buffers(manifest, entry)
+    return [entry.name, *([f"changes {listed(names, 4)}"] if names else [])]
+
+
+def axes(entry: EntrySpec) -> list[str]:
     """`batch: axis 0 of ids, mask` of every dimension."""
-    shapes = [(spec.name, spec.shape) for spec in manifest.inputs]
-    return [f"{each.name}: {cut(standing(each.name, shapes))}" for each in manifest.dimensions]
+    shapes = [(spec.name, spec.shape) for spec in entry.inputs]
+    return [f"{each.name}: {cut(standing(each.name, shapes))}" for each in entry.dimensions]
 
 
 def world(manifest: Manifest) -> list[str]:
     """Over how many GPUs the model goes, and what each rank has on disk; [] for a model for one device."""
     if not manifest.world:
         return []
-    (own,) = manifest.world
-    folders = [file_names.rank_folder(rank) for rank in range(1, own.size)]
+    rank, ranks = manifest.world.rank, manifest.world.size
+    folders = [file_names.rank_folder(number) for number in range(1, ranks)]
     others = [sum(file.bytes for file in manifest.files if file.path.startswith(folder)) for folder in folders]
     first = manifest_json.bundle_bytes(manifest) - sum(others)
-    rows = [f"rank {rank}: {size(number)}" for rank, number in enumerate([first, *others])]
-    return [f"{own.size} GPUs that write to each other's memory; this is rank {own.rank}", *(rows if not own.rank else [])]
+    rows = [f"rank {number}: {size(total)}" for number, total in enumerate([first, *others])]
+    return [f"{ranks} GPUs that write to each other's memory; this is rank {rank}", *(rows if not rank else [])]
 
 
 def memory(manifest: Manifest) -> str:
@@ -271,22 +277,22 @@ def state(manifest: Manifest) -> list[str]:
     lines = [f"{count(len(buffers), 'buffer')} that calls change, {size(total)} in every session"] if buffers else []
     rows = [f"{each.name}  {each.dtype} {shape(each.shape)}  {size(nbytes(each.dtype, each.shape))}" for each in buffers]
     lines += first_lines(rows, 4)
-    return lines + ([f"{manifest.weights[manifest.random].name}: {RANDOM}"] if manifest.random >= 0 else [])
+    return lines + ([f"{manifest.weights[manifest.random].name}: {RANDOM}"] if manifest.random is not None else [])
 
 
-def chains(manifest: Manifest) -> list[tuple[str, str]]:
+def donations(manifest: Manifest) -> list[tuple[str, str]]:
     """(`prefill.hidden`, `decode.hidden`): an output, and the input that takes it where it lies."""
-    each = {one.entry: one for one in each_entry(manifest)}
+    rows = [(row, entry_named(manifest, row.source), entry_named(manifest, row.target)) for row in manifest.donations]
     return [
-        (f"{row.source}.{each[row.source].outputs[row.output].name}", f"{row.target}.{each[row.target].inputs[row.input].name}")
-        for row in manifest.chains
+        (f"{row.source}.{source.outputs[row.output].name}", f"{row.target}.{target.inputs[row.input].name}")
+        for row, source, target in rows
     ]
 
 
-def chain_lines(manifest: Manifest) -> list[str]:
-    """The chains, and what of the arena is reserved for their outputs; no line where there are none."""
-    lines = [f"{source} -> {target}" for source, target in chains(manifest)]
-    kept = ", ".join([f"{row.entry} {size(row.bytes)}" for row in manifest.reserved])
+def donation_lines(manifest: Manifest) -> list[str]:
+    """The donations, and what of the arena is reserved for their outputs; no line where there are none."""
+    lines = [f"{source} -> {target}" for source, target in donations(manifest)]
+    kept = ", ".join([f"{row.entry} {size(row.bytes)}" for row in manifest.donated])
     return [*lines, *([f"reserved in the arena: {kept}"] if kept else [])]
 
 
@@ -302,14 +308,13 @@ def files(manifest: Manifest) -> Table:
     return table((">", ""), first_rows(rows, 1))
 
 
-def load_lines(path: str, manifest: Manifest) -> list[str]:
-    """Python that loads the bundle and calls it, each of its entries."""
-    devices = f", devices={list(range(manifest.world[0].size))}" if manifest.world else ""
+def load_lines(path: str, manifest: Manifest, entries: Sequence[EntrySpec] = ()) -> list[str]:
+    """Python that loads the bundle and calls `entries`, by default all of them."""
+    devices = f", devices={list(range(manifest.world.size))}" if manifest.world else ""
     lines = ["import cgbundle", f"program = cgbundle.load({path!r}{devices})"]
-    each = each_entry(manifest)
-    for one in each:
-        called = "program" if one.entry == FORWARD or len(each) == 1 else attribute(one.entry)
-        lines += [*nested(one), f"result = {called}({spelled(one)})"]
+    for entry in entries or manifest.entries:
+        called = "program" if entry.name == FORWARD or len(manifest.entries) == 1 else attribute(entry.name)
+        lines += [*nested(entry), f"result = {called}({spelled(entry)})"]
     return lines
 
 

@@ -101,7 +101,7 @@ def with_reread(rows: list[list[Token]], outputs: Mapping[str, Any]) -> list[lis
 
 def sizes_of(entry: Entry, key: Sequence[int]) -> dict[str, int]:
     """An int_key by the names of its dimensions."""
-    return {dimension.name: value for dimension, value in zip(entry.manifest.dimensions, key, strict=True)}
+    return {dimension.name: value for dimension, value in zip(entry.spec.dimensions, key, strict=True)}
 
 
 def vector(dtype: str, values: Sequence[float]) -> Any:

@@ -21,7 +21,7 @@ from typing import Any
 
 import cgbundle
 from cgbundle.exam import replay_exam
-from cgbundle.format.entries import FORWARD, each_entry
+from cgbundle.format.entries import FORWARD
 from cgbundle.format.size_expressions import text
 from cgbundle.tensors.tensor import from_bytes
 
@@ -72,19 +72,20 @@ class Served:
 
 def describe(manifest: Any) -> Served:
     """How the first entry of a bundle is served.  Raises Refused for one that this protocol has no words for."""
-    random, others = {manifest.random}, tuple([each.name for each in manifest.entries])
-    if set(manifest.changes) - random or manifest.written:
-        whose = f"of {', '.join([manifest.entry, *others])} the first is served, and its calls" if others else "calls"
+    entry, *others = manifest.entries
+    names = [entry.name for entry in manifest.entries]
+    if set(entry.mutated_buffers) - {manifest.random} or entry.mutated_inputs:
+        whose = f"of {', '.join(names)} the first is served, and its calls" if others else "calls"
         raise Refused(f"{whose} change its state or its inputs: whose they are, the protocol cannot say")
     sides = []
-    for specs in (manifest.inputs, manifest.outputs):
+    for specs in (entry.inputs, entry.outputs):
         unknown = [spec for spec in specs if spec.dtype not in DATATYPES]
         if unknown:
             raise Refused(f"{unknown[0].name} is {unknown[0].dtype}, which the protocol does not have")
-        free = manifest.data_sizes if specs is manifest.outputs else ()
+        free = entry.data_sizes if specs is entry.outputs else ()
         sides.append(tuple([_port(spec, [row.axis for row in free if row.output == at]) for at, spec in enumerate(specs)]))
-    sizes = tuple([(each.name, tuple(each.sizes)) for each in manifest.dimensions])
-    return Served(*sides, _batches(manifest), sizes, manifest.entry, others)
+    sizes = tuple([(each.name, tuple(each.sizes)) for each in entry.dimensions])
+    return Served(*sides, _batches(entry), sizes, entry.name, tuple(names[1:]))
 
 
 def _port(spec: Any, free: Sequence[int]) -> Port:
@@ -96,11 +97,11 @@ def _port(spec: Any, free: Sequence[int]) -> Port:
     return Port(spec.name, DATATYPES[spec.dtype], shape, axes if -1 in shape else ())
 
 
-def _batches(manifest: Any) -> tuple[int, ...]:
+def _batches(entry: Any) -> tuple[int, ...]:
     """The recorded sizes of the dimension along which requests may lie behind each other: the first axis of all tensors, and no
     other, with rows that do not depend on each other."""
-    for dimension in manifest.dimensions:
-        shapes = [spec.shape for spec in (*manifest.inputs, *manifest.outputs)]
+    for dimension in entry.dimensions:
+        shapes = [spec.shape for spec in (*entry.inputs, *entry.outputs)]
         first = all(shape and shape[0] == dimension.name for shape in shapes)
         if first and dimension.chunk and not any(dimension.name in str(shape[1:]) for shape in shapes):
             return tuple(dimension.sizes)
@@ -216,7 +217,7 @@ class Version:
         self.seconds["load"] = time.perf_counter() - began
         try:
             self.served = describe(program.manifest)
-            compare = {each.entry: each.exam.compare for each in each_entry(program.manifest)}
+            compare = {entry.name: entry.self_test.compare for entry in program.manifest.entries}
             copies = program.programs if isinstance(program, cgbundle.Replicas) else (program,)
             for result in chain.from_iterable(map(replay_exam, copies)):
                 if not result.passed(compare[result.entry]):

@@ -56,7 +56,7 @@ def judge(case: Case, target: str, bundle: Path, prove: str) -> Row:
         return refusal(case, target, error)
     stages |= dict(built.seconds)
     if target.startswith("sm_"):
-        proofs = [proof for proof in built.manifest.exam.proofs if proof.method != "none"]
+        proofs = [proof for proof in built.manifest.entries[0].self_test.proofs if proof.method != "none"]
         worst = max((proof.error for proof in proofs), default=0.0)
         return Row(name=case.name, target=target, verdict=BUILT, error=worst, stages=stages)
     return replayed(case, target, bundle, stages)
@@ -120,7 +120,7 @@ def _calls(case: Case, program: cgbundle.Program, device: str) -> tuple[float, s
         sizes = case.between()
         if not sizes:
             return worst, "", "none"
-        if any(dimension.pad == "no" for dimension in program.manifest.dimensions):
+        if any(dimension.pad == "no" for dimension in program.manifest.entries[0].dimensions):
             return worst, "", "not proved"
         error, complaint = _call(case, module, inputs, program, device, sizes)
         return max(worst, error), complaint and f"{sizes}: {complaint}", "wrong" if complaint else "right"
@@ -168,7 +168,7 @@ def _compared(
 ) -> tuple[float, str]:
     """The largest error as a part of its bound, and the first tensor beyond it.  Bounds are those of the manifest, which are in the
     order of the outputs."""
-    bounds = manifest.exam.bounds if len(expected) == len(manifest.outputs) else ()
+    bounds = manifest.entries[0].self_test.bounds if len(expected) == len(manifest.entries[0].outputs) else ()
     worst = 0.0
     for index, (path, want) in enumerate(expected):
         have = got.get(path)

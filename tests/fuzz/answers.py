@@ -10,10 +10,8 @@ import cgbundle
 from cgbundle.errors import CgbundleError
 from cgbundle.exam import inputs_of
 from cgbundle.format import archive, file_names
-from cgbundle.format.entries import each_entry
 from cgbundle.format.safetensors import Mapped
 from cgbundle.tensors.comparison import describe, difference
-from cgbundle.tensors.exam_tensors import bounds
 from cgbundle.tensors.tensor import Tensor, from_bytes
 
 
@@ -43,23 +41,23 @@ class Answers:
             return None
         exam = Mapped(os.path.join(path, file_names.EXAM), file_names.EXAM)
         cases = []
-        for each in each_entry(manifest):
-            allowed = bounds(each, each.exam.proofs[0])
+        for each in manifest.entries:
+            allowed = each.self_test.bounds
             for program in each.programs:
                 inputs = [(t.dtype, tuple(t.shape), t.tobytes()) for t in inputs_of(exam, each, program.key)]
                 outputs = []
                 for index in range(len(each.outputs)):
-                    name = file_names.exam_entry(program.key, "output", index, each.entry)
+                    name = file_names.exam_entry(program.key, "output", index, each.name)
                     entry = exam.entries[name]
                     outputs.append((entry.dtype, tuple(entry.shape), bytes(exam.data(name))))
-                cases.append(Case(entry=each.entry, inputs=tuple(inputs), outputs=tuple(outputs), bounds=allowed))
+                cases.append(Case(entry=each.name, inputs=tuple(inputs), outputs=tuple(outputs), bounds=allowed))
         exam.close()
         return cls(cases)
 
     def judge(self, program: Any) -> str:
         """ "right", "refused", or "wrong: ..." of the first answer that differs.  State is not judged: calls follow each other."""
         found = "refused"
-        stateful = program.manifest.random >= 0 or any(row.memory == "state" for row in program.manifest.weights)
+        stateful = program.manifest.random is not None or any(row.memory == "state" for row in program.manifest.weights)
         for case in self.cases:
             given = [from_bytes(data, dtype, shape) for dtype, shape, data in case.inputs]
             try:

@@ -57,7 +57,7 @@ class Golden:
         (self.origin / file_names.MANIFEST).write_bytes(self.manifest)
         self.plain = plain
         self.weights = weights_of(archive.read_manifest(str(self.origin)))
-        self.key = "x".join(map(str, plain["programs"][0]["key"])) or "-"
+        self.key = "x".join(map(str, plain["entries"][0]["programs"][0]["key"])) or "-"
         names = [row["path"] for row in plain["files"]]
         self.tables = [name for name in names if name.startswith("graphs/")]
         self.stored = [name for name in names if name.endswith(".safetensors")]
@@ -171,21 +171,21 @@ def marks(plain: dict[str, Any]) -> list[tuple[int, int]]:
     found = [(0, 0)]
     for row in [*plain["weights"], *[value for _, program in programs(plain) for value in program["values"]]]:
         memory = MEMORIES.index(row.get("memory", "weights"))
-        found += [(memory, max(0, row["offset"])), (memory, max(0, row["offset"]) + size_of(row))]
+        offset = max(0, row.get("offset", 0))
+        found += [(memory, offset), (memory, offset + size_of(row))]
     return found + [(MEMORIES.index(name), size) for name, size in plain["memories"] if name in MEMORIES]
 
 
 def stray_write(plain: dict[str, Any], file: str, rows: list[mutations.Row]) -> str:
     """Which of the bytes in `rows` no call of a program of `file` may change, worked out byte by byte; "" for none."""
-    state = [index for index, row in enumerate(plain["weights"]) if row.get("memory") == "state"]
     for entry, program in programs(plain):
-        if not any(step["file"] == file for step in program["steps"]):
+        if not any(step.get("file") == file for step in program["steps"]):
             continue
-        values = [program["values"][program["inputs"][index]] for index in entry.get("written", ())]
-        copies = [index for step in program["steps"] if step["kind"] == "copy" for index in step["outputs"]]
+        values = [program["values"][program["inputs"][index]] for index in entry.get("mutated_inputs", ())]
+        copies = [index for step in program["steps"] if step["kind"] == "copy" for index in step.get("outputs", ())]
         values += [program["values"][index] for index in copies if program["values"][index]["memory"] == "inputs"]
-        values += [plain["weights"][index] for index in (entry["changes"] if plain["format"] >= 5 else state)]
-        places = [(row["memory"], row["offset"], row["offset"] + size_of(row)) for row in values]
+        values += [plain["weights"][index] for index in entry.get("mutated_buffers", ())]
+        places = [(row["memory"], row.get("offset", 0), row.get("offset", 0) + size_of(row)) for row in values]
         for memory, begin, end in rows:
             for byte in range(begin, end):
                 name = MEMORIES[memory]
@@ -196,7 +196,7 @@ def stray_write(plain: dict[str, Any], file: str, rows: list[mutations.Row]) -> 
 
 def programs(plain: dict[str, Any]) -> list[tuple[dict[str, Any], dict[str, Any]]]:
     """Every program of a manifest, after the record of its entry."""
-    return [(entry, program) for entry in (plain, *plain.get("entries", ())) for program in entry["programs"]]
+    return [(entry, program) for entry in plain["entries"] for program in entry["programs"]]
 
 
 def size_of(row: dict[str, Any]) -> int:

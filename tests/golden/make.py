@@ -2,7 +2,7 @@
 
     PYTHONPATH=.:cli:bundles python tests/golden/make.py [NAME...] [--out FOLDER]
 
-A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_cache`, `cpu_state`, `cpu_records`,
+A machine with a GPU adds `gpt_two`, `mlp` (bf16) and `state`, one without adds `cpu_mlp`, `cpu_cache`, `cpu_state`, `cpu_records`,
 `cpu_entries`, `cpu_lanes`, `cpu_chains`, `cpu_fixed`, `traced_entries`, `traced_chains`, `traced_state`, `traced_branches`,
 `traced_switch`, `traced_fixed` and `traced_tables`.  All are tiny, because the tests of every later version read them.
 """
@@ -46,19 +46,20 @@ CHAINS = (("encode", "step.hidden"), ("step.0", "step.hidden"))
 GOLDENS = {
     "gpt_two": Golden(sizes=(4,), gpu=True, limit=380_000, target="auto"),
     "mlp": Golden(sizes=(1, 4), gpu=True, limit=120_000, target="auto", level="max-autotune", environment=TRITON_ONLY),
+    "cpu_mlp": Golden(sizes=(1, 4), gpu=False, limit=280_000),
     "cpu_cache": Golden(sizes=(1, 4), gpu=False, limit=500_000),
     "cpu_state": Golden(sizes=(1, 4), gpu=False, limit=500_000),
     "cpu_records": Golden(sizes=(1, 4), gpu=False, limit=330_000),
     "state": Golden(sizes=(1, 4), gpu=True, limit=250_000, target="auto", level="max-autotune", environment=TRITON_ONLY),
     "cpu_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=700_000),
     "traced_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=110_000, target="sm_90"),
-    "cpu_lanes": Golden(sizes=("prefill:seq=64,256", "decode:batch=1,8"), gpu=False, limit=1_000_000),
-    "cpu_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=400_000, chains=CHAINS),
+    "cpu_lanes": Golden(sizes=("prefill:seq=64,256", "decode:batch=1,8"), gpu=False, limit=1_250_000),
+    "cpu_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=550_000, chains=CHAINS),
     "traced_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=110_000, target="sm_90", chains=CHAINS),
     "traced_state": Golden(sizes=(1, 4), gpu=False, limit=110_000, target="sm_90"),
     "traced_branches": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
     "traced_switch": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
-    "cpu_fixed": Golden(sizes=(4,), gpu=False, limit=200_000),
+    "cpu_fixed": Golden(sizes=(4,), gpu=False, limit=300_000),
     "traced_fixed": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
     "traced_tables": Golden(sizes=(4, 6), gpu=False, limit=80_000, target="sm_90"),
 }
@@ -99,7 +100,7 @@ def build(name: str, golden: Golden, out: Path) -> str:
     built = cgcompile.build(
         network.eval(), inputs, sizes=list(golden.sizes), out=out, target=golden.target, lower=golden.level, chains=golden.chains
     )
-    return f"{built.manifest.target.arch}, exam by {built.manifest.exam.compare}"
+    return f"{built.manifest.target.arch}, exam by {built.manifest.entries[0].self_test.compare}"
 
 
 def telling(folder: Path) -> list[Path]:
@@ -123,12 +124,12 @@ def main() -> int:
     import torch
 
     from cgbundle.errors import CgbundleError
-    from cgbundle.format.versions import FORMAT_VERSION
+    from cgbundle.format.schema import VERSION
 
     fitting = [name for name, golden in GOLDENS.items() if golden.gpu == torch.cuda.is_available()]
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(GOLDENS)} (default: this machine's)")
-    parser.add_argument("--out", type=Path, default=HERE / f"v{FORMAT_VERSION}", help="folder (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=HERE / f"v{VERSION}", help="folder (default: %(default)s)")
     options = parser.parse_args()
     for name in options.names:
         if name not in fitting:

@@ -86,6 +86,11 @@ class Cached(nn.Module):
         return cache.mean(1)
 
 
+def cpu_mlp() -> Made:
+    """fp32, batch 1 and 4."""
+    return perceptron(), lambda batch: (torch.randn(batch, 16),)
+
+
 def cpu_cache() -> Made:
     """Two layers, fp32, and an input that calls change."""
 

@@ -48,11 +48,11 @@ def built(cache: None, tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def chosen(manifest: Manifest) -> list[str]:
     """The lowering of every int_key."""
-    return [row.name for program in manifest.programs for row in program.lowerings if row.chosen]
+    return [row.name for program in manifest.entries[0].programs for row in program.lowerings if row.chosen]
 
 
 def test_everything_was_tried_and_timed_and_the_fastest_is_chosen(built: Any) -> None:
-    for program in built.manifest.programs:
+    for program in built.manifest.entries[0].programs:
         print(program.key, program.lowerings)
         assert [row.name for row in program.lowerings] == list(LOWERINGS)
         timed = [row for row in program.lowerings if not row.reason]
@@ -81,7 +81,9 @@ def test_its_exam_passes_in_a_fresh_process(built: Any) -> None:
 def test_the_same_model_is_not_searched_again(built: Any, tmp_path: Path) -> None:
     again = cgcompile.build(network(), inputs, sizes=SIZES, out=tmp_path / "gpt.cgb", lower="best")
     assert "time" in dict(built.seconds) and "time" not in dict(again.seconds)
-    assert [program.lowerings for program in again.manifest.programs] == [each.lowerings for each in built.manifest.programs]
+    assert [program.lowerings for program in again.manifest.entries[0].programs] == [
+        each.lowerings for each in built.manifest.entries[0].programs
+    ]
 
 
 def test_a_search_without_time_keeps_the_first_lowering(cache: None, tmp_path: Path) -> None:
@@ -90,7 +92,7 @@ def test_a_search_without_time_keeps_the_first_lowering(cache: None, tmp_path: P
         layers, lambda batch: torch.randn(batch, 32), sizes=[2], out=tmp_path / "m.cgb", lower="best", budget=0.5
     )
     assert chosen(made.manifest) == ["inductor"]
-    reasons = {row.name: row.reason for row in made.manifest.programs[0].lowerings}
+    reasons = {row.name: row.reason for row in made.manifest.entries[0].programs[0].lowerings}
     assert reasons["max-autotune"] == reasons["eager"] == "not recorded in the 0.5 seconds that the search may take"
     assert dict(made.manifest.provenance.options)["budget"] == "0.5"
 
@@ -108,9 +110,9 @@ def test_a_model_cut_by_the_host_that_keeps_state(cache: None, tmp_path: Path) -
             return self.after(x / (1.0 + x[x > 0].sum().item() / x.numel())) + self.calls
 
     made = cgcompile.build(Cut().eval(), lambda batch: torch.randn(batch, 32), sizes=[4], out=tmp_path / "cut.cgb", lower="best")
-    rows = made.manifest.programs[0].lowerings
+    rows = made.manifest.entries[0].programs[0].lowerings
     print(rows)
-    graphs = sum(step.kind == "graph" for step in made.manifest.programs[0].steps)
+    graphs = sum(step.kind == "graph" for step in made.manifest.entries[0].programs[0].steps)
     assert graphs == 2 and all(len(row.microseconds) == graphs for row in rows if not row.reason)
     with cgbundle.load(made.path) as program:
         x = torch.randn(4, 32, device="cuda")

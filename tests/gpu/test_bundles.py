@@ -235,5 +235,5 @@ def test_close_gives_every_byte_back(case: Case) -> None:
 
 
 def test_all_sizes_share_the_largest_ones_arena(case: Case, program: Any) -> None:
-    arenas = [entry.arena for entry in program.manifest.programs]
+    arenas = [entry.arena for entry in program.manifest.entries[0].programs]
     assert program.memory["arena"] == max(arenas) and program.int_keys == ((1,), (4,))

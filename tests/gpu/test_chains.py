@@ -87,8 +87,8 @@ def test_a_thousand_calls_in_any_order_are_eager_pytorchs(bundle: Path, mode: st
 
 def test_what_is_reserved(bundle: Path) -> None:
     manifest = archive.read_manifest(str(bundle))
-    assert [row.entry for row in manifest.reserved] == ["encode", "step"]
-    print(bundle.stem, manifest.reserved, manifest.memories)
+    assert [row.entry for row in manifest.donated] == ["encode", "step"]
+    print(bundle.stem, manifest.donated, manifest.memories)
 
 
 def test_a_chained_input_is_not_copied(program: cgbundle.Program, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_every_way_is_eagers(tmp_path: Path, name: str, recorder: str) -> None:
     path, model, given = traced(name, tmp_path, recorder)
     for mode in MODES:
         with cgbundle.load(path, mode=mode) as program:
-            assert len(program.manifest.programs[0].steps) == 1, "one graph, one launch"
+            assert len(program.manifest.entries[0].programs[0].steps) == 1, "one graph, one launch"
             for x in [*given, *reversed(given)]:
                 with torch.no_grad():
                     wanted = model(x.cuda())

@@ -71,7 +71,7 @@ def compare(path: Path, model: nn.Module, given: list[Any]) -> None:
     """Each of `given` is the arguments of a call; the model, on the GPU, changes none of its buffers."""
     for mode in MODES:
         with cgbundle.load(path, mode=mode) as program:
-            assert [step.kind for step in program.manifest.programs[0].steps] == ["graph"], "one graph, one launch"
+            assert [step.kind for step in program.manifest.entries[0].programs[0].steps] == ["graph"], "one graph, one launch"
             for number, x in enumerate([*given, *reversed(given)]):
                 arguments = [each.cuda() for each in x]
                 with torch.no_grad():
@@ -89,7 +89,7 @@ def test_every_way_is_eagers(tmp_path: Path, name: str, lower: str) -> None:
     model, given = make().eval(), inputs()
     built = build(model, lambda: (given[0],), tmp_path / "made.cgb", lower)
     assert sorted(types(built.path)) == list(kinds)
-    assert built.manifest.exam.compare == "bits", "proved in a fresh process over poisoned memory, bit for bit"
+    assert built.manifest.entries[0].self_test.compare == "bits", "proved in a fresh process over poisoned memory, bit for bit"
     compare(built.path, model.cuda(), [(x,) for x in given])
 
 
@@ -161,7 +161,7 @@ def test_conditional_nodes_beside_a_region_of_the_host(tmp_path: Path) -> None:
     model = BesideTheHost().eval()
     built = build(model, lambda: (torch.randn(4, 16),), tmp_path / "made.cgb", "inductor")
     assert sorted(types(built.path)) == ["if", "while"]
-    kinds = [step.kind for step in built.manifest.programs[0].steps]
+    kinds = [step.kind for step in built.manifest.entries[0].programs[0].steps]
     assert [kind for kind in kinds if kind != "copy"] == ["graph", "host", "graph"]
     model = model.cuda()
     for mode in MODES:
@@ -187,7 +187,7 @@ def test_an_operation_of_the_host_in_a_body_makes_it_a_region_of_the_host(tmp_pa
     model = HostInside()
     built = build(model, lambda: (torch.randn(4, 16),), tmp_path / "made.cgb", "inductor")
     assert types(built.path) == [] and "host" in [region.kind for region in built.manifest.regions]
-    (found,) = [each for each in built.manifest.findings if each.rule == "control-flow"]
+    (found,) = [each for each in built.manifest.entries[0].findings if each.rule == "control-flow"]
     assert found.severity == "host" and "test_conditional_captured.py" in found.message
     with cgbundle.load(built.path) as program:
         x = torch.randn(4, 16, device="cuda")

@@ -56,7 +56,7 @@ def outputs(made: Any) -> list[torch.Tensor]:
 def test_the_steps_are_as_planned(case: Case) -> None:
     path, _ = case
     manifest = archive.read_manifest(str(path))
-    for program in manifest.programs:
+    for program in manifest.entries[0].programs:
         assert [step.kind for step in program.steps if step.kind != "copy"] == KINDS[path.stem]
     if path.stem == "table":
         table = next(weight for weight in manifest.weights if weight.name == "table")
@@ -97,8 +97,8 @@ def test_dead_memory_may_hold_anything(case: Case) -> None:
     backend = CudaBackend(ArchiveOf(path, manifest))
     stored = Mapped(str(path / file_names.EXAM), file_names.EXAM)
     try:
-        for number, program in enumerate(manifest.programs):
-            tensors = exam.inputs_of(stored, manifest, program.key)  # held: the addresses are theirs
+        for number, program in enumerate(manifest.entries[0].programs):
+            tensors = exam.inputs_of(stored, manifest.entries[0], program.key)  # held: the addresses are theirs
             given = [tensor.address for tensor in tensors]
             clean = read(backend, program, number, given, poisoned=False)
             assert read(backend, program, number, given, poisoned=True) == clean

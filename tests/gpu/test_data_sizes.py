@@ -29,7 +29,7 @@ def test_calls_return_true_sizes(record: str, tmp_path: Path) -> None:
     for mode in MODES:
         for outputs in ("copy", "view"):
             with cgbundle.load(path, mode=mode, outputs=outputs) as program, torch.no_grad():
-                assert [[step.kind for step in each.steps] for each in program.manifest.programs] == [["graph"]] * 2
+                assert [[step.kind for step in each.steps] for each in program.manifest.entries[0].programs] == [["graph"]] * 2
                 for seed in range(60):
                     torch.manual_seed(seed)
                     (x,) = boxes((12, 300)[seed % 2])

@@ -20,7 +20,7 @@ from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
 
-BUNDLE = GOLDEN / "v4/mlp.cgb"
+BUNDLE = GOLDEN / "v1/mlp.cgb"
 
 
 @pytest.fixture(params=["view", "copy"])

@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
-from cgbundle.format.entries import all_programs, each_entry  # noqa: E402
+from cgbundle.format.entries import all_programs  # noqa: E402
 from tests.gpu.helpers.exams import passed  # noqa: E402
 from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
 from tests.helpers.models.entry_models import ENTRIES, SIZES, calls, check_calls, error, lanes  # noqa: E402
@@ -31,7 +31,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_what_the_bundle_holds(bundle: Path) -> None:
     manifest = archive.read_manifest(str(bundle))
-    assert [each.entry for each in each_entry(manifest)] == ["prefill", "decode", "reset_lane"]
+    assert [each.entry for each in manifest.entries] == ["prefill", "decode", "reset_lane"]
     memories = dict(manifest.memories)
     programs = all_programs(manifest)
     assert memories["arena"] == max(program.arena for program in programs)
@@ -110,7 +110,7 @@ def test_calls_from_the_host(bundle: Path) -> None:
 def test_the_exam_passes_without_torch(bundle: Path) -> None:
     passed(bundle)
     assert all(
-        proof.method in ("replay", "none") for each in each_entry(archive.read_manifest(str(bundle))) for proof in each.exam.proofs
+        proof.method in ("replay", "none") for each in archive.read_manifest(str(bundle)).entries for proof in each.self_test.proofs
     )
 
 

@@ -36,5 +36,5 @@ def test_the_exam_has_the_recorded_bits(golden: Path) -> None:
 
 def test_stream_mode_has_the_recorded_bits(golden: Path) -> None:
     with cgbundle.load(golden, mode="stream") as program:
-        compare = program.manifest.exam.compare
+        compare = program.manifest.entries[0].self_test.compare
         assert all(result.passed(compare) for result in exam.replay_exam(program))

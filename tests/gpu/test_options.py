@@ -17,7 +17,7 @@ import cgbundle  # noqa: E402
 from tests.helpers.places import GOLDEN  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402
 
-TOKENS, STATE, TRACED = GOLDEN / "v1/gpt_two.cgb", GOLDEN / "v4/state.cgb", GOLDEN / "v4/traced_state.cgb"
+TOKENS, STATE, TRACED = GOLDEN / "v1/gpt_two.cgb", GOLDEN / "v1/state.cgb", GOLDEN / "v1/traced_state.cgb"
 
 
 @pytest.fixture(autouse=True)

@@ -34,7 +34,7 @@ def build(name: str, how: str, folder: Path) -> Path:
     model = getattr(path_models, name)().eval()
     given: dict[str, Any] = {"target": "sm_90"} if how == "cross-compiled" else {"target": "cuda", "record": "capture"}
     built = cgcompile.build(model, lambda: (path_models.rows(),), out=folder / "paths.cgb", **given)
-    kinds = [step.kind for step in built.manifest.programs[0].steps]
+    kinds = [step.kind for step in built.manifest.entries[0].programs[0].steps]
     assert kinds == ["graph", *(["copy", "host"] if name in RAISING else [])], f"one launch, then one flag for the host: {kinds}"
     return built.path
 
@@ -107,7 +107,7 @@ def test_a_size_that_depends_on_data_before_the_question(tmp_path: Path) -> None
     built = cgcompile.build(
         copy.deepcopy(model), lambda: (path_models.rows(),), out=tmp_path / "chosen.cgb", target="cuda", record="capture"
     )
-    assert [step.kind for step in built.manifest.programs[0].steps] == ["graph"]
+    assert [step.kind for step in built.manifest.entries[0].programs[0].steps] == ["graph"]
     model.cuda()
     with cgbundle.load(built.path) as program:
         for x in path_models.calls(DIFFERENT):

@@ -109,7 +109,7 @@ def test_a_model_runs_on_the_gpu_alone_and_is_the_callers_again(made: Any, tmp_p
 
 def test_random_numbers_state_and_autocast(tmp_path: Path) -> None:
     built = cgcompile.build(Drawing().eval(), inputs, sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda", lower="eager")
-    assert {proof.method for proof in built.manifest.exam.proofs} == {"replay"}
+    assert {proof.method for proof in built.manifest.entries[0].self_test.proofs} == {"replay"}
     program = torch.export.load(tmp_path / "x.cgb" / "program.pt2")  # for the CPU, wherever it was exported
     devices = {node.meta["val"].device.type for node in program.graph.nodes if isinstance(node.meta.get("val"), torch.Tensor)}
     assert devices == {"cpu"}

@@ -18,7 +18,7 @@ torch = pytest.importorskip("torch")
 if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
-BUNDLE = GOLDEN / "v6/traced_tables.cgb"
+BUNDLE = GOLDEN / "v1/traced_tables.cgb"
 
 
 def model(weights: dict[str, numpy.ndarray], x: numpy.ndarray) -> numpy.ndarray:

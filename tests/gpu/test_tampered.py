@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests.helpers.bundles.edits import edited
 from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
@@ -48,7 +49,7 @@ def newer_driver(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def newer_format(folder: Path, manifest: Manifest) -> Manifest:
-    return replace(manifest, format=99)
+    return edited(manifest, version=99)
 
 
 def image(folder: Path, manifest: Manifest) -> None:
@@ -86,7 +87,7 @@ def cycle(folder: Path, manifest: Manifest) -> Manifest:
 
 
 def table_byte(folder: Path, manifest: Manifest) -> None:
-    flip(folder / manifest.programs[0].steps[0].file)
+    flip(folder / manifest.entries[0].programs[0].steps[0].file)
 
 
 CHANGES = {
@@ -141,6 +142,6 @@ def put_node(recording: Recording, index: int, node: KernelNode) -> Recording:
 
 def change_table(folder: Path, manifest: Manifest, change: Any) -> Manifest:
     """Decodes, changes and encodes the first program's table."""
-    path = folder / manifest.programs[0].steps[0].file
+    path = folder / manifest.entries[0].programs[0].steps[0].file
     path.write_bytes(tables.encode(change(tables.decode(path.read_bytes()))))
     return manifest

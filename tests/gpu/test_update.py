@@ -124,7 +124,7 @@ def test_no_recording_holds_what_a_weight_was(tmp_path: Path, level: str) -> Non
     network = Mixed().eval()
     draw = lambda batch: (torch.randn(batch, 3, 16, 16), torch.randint(0, 50, (batch,)))  # noqa: E731
     built = cgcompile.build(network, draw, sizes=[4], out=tmp_path / "mixed.cgb", target="cuda", record="capture", lower=level)
-    assert not [row for row in built.manifest.fixed if row.reason == "folded"]
+    assert not [row for row in built.manifest.frozen if row.reason == "folded"]
     given = [value.cuda() for value in draw(4)]
     network = network.cuda()
     with cgbundle.load(built.path) as program:

@@ -20,10 +20,10 @@ from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.program import Program
 from cgbundle.tensors import comparison
 from cgbundle.tensors.comparison import describe, difference, nearest
-from cgbundle.tensors.exam_tensors import bounds, exam_tensors
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import FakeBackend, Numbers, kept_exam
-from tests.helpers.bundles.tiny_bundle import before_4, manifest
 from tests.helpers.bundles.tiny_bundle import exam_tensors as exam_tensors_files
+from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.raising import raises
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -227,27 +227,31 @@ def test_an_exam_that_holds_is_exact(tmp_path: Path, outputs: str) -> None:
 
 def token_and_logits(base: Manifest) -> Manifest:
     """The fabricated bundle as one of bfloat16's bound, whose second output is an int64 that the first decides."""
-    specs = (base.outputs[0], replace(base.outputs[0], name="token", dtype="int64", shape=("batch",), order=(0,)))
-    value = base.programs[0].values[1]
+    specs = (
+        base.entries[0].outputs[0],
+        replace(base.entries[0].outputs[0], name="token", dtype="int64", shape=("batch",), order=(0,)),
+    )
+    value = base.entries[0].programs[0].values[1]
     programs = [
         replace(
             each, values=(*each.values, replace(value, dtype="int64", shape=each.key, strides=(1,))), outputs=(1, 2),
             steps=(replace(each.steps[0], outputs=(1, 2)),),
         )
-        for each in base.programs
+        for each in base.entries[0].programs
     ]  # fmt: skip
-    made = replace(base.exam, bounds=(4e-2, 0.0), proofs=tuple([replace(proof, tolerance=4e-2) for proof in base.exam.proofs]))
+    made = replace(
+        base.entries[0].self_test,
+        bounds=(4e-2, 0.0),
+        proofs=tuple([replace(proof, tolerance=4e-2) for proof in base.entries[0].self_test.proofs]),
+    )
     result = {"tuple": [{"tensor": 0}, {"tensor": 1}]}
-    return replace(base, outputs=specs, programs=tuple(programs), result=result, exam=made)
+    return edited(base, outputs=specs, programs=tuple(programs), result=result, self_test=made)
 
 
-@pytest.mark.parametrize("version", [3, 4])
-def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path: Path, version: int) -> None:
-    """17 for 1000 of a vocabulary is within 4 % of the largest; the older format's one bound per key is that of its floats."""
+def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path: Path) -> None:
+    """17 for 1000 of a vocabulary is within 4 % of the largest."""
     made = token_and_logits(manifest())
-    if version < 4:
-        made = before_4(made)
-    tokens = {size: [1000 + row for row in range(size)] for (size,) in [each.key for each in made.programs]}
+    tokens = {size: [1000 + row for row in range(size)] for (size,) in [each.key for each in made.entries[0].programs]}
     tensors = exam_tensors_of(tokens)
     with open(tmp_path / file_names.EXAM, "wb") as file:
         safetensors.write(file, tensors)
@@ -273,16 +277,9 @@ def exam_tensors_of(tokens: dict[int, list[int]]) -> dict[str, safetensors.Tenso
     return made
 
 
-def test_the_bounds_of_a_bundle_before_format_4_are_the_keys_for_floats_and_0_for_integers() -> None:
-    made = token_and_logits(manifest())
-    old = before_4(made)
-    assert bounds(old, old.exam.proofs[0]) == (4e-2, 0.0) == bounds(made, made.exam.proofs[0])
-    assert [each.title for each in exam_tensors(made)] == ["output y (float32)", "output token (int64)"]
-
-
 @pytest.mark.parametrize(("compare", "passed"), [("tolerance", [True, False]), ("bits", [True, False])])
 def test_an_exam_that_fails_says_which_key_and_by_how_much(tmp_path: Path, compare: str, passed: list[bool]) -> None:
-    made = replace(manifest(), exam=replace(manifest().exam, compare=compare))
+    made = edited(manifest(), self_test=replace(manifest().entries[0].self_test, compare=compare))
     program = Program(made, FakeBackend(made, off_by_half), "pad", "copy", exam=kept_exam(bundle(tmp_path)))
     results = exam.replay_exam(program)
     assert [result.exact for result in results] == [True, False]
@@ -308,5 +305,5 @@ def test_the_names_of_exam_tensors(key: tuple[int, ...], name: str) -> None:
 
 
 def test_a_key_is_named_with_its_dimensions() -> None:
-    assert exam.name_key(manifest(), (8,)) == "batch=8"
-    assert exam.name_key(replace(manifest(), dimensions=()), ()) == "()"
+    assert exam.name_key(manifest().entries[0], (8,)) == "batch=8"
+    assert exam.name_key(replace(manifest().entries[0], dimensions=()), ()) == "()"

@@ -99,7 +99,7 @@ CASES = [
     Case("v1/cpu_mlp", "tensor", False, False),
     Case("v1/cpu_mlp", "numpy", False, True),
     Case("v1/cpu_mlp", "numpy", True, False),
-    Case("v3/cpu_state", "numpy", False, False),
+    Case("v1/cpu_state", "numpy", False, False),
 ]
 
 

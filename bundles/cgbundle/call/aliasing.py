@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError
-from ..format.schema import DTYPES, Alias, Manifest, Program, Value
+from ..format.schema import DTYPES, Alias, EntrySpec, Manifest, Program, Value
 from ..format.spans import span
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import moving
@@ -76,22 +76,22 @@ def rebase(seen: AliasLayout, steps: Sequence[int]) -> tuple[int, list[int]] | N
 
 
 class OutputAliases:
-    """The outputs that `manifest.aliases` lists, which share memory as in eager.
+    """The outputs that `EntrySpec.aliases` lists, which share memory as in eager.
 
     An output that is an input is the caller's own tensor.  One that is a part of it is that part of the caller's tensor, whose
     layout has to have one (input-layout).  One over a weight or state is a live tensor of the program's memory, for callers on the
     program's device; else a copy.  It is never guarded.  Outputs that share memory with each other do so in what is handed out.
     """
 
-    def __init__(self, manifest: Manifest, backend: Backend, *, views: bool) -> None:
-        aliases = manifest.aliases
-        self._backend, self._views, self._inputs, self._outputs = backend, views, manifest.inputs, manifest.outputs
-        self._layouts = [{each.output: alias_layout(manifest, program, each) for each in aliases} for program in manifest.programs]
+    def __init__(self, manifest: Manifest, entry: EntrySpec, backend: Backend, *, views: bool) -> None:
+        aliases = entry.aliases
+        self._backend, self._views, self._inputs, self._outputs = backend, views, entry.inputs, entry.outputs
+        self._layouts = [{each.output: alias_layout(manifest, program, each) for each in aliases} for program in entry.programs]
         self._given = [alias for alias in aliases if alias.memory == INPUTS]
         self._kept = [alias for alias in aliases if alias.memory in PERSISTENT]
         self._tied = [alias for alias in aliases if alias.memory == OUTPUTS]
         bases = {alias.index for alias in self._tied}
-        self._bases = [{index: row.values[row.outputs[index]] for index in bases} for row in manifest.programs]
+        self._bases = [{index: row.values[row.outputs[index]] for index in bases} for row in entry.programs]
         wholes = {alias.output for alias in self._given if all(layouts[alias.output].whole for layouts in self._layouts)}
         self._wholes = [alias for alias in self._given if alias.output in wholes]
         self._partial = [alias for alias in self._given if alias.output not in wholes]

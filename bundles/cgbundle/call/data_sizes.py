@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..format.schema import Manifest
+from ..format.schema import EntrySpec
 from ..tensors.dlpack import LEGACY_STREAM
 from ..tensors.library import library_of
 from ..tensors.tensor import Tensor
@@ -17,17 +17,17 @@ from .outputs import View
 class DataSizes:
     """Cuts the outputs of an entry's calls to their true sizes.  On a GPU that waits for the call's end."""
 
-    def __init__(self, manifest: Manifest, backend: Backend) -> None:
-        self._rows, self._backend = manifest.data_sizes, backend
-        self._counts = sorted({row.count for row in manifest.data_sizes})
-        self._axes = {index: len(spec.shape) for index, spec in enumerate(manifest.outputs)}
+    def __init__(self, entry: EntrySpec, backend: Backend) -> None:
+        self._rows, self._backend = entry.data_sizes, backend
+        self._counts = sorted({row.count for row in entry.data_sizes})
+        self._axes = {index: len(spec.shape) for index, spec in enumerate(entry.outputs)}
 
     def builder(self, build: Callable[..., Any]) -> Callable[..., Any]:
         """The builder of a result, of what a replay gives."""
         return lambda outputs: build(self.cut(outputs))
 
     def cut(self, outputs: Sequence[Any]) -> list[Any]:
-        """The outputs of a replay, flat, with those of `manifest.data_sizes` as large as they are; the counts stay behind them."""
+        """The outputs of a replay, flat, with those of `entry.data_sizes` as large as they are; the counts stay behind them."""
         numbers = {place: self._number(outputs[place]) for place in self._counts}
         taken: dict[int, list[slice]] = {}
         for row in self._rows:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError, CgbundleError
-from ..format.schema import Manifest
+from ..format.schema import EntrySpec, Manifest
 from ..tensors.library import Descriptor, Library, library_of
 from ..tensors.tensor import Tensor, is_dense
 from .fast_path import Known, KnownCalls, StaticOutput, replay
@@ -30,42 +30,46 @@ class Entry:
     """An entry of a session.
 
     `name` is that of the model's method.  `int_keys` are the recorded sizes, as tuples in the order of the declared dimensions;
-    `inputs` and `outputs` the signature (`TensorSpec`s); `manifest` everything else, with the fields of this entry.
+    `inputs` and `outputs` the signature (`TensorSpec`s); `spec` everything else about it (an `EntrySpec`), and `manifest` about the
+    bundle.
     """
 
-    def __init__(self, manifest: Manifest, session: Session, first: int, on_miss: str, outputs: str, cast: bool = False) -> None:
-        """`manifest`: of `entries.each_entry`; `first`: the number of its first program among those of all entries."""
-        self.manifest, self.name = manifest, manifest.entry
-        self.int_keys = tuple([program.key for program in manifest.programs])
-        self.inputs, self.outputs = manifest.inputs, manifest.outputs
+    def __init__(
+        self, manifest: Manifest, spec: EntrySpec, session: Session, first: int, on_miss: str, outputs: str, cast: bool = False
+    ) -> None:
+        """`spec`: of the manifest's; `first`: the number of its first program among those of all entries."""
+        self.manifest, self.spec, self.name = manifest, spec, spec.name
+        self.int_keys = tuple([program.key for program in spec.programs])
+        self.inputs, self.outputs = spec.inputs, spec.outputs
         self._session, self._first = session, first
         self._backend, self._on_miss, self._views = session.backend, on_miss, outputs == "view"
         self._cast = cast
-        self._flatten: Callable[..., Sequence[Any]] = flattener(manifest.call, manifest.parameters)
-        self._build: Callable[..., Any] = builder(manifest.result)
+        self._flatten: Callable[..., Sequence[Any]] = flattener(spec.call, spec.parameters)
+        self._build: Callable[..., Any] = builder(spec.result)
         self._data_sizes: DataSizes | None = None
-        if manifest.data_sizes:
+        if spec.data_sizes:
             from .data_sizes import DataSizes  # few bundles have any: a load without them stays light
 
-            self._data_sizes = DataSizes(manifest, session.backend)
+            self._data_sizes = DataSizes(spec, session.backend)
             self._build = self._data_sizes.builder(self._build)
-        self._flat = flat_arguments(manifest.call, manifest.parameters)  # of a call that is taken as it comes
+        self._flat = flat_arguments(spec.call, spec.parameters)  # of a call that is taken as it comes
         self._ends = (self._flatten, self._build, self._flat)
-        self._row_major = [spec.order == tuple(range(len(spec.order))) for spec in manifest.inputs]
+        self._row_major = [tensor.order == tuple(range(len(tensor.order))) for tensor in spec.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
         self._known = KnownCalls()
         self._libraries: dict[type, Library] = {}
         self._aliases: OutputAliases | None = None
         self._mutated: MutatedInputs | None = None
-        if manifest.aliases:
+        if spec.aliases:
             from .aliasing import OutputAliases  # likewise
 
-            self._aliases = OutputAliases(manifest, session.backend, views=self._views)
-        if manifest.written:
+            self._aliases = OutputAliases(manifest, spec, session.backend, views=self._views)
+        if spec.mutated_inputs:
             from .mutated_inputs import MutatedInputs  # likewise
 
-            self._mutated = MutatedInputs(manifest)
-        self._outputs = Outputs(manifest, session, first, self._aliases, views=self._views)
+            self._mutated = MutatedInputs(spec)
+        donated = {donation.output for donation in manifest.donations if donation.source == spec.name}
+        self._outputs = Outputs(spec, session, first, self._aliases, donated, views=self._views)
         self._held: Sequence[Any] = ()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -137,7 +141,7 @@ class Entry:
         except CgbundleError as error:
             from ..tensors.input_errors import explained  # only where a call has failed
 
-            changed = set(self.manifest.changes) - {self.manifest.random}
+            changed = set(self.spec.mutated_buffers) - {self.manifest.random}
             raise explained(error, self.inputs, descriptors, writes=bool(changed)) from None
         if library.name == "dlpack" and tensors and not self._views:
             results = [library.converted(value, first) for value in results]
@@ -228,9 +232,9 @@ class Entry:
         On a GPU those of all keys lie over each other: a call of another key overwrites them.  They are good until the session is
         closed.  Raises key-missing.
         """
-        number = number_of_key(self.manifest, int_key)
+        number = number_of_key(self.spec, int_key)
         addresses, owner = self._backend.buffers(self._first + number)
-        program = self.manifest.programs[number]
+        program = self.spec.programs[number]
         rows = [program.values[index] for index in program.inputs]
         device = self._backend.device
         return [Tensor(at, row.dtype, row.shape, row.strides, owner, device) for at, row in zip(addresses, rows, strict=True)]
@@ -239,8 +243,8 @@ class Entry:
         """`Program.warmup` for this entry: calls of each of `int_keys`, of all its recorded ones where none is given.  Raises
         key-missing, and what a call raises."""
         for key in int_keys:
-            number_of_key(self.manifest, key)
-        self._session.warm_up([(self.manifest, key, self.replay) for key in int_keys or self.int_keys])
+            number_of_key(self.spec, key)
+        self._session.warm_up(self.manifest, [(self.spec, key, self.replay) for key in int_keys or self.int_keys])
 
     def watch(self, profile: Profile | None) -> None:
         """From now on calls are told to a profile; None ends it."""
@@ -267,7 +271,7 @@ class Entry:
     def _plan(self, shapes: tuple[Any, ...]) -> Plan:
         if len(self._plans) >= PLANS:
             self._plans.clear()
-        fresh = self._plans[shapes] = plan(self.manifest, shapes, self._on_miss)
+        fresh = self._plans[shapes] = plan(self.spec, shapes, self._on_miss)
         return fresh
 
     def _remember(self, library: Library, plan: Plan, tensors: Sequence[Any], descriptors: Sequence[Descriptor]) -> None:
@@ -288,7 +292,7 @@ class Entry:
         """Raises input-dtype for an input of another dtype, unless `cast=True` allows the cast."""
         from ..tensors.numbers import is_safe  # few calls need one
 
-        spec, written = self.inputs[place], place in self.manifest.written
+        spec, written = self.inputs[place], place in self.spec.mutated_inputs
         if written or not self._cast or not is_safe(descriptor[2], spec.dtype):
             from ..tensors.input_errors import wrong_dtype
 

@@ -10,18 +10,18 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 from ..errors import CallError
-from ..format.schema import DTYPES, Manifest, TensorSpec
+from ..format.schema import DTYPES, EntrySpec, TensorSpec
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import Tensor, dense, is_dense
 
 
 class MutatedInputs:
-    """The inputs that `manifest.written` lists."""
+    """The inputs that `EntrySpec.mutated_inputs` lists."""
 
     __slots__ = ("_inputs", "_written")
 
-    def __init__(self, manifest: Manifest) -> None:
-        self._inputs, self._written = manifest.inputs, manifest.written
+    def __init__(self, entry: EntrySpec) -> None:
+        self._inputs, self._written = entry.inputs, entry.mutated_inputs
 
     def targets(
         self, library: Library, tensors: Sequence[Any], values: Sequence[Any], descriptors: Sequence[Descriptor]

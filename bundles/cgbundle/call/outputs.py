@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError
-from ..format.schema import Manifest, TensorSpec, Value
+from ..format.schema import EntrySpec, TensorSpec, Value
 from ..format.spans import span
 from ..tensors.library import Library, Wrapper
 from ..tensors.tensor import dense, is_dense
@@ -31,7 +31,8 @@ class View:
     the runtime's memory; `clone()` a copy that stays.
 
     Shape and dtype may be read at any time; everything else raises stale-view once the session has been called again.  One that
-    is donated to another entry (`Manifest.chains`) stays until its own entry is called again.  A view is an input as the tensor is.
+    is donated to another entry (`Manifest.donations`) stays until its own entry is called again.  A view is an input as the tensor
+    is.
     """
 
     __slots__ = ("_epoch", "_library", "_spec", "_value", "call")
@@ -121,20 +122,29 @@ class Extents(NamedTuple):
 class Outputs:
     """Runs programs for calls; `views`: what it hands out is guarded, and the next replay overwrites it.
 
-    `aliases` is None for a bundle whose outputs share no memory with anything; `epoch` counts the session's replays, `own` those of
-    the entry, None where none of its outputs is donated, and `epochs` has the one of each output.  `first` is the number of the
-    entry's first program among those of all entries.
+    `aliases` is None for an entry whose outputs share no memory with anything; `epoch` counts the session's replays, `own` those of
+    the entry, None where none of its outputs is donated, and `epochs` has the one of each output.
     """
 
     __slots__ = ("_aliases", "_backend", "_extents", "_first", "_programs", "_specs", "_static", "_views", "_wrappers", "epoch",
                  "epochs", "own")  # fmt: skip
 
-    def __init__(self, manifest: Manifest, session: Session, first: int, aliases: OutputAliases | None, *, views: bool) -> None:
-        self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, manifest.outputs
-        self._first, self._programs, self.epoch = first, manifest.programs, session.epoch
-        donated = {chain.output for chain in manifest.chains if chain.source == manifest.entry}
-        self.own = counter = Epoch(manifest.entry) if donated else None
-        self.epochs = [counter if counter and index in donated else self.epoch for index in range(len(manifest.outputs))]
+    def __init__(
+        self,
+        entry: EntrySpec,
+        session: Session,
+        first: int,
+        aliases: OutputAliases | None,
+        donated: Collection[int],
+        *,
+        views: bool,
+    ) -> None:
+        """`first`: the number of the entry's first program among those of all entries; `donated`: its outputs that a later call may
+        take where they lie."""
+        self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, entry.outputs
+        self._first, self._programs, self.epoch = first, entry.programs, session.epoch
+        self.own = counter = Epoch(entry.name) if donated else None
+        self.epochs = [counter if counter and index in donated else self.epoch for index in range(len(entry.outputs))]
         self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
         self._extents: dict[int, Extents] = {}  # by program

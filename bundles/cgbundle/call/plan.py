@@ -14,7 +14,7 @@ from math import prod
 from typing import NamedTuple
 
 from ..errors import CallError
-from ..format.schema import Dimension, Manifest, Size, TensorSpec
+from ..format.schema import Dimension, EntrySpec, Size, TensorSpec
 from ..format.size_expressions import evaluate, linear, text
 from ..tensors.library import Descriptor
 
@@ -39,27 +39,27 @@ class Plan(NamedTuple):
     parts: tuple[Part, ...]
 
 
-def plan(manifest: Manifest, shapes: Sequence[Sequence[int]], on_miss: str) -> Plan:
+def plan(entry: EntrySpec, shapes: Sequence[Sequence[int]], on_miss: str) -> Plan:
     """The plan for inputs of `shapes`.  Raises input-shape, dimension-disagrees, key-missing."""
-    sizes, names = call_sizes(manifest, shapes), [dimension.name for dimension in manifest.dimensions]
-    keys = {program.key: index for index, program in enumerate(manifest.programs)}
+    sizes, names = call_sizes(entry, shapes), [dimension.name for dimension in entry.dimensions]
+    keys = {program.key: index for index, program in enumerate(entry.programs)}
     parts = []
-    for piece in pieces(manifest.dimensions, sizes, on_miss, partial(where_declared, manifest)):
+    for piece in pieces(entry.dimensions, sizes, on_miss, partial(where_declared, entry)):
         starts, lengths, recorded = [{name: chunk[field] for name, chunk in zip(names, piece, strict=True)} for field in range(3)]
-        inputs = [(_ranges(spec.shape, starts, lengths), _shape(spec, recorded)) for spec in manifest.inputs]
+        inputs = [(_ranges(spec.shape, starts, lengths), _shape(spec, recorded)) for spec in entry.inputs]
         outputs = [
             (tuple([slice(0, size) for size in _shape(spec, lengths)]), _ranges(spec.shape, starts, lengths))
-            for spec in manifest.outputs
+            for spec in entry.outputs
         ]
         parts.append(Part(keys[tuple(recorded.values())], tuple(inputs), tuple(outputs)))
     whole = dict(zip(names, sizes, strict=True))
     exact = len(parts) == 1 and sizes in keys
-    return Plan(exact, tuple([_shape(spec, whole) for spec in manifest.outputs]), tuple(parts))
+    return Plan(exact, tuple([_shape(spec, whole) for spec in entry.outputs]), tuple(parts))
 
 
-def number_of_key(manifest: Manifest, key: tuple[int, ...]) -> int:
+def number_of_key(entry: EntrySpec, key: tuple[int, ...]) -> int:
     """The position of the program of an int_key.  Raises key-missing, with the keys that there are."""
-    keys = [program.key for program in manifest.programs]
+    keys = [program.key for program in entry.programs]
     if not isinstance(key, tuple) or key not in keys:
         known = ", ".join(map(str, keys[:12])) + (", ..." if len(keys) > 12 else "")
         raise CallError("key-missing", f"expected a recorded int_key ({known}), got {key!r}")
@@ -83,13 +83,13 @@ def _ranges(shape: Sequence[Size], starts: dict[str, int], lengths: dict[str, in
 # --- guards ---------------------------------------------------------------------------------------------------------
 
 
-def call_sizes(manifest: Manifest, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def call_sizes(entry: EntrySpec, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
     """The sizes of the declared dimensions, in declared order, for inputs of `shapes` (one per input of the signature).
 
     Raises input-shape or dimension-disagrees.
     """
     sizes: dict[str, tuple[int, str]] = {}
-    for spec, shape in zip(manifest.inputs, shapes, strict=True):
+    for spec, shape in zip(entry.inputs, shapes, strict=True):
         if len(shape) != len(spec.shape):
             expected = f"expected {len(spec.shape)} axes {signature(spec)}"
             raise CallError("input-shape", f"input {spec.name!r}: {expected}, got {len(shape)}: {list(shape)}")
@@ -108,12 +108,12 @@ def call_sizes(manifest: Manifest, shapes: Sequence[Sequence[int]]) -> tuple[int
                 message = f"{where}: expected {name}={first[0]} as in {first[1]}, got {value}"
                 axes = f"the axes of {spec.name!r} that are {name} have to be equal"
                 raise CallError("dimension-disagrees", message, axes if f"input {spec.name!r}," in first[1] else "")
-    return tuple([sizes[dimension.name][0] for dimension in manifest.dimensions])
+    return tuple([sizes[dimension.name][0] for dimension in entry.dimensions])
 
 
-def where_declared(manifest: Manifest, dimension: str) -> str:
+def where_declared(entry: EntrySpec, dimension: str) -> str:
     """Where a declared dimension first shows in a call: `input 'ids', axis 0`."""
-    for spec in manifest.inputs:
+    for spec in entry.inputs:
         for axis, size in enumerate(spec.shape):
             rule = linear(size)
             if rule and rule[0] == dimension:
@@ -248,7 +248,7 @@ def _refusal(dimension: Dimension, size: int) -> CallError:
     if dimension.chunk:
         expected, refused = f"a sum of recorded {name} ({_list(dimension)})", f"{name} cannot be padded"
     elif size > largest:
-        expected, refused, why = f"at most {name}={largest}", f"a call cannot be cut along {name}", dimension.uncut or why
+        expected, refused, why = f"at most {name}={largest}", f"a call cannot be cut along {name}", dimension.not_chunked or why
     else:
         expected, refused = f"a recorded {name} ({_list(dimension)})", f"{name} cannot be padded"
     more = ", or more" if dimension.pad != "no" and size > largest else ""

@@ -11,7 +11,7 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from ..format.entries import FORWARD
-from ..format.schema import Manifest, Program, Step
+from ..format.schema import EntrySpec, Manifest, Program, Step
 
 CALL = "call"
 
@@ -142,11 +142,11 @@ class Profile:
         return "\n".join(lines) if rows else f"no call of {self.title} was made"
 
 
-def step_names(manifest: Manifest, program: Program) -> list[str]:
+def step_names(manifest: Manifest, entry: EntrySpec, program: Program) -> list[str]:
     """A name for each step of a program: `graph graph-1 [batch=8]`, `copy from the GPU [batch=8]`."""
-    entry = "" if manifest.entry == FORWARD else f"{manifest.entry} "
-    sizes = ", ".join([f"{dimension.name}={size}" for dimension, size in zip(manifest.dimensions, program.key, strict=False)])
-    return [f"{entry}{_step_name(manifest, program, step)}{f' [{sizes}]' if sizes else ''}" for step in program.steps]
+    prefix = "" if entry.name == FORWARD else f"{entry.name} "
+    sizes = ", ".join([f"{dimension.name}={size}" for dimension, size in zip(entry.dimensions, program.key, strict=False)])
+    return [f"{prefix}{_step_name(manifest, program, step)}{f' [{sizes}]' if sizes else ''}" for step in program.steps]
 
 
 def _step_name(manifest: Manifest, program: Program, step: Step) -> str:

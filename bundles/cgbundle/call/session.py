@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..format.file_names import EXAM
-from ..format.schema import Manifest
+from ..format.schema import EntrySpec, Manifest
 from ..validate.state import STATE
 from .locks import closed, during
 
@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from ..format.open_files import KeptFile
     from .backend import Backend
 
-Warmup = tuple[Manifest, tuple[int, ...], Callable[[Sequence[Any]], object]]
-"""What is replayed: a manifest, one of its int_keys, and the replay, which takes tensors in the order of the signature."""
+Warmup = tuple[EntrySpec, tuple[int, ...], Callable[[Sequence[Any]], object]]
+"""What is replayed: an entry, one of its int_keys, and the replay, which takes tensors in the order of the signature."""
 
 
 class Epoch:
@@ -44,13 +44,13 @@ class Session:
     def __init__(self, backend: Backend, exam: KeptFile | None = None) -> None:
         self.backend, self.epoch, self.exam = backend, Epoch(), exam
 
-    def warm_up(self, calls: Sequence[Warmup]) -> None:
+    def warm_up(self, manifest: Manifest, calls: Sequence[Warmup]) -> None:
         """Makes each of the calls once; state, and that of random numbers, is then what it was.  Other threads' calls wait where
         there is any.  Raises as a call does, and program-closed."""
         from ..format.safetensors import Mapped
         from ..tensors.exam_tensors import inputs_of  # no other call needs them
 
-        backend, manifest = self.backend, calls[0][0]
+        backend = self.backend
         if self.exam is None:
             raise closed(manifest.name)
         backend.populate()

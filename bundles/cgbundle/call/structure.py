@@ -16,8 +16,7 @@ def flattener(call: Tree, parameters: Sequence[Parameter]) -> Callable[[tuple[An
     """A function (args, kwargs) -> tensors in the signature's order.
 
     Arguments may be given by name, and by position unless their parameter is by name only.  One that holds no tensor may be left
-    out where the model's default is what was recorded.  `parameters` are () for a bundle before format version 4: nothing is by
-    name only, and every constant may be left out.  Raises input-structure where the nesting, a key, or a constant differs.
+    out where the model's default is what was recorded.  Raises input-structure where the nesting, a key, or a constant differs.
     """
     names = _Names(call, parameters)
 
@@ -42,13 +41,10 @@ class _Names:
 
     def __init__(self, call: Tree, parameters: Sequence[Parameter]) -> None:
         self.trees: dict[str, Tree] = {name: tree for name, tree in call["call"]}
-        self.positional = sum(not parameter.keyword for parameter in parameters) if parameters else len(self.trees)
-        defaults = [parameter.default for parameter in parameters]
-        self.defaults = dict(zip(self.trees, defaults, strict=True)) if parameters else {}
+        self.positional = sum(not parameter.keyword for parameter in parameters)
+        self.defaults = {name: parameter.default for name, parameter in zip(self.trees, parameters, strict=True)}
         self.optional = {
-            name: recorded_constant(tree)
-            for name, tree in self.trees.items()
-            if (may_be_left_out(tree, self.defaults[name]) if parameters else "value" in tree)
+            name: recorded_constant(tree) for name, tree in self.trees.items() if may_be_left_out(tree, self.defaults[name])
         }
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Any]:
@@ -97,7 +93,8 @@ class _Names:
                 hint = f"every input is an argument of its own: program({stars}inputs)"
             return CallError("input-structure", text, hint)
         recorded = short(recorded_constant(self.trees[name]))
-        if not self.defaults[name]:
+        default = self.defaults[name]
+        if default is None:
             return CallError(
                 "input-structure", f"input {name!r} is missing: the bundle was built for the constant {recorded}",
                 f"give {name}={recorded}",
@@ -105,7 +102,7 @@ class _Names:
         return CallError(
             "input-structure",
             f"input {name!r} is missing: the bundle was built for the constant {recorded}, "
-            f"and the model's default is {short(recorded_constant(self.defaults[name][0]))}",
+            f"and the model's default is {short(recorded_constant(default))}",
             f"give {name}={recorded}, or build with inputs() that leaves it out",
         )
 
@@ -113,12 +110,12 @@ class _Names:
         return ", ".join([name for name in self.trees if name not in self.optional]) or "none"
 
 
-def may_be_left_out(tree: Tree, default: Sequence[Tree]) -> bool:
+def may_be_left_out(tree: Tree, default: Tree | None) -> bool:
     """Whether a call may leave out an argument that was recorded as `tree`: the model's default is the same constant."""
-    if holds_tensor(tree) or not default:
+    if holds_tensor(tree) or default is None:
         return False
     try:
-        _flatten(tree, recorded_constant(default[0]), "", [])
+        _flatten(tree, recorded_constant(default), "", [])
     except CallError:
         return False
     return True

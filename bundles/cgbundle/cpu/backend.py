@@ -14,11 +14,11 @@ from ..call.forks import forked
 from ..call.locks import ExclusiveLock, Inside, SharedLock, Turn, closed, locked
 from ..errors import MachineError
 from ..format.archive import Archive
-from ..format.entries import all_programs, each_entry
+from ..format.entries import all_programs
 from ..format.file_names import WEIGHTS
 from ..format.schema import Target
 from ..format.spans import span
-from ..validate import host_code
+from ..validate.elf import SHARED_OBJECT, check_elf
 from ..validate.state import STATE
 from ..weights.host import HostWeights, InitialState, anonymous
 from . import libtorch
@@ -73,7 +73,7 @@ class HostBundle:
         self.bundle, self.manifest = bundle, manifest
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
-        handed = any(alias.memory == "weights" for entry in each_entry(manifest) for alias in entry.aliases)
+        handed = any(alias.memory == "weights" for entry in manifest.entries for alias in entry.aliases)
         self.weights = HostWeights(bundle.mapped(WEIGHTS, writable=handed))
         known = not handed and not manifest.target.torch  # libtorch keeps none
         self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
@@ -88,8 +88,10 @@ def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
     if target.torch or not regions:
         return libtorch.load(target.torch, threads)
     file = regions[0].file
-    interface = libtorch.of_code(bundle.data(file), file, threads)
+    code = bundle.data(file)
+    interface = libtorch.of_code(code, file, threads)
     if interface is None:
+        check_elf(code, file, SHARED_OBJECT)  # of a damaged one this says what is wrong
         raise MachineError(
             "library-refused", f"{file}: does not bring what the bundle says that it brings", "build the bundle again"
         )
@@ -143,7 +145,7 @@ class CpuBackend:
             for row in manifest.regions:
                 opened = open_region(
                     shared.bundle, row, self._weights, weights, self._torch, addressof(self._state), self._instances,
-                    exact=manifest.format < host_code.SINCE, fixed=shared.fixed,
+                    fixed=shared.fixed,
                 )  # fmt: skip
                 regions.append(opened)
             for program in shared.programs:
@@ -152,10 +154,10 @@ class CpuBackend:
                 (
                     regions[program.steps[0].region].run,
                     len(program.outputs),
-                    OutputLayouts(self._torch, entry, program, self.address),
+                    OutputLayouts(self._torch, manifest, entry, program),
                     deque[RegionOutputs](maxlen=INSTANCES),
                 )
-                for entry in each_entry(manifest)
+                for entry in manifest.entries
                 for program in entry.programs
             ]
         except BaseException:
@@ -193,7 +195,7 @@ class CpuBackend:
         except IndexError:
             results = RegionOutputs(self._torch, outputs, free)
         run(addresses, self._inputs[program], results.handles)
-        results.addresses = layouts.addresses(results.handles, addresses)
+        results.addresses = layouts.addresses(results.handles)
         return results
 
     def fast_path(self, program: int, caller: object) -> None:
@@ -285,7 +287,8 @@ class CpuBackend:
             return bound
         from ..call.profile import step_names  # few programs are profiled
 
-        names = [step_names(entry, program)[0] for entry in each_entry(self._use().manifest) for program in entry.programs]
+        manifest = self._use().manifest
+        names = [step_names(manifest, entry, program)[0] for entry in manifest.entries for program in entry.programs]
         rows = zip(names, bound.runs, strict=True)
         timed = [(profile.timed(name, run), outputs, layouts, free) for name, (run, outputs, layouts, free) in rows]
         return BoundPrograms(timed, bound.regions, bound.weights)

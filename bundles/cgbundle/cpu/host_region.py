@@ -88,15 +88,14 @@ def open_region(
     state: int = 0,
     instances: int = INSTANCES,
     *,
-    exact: bool,
     fixed: bool = False,
 ) -> HostRegion:
     """A host region of a bundle, ready to run.  Its constants are used in place, where the weights are `placed` (None for a
-    region without constants) or in memory state at `state`; both must stay until it is closed.  `exact` as for `check_constants`.
+    region without constants) or in memory state at `state`; both must stay until it is closed.
     `fixed`: nobody writes to the weights meanwhile.  Raises library-refused."""
     opened = HostRegion(bundle.data(region.file), torch, region.file, instances, bundle.manifest.target.torch)
     try:
-        opened.check_constants([(name, weights[index]) for name, index in region.constants], exact=exact)
+        opened.check_constants([(name, weights[index]) for name, index in region.constants])
         constants = {}
         for name, index in region.constants:
             weight = weights[index]
@@ -167,11 +166,11 @@ class HostRegion:
             names.append(((inner.value or b"").decode(), (model.value or b"").decode()))
         return names
 
-    def check_constants(self, bound: Sequence[tuple[str, Weight]], *, exact: bool) -> None:
+    def check_constants(self, bound: Sequence[tuple[str, Weight]]) -> None:
         """Raises library-refused unless `bound`, pairs of the code's own name of a constant and a weight, has each constant once.
 
-        The weight must be the one that the code names, of its dtype, and no larger than its storage was.  `exact`: nor smaller,
-        which a weight is that was a part of a larger tensor; the shared object does not say how much of it the code reads.
+        The weight must be the one that the code names, of its dtype, and no larger than its storage was.  It is smaller where it
+        was a part of a larger tensor.
         """
         library, container, rows = self._library, self._container, dict(bound)
         names = self.constants()
@@ -188,7 +187,7 @@ class HostRegion:
             self._check(library.AOTInductorModelContainerGetConstantDtype(container, c_size_t(index), byref(dtype)))
             self._check(library.AOTInductorModelContainerGetConstantDataSize(container, c_size_t(index), byref(size)))
             rounded = -(-span(row) // CONSTANT_BYTES) * CONSTANT_BYTES
-            if dtype.value != self._torch.dtype(row.dtype) or rounded > size.value or (exact and rounded < size.value):
+            if dtype.value != self._torch.dtype(row.dtype) or rounded > size.value:
                 expected = f"the bundle says {row.dtype} {list(row.shape)}"
                 raise self._other_constants(f"{inner!r} has another dtype or size ({size.value} bytes), {expected}")
 

@@ -4,9 +4,8 @@ strides that they are held to."""
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from ctypes import Array, addressof, c_int64, c_void_p, sizeof, string_at
-from dataclasses import replace
 from functools import lru_cache
 from itertools import chain
 from operator import itemgetter
@@ -14,10 +13,8 @@ from typing import Any
 
 from ..errors import MachineError
 from ..format.open_files import make_calls, when_gone
-from ..format.schema import Alias, Manifest, Program, Value
-from ..tensors.tensor import Tensor, moving
-from ..validate import host_code
-from ..validate.steps import PERSISTENT
+from ..format.schema import EntrySpec, Manifest, Program, Value
+from ..tensors.tensor import moving
 from .libtorch import LibTorch
 
 POINTER_BYTES, STRIDE_BYTES = sizeof(c_void_p), sizeof(c_int64)
@@ -90,29 +87,24 @@ class OutputLayouts:
     Dtypes and shapes follow from those of the inputs: they are compared at the first replay.  Strides may follow from what the
     inputs hold, as those of a column of a tensor as wide as a sum: they are compared at every replay.
 
-    An output that shares memory is read there; the code gives a copy.  Where the code does not say what it was built for, the first
-    replay compares the two.  `address` gives that of a weight or of state, by its position in the manifest.
+    An output that shares memory is read there; the code gives a copy.
     """
 
-    __slots__ = ("_aliases", "_bases", "_handed", "_program", "_rows", "_strides", "_torch", "_where")
+    __slots__ = ("_handed", "_rows", "_strides", "_torch", "_where")
 
-    def __init__(self, torch: LibTorch, manifest: Manifest, program: Program, address: Callable[[int], int]) -> None:
-        shared = {alias.output for alias in manifest.aliases}
+    def __init__(self, torch: LibTorch, manifest: Manifest, entry: EntrySpec, program: Program) -> None:
+        shared = {alias.output for alias in entry.aliases}
         self._torch, self._where = torch, manifest.regions[program.steps[0].region].file
-        self._aliases = manifest.aliases if manifest.format < host_code.SINCE else ()
-        self._bases = {each.index: address(each.index) for each in self._aliases if each.memory in PERSISTENT}
-        self._program = program
         self._rows = [
-            (place, torch.dtype(value.dtype), value, f"output {manifest.outputs[place].name!r}")
+            (place, torch.dtype(value.dtype), value, f"output {entry.outputs[place].name!r}")
             for place, value in enumerate([program.values[index] for index in program.outputs])
             if place not in shared
         ]
         self._handed = c_void_p * (2 * len(program.outputs))
         self._strides: list[tuple[int, int, bytes]] | None = None
 
-    def addresses(self, handles: Array[c_void_p], inputs: Sequence[int]) -> list[int]:
-        """Where the tensors of one replay begin, whose inputs are at `inputs`.  Raises library-refused, naming the output, for one
-        that lies otherwise."""
+    def addresses(self, handles: Array[c_void_p]) -> list[int]:
+        """Where the tensors of one replay begin.  Raises library-refused, naming the output, for one that lies otherwise."""
         torch, words = self._torch, self._handed()
         place = addressof(words)
         for handle in handles:
@@ -121,8 +113,6 @@ class OutputLayouts:
             place += 2 * POINTER_BYTES
         if self._strides is None:
             self._check(handles)
-            for alias in self._aliases:
-                self._check_alias(alias, handles, inputs, words)
             sizes = [(2 * place + 1, len(row.shape) * STRIDE_BYTES) for place, _, row, _ in self._rows if row.shape]
             self._strides = [(place, size, string_at(words[place] or 0, size)) for place, size in sizes]
         else:
@@ -134,17 +124,3 @@ class OutputLayouts:
     def _check(self, handles: Array[c_void_p]) -> None:
         for place, dtype, row, name in self._rows:
             check_layout(self._torch.layout(handles[place] or 0), dtype, row, f"{self._where}: {name}")
-
-    def _check_alias(self, alias: Alias, handles: Array[c_void_p], inputs: Sequence[int], words: Array[c_void_p]) -> None:
-        row = self._program.values[self._program.outputs[alias.output]]
-        name = f"{self._where}: output number {alias.output}"
-        layout = self._torch.layout(handles[alias.output] or 0)
-        check_layout(layout, self._torch.dtype(row.dtype), replace(row, strides=layout[2]), name)
-        if alias.memory in PERSISTENT:
-            base = self._bases[alias.index]
-        else:
-            base = inputs[alias.index] if alias.memory == "inputs" else words[2 * alias.index] or 0
-        seen = Tensor(base + row.offset, row.dtype, row.shape, row.strides, None)
-        copy = Tensor(words[2 * alias.output] or 0, row.dtype, row.shape, layout[2], None)
-        if seen.tobytes() != copy.tobytes():
-            raise MachineError("library-refused", f"{name} is not what the bundle says that it shares", "build the bundle again")

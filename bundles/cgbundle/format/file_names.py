@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .entries import FORWARD, each_entry
-from .schema import Manifest, Weight
+from .entries import FORWARD
+from .schema import EntrySpec, Manifest, Weight
 
 MANIFEST = "manifest.json"
 SIGNATURE, SIGNATURE_BYTES = "manifest.json.sig", 96
@@ -20,13 +20,8 @@ OWN_FOLDERS = tuple([folder.rstrip("/") for folder in (PROGRAMS, GRAPHS, KERNELS
 def weight_files(manifest: Manifest) -> dict[str, list[Weight]]:
     """The weights by the file that holds their tensors, as far as one does: WEIGHTS, and TABLES where there are any."""
     stored = [weight for weight in manifest.weights if not weight.zeros]
-    if not manifest.tables:
-        return {WEIGHTS: stored}
-    tables = {manifest.weights[index].tensor for index in manifest.tables}
-    found: dict[str, list[Weight]] = {WEIGHTS: [], TABLES: []}
-    for weight in stored:
-        found[TABLES if weight.tensor in tables else WEIGHTS].append(weight)
-    return found
+    tables = [weight for weight in stored if weight.computed]
+    return {WEIGHTS: [weight for weight in stored if not weight.computed], **({TABLES: tables} if tables else {})}
 
 
 def rank_folder(number: int) -> str:
@@ -47,7 +42,7 @@ def kernel_images(manifest: Manifest) -> set[str]:
 
 def exam_entry(key: Sequence[int], kind: str, index: int, entry: str = FORWARD) -> str:
     """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`.  `kind`: input, output, or
-    written, which is what the input of that number holds after the call.  Of another entry than `forward`:
+    mutated, which is what the input of that number holds after the call.  Of another entry than `forward`:
     `decode/8x128/input/0`."""
     return f"{_folder(entry)}{'x'.join(map(str, key)) or '-'}/{kind}/{index}"
 
@@ -65,15 +60,16 @@ def whole_program_file(entry: str = FORWARD) -> str:
 def program_files(manifest: Manifest) -> tuple[str, ...]:
     """The files of the exported programs: of each entry one for all int_keys, or one for each."""
     found: list[str] = []
-    for each in each_entry(manifest):
-        keys = [program.key for program in each.programs]
-        found += [program_file(key, each.entry) for key in keys] if per_size(each) else [whole_program_file(each.entry)]
+    for entry in manifest.entries:
+        keys = [program.key for program in entry.programs]
+        whole = not per_size(manifest, entry)
+        found += [whole_program_file(entry.name)] if whole else [program_file(key, entry.name) for key in keys]
     return tuple(found)
 
 
-def per_size(manifest: Manifest) -> bool:
-    """Whether every int_key of the manifest's own entry has an exported program of its own."""
-    own = {program_file(program.key, manifest.entry) for program in manifest.programs}
+def per_size(manifest: Manifest, entry: EntrySpec) -> bool:
+    """Whether every int_key of the entry has an exported program of its own."""
+    own = {program_file(program.key, entry.name) for program in entry.programs}
     return any(file.path in own for file in manifest.files)
 
 

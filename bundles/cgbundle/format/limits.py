@@ -35,6 +35,9 @@ AXES = 64
 DIMENSIONS = 64
 """Declared dimensions."""
 
+VARIANTS = 32
+"""Variants of a bundle."""
+
 ENTRIES = 64
 """Entries of a bundle."""
 

@@ -1,9 +1,15 @@
 """Manifest <-> canonical JSON.
 
-Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well.  The extra
-key `sha256` holds the hash of the whole text with that hash's own digits as zeros, so that no byte can change unseen.  Decoding is
-driven by the annotations in `schema.py` and fails with the path of the offending field, such as
-`programs[2].values[0].dtype: expected str, got int`.  An earlier format version lacks the fields that `versions.ADDED` names.
+Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well, fields that
+have their default left out.  The extra key `sha256` holds the hash of the whole text with that hash's own digits as zeros, so that
+no byte can change unseen.
+
+A bundle may hold several variants, each a manifest of its own: kernels, tables and host code for one architecture or level of
+processors, over the same weights.  What is equal in all variants stands once, and `variants` is a list of what each has besides: of
+objects their other members, of lists of objects of one length the same for each of these, any other value as a whole.
+
+Decoding is driven by the annotations in `schema.py`
+and fails with the path of the offending field, such as `entries[0].programs[2].values[0].dtype: expected str, got int`.
 """
 
 from __future__ import annotations
@@ -11,20 +17,24 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from math import isfinite
-from typing import Any
+from typing import Any, NoReturn
 
 from ..errors import BundleError
-from . import json_text, limits, schema, versions
-from .json_text import brief, expected, invalid, name, text, whole
+from . import json_text, limits, schema
+from .json_text import brief, expected, invalid, is_sha256, name, text, whole
 from .size_expressions import OPERATORS
 
 SEAL = "sha256"
 """The key of the manifest's own hash."""
 
+VARIANTS = "variants"
+"""The key of what the variants of a bundle have besides what all have."""
+
 Decoder = Callable[[Any, str], Any]
+"""From a value of JSON and its path in the manifest to the value of a record's field."""
 
 
 def bundle_bytes(manifest: schema.Manifest) -> int:
@@ -32,83 +42,218 @@ def bundle_bytes(manifest: schema.Manifest) -> int:
     return sum(file.bytes for file in manifest.files) + len(encode(manifest))
 
 
-def encode(manifest: schema.Manifest) -> bytes:
-    """Canonical JSON of `manifest` in its own format version, UTF-8, ending with a newline.  Raises manifest-invalid for what that
-    version cannot hold."""
-    plain = _plain(manifest, manifest.format) | {SEAL: "0" * 64}
+def encode(manifest: schema.Manifest, *others: schema.Manifest) -> bytes:
+    """Canonical JSON of a manifest, or of the variants of one, in their order: UTF-8, ending with a newline.  Raises
+    manifest-invalid for a number that JSON cannot hold."""
+    common, rests = _common([_plain(variant) for variant in (manifest, *others)])
+    plain = common | {SEAL: "0" * 64} | ({VARIANTS: rests} if others else {})
     lines = [f"{json.dumps(field)}:{json.dumps(plain[field], sort_keys=True, separators=(',', ':'))}" for field in sorted(plain)]
     text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
     return text.replace(_seal("0" * 64), _seal(hashlib.sha256(text).hexdigest()))
 
 
 def decode(data: bytes) -> schema.Manifest:
-    """The manifest in `data`.  Raises manifest-invalid or format-unsupported; checks types only: `validate/` has the rest."""
-    try:
-        plain = json_text.parse(data)
-    except ValueError as error:
-        raise BundleError("manifest-invalid", f"manifest.json: {error}") from None
-    if not isinstance(plain, dict):
-        raise BundleError("manifest-invalid", f"manifest.json: expected an object, got {type(plain).__name__}")
-    version = plain.get("format")
+    """The only manifest in `data`, or the first variant's.  Raises as `Variants`."""
+    return Variants(data).manifest(0)
+
+
+class Variants:
+    """The manifests in a text, decoded when they are asked for.
+
+    Raises manifest-invalid or format-unsupported; `validate/` checks what holds between fields.
+    """
+
+    __slots__ = ("_plain",)
+
+    def __init__(self, data: bytes) -> None:
+        try:
+            plain = json_text.parse(data)
+        except ValueError as error:
+            raise BundleError("manifest-invalid", f"manifest.json: {error}") from None
+        if not isinstance(plain, dict):
+            raise BundleError("manifest-invalid", f"manifest.json: expected an object, got {type(plain).__name__}")
+        _check_version(plain)
+        seal = plain.pop(SEAL, None)
+        if type(seal) is not str or not seal.isascii() or data.count(_seal(seal)) != 1:
+            raise BundleError("manifest-invalid", f"{SEAL}: missing")
+        if hashlib.sha256(data.replace(_seal(seal), _seal("0" * 64))).hexdigest() != seal:
+            raise BundleError("manifest-invalid", "manifest.json: its SHA-256 differs from the one it states")
+        rests = plain.pop(VARIANTS, None)
+        if rests is not None and not (type(rests) is list and 2 <= len(rests) <= limits.VARIANTS):
+            raise invalid(VARIANTS, f"expected a list of 2 to {limits.VARIANTS} objects, got {brief(rests)}")
+        self._plain = [plain] if rests is None else [_joined(plain, rest, f"{VARIANTS}[{at}]") for at, rest in enumerate(rests)]
+
+    def __len__(self) -> int:
+        return len(self._plain)
+
+    def manifest(self, number: int) -> schema.Manifest:
+        """A variant's manifest."""
+        manifest: schema.Manifest = _record(schema.Manifest)(self._plain[number], "")
+        return manifest
+
+    def targets(self) -> tuple[schema.Target, ...]:
+        """The target of every variant."""
+        return tuple([_record(schema.Target)(plain.get("target"), "target") for plain in self._plain])
+
+
+def _common(values: list[Any]) -> tuple[Any, list[Any]]:
+    """What values have in common, and what each has besides; `...` where that is nothing."""
+    first = values[0]
+    if len({json.dumps(value, sort_keys=True) for value in values}) == 1:  # 1, 1.0 and true are equal to Python
+        return first, [...] * len(values)
+    if all(type(value) is dict for value in values):
+        common: dict[str, Any] = {}
+        rests: list[dict[str, Any]] = [{} for _ in values]
+        for key in dict.fromkeys(key for value in values for key in value):
+            held = [key in value for value in values]
+            items = [value.get(key, ...) for value in values]
+            shared, own = _common(items) if all(held) else (..., items)
+            common |= {} if shared is ... else {key: shared}
+            for rest, item in zip(rests, own, strict=True):
+                rest |= {} if item is ... else {key: item}
+        return common, [rest or ... for rest in rests]
+    if all(type(value) is list and len(value) == len(first) and {*map(type, value)} == {dict} for value in values):
+        parts = [_common(list(items)) for items in zip(*values, strict=True)]
+        listed = [[{} if own[at] is ... else own[at] for _, own in parts] for at in range(len(values))]
+        return [common for common, _ in parts], [rest if any(rest) else ... for rest in listed]
+    return ..., list(values)
+
+
+def _joined(common: Any, rest: Any, where: str) -> Any:
+    """A variant's value, of what all have in common and what it has besides."""
+    if type(common) is dict and type(rest) is dict:
+        both = {key: _joined(common[key], rest[key], f"{where}.{key[:40]}") for key in common.keys() & rest.keys()}
+        return common | rest | both
+    if type(common) is list and type(rest) is list and len(common) == len(rest):
+        return [_joined(one, other, f"{where}[{at}]") for at, (one, other) in enumerate(zip(common, rest, strict=True))]
+    raise invalid(where, "is neither an object nor a list beside one of its length")
+
+
+def _check_version(plain: dict[str, Any]) -> None:
+    if "version" not in plain and "format" in plain:
+        text = f"manifest.json: written before version {schema.VERSION} of the format; build the bundle again"
+        raise BundleError("format-unsupported", text)
+    version = plain.get("version")
     if type(version) is not int or not 1 <= version < limits.INTEGER:
-        raise BundleError("manifest-invalid", f"format: expected a version number, got {brief(version)}")
-    if version > versions.FORMAT_VERSION:
-        raise BundleError(
-            "format-unsupported",
-            f"format: the bundle has format version {version}, this cgbundle reads versions up to {versions.FORMAT_VERSION}",
-        )
-    seal = plain.pop(SEAL, None)
-    if type(seal) is not str or not seal.isascii() or data.count(_seal(seal)) != 1:
-        raise BundleError("manifest-invalid", f"{SEAL}: missing")
-    if hashlib.sha256(data.replace(_seal(seal), _seal("0" * 64))).hexdigest() != seal:
-        raise BundleError("manifest-invalid", "manifest.json: its SHA-256 differs from the one it states")
-    manifest: schema.Manifest = _record(schema.Manifest, version)(plain, "")
-    return manifest
+        raise BundleError("manifest-invalid", f"version: expected a version number, got {brief(version)}")
+    if version > schema.VERSION:
+        text = f"version: the bundle has version {version} of the format, this cgbundle reads versions up to {schema.VERSION}"
+        raise BundleError("format-unsupported", text)
 
 
 def _seal(digest: str) -> bytes:
     return f'\n"{SEAL}":"{digest}"'.encode()
 
 
-def _plain(value: Any, version: int) -> Any:
+def _plain(value: Any) -> Any:
+    """A value of a record as JSON."""
     if is_dataclass(value) and not isinstance(value, type):
-        found = {}
-        for field in fields(value):
-            since, before = _added(type(value), field.name)
-            item = getattr(value, field.name)
-            if (type(value).__name__, field.name) in versions.SPARSE and item == before:
-                continue
-            if version >= since:
-                found[field.name] = _plain(item, version)
-            elif item != before:
-                raise BundleError("manifest-invalid", f"{field.name}: format version {version} has no such field")
-        return found
+        rows = [(field, getattr(value, field.name)) for field in fields(value)]
+        return {field.name: _plain(item) for field, item in rows if field.default is MISSING or item != field.default}
     if isinstance(value, tuple | list):
-        return [_plain(item, version) for item in value]
+        return [_plain(item) for item in value]
     if isinstance(value, dict):
-        return {key: _plain(item, version) for key, item in value.items()}
+        return {key: _plain(item) for key, item in value.items()}
     if isinstance(value, float) and not isfinite(value):
         raise BundleError("manifest-invalid", f"the manifest cannot hold the number {value}")
     return value
 
 
-def _added(kind: type, field: str) -> tuple[int, Any]:
-    """The format version from which on a record has a field, and what it is before."""
-    return versions.ADDED.get((kind.__name__, field), (1, None))
+# --- decoders, built once per process from the annotations --------------------------------------------------------
 
 
-# --- decoders, built once per process and format version from the annotations -------------------------------------
+@cache
+def _record(kind: type) -> Decoder:
+    members = {field.name: _annotation(str(field.type)) for field in fields(kind)}
+    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
 
-
-def _scalar(kind: type, word: str) -> Decoder:
     def decoder(value: Any, where: str) -> Any:
-        if type(value) is kind:
-            return value
-        if kind is float and type(value) is int and abs(value) < 1 << 1023:
-            return float(value)
-        raise expected(where, word, value)
+        if type(value) is not dict:
+            raise expected(where, kind.__name__, value)
+        prefix = f"{where}." if where else ""
+        if not members.keys() - defaults.keys() <= value.keys() <= members.keys():
+            _refuse_fields(value, members, defaults, prefix)
+        made = {field: members[field](item, prefix + field) for field, item in value.items()}
+        for field, item in made.items():
+            if field in defaults and item == defaults[field] and type(item) is type(defaults[field]):
+                raise BundleError("manifest-invalid", f"{prefix}{field}: has its default, and has to be left out")
+        return kind(**made)
 
     return decoder
+
+
+def _refuse_fields(value: dict[str, Any], members: dict[str, Decoder], defaults: dict[str, Any], prefix: str) -> NoReturn:
+    missing = sorted(members.keys() - value.keys() - defaults.keys())
+    if missing:
+        raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
+    unknown = min(value.keys() - members.keys())
+    field = unknown[:40] if unknown.isidentifier() else repr(unknown[:40])
+    raise BundleError("manifest-invalid", f"{prefix}{field}: no such field in this format version")
+
+
+def _annotation(text: str) -> Decoder:
+    """The decoder for an annotation as it is spelled in schema.py, where no tuple of fixed length holds another."""
+    text = text.removesuffix(" | None")  # absent: the default of such a field, which is left out
+    if text in _SCALARS:
+        return _SCALARS[text]
+    inside = text[text.find("[") + 1 : -1]
+    if text.startswith("Literal["):
+        return _one_of(tuple([part.strip("'\"") for part in inside.split(", ")]))
+    if text.startswith("tuple[") and text.endswith(", ...]"):
+        return _list(_annotation(inside.removesuffix(", ...")))
+    if text.startswith("tuple["):
+        return _fixed(tuple([_annotation(part) for part in inside.split(", ")]))
+    return _record(getattr(schema, text))
+
+
+def _one_of(names: tuple[str, ...]) -> Decoder:
+    def decoder(value: Any, where: str) -> Any:
+        if type(value) is str and value in names:
+            return value
+        raise expected(where, f"one of {', '.join(names)}", value)
+
+    return decoder
+
+
+def _flag(value: Any, where: str) -> bool:
+    if type(value) is bool:
+        return value
+    raise expected(where, "bool", value)
+
+
+def _number(value: Any, where: str) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is int and abs(value) < 1 << 1023:
+        return float(value)
+    raise expected(where, "number", value)
+
+
+def _positive(value: Any, where: str) -> float:
+    number = _number(value, where)
+    if number >= 0:
+        return number
+    raise invalid(where, f"{number} is below 0")
+
+
+def _count(value: Any, where: str) -> int:
+    number = whole(value, where)
+    if number >= 0:
+        return number
+    raise invalid(where, f"{number} is below 0")
+
+
+def _digest(value: Any, where: str) -> str:
+    digest = name(value, where)
+    if is_sha256(digest):
+        return digest
+    raise invalid(where, "is no SHA-256 in lower-case hexadecimal")
+
+
+def _object(value: Any, where: str) -> dict[str, Any]:
+    if type(value) is dict:
+        return value
+    raise expected(where, "an object", value)
 
 
 def _size(value: Any, where: str) -> Any:
@@ -144,8 +289,8 @@ def _numbers(value: Any, where: str) -> tuple[int, ...]:
     """As a list of `whole` numbers, all at once: a manifest consists of these, most of all."""
     if type(value) is list and (not value or ({*map(type, value)} == _INT and min(value) >= -_END and max(value) < _END)):
         return tuple(value)
-    made: tuple[int, ...] = _list(whole)(value, where)
-    return made
+    numbers: tuple[int, ...] = _list(whole)(value, where)
+    return numbers
 
 
 _INT, _END = {int}, limits.INTEGER
@@ -169,54 +314,21 @@ def _fixed(items: tuple[Decoder, ...]) -> Decoder:
     return decoder
 
 
-@cache
-def _record(kind: type, version: int) -> Decoder:
-    added = {field.name: _added(kind, field.name) for field in fields(kind)}
-    members = {field.name: _annotation(str(field.type), version) for field in fields(kind) if added[field.name][0] <= version}
-    lacking = {field: before for field, (since, before) in added.items() if since > version}
-    sparse = {field: added[field][1] for field in members if (kind.__name__, field) in versions.SPARSE}
-
-    def decoder(value: Any, where: str) -> Any:
-        if type(value) is not dict:
-            raise expected(where, kind.__name__, value)
-        prefix = f"{where}." if where else ""
-        absent = sparse if not sparse else {field: before for field, before in sparse.items() if field not in value}
-        if value.keys() != members.keys() - absent.keys():
-            missing = sorted(members.keys() - value.keys() - absent.keys())
-            unknown = sorted(value.keys() - members.keys())
-            if missing:
-                raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
-            field = unknown[0][:40] if unknown[0].isidentifier() else repr(unknown[0][:40])
-            raise BundleError("manifest-invalid", f"{prefix}{field}: no such field in this format version")
-        found = {field: member(value[field], prefix + field) for field, member in members.items() if field not in absent}
-        for field, before in sparse.items():
-            if found.get(field) == before:
-                raise BundleError("manifest-invalid", f"{prefix}{field}: stands there, and is empty")
-        return kind(**lacking, **absent, **found)
-
-    return decoder
-
-
-def _annotation(text: str, version: int) -> Decoder:
-    """The decoder for an annotation as it is spelled in schema.py, where no tuple of fixed length holds another."""
-    if text in _SCALARS:
-        return _SCALARS[text]
-    if text.startswith("tuple[") and text.endswith(", ...]"):
-        return _list(_annotation(text[len("tuple[") : -len(", ...]")], version))
-    if text.startswith("tuple[") and text.endswith("]"):
-        return _fixed(tuple(_annotation(part, version) for part in text[len("tuple[") : -1].split(", ")))
-    return _record(getattr(schema, text), version)
-
-
 _SCALARS: dict[str, Decoder] = {
     "int": whole,
+    "Position": _count,
+    "Bytes": _count,
     "str": text,
     "Name": name,
-    "bool": _scalar(bool, "bool"),
-    "float": _scalar(float, "number"),
+    "Dtype": _one_of(tuple(schema.DTYPES)),
+    "Memory": _one_of(schema.MEMORIES),
+    "Sha256": _digest,
+    "bool": _flag,
+    "float": _number,
+    "Error": _positive,
     "IntKey": _numbers,
     "tuple[int, ...]": _numbers,
     "Shape": _axes(_numbers),
     "Sizes": _axes(_list(_size)),
-    "Tree": _scalar(dict, "an object"),  # `pytree.check` looks inside
+    "Tree": _object,  # `pytree.check` looks inside
 }

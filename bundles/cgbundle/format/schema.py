@@ -1,13 +1,15 @@
-"""The rows of a bundle: what the compiler writes and the runtime reads.  No behaviour.
+"""The records of a manifest: what the compiler writes and the runtime reads.  No behaviour.
 
 References are integers (positions in a tuple of the same manifest) or names; dtypes are the names in `DTYPES`.
-`manifest_json.py` turns a `Manifest` into canonical JSON and back; `validate/` states every invariant.
+`manifest_json.py` turns a `Manifest` into canonical JSON and back, driven by the annotations: `Name`, `Bytes`, `Literal` and the
+like are constraints that reading checks.  A field with a default is left out of the text where it has that value: this is the
+only way to say that something is absent.  `validate/` states the invariants between fields.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 DTYPES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -25,6 +27,12 @@ of a model exchange data through: see `World`.  Addresses alone lie there, no va
 
 KERNEL_CODE = "code"
 """Beside MEMORIES, in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""
+
+Dtype = str
+"""A name of DTYPES."""
+
+Memory = str
+"""A name of MEMORIES."""
 
 Name = str
 """Printable text of `limits.NAME` characters at the most; another `str` is text for people, of `limits.TEXT`."""
@@ -44,19 +52,34 @@ Tree = dict[str, Any]
 IntKey = tuple[int, ...]
 """The sizes of all declared dimensions, in declared order."""
 
+Position = int
+"""Of a record in a tuple of the manifest: 0 or more."""
+
+Bytes = int
+"""A size or an offset: 0 or more."""
+
+Error = float
+"""0 or more."""
+
+Sha256 = str
+"""64 lower-case hexadecimal digits."""
+
+VERSION = 1
+"""The format's version.  What was written before it has a field `format` instead of `version`, and is refused."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dimension:
-    """`pad` is "rows" (rows do not depend on each other: any filling is exact), "zeros" (only zeros were proved exact) or "no".
-    `chunk` says that a call may be cut along this dimension; `reason` is shown when the runtime has to refuse.  `uncut`: why a call
-    cannot be cut, where `reason` says more than that; else ""."""
+    """`sizes` ascend.  `pad` is "rows" (rows do not depend on each other: any filling is exact), "zeros" (only zeros were proved
+    exact) or "no".  `chunk`: a call may be split along this dimension.  `reason` is shown when the runtime has to refuse;
+    `not_chunked` says why a call cannot be split, where `reason` says more than that."""
 
     name: Name
     sizes: tuple[int, ...]
-    pad: Name
+    pad: Literal["rows", "zeros", "no"]
     chunk: bool
     reason: str
-    uncut: str
+    not_chunked: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,14 +87,14 @@ class TensorSpec:
     """An input or output: `shape` may use dimension names.  `order` lists the axes from outermost to innermost in memory:
     (0, 1, 2, 3) is contiguous, (0, 2, 3, 1) is channels last.
 
-    `range` is (low, high) of an integer input whose elements the model uses as indices: low <= element < high.  () for others.
+    `range` is (low, high) of an integer input whose elements the model uses as indices: low <= element < high.
     """
 
     name: Name
-    dtype: Name
+    dtype: Dtype
     shape: Sizes
     order: Shape
-    range: tuple[int, ...]
+    range: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,49 +102,51 @@ class Target:
     """`arch` is the machine ("x86_64") or "sm_90"; `driver` the lowest version of the CUDA driver, as it reports it (13000 = 13.0).
 
     `features` are the processor flags that host code uses, `torch` the lowest version whose shared libraries it needs: both are
-    empty without host regions, and `torch` where the code for a CPU brings all that it needs.  `level` is what a bundle for a CPU
-    was asked to be for, such as "x86-64-v3", or "" for processors like the one that built it.
+    absent without host regions, and `torch` where the code for a CPU brings all that it needs.  `level` is what a bundle for a CPU
+    was asked to be for, such as "x86-64-v3"; absent, for processors like the one that built it.
     """
 
-    kind: Name
+    kind: Literal["cpu", "cuda"]
     arch: Name
-    level: Name
-    features: tuple[Name, ...]
-    torch: Name
-    driver: int
+    level: Name = ""
+    features: tuple[Name, ...] = ()
+    torch: Name = ""
+    driver: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Weight:
-    """A parameter, buffer or constant.  `tensor` names it in weights.safetensors, or where it is a table of the build's in
+    """A parameter, buffer or constant.  `tensor` names it in weights.safetensors, or where `computed` by the build in
     tables.safetensors; tied weights name the same tensor.
 
-    `memory` is "weights", or "state" for a buffer that calls change: the file holds what every session starts with, unless that is
-    `zeros`.  `offset` is its place there, 256-byte aligned.  In memory weights it is 0 on the cpu target and may be
-    `spans.HOST_ONLY` on the cuda target.
+    `strides` are those of the model's own tensor, in elements; the file holds it in the order of its memory.  `memory` is `state`
+    for what calls change, and the file holds its initial value; state that begins as zeros stands in no file, and has `zeros`.
+    `host` is for what only host regions beside a GPU read, in the mapped file.  `offset` is the weight's place in its memory,
+    256-byte aligned; 0 in memory host, and in memory weights of the cpu target.
     """
 
     name: Name
     tensor: Name
-    dtype: Name
+    dtype: Dtype
     shape: Shape
     strides: Shape
-    memory: Name
-    offset: int
+    memory: Literal["weights", "state", "host"] = "weights"
+    offset: Bytes = 0
     zeros: bool = False
+    computed: bool = False
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class FixedWeight:
+class FrozenWeight:
     """A weight, by its position, that an update of the loaded program must leave as it is.  `reason` is "constant" (it is not in
     the model's state_dict), "folded" (compiled code holds values that were computed from it), "baked" (Python read its value while
     the bundle was built, for a branch, a size or a number of the program) or "state" (calls change it).
 
-    `sha256` is that of its bytes in the file.  `where` is the user's file:line that read a baked one, "" of all others."""
+    `sha256` is that of its bytes in the file.  `where` is the user's file:line that read a baked one."""
 
-    weight: int
-    reason: Name
-    sha256: Name
+    weight: Position
+    reason: Literal["constant", "folded", "baked", "state"]
+    sha256: Sha256
     where: str = ""
 
 
@@ -129,23 +154,23 @@ class FixedWeight:
 class Value:
     """A tensor of one program: where it lies (bytes into `memory`; 0 on the cpu target) and how (strides in elements)."""
 
-    dtype: Name
+    dtype: Dtype
     shape: Shape
     strides: Shape
-    memory: Name
-    offset: int
+    memory: Memory
+    offset: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Region:
-    """A piece of the exported graph: `kind` graph or host.  `file` is a host region's shared object, "" for a graph
-    region; `constants` pairs the shared object's own name of a constant with the position of a weight."""
+    """A piece of the exported graph.  `file` is a host region's shared object; `constants` pairs the shared object's own name of a
+    constant with the position of a weight."""
 
     name: Name
-    kind: Name
-    reason: str
-    file: Name
-    constants: tuple[tuple[Name, int], ...]
+    kind: Literal["graph", "host"]
+    reason: str = ""
+    file: Name = ""
+    constants: tuple[tuple[Name, int], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -153,11 +178,11 @@ class Step:
     """One step of a program.  graph: `file` is the recording's table.  host: the region runs on `inputs` and writes `outputs`.
     copy: `inputs[0]` is copied to `outputs[0]`.  Inputs and outputs are positions in the program's values."""
 
-    kind: Name
+    kind: Literal["graph", "host", "copy"]
     region: int
-    file: Name
-    inputs: tuple[int, ...]
-    outputs: tuple[int, ...]
+    file: Name = ""
+    inputs: tuple[int, ...] = ()
+    outputs: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,29 +191,29 @@ class Lowering:
     "max-autotune" or "traced".
 
     `microseconds` are what its graphs took on the GPU that built the bundle, one for each graph step, in order: the median of
-    repeated launches.  () where it was left out; `reason` then says why, and is "" for all others.  `chosen`: the program is this
-    one.
+    repeated launches.  It is absent where the lowering was left out; `reason` then says why, and is absent for all others.
+    `chosen`: the program is this one.
     """
 
     name: Name
-    chosen: bool
-    microseconds: tuple[float, ...]
-    reason: str
+    chosen: bool = False
+    microseconds: tuple[float, ...] = ()
+    reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Program:
     """What replay does for one int_key.  `inputs` and `outputs` are the values of the call, in the signature's order;
     `arena` and `static` are the bytes that this key needs of memory `arena` and `inputs`.  `lowerings` are those that the build
-    tried, () where it was told which one to take."""
+    tried, absent where it was told which one to take."""
 
     key: IntKey
     values: tuple[Value, ...]
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     steps: tuple[Step, ...]
-    arena: int
-    static: int
+    arena: Bytes
+    static: Bytes
     lowerings: tuple[Lowering, ...] = ()
 
 
@@ -198,9 +223,9 @@ class Alias:
     (one that is no alias itself), or "weights" or "state", the manifest's weights.  Its Values say where: on the cuda
     target at the place of the other one; on the cpu target `offset` is in bytes from the other one's first element."""
 
-    output: int
-    memory: Name
-    index: int
+    output: Position
+    memory: Literal["inputs", "outputs", "weights", "state"]
+    index: Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -208,64 +233,64 @@ class DataSize:
     """Axis number `axis` of output number `output` is filled up with zeros: its first elements count, as many as output number
     `count` says, int64 of no axes.  A call gives these alone, and not the counts, which stand behind the model's outputs."""
 
-    output: int
-    axis: int
-    count: int
+    output: Position
+    axis: Position
+    count: Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """What a check found: `severity` is refuse, host or note.  `node` names a node of the exported program, or is "" where the
-    finding concerns the whole model; `where` is the user's file:line or ""."""
+    """What a check found.  `node` names a node of the exported program, and is absent where the finding concerns the whole model;
+    `where` is the user's file:line."""
 
     rule: Name
-    severity: Name
+    severity: Literal["refuse", "host", "note"]
     message: str
-    node: Name
-    where: str
-    source: str
-    effect: str
-    fix: str
+    node: Name = ""
+    where: str = ""
+    source: str = ""
+    effect: str = ""
+    fix: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parameter:
-    """A parameter of `Manifest.call`: whether it is given by name only, and its default, which is one tree of constants, or none.
-    None is said of a default that is no constant."""
+    """A parameter of `EntrySpec.call`: whether it is given by name only, and its default, a tree of constants.  A parameter without
+    one, and one whose default is no constant, has None."""
 
-    keyword: bool
-    default: tuple[Tree, ...]
+    keyword: bool = False
+    default: Tree | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Proof:
-    """How one int_key was verified when the bundle was built.  `method` is one of replay, interpret, none.
+    """How one int_key was verified when the bundle was built.
 
-    `errors` are those against eager PyTorch of the tensors that the exam compares, in the order of `exam_tensors`; () where none
-    were measured.  `error` and `tolerance` are the one that came nearest to its bound, and this bound.  `distance` is that of the
-    replay from the recording, where the exam holds one.  All errors are as `comparison.difference` has them.
+    `errors` are those against eager PyTorch of the tensors that the self-test compares, in the order of `compared_tensors`; absent
+    where none were measured.  `error` and `tolerance` are the one that came nearest to its bound, and this bound.  `distance` is
+    that of the replay from the recording, where the self-test holds one.  All errors are as `comparison.difference` has them.
     """
 
     key: IntKey
-    method: Name
-    error: float
-    tolerance: float
-    errors: tuple[float, ...]
-    distance: float
+    method: Literal["replay", "interpret", "none"]
+    error: Error = 0.0
+    tolerance: Error = 0.0
+    errors: tuple[Error, ...] = ()
+    distance: Error = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Exam:
-    """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (within `bounds`, one per tensor: see `exam_tensors`).
+class SelfTest:
+    """How `verify --run` compares: `bits` (equal bytes) or `tolerance` (within `bounds`, one per tensor: see `compared_tensors`).
 
-    Every int_key begins from the first state and is called `calls` times with its inputs.  What the last call gives is compared,
-    and what it leaves behind.  `expected` is what the exam holds: what `eager` PyTorch gave, or what the `recording` did.
+    Every int_key begins from the initial state and is called `calls` times with its inputs.  What the last call gives is compared,
+    and what it leaves behind.  `expected` is what the self-test holds: what `eager` PyTorch gave, or what the `recording` did.
     """
 
-    compare: Name
+    compare: Literal["bits", "tolerance"]
     calls: int
-    expected: str
-    bounds: tuple[float, ...]
+    expected: Literal["eager", "recording"]
+    bounds: tuple[Error, ...]
     proofs: tuple[Proof, ...]
 
 
@@ -278,7 +303,7 @@ class Provenance:
     created: Name
     versions: tuple[tuple[str, str], ...]
     machine: str
-    options: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -286,50 +311,53 @@ class File:
     """A file of the bundle, by path relative to it, with forward slashes."""
 
     path: Name
-    bytes: int
-    sha256: Name
+    bytes: Bytes
+    sha256: Sha256
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Entry:
-    """A callable of the bundle: the method `name` of the module.  Its fields are those of the manifest that have the same names;
-    the manifest's own are of the first entry."""
+class EntrySpec:
+    """A callable of the bundle: the method `name` of the module.
+
+    `mutated_inputs`: positions in `inputs` of those that a call changes in place, in the caller's own memory.  `mutated_buffers`:
+    positions in the manifest's `weights` of the state that a call changes.  `aliases`: outputs that share memory, by output.
+    `parameters`: those of `call`, in its order.  `data_sizes`: axes of outputs whose sizes depend on data."""
 
     name: Name
-    dimensions: tuple[Dimension, ...]
+    dimensions: tuple[Dimension, ...] = ()
     inputs: tuple[TensorSpec, ...]
-    written: tuple[int, ...]
-    changes: tuple[int, ...]
+    mutated_inputs: tuple[int, ...] = ()
+    mutated_buffers: tuple[int, ...] = ()
     outputs: tuple[TensorSpec, ...]
-    aliases: tuple[Alias, ...]
+    aliases: tuple[Alias, ...] = ()
+    data_sizes: tuple[DataSize, ...] = ()
     call: Tree
     parameters: tuple[Parameter, ...]
     result: Tree
     programs: tuple[Program, ...]
-    findings: tuple[Finding, ...]
-    exam: Exam
-    data_sizes: tuple[DataSize, ...] = ()
+    findings: tuple[Finding, ...] = ()
+    self_test: SelfTest
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Chain:
+class Donation:
     """Input number `input` of entry `target` is taken where it lies, without a copy, where a call is given output number `output`
     of entry `source`, and both are laid out alike."""
 
     source: Name
-    output: int
+    output: Position
     target: Name
-    input: int
+    input: Position
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Reserved:
-    """Bytes of memory arena from `offset` on that programs of one entry alone use: its outputs that are in `chains` lie there, and
+class DonatedRange:
+    """Bytes of memory arena from `offset` on that programs of one entry alone use: its outputs that are donated lie there, and
     stay until it is called again."""
 
     entry: Name
-    offset: int
-    bytes: int
+    offset: Bytes
+    bytes: Bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -343,54 +371,33 @@ class World:
 
     rank: int
     size: int
-    stride: int
-    status: int
-    limit: int
+    stride: Bytes
+    status: Bytes
+    limit: Bytes
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Everything about a bundle but its bulk.
 
-    `entry` is the name of its first entry, the method that `dimensions` to `result`, `programs`, `findings` and `exam` are of;
-    `entries` are the further ones.  `entries.py` gives a manifest for each.  `chains`, of outputs that a later call takes, are of
-    all entries, and so is `reserved`, where they lie on a GPU.
+    `entries`: at least one; `forward`, where there is one, is the first.  `random`: the position in `weights` of the state of the
+    random numbers, int64 [seed, calls so far].  `frozen`: the weights that no update may change, by position.  `memories`: their
+    bytes, by name.  `donations`: outputs that a later call takes where they lie; `donated`: where they lie on a GPU.  `allowed`:
+    rules that the user allowed to be broken.  `world`: which rank of a model over several devices this is."""
 
-    `written`: positions in `inputs` of those that a call changes in place, in the caller's own memory.  `changes`: positions in
-    `weights` of the state that a call changes.  `aliases`: outputs that share memory, by output.  `random`: the position in
-    `weights` of the state of the random numbers, int64 [seed, calls so far], or -1 for a model that draws none.  `parameters`:
-    those of `call`, in its order.  `fixed`: the weights that no update may change, by position.  `tables`: positions in `weights`
-    of what the build computed, whose tensors lie in tables.safetensors.  `world`: of a bundle over several devices which rank it
-    is, () of all others.  `data_sizes`: axes of outputs whose sizes depend on data."""
-
-    format: int
+    version: int
     name: Name
     target: Target
-    entry: Name
-    dimensions: tuple[Dimension, ...]
-    inputs: tuple[TensorSpec, ...]
-    written: tuple[int, ...]
-    changes: tuple[int, ...]
-    outputs: tuple[TensorSpec, ...]
-    aliases: tuple[Alias, ...]
-    random: int
-    call: Tree
-    parameters: tuple[Parameter, ...]
-    result: Tree
-    weights: tuple[Weight, ...]
-    fixed: tuple[FixedWeight, ...]
-    tables: tuple[int, ...]
-    world: tuple[World, ...] = ()
-    memories: tuple[tuple[Name, int], ...]
+    entries: tuple[EntrySpec, ...]
+    weights: tuple[Weight, ...] = ()
+    random: Position | None = None
+    frozen: tuple[FrozenWeight, ...] = ()
+    memories: tuple[tuple[Name, Bytes], ...]
     regions: tuple[Region, ...]
-    programs: tuple[Program, ...]
-    module_state: Name
-    findings: tuple[Finding, ...]
-    waivers: tuple[Name, ...]
-    exam: Exam
-    entries: tuple[Entry, ...]
-    chains: tuple[Chain, ...]
-    reserved: tuple[Reserved, ...]
+    module_state: Name = ""
+    donations: tuple[Donation, ...] = ()
+    donated: tuple[DonatedRange, ...] = ()
+    allowed: tuple[Name, ...] = ()
+    world: World | None = None
     provenance: Provenance
     files: tuple[File, ...]
-    data_sizes: tuple[DataSize, ...] = ()

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Sequence
 
 from .schema import DTYPES, Value, Weight
 
-HOST_ONLY = -1
-"""`Weight.offset` of a weight that host regions alone read, in the mapped file: it is not put on the GPU."""
+HOST = "host"
+"""`Weight.memory` of a weight that host regions beside a GPU alone read, in the mapped file: it is not put on the GPU."""
 
 
 def span(row: Value | Weight) -> int:
@@ -85,4 +85,4 @@ def extent(value: Value) -> tuple[int, int]:
 
 def graph_memories(memories: Iterable[tuple[str, int]]) -> dict[str, int]:
     """Of a manifest's memories, those that recordings may refer to: none does to the host's."""
-    return {name: size for name, size in memories if name != "host"}
+    return {name: size for name, size in memories if name != HOST}

@@ -22,7 +22,6 @@ from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
 from ..format.archive import Archive
-from ..format.entries import each_entry
 from ..format.schema import KERNEL_CODE
 from ..format.spans import span
 from ..tensors.library import caller_captures
@@ -127,7 +126,7 @@ class CudaBackend:
         if alone:
             cleanup.callback(context.back, stream)
         hosted = any(region.kind == "host" for region in self._manifest.regions)
-        sized = any(entry.data_sizes for entry in each_entry(self._manifest))
+        sized = any(entry.data_sizes for entry in self._manifest.entries)
         self.order = StreamOrder(stream, cleanup, HOSTED if hosted else SIZED if sized else "")
         sizes = {name: size for name, size in shared.sizes.items() if name not in SHARED}
         self._memories = Memories(sizes, {WEIGHTS: shared.base, PEER: shared.peer}, cleanup, stream)
@@ -189,7 +188,7 @@ class CudaBackend:
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: Any) -> DeviceOutputs | HostOutputs:
         """Replays, and copies back to the caller's memory the inputs that the model writes to, in the order of the stream.  Inputs
         of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for.  Those that are outputs of the
-        entries that `chains` name are read where they lie."""
+        entries that `Manifest.donations` name are read where they lie."""
         if device is None and caller_captures():
             text = "inputs on the CPU cannot become part of the CUDA graph that is being captured"
             raise CallError("capture-refused", text, "pass tensors of the GPU")
@@ -263,7 +262,7 @@ class CudaBackend:
     def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Overwrites the arena, and with it outputs of earlier calls, and memory `host`: a sound replay reads nothing there that it
         has not written itself.  `reserved`: also what is reserved for outputs that a later call takes."""
-        spared = [] if reserved else [(row.offset, row.offset + row.bytes) for row in self._manifest.reserved]
+        spared = [] if reserved else [(row.offset, row.offset + row.bytes) for row in self._manifest.donated]
         during(self, None, lambda handle: self._memories.poison(byte, handle, spared))
 
     # --- what lasts from call to call -------------------------------------------------------------------------

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING
 
@@ -12,7 +11,7 @@ from ..cuda.driver import Context, Relaxed, check_device, check_driver
 from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from ..cuda.modules import Modules, states
 from ..format.archive import Archive
-from ..format.entries import chained_programs, each_entry
+from ..format.entries import all_programs, donating_programs
 from ..format.file_names import KERNELS
 from ..format.file_names import WEIGHTS as FILE
 from ..format.schema import Manifest
@@ -43,11 +42,11 @@ class DeviceBundle:
         manifest = bundle.manifest
         self.threads, self.peer = threads, peer
         self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
-        self.entries = [entry for entry in each_entry(manifest) for _ in entry.programs]
-        self.programs = [program for entry in each_entry(manifest) for program in entry.programs]
+        self.entries = [entry for entry in manifest.entries for _ in entry.programs]
+        self.programs = list(all_programs(manifest))
         files = Counter(step.file for program in self.programs for step in program.steps if step.file)
         self.shared_files = {file for file, times in files.items() if times > 1}
-        self.donated = donated_places(each_entry(manifest)) if manifest.chains else {}
+        self.donated = donated_places(manifest)
         self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
         self.updating, self.updated = threading.RLock(), False
         self._shares = 1
@@ -134,16 +133,16 @@ def _host_weights(bundle: Archive) -> HostWeights:
     return HostWeights(bundle.mapped(FILE))
 
 
-def donated_places(entries: Sequence[Manifest]) -> dict[int, dict[int, dict[int, int]]]:
+def donated_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
     """By program and position of an input: where outputs of other entries lie that it may be, as the program that makes one by
-    offset in memory arena.  `entries`: a manifest for every entry.
+    offset in memory arena.
 
     An output of the same entry is none: the call that takes it writes over it, so it is copied in.
     """
-    programs = [program for manifest in entries for program in manifest.programs]
+    programs = all_programs(manifest)
     places: dict[int, dict[int, dict[int, int]]] = {}
-    for chain, source, target in chained_programs(entries):
-        value = programs[source].values[programs[source].outputs[chain.output]]
-        if chain.source != chain.target and span(value):
-            places.setdefault(target, {}).setdefault(chain.input, {})[value.offset] = source
+    for donation, source, target in donating_programs(manifest):
+        value = programs[source].values[programs[source].outputs[donation.output]]
+        if donation.source != donation.target and span(value):
+            places.setdefault(target, {}).setdefault(donation.input, {})[value.offset] = source
     return places

@@ -19,7 +19,6 @@ from ..cuda.memory import Memories
 from ..format.archive import Archive
 from ..format.schema import Program, Step, Value
 from ..format.spans import span
-from ..validate import host_code
 from ..weights.host import HostWeights
 
 if TYPE_CHECKING:
@@ -113,8 +112,7 @@ class HostSteps:
 
     def _opened(self, index: int, weights: HostWeights | None) -> HostRegion:
         row = self._manifest.regions[index]
-        exact = self._manifest.format < host_code.SINCE
-        return open_region(self._bundle, row, self._manifest.weights, weights, self._torch, exact=exact)
+        return open_region(self._bundle, row, self._manifest.weights, weights, self._torch)
 
 
 def _take(torch: libtorch.LibTorch, handle: int, place: _Place, where: str) -> None:

@@ -16,7 +16,7 @@ from ..cuda.memory import HOST, Memories, Output
 from ..cuda.modules import Modules
 from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
-from ..format.schema import MEMORIES, Manifest, Program, Step
+from ..format.schema import MEMORIES, EntrySpec, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table
 from ..validate.state import STATE
@@ -254,7 +254,9 @@ class Programs:
     def _timed(self, number: int, bound: BoundProgram) -> BoundProgram:
         """A program whose steps are timed for the profile that watches."""
         assert self._clock is not None
-        return bound._replace(steps=self._clock.steps(self._shared.entries[number], self._shared.programs[number], bound.steps))
+        return bound._replace(
+            steps=self._clock.steps(self._shared.manifest, self._shared.entries[number], self._shared.programs[number], bound.steps)
+        )
 
     def _bound(self, number: int, places: Places = ()) -> BoundProgram:
         shared, memories = self._shared, self._memories
@@ -268,7 +270,7 @@ class Programs:
         files = [step.file for step in program.steps if step.kind == "graph"]
         alone = not donated and not places and len(files) == 1 and files[0] not in shared.shared_files
         # calls of such a program take the fast path, and its outputs are copied by the launch
-        one_step = alone and len(program.steps) == 1 and not (entry.world or entry.written or entry.aliases)
+        one_step = alone and len(program.steps) == 1 and not (shared.manifest.world or entry.mutated_inputs or entry.aliases)
         copied = outputs if one_step and all(size for _, size in outputs) else []
         with shared.lock:
             steps, joins = [[self._step(program, step, moves, copied, join) for step in program.steps] for join in (False, True)]
@@ -278,7 +280,7 @@ class Programs:
             inputs=_inputs(program, buffers, readers, memories),
             steps=steps,
             joins=joins,
-            written=[(index, *buffers[index]) for index in entry.written],
+            written=[(index, *buffers[index]) for index in entry.mutated_inputs],
             results=DeviceOutputs([address for address, _ in outputs], shared.context.index, self._copy_out),
             sizes=[size for _, size in outputs],
             donated=[(at, {memories.address("arena", offset): offset for offset in offsets}) for at, offsets in donated.items()],
@@ -343,11 +345,11 @@ def with_inputs_at(program: Program, places: Places) -> tuple[Program, tuple[Mov
     return replace(program, values=tuple(values)), tuple(moves)
 
 
-def _inputs_are_read(program: Program, entry: Manifest) -> bool:
+def _inputs_are_read(program: Program, entry: EntrySpec) -> bool:
     """Whether recordings are all that touches the inputs, and read them, and no output lies among them."""
     others = [step for step in program.steps if step.kind != "graph"]
     named = [*program.outputs, *[index for step in others for index in (*step.inputs, *step.outputs)]]
-    return not entry.written and not entry.aliases and all(program.values[index].memory != INPUTS for index in named)
+    return not entry.mutated_inputs and not entry.aliases and all(program.values[index].memory != INPUTS for index in named)
 
 
 def _inputs(program: Program, buffers: Sequence[tuple[int, int]], readers: Sequence[Reader], memories: Memories) -> list[Input]:

@@ -9,7 +9,7 @@ from typing import Any
 from ..call.profile import Profile, step_names
 from ..cuda.driver import check, cu
 from ..cuda.libcuda import EVENT_DEFAULT
-from ..format.schema import Manifest, Program
+from ..format.schema import EntrySpec, Manifest, Program
 
 PENDING = 4096
 """Steps that a profile has timed and not read yet: each keeps two events."""
@@ -30,9 +30,11 @@ class StepClock:
         self._zero = perf_counter()
         self._pending: list[tuple[str, Any, Any]] = []
 
-    def steps(self, entry: Manifest, program: Program, steps: Sequence[Callable[[Any], None]]) -> list[Callable[[Any], None]]:
+    def steps(
+        self, manifest: Manifest, entry: EntrySpec, program: Program, steps: Sequence[Callable[[Any], None]]
+    ) -> list[Callable[[Any], None]]:
         """The steps of a program, timed: those of the host by the CPU's clock."""
-        rows = zip(step_names(entry, program), program.steps, steps, strict=True)
+        rows = zip(step_names(manifest, entry, program), program.steps, steps, strict=True)
         return [self.profile.timed(name, run) if step.kind == "host" else self.timed(name, run) for name, step, run in rows]
 
     def timed(self, name: str, step: Callable[[Any], None]) -> Callable[[Any], None]:

@@ -12,7 +12,6 @@ from ..cuda.driver import Context, Relaxed, check, cu
 from ..cuda.libcuda import STREAM_NON_BLOCKING
 from ..errors import BundleError, CallError, OutOfMemory
 from ..format.schema import Weight
-from ..format.spans import HOST_ONLY
 from ..weights.contents import Contents, OpenFile
 from ..weights.host import HostWeights, anonymous
 from ..weights.reads import Piece
@@ -116,7 +115,7 @@ def update(
     with shared.updating, shared.context as context, Relaxed(), ExitStack() as cleanup:
         stage = WeightStage(context, (shared.base, shared.sizes[memory.WEIGHTS]), contents.values(), cleanup)
         for index, value in contents.items():
-            if rows[index].offset != HOST_ONLY and value.bytes:
+            if rows[index].memory != memory.HOST and value.bytes:
                 stage.add(rows[index], value, shared.base + rows[index].offset)
         copies, hosted = stage.done(), _host_weights(shared, contents)
         for file in files:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..call.backend import Backend
 from ..call.locks import during
-from ..format.entries import chained_programs, each_entry
+from ..format.entries import donating_programs
 from ..format.file_names import exam_entry
 from ..format.safetensors import Mapped
 from ..format.schema import DTYPES, Manifest, Value
@@ -43,15 +43,14 @@ def replay_chains(manifest: Manifest, backend: Backend, exam: Mapped, poison: in
 
     `poison`: the byte that overwrites what is not reserved.  Raises what calls raise.
     """
-    each = each_entry(manifest)
     takers: dict[int, dict[int, list[tuple[int, int]]]] = {}
-    for chain, source, target in chained_programs(each) if manifest.chains else ():
-        takers.setdefault(target, {}).setdefault(source, []).append((chain.output, chain.input))
+    for donation, source, target in donating_programs(manifest):
+        takers.setdefault(target, {}).setdefault(source, []).append((donation.output, donation.input))
     calls, drawn, made = _Calls(manifest, backend, exam, poison), random.Random(0), []
     for target, sources in takers.items():
         by_entry: dict[str, list[int]] = {}
         for source in sources:
-            by_entry.setdefault(calls.rows[source][0].entry, []).append(source)
+            by_entry.setdefault(calls.rows[source][0].name, []).append(source)
         for numbers in by_entry.values():
             source = drawn.choice(numbers)
             made.append(calls.compared((source, sources[source]), target, drawn.random()))
@@ -63,19 +62,18 @@ class _Calls:
 
     def __init__(self, manifest: Manifest, backend: Backend, exam: Mapped, poison: int) -> None:
         self.exam, self.backend, self.byte, self.state = exam, backend, poison, State(manifest, backend)
-        self.draws = manifest.random >= 0
-        self.rows = [(own, each) for own in each_entry(manifest) for each in own.programs]
+        self.draws = manifest.random is not None
+        self.rows = [(entry, program) for entry in manifest.entries for program in entry.programs]
 
     def compared(self, source: tuple[int, Sequence[tuple[int, int]]], target: int, seed: float) -> ChainResult:
         """The calls of program `source[0]` and of `target`, which takes the (output, input) pairs of `source[1]`."""
         expected, got = [self.run(source, target, random.Random(seed), chained=chained) for chained in (False, True)]
-        manifest, _ = self.rows[target]
-        bounds = manifest.exam.bounds or (0.0,) * len(manifest.outputs)
+        entry, _ = self.rows[target]
         title = f"{self.name(source[0])} -> {self.name(target)}"
         worst, texts = 0.0, []
-        for spec, bound, one, other in zip(manifest.outputs, bounds, expected, got, strict=False):
+        for spec, bound, one, other in zip(entry.outputs, entry.self_test.bounds, expected, got, strict=False):
             error = 0.0 if one == other else difference(spec.dtype, one, other)
-            exact = manifest.exam.compare == "bits" or (is_exact(spec.dtype) and not bound)
+            exact = entry.self_test.compare == "bits" or (is_exact(spec.dtype) and not bound)
             if one != other and (exact or error > bound):
                 texts.append(f"output {spec.name}: {describe(spec.dtype, (len(one) // DTYPES[spec.dtype],), one, other)}")
             worst = max(worst, error)
@@ -92,8 +90,8 @@ class _Calls:
         self.backend.poison(self.byte)
         made = self.call(number, {})
         copies = {output: self.read(number, output, made) for output, _ in pairs}
-        own = self.rows[number][0].entry
-        others = [index for index, (manifest, _) in enumerate(self.rows) if manifest.entry != own]
+        own = self.rows[number][0].name
+        others = [index for index, (entry, _) in enumerate(self.rows) if entry.name != own]
         for _ in range(drawn.randrange(BETWEEN + 1) if others else 0):
             self.call(drawn.choice(others), {})
         given: dict[int, Any] = {}
@@ -105,7 +103,7 @@ class _Calls:
 
     def call(self, number: int, given: dict[int, int | bytes]) -> Any:
         """Replays a program; what is not given, as an address or as bytes, is of the exam."""
-        manifest, program = self.rows[number]
+        entry, program = self.rows[number]
         backend = self.backend
         buffers, _ = backend.buffers(number)
 
@@ -114,7 +112,7 @@ class _Calls:
             for index, buffer in enumerate(buffers):
                 data = given.get(index)
                 if data is None:
-                    data = bytes(stored(self.exam, exam_entry(program.key, "input", index, manifest.entry)))
+                    data = bytes(stored(self.exam, exam_entry(program.key, "input", index, entry.name)))
                     data = _ordered(data, program.values[program.inputs[index]])
                 if isinstance(data, bytes):
                     backend.write(buffer, data, stream)
@@ -131,9 +129,9 @@ class _Calls:
 
     def name(self, number: int) -> str:
         """`decode batch=8`."""
-        manifest, program = self.rows[number]
-        sizes = [f"{row.name}={size}" for row, size in zip(manifest.dimensions, program.key, strict=True)]
-        return f"{manifest.entry} {', '.join(sizes)}".strip()
+        entry, program = self.rows[number]
+        sizes = [f"{row.name}={size}" for row, size in zip(entry.dimensions, program.key, strict=True)]
+        return f"{entry.name} {', '.join(sizes)}".strip()
 
 
 def _ordered(data: bytes, value: Value) -> bytes:

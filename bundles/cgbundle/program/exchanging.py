@@ -116,7 +116,8 @@ class ExchangingBackend(CudaBackend):
 def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
     """Raises wrong-machine unless all blocks of each exchange fit on the backend's GPU at once, where `ranks` of the model are:
     they wait for each other.  The bundle is open, and the context current."""
-    (world,) = bundle.manifest.world
+    world = bundle.manifest.world
+    assert world is not None
     files = {step.file for program in all_programs(bundle.manifest) for step in program.steps if step.file}
     needed: dict[tuple[str, str, int], int] = {}
     for each in [one for file in files for one in exchanges(Table(bundle.data(file), file), world)]:

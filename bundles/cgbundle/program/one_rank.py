@@ -32,7 +32,8 @@ class OneRankBackend(ExchangingBackend):
         self, bundle: Archive, whole: Archive, device: int, rendezvous: str, mode: str = "graph", *,
         context: Context | None = None, threads: int | None = None, timeout: float = 30.0,
     ) -> None:  # fmt: skip
-        (world,) = bundle.manifest.world
+        world = bundle.manifest.world
+        assert world is not None
         self._world, self._timeout = world, timeout
         with ExitStack() as undo:
             mine = context or Context(device)

@@ -14,7 +14,7 @@ from ..call.entry import Entry
 from ..call.locks import closed
 from ..call.session import Session
 from ..errors import EntryMissing
-from ..format.entries import FORWARD, each_entry, missing_attribute, missing_entry
+from ..format.entries import FORWARD, missing_attribute, missing_entry
 from ..format.schema import KERNEL_CODE, Manifest
 
 if TYPE_CHECKING:
@@ -76,24 +76,23 @@ class Program(Entry):
         self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False, exam: KeptFile | None = None
     ) -> None:
         """`exam`: the bundle's, which `warmup` and `open_exam` read."""
-        first, *others = each_entry(manifest)
-        super().__init__(first, Session(backend, exam), 0, on_miss, outputs, cast)
-        self.manifest = manifest
+        first, *others = manifest.entries
+        super().__init__(manifest, first, Session(backend, exam), 0, on_miss, outputs, cast)
         self._others: dict[str, Entry] = {}  # what is in here must not hold the program, which closes when it is forgotten
         if others and self.name != FORWARD:
-            self._others[self.name] = Entry(first, self._session, 0, on_miss, outputs, cast)
-            self._flatten, self._flat = _refusal([first.entry, *[other.entry for other in others]]), -1
+            self._others[self.name] = Entry(manifest, first, self._session, 0, on_miss, outputs, cast)
+            self._flatten, self._flat = _refusal([entry.name for entry in manifest.entries]), -1
             self._ends = (self._flatten, self._build, self._flat)
         number = len(first.programs)
         for other in others:
-            self._others[other.entry] = Entry(other, self._session, number, on_miss, outputs, cast)
+            self._others[other.name] = Entry(manifest, other, self._session, number, on_miss, outputs, cast)
             number += len(other.programs)
         self.memory = dict(manifest.memories)
         self._root: Program | None = None
         self._sessions = Sessions()
         self._finalizer = weakref.finalize(self._session, backend.close)
         self._finalizer.atexit = False
-        if manifest.random >= 0:  # every session draws random numbers of its own
+        if manifest.random is not None:  # every session draws random numbers of its own
             try:
                 self.seed(int.from_bytes(os.urandom(8), "little") >> 1)
             except BaseException:
@@ -207,7 +206,7 @@ class Program(Entry):
         if int_keys:
             return super().warmup(*int_keys)
         entries = self.entries.values()
-        self._session.warm_up([(entry.manifest, key, entry.replay) for entry in entries for key in entry.int_keys])
+        self._session.warm_up(self.manifest, [(entry.spec, key, entry.replay) for entry in entries for key in entry.int_keys])
 
     def profile(self) -> Profile:
         """Times the calls that are made inside `with program.profile() as profile:`, and every step of theirs.

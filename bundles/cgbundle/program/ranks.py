@@ -34,7 +34,8 @@ class RanksBackend(ExchangingBackend):
         self, bundle: Archive, others: Sequence[Archive], devices: Sequence[int], mode: str = "graph", *,
         context: Context | None = None, poison: int | None = None, threads: int | None = None, timeout: float = 30.0,
     ) -> None:  # fmt: skip
-        (world,) = bundle.manifest.world
+        world = bundle.manifest.world
+        assert world is not None
         self._world, self._timeout = world, timeout
         self._others: list[CudaBackend] = []
         with ExitStack() as undo:
@@ -156,7 +157,8 @@ class RanksBackend(ExchangingBackend):
 
 def _contexts(bundle: Archive, devices: Sequence[int], first: Context | None, cleanup: ExitStack) -> list[Context]:
     """A context for each rank, with a share that `cleanup` gives back.  Raises ranks-refused, wrong-machine."""
-    (world,) = bundle.manifest.world
+    world = bundle.manifest.world
+    assert world is not None
     if len(devices) != world.size:
         if first is not None:
             first.release()

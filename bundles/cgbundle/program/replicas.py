@@ -113,7 +113,7 @@ class ReplicatedEntry:
         first = entries[0]
         self.name, self.int_keys, self.inputs, self.outputs = first.name, first.int_keys, first.inputs, first.outputs
         self._each, self._load = tuple(entries), load
-        self._flatten = flattener(first.manifest.call, first.manifest.parameters)
+        self._flatten = flattener(first.spec.call, first.spec.parameters)
         manifest = first.manifest
         self._state = [row.name for place, row in enumerate(manifest.weights) if row.memory == "state" and place != manifest.random]
 

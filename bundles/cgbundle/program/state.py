@@ -77,13 +77,13 @@ class State(Mapping[str, Tensor]):
 
     def seed(self, number: int) -> None:
         """Begins the random numbers anew, as `Program.seed`."""
-        if self._random < 0:
+        if self._random is None:
             raise StateMissing("state-missing", f"program {self._program!r} has no seed: its model draws no random numbers")
         if not 0 <= number < SEEDS:
             raise ValueError(f"seed {number}: expected an integer from 0 to 2**63 - 1")
         self._refuse_capture()
-        memory = ctypes.create_string_buffer(pack("<qq", number, 0), 16)
-        during(self._backend, None, lambda stream: self._backend.store(self._random, ctypes.addressof(memory), None, stream))
+        place, memory = self._random, ctypes.create_string_buffer(pack("<qq", number, 0), 16)
+        during(self._backend, None, lambda stream: self._backend.store(place, ctypes.addressof(memory), None, stream))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._places)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ..errors import BundleError
 from ..format.file_names import EXAM, exam_entry
 from ..format.safetensors import Mapped
-from ..format.schema import Manifest, Proof
+from ..format.schema import EntrySpec, Manifest
 from .tensor import Tensor, from_bytes
 
 WAIVER = "mismatched-integers"
@@ -35,7 +35,8 @@ Source: cgcompile/transforms/near_ties.
 
 @dataclass(frozen=True, slots=True)
 class ExamTensor:
-    """A tensor that is compared: `kind` is output, written or state, `index` its position in the signature or the weights."""
+    """A tensor that is compared: `kind` is output, mutated (an input) or state, `index` its position in the signature or in the
+    weights."""
 
     kind: str
     index: int
@@ -45,23 +46,16 @@ class ExamTensor:
     @property
     def title(self) -> str:
         """`output logits (bfloat16)`."""
-        return f"{'input' if self.kind == 'written' else self.kind} {self.name} ({self.dtype})"
+        return f"{'input' if self.kind == 'mutated' else self.kind} {self.name} ({self.dtype})"
 
 
-def exam_tensors(manifest: Manifest) -> list[ExamTensor]:
+def exam_tensors(manifest: Manifest, entry: EntrySpec) -> list[ExamTensor]:
     """The outputs, the inputs that a call changes, and the weights of memory state, in this order."""
-    found = [ExamTensor("output", index, spec.name, spec.dtype) for index, spec in enumerate(manifest.outputs)]
-    written = [(index, manifest.inputs[index]) for index in manifest.written]
-    found += [ExamTensor("written", index, spec.name, spec.dtype) for index, spec in written]
+    found = [ExamTensor("output", index, spec.name, spec.dtype) for index, spec in enumerate(entry.outputs)]
+    mutated = [(index, entry.inputs[index]) for index in entry.mutated_inputs]
+    found += [ExamTensor("mutated", index, spec.name, spec.dtype) for index, spec in mutated]
     state = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == "state"]
     return found + [ExamTensor("state", index, weight.name, weight.dtype) for index, weight in state]
-
-
-def bounds(manifest: Manifest, proof: Proof) -> tuple[float, ...]:
-    """The bound of every tensor that is compared.  Before format version 4 a key has one, which is that of floats."""
-    if manifest.exam.bounds or manifest.format >= 4:
-        return manifest.exam.bounds
-    return tuple([0.0 if is_exact(each.dtype) else proof.tolerance for each in exam_tensors(manifest)])
 
 
 def is_exact(dtype: str) -> bool:
@@ -69,9 +63,9 @@ def is_exact(dtype: str) -> bool:
     return not dtype.startswith(("float", "bfloat", "complex"))
 
 
-def inputs_of(exam: Mapped, manifest: Manifest, key: tuple[int, ...]) -> list[Tensor]:
+def inputs_of(exam: Mapped, entry: EntrySpec, key: tuple[int, ...]) -> list[Tensor]:
     """The exam's inputs for `key`, copied."""
-    names = [exam_entry(key, "input", index, manifest.entry) for index in range(len(manifest.inputs))]
+    names = [exam_entry(key, "input", index, entry.name) for index in range(len(entry.inputs))]
     return [from_bytes(stored(exam, name), exam.entries[name].dtype, exam.entries[name].shape) for name in names]
 
 

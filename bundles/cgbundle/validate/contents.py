@@ -7,14 +7,13 @@ from collections.abc import Mapping, Sequence
 from ..errors import BundleError
 from ..format import file_names
 from ..format.archive import Archive
-from ..format.entries import each_entry
 from ..format.safetensors import Entry
 from ..format.schema import MEMORIES, Weight
 from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
 from . import host_code
 from .require import require
-from .state import reserved_for_others
+from .state import donated_by_others
 
 
 def check_weights(bundle: Archive) -> None:
@@ -52,19 +51,17 @@ def check_tables(bundle: Archive) -> None:
     manifest = bundle.manifest
     memories = graph_memories(manifest.memories)
     images = file_names.kernel_images(manifest)
-    rows = [
-        (each, reserved_for_others(manifest, each.entry), program) for each in each_entry(manifest) for program in each.programs
-    ]
-    for entry, reserved, program in rows:
-        allowed = writable(entry, program)
+    rows = [(entry, donated_by_others(manifest, entry.name), program) for entry in manifest.entries for program in entry.programs]
+    for entry, donated, program in rows:
+        allowed = writable(manifest, entry, program)
         for place, step in enumerate(program.steps):
             if step.kind != "graph":
                 continue
             table = Table(bundle.data(step.file), step.file)
             check_recording(table, memories, images)
-            exchanges(table, manifest.world[0] if manifest.world else None)
-            if manifest.reserved:
-                check_untouched(table, reserved)
+            exchanges(table, manifest.world)
+            if manifest.donated:
+                check_untouched(table, donated)
             if tuple(table.key) != program.key:
                 found = f"key: {tuple(table.key)}, the manifest uses it for {program.key}"
                 raise BundleError("table-invalid", f"{step.file}: {found}")
@@ -74,21 +71,19 @@ def check_tables(bundle: Archive) -> None:
         states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
         check_module_states(states, manifest.module_state, memories, images)
         inputs = any(MEMORIES[row.target.memory] == "inputs" for state in states for row in state.relocations)
-        if manifest.chains and inputs:
-            text = f"{manifest.module_state}: a variable points at memory inputs, and chains give calls inputs that lie elsewhere"
+        if manifest.donations and inputs:
+            text = (
+                f"{manifest.module_state}: a variable points at memory inputs, and donations give calls inputs that lie elsewhere"
+            )
             raise BundleError("table-invalid", text)
 
 
 def check_host_code(bundle: Archive) -> None:
-    """Raises manifest-invalid unless every shared object was built for the manifest's rows.  Those of a format version before
-    `host_code.SINCE` do not say."""
+    """Raises manifest-invalid unless every shared object was built for the manifest's rows."""
     manifest = bundle.manifest
-    if manifest.format < host_code.SINCE:
-        return
-    each = each_entry(manifest)
     for index, region in enumerate(manifest.regions):
         if region.file:
-            found, expected = host_code.read(bundle.data(region.file)), host_code.described(host_code.owner(each, index), index)
+            found, expected = host_code.read(bundle.data(region.file)), host_code.described(manifest, index)
             where = f"regions[{index}].file"
             require(found is not None, where, f"{region.file} does not say what it was built for")
             if found != expected:

@@ -9,24 +9,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
-from ..format.entries import each_entry
 from ..format.json_text import parse
-from ..format.schema import Manifest, Value, Weight
-from ..format.versions import ADDED, SPARSE
-
-SINCE = 4
-"""The format version from which on every shared object of a bundle has its rows."""
+from ..format.schema import EntrySpec, Manifest, Value, Weight
 
 MAGIC = b"cgb-rows"
 """The last bytes of the file; before them the length of the rows in 8 bytes, and before that the rows."""
 
-SIGNATURE = ("dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result")
-"""What says how the code of a whole model is called, beside its values: fields of the manifest."""
+SIGNATURE = ("name", "dimensions", "inputs", "mutated_inputs", "outputs", "aliases", "call", "parameters", "result")
+"""What says how the code of a whole model is called, beside its values: fields of the entry."""
 
 CONTENTS = ("zeros",)
 """Fields of rows that say what is in memory, on which code does not depend."""
@@ -36,21 +30,20 @@ _WEIGHT, _VALUE = [
 ]
 
 
-def owner(each: Sequence[Manifest], region: int) -> Manifest:
-    """Of the entries' manifests the one whose programs run host region number `region`; the first where none does."""
-    return next((one for one in each if region in host_regions(one)), each[0])
+def _owner(manifest: Manifest, region: int) -> EntrySpec:
+    """The entry whose programs run host region number `region`; the first where none does."""
+    return next((entry for entry in manifest.entries if region in host_regions(entry)), manifest.entries[0])
 
 
-def host_regions(manifest: Manifest) -> set[int]:
+def host_regions(entry: EntrySpec) -> set[int]:
     """The numbers of the host regions that an entry's programs run."""
-    return {step.region for program in manifest.programs for step in program.steps if step.kind == "host"}
+    return {step.region for program in entry.programs for step in program.steps if step.kind == "host"}
 
 
 def described(manifest: Manifest, region: int) -> bytes:
-    """The rows that the code of host region number `region` depends on, as canonical JSON.  `manifest`: of the entry that runs
-    it."""
-    row = manifest.regions[region]
-    steps = [(program, step) for program in manifest.programs for step in program.steps if step.kind == "host"]
+    """The rows that the code of host region number `region` depends on, as canonical JSON."""
+    row, entry = manifest.regions[region], _owner(manifest, region)
+    steps = [(program, step) for program in entry.programs for step in program.steps if step.kind == "host"]
     plain: dict[str, Any] = {
         "constants": [(name, _WEIGHT(manifest.weights[weight])) for name, weight in row.constants],
         "calls": [
@@ -60,18 +53,16 @@ def described(manifest: Manifest, region: int) -> bytes:
         ],
     }
     if manifest.target.kind == "cpu":
-        plain |= {name: _plain(getattr(manifest, name)) for name in SIGNATURE}
-        if manifest.format >= 5:
-            plain["entry"] = manifest.entry
+        plain |= {name: _plain(getattr(entry, name)) for name in SIGNATURE}
+        plain["random"] = manifest.random
     return json.dumps(plain, sort_keys=True, separators=(",", ":")).encode()
 
 
 def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
     """Writes the rows behind every shared object of the bundle in `folder`.  Its files must be described anew."""
-    each = each_entry(manifest)
     for index, region in enumerate(manifest.regions):
         if region.file:
-            text = described(owner(each, index), index)
+            text = described(manifest, index)
             with open(os.path.join(folder, region.file), "ab") as file:
                 file.write(text + len(text).to_bytes(8, "little") + MAGIC)
 
@@ -95,11 +86,9 @@ def difference(found: bytes, expected: bytes) -> str:
 
 
 def _plain(value: Any) -> Any:
-    """A record as the list of its fields, without those that a manifest leaves out."""
+    """A record as the list of its fields."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if is_dataclass(value) and not isinstance(value, type):
-        kind = type(value).__name__
-        rows = [((kind, field.name), getattr(value, field.name)) for field in fields(value)]
-        return [_plain(item) for name, item in rows if name not in SPARSE or item != ADDED[name][1]]
+        return [_plain(getattr(value, field.name)) for field in fields(value)]
     return value

@@ -13,7 +13,7 @@ from heapq import heappop, heappush
 from typing import TYPE_CHECKING, NoReturn
 
 from ..errors import BundleError
-from ..format.schema import MEMORIES, Manifest, Program
+from ..format.schema import MEMORIES, EntrySpec, Manifest, Program
 from ..format.spans import Cover, Spans, extent, span
 
 if TYPE_CHECKING:
@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 KEPT = {
     "weights": "which no call changes",
-    "state": "not all of it in one buffer that `changes` names",
-    "inputs": "not all of it in one input that `written` names",
+    "state": "not all of it in one buffer that `mutated_buffers` names",
+    "inputs": "not all of it in one input that `mutated_inputs` names",
 }
 """Memories whose contents are not the recording's to change, and what is wrong with a write there."""
 
@@ -127,30 +127,23 @@ def check_overwrites(program: Program, place: int, table: Table) -> None:
             raise BundleError("table-invalid", f"{table.where}: a node uses {used}, and the step does not name it")
 
 
-def changed_state(manifest: Manifest) -> list[int]:
-    """Positions of the weights that calls of the manifest's entry change.  Before format version 5 they may change all state."""
-    if manifest.format >= 5:
-        return list(manifest.changes)
-    return [index for index, weight in enumerate(manifest.weights) if weight.memory == "state"]
-
-
-def changed_rows(manifest: Manifest) -> list[tuple[str, int, int]]:
-    """(memory, first byte, the one behind the last) of the state that calls of the manifest's entry change."""
-    rows = [manifest.weights[index] for index in changed_state(manifest)]
+def changed_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, int, int]]:
+    """(memory, first byte, the one behind the last) of the state that calls of the entry change."""
+    rows = [manifest.weights[index] for index in entry.mutated_buffers]
     return [(row.memory, row.offset, row.offset + span(row)) for row in rows]
 
 
-def writable(manifest: Manifest, program: Program) -> Cover:
-    """What the recordings of an entry's program may write to beside the arena; `manifest` is the entry's.
+def writable(manifest: Manifest, entry: EntrySpec, program: Program) -> Cover:
+    """What the recordings of an entry's program may write to beside the arena.
 
     Beside state and inputs that calls change, these are values that copy steps put into memory inputs.  They lie over no input that
     calls leave as it is: `check_order` holds.
     """
-    chosen = [program.inputs[index] for index in manifest.written]
+    chosen = [program.inputs[index] for index in entry.mutated_inputs]
     chosen += [index for step in program.steps if step.kind == "copy" for index in step.outputs]
     values = [program.values[index] for index in chosen]
     rows = [(value.memory, *extent(value)) for value in values if value.memory == "inputs"]
-    return Cover([*rows, *changed_rows(manifest)])
+    return Cover([*rows, *changed_rows(manifest, entry)])
 
 
 def check_targets(table: Table, allowed: Cover) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..format.safetensors import ALIGNMENT
-from ..format.schema import DTYPES, KERNEL_CODE, MEMORIES, Manifest, Weight
-from ..format.spans import HOST_ONLY, span
+from ..format.schema import KERNEL_CODE, MEMORIES, Manifest, Weight
+from ..format.spans import HOST, span
 from .programs import checked_span
 from .require import require
 from .state import STATE
@@ -24,19 +24,16 @@ def check_memories(manifest: Manifest) -> None:
     """Raises manifest-invalid unless each memory stands once.  On a CPU they are as large as what lies in them."""
     seen = [name for name, _ in manifest.memories]
     require(len(set(seen)) == len(seen) and set(seen) <= {*MEMORIES, KERNEL_CODE}, "memories", f"unknown or double name in {seen}")
-    for name, size in manifest.memories:
-        require(size >= 0, f"memories.{name}", f"{size} bytes")
 
 
 def check_world(manifest: Manifest) -> None:
     """Raises manifest-invalid unless a bundle over several devices is one of graphs for GPUs, and its memory peer holds a part for
     each rank; other bundles have no such memory."""
     peer = dict(manifest.memories).get("peer")
-    if not manifest.world:
+    world = manifest.world
+    if world is None:
         require(peer is None, "memories.peer", "a bundle for one device has none")
         return
-    (world, *more) = manifest.world
-    require(not more, "world", "stands more than once")
     require(manifest.target.kind == "cuda", "world", "the ranks of a model are GPUs")
     require(world.size in WORLDS, "world.size", f"{world.size}, expected {WORLDS[0]} to {WORLDS[-1]}")
     require(0 <= world.rank < world.size, "world.rank", f"{world.rank} of {world.size}")
@@ -47,7 +44,7 @@ def check_world(manifest: Manifest) -> None:
     require(peer == world.size * world.stride, "memories.peer", f"{peer}, {world.size} parts of {world.stride} bytes are expected")
     hosted = next((index for index, region in enumerate(manifest.regions) if region.kind == "host"), None)
     require(hosted is None, f"regions[{hosted}]", "a bundle over several GPUs has no operations on the host")
-    require(not manifest.chains and not manifest.module_state, "world", "with chains, or variables of kernels")
+    require(not manifest.donations and not manifest.module_state, "world", "with donations, or variables of kernels")
 
 
 def check_weight_rows(manifest: Manifest) -> None:
@@ -57,17 +54,17 @@ def check_weight_rows(manifest: Manifest) -> None:
     used = {weight.tensor for index, weight in enumerate(manifest.weights) if index in positions}
     for index, weight in enumerate(manifest.weights):
         where = f"weights[{index}]"
-        require(weight.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {weight.dtype!r}")
         checked_span(where, weight)
         require(_is_packed(weight.shape, weight.strides), f"{where}.strides", "leave gaps or overlap")
         require(not weight.zeros or weight.memory == STATE, f"{where}.zeros", "of a weight that is no state")
         if weight.memory == STATE:
             continue  # check_state does
-        require(weight.memory == "weights", f"{where}.memory", f"a weight in memory {weight.memory!r}")
         if manifest.target.kind == "cpu":
+            require(weight.memory == "weights", f"{where}.memory", "a weight of the cpu target beside its memory")
             require(weight.offset == 0, f"{where}.offset", "a weight of the cpu target lies where the file has it")
-        elif weight.offset == HOST_ONLY:
-            require(weight.tensor in used, f"{where}.offset", "is not on the GPU, and no host region uses it")
+        elif weight.memory == HOST:
+            require(weight.tensor in used, f"{where}.memory", "is not on the GPU, and no host region uses it")
+            require(weight.offset == 0, f"{where}.offset", "a weight of the host lies where the file has it")
         else:
             require(weight.offset % ALIGNMENT == 0, f"{where}.offset", "is not aligned")
     _check_ties(manifest.weights)
@@ -75,16 +72,14 @@ def check_weight_rows(manifest: Manifest) -> None:
 
 
 def check_computed(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless `tables` are ascending weights on a GPU, not tied, that nothing changes and no host region
-    reads."""
+    """Raises manifest-invalid unless what the build `computed` are weights on a GPU, not tied, that nothing changes and no host
+    region reads."""
     read = {weight for region in manifest.regions for _, weight in region.constants}
-    users = Counter([weight.tensor for weight in manifest.weights]) if manifest.tables else {}
-    for place, index in enumerate(manifest.tables):
-        where = f"tables[{place}]"
-        ascends = index > (manifest.tables[place - 1] if place else -1)
-        require(ascends and index < len(manifest.weights), where, "is no weight, or not ascending")
-        row = manifest.weights[index]
-        there = manifest.target.kind == "cuda" and row.memory == "weights" and row.offset != HOST_ONLY
+    computed = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.computed]
+    users = Counter([weight.tensor for weight in manifest.weights]) if computed else {}
+    for index, row in computed:
+        where = f"weights[{index}].computed"
+        there = manifest.target.kind == "cuda" and row.memory == "weights"
         require(there and index not in read, where, f"{row.name!r} is not read by a GPU alone")
         require(users[row.tensor] == 1, where, f"{row.tensor!r} is another weight's, too")
 
@@ -100,16 +95,16 @@ def _check_ties(weights: Sequence[Weight]) -> None:
         known = owner is not None and owner.tensor == weight.tensor
         require(known, f"{where}.tensor", f"{weight.tensor[:80]!r} is the name of no weight that lies there")
         assert owner is not None
-        own, other = [(row.dtype, row.shape, row.strides, row.memory) for row in (weight, owner)]
+        own, other = [(row.dtype, row.shape, row.strides, row.memory == STATE) for row in (weight, owner)]
         require(own == other, where, f"is laid out otherwise than {owner.name!r}, the same tensor")
-        apart = HOST_ONLY in (weight.offset, owner.offset)
+        apart = HOST in (weight.memory, owner.memory)
         require(apart or weight.offset == owner.offset, f"{where}.offset", f"lies elsewhere than {owner.name!r}, the same tensor")
 
 
 def _check_places(manifest: Manifest) -> None:
     """Tensors lie in their memory, and beside each other."""
     memories = dict(manifest.memories)
-    rows = {row.tensor: (index, row) for index, row in enumerate(manifest.weights) if row.offset != HOST_ONLY}.values()
+    rows = {row.tensor: (index, row) for index, row in enumerate(manifest.weights) if row.memory != HOST}.values()
     if manifest.target.kind == "cpu":
         sizes = {"weights": sum(span(row) for _, row in rows if row.memory == "weights")}
         ends = [row.offset + span(row) for _, row in rows if row.memory == STATE]
@@ -121,8 +116,8 @@ def _check_places(manifest: Manifest) -> None:
         )
         return
     places = sorted([(row.offset, row.offset + span(row), index) for index, row in rows if row.memory == "weights"])
-    for begin, end, index in places:
-        require(begin >= 0 and end <= memories.get("weights", 0), f"weights[{index}].offset", "outside memory weights")
+    for _, end, index in places:
+        require(end <= memories.get("weights", 0), f"weights[{index}].offset", "outside memory weights")
     for (_, end, _), (begin, _, index) in pairwise(places):
         require(end <= begin, f"weights[{index}].offset", "overlaps another weight")
 

@@ -9,7 +9,7 @@ from math import prod
 from ..errors import BundleError
 from ..format import limits
 from ..format.safetensors import nbytes
-from ..format.schema import DTYPES, MEMORIES, Manifest, Program, TensorSpec, Value, Weight
+from ..format.schema import EntrySpec, Manifest, Program, TensorSpec, Value, Weight
 from ..format.size_expressions import evaluate, operands
 from ..format.spans import span
 from ..tensors.tensor import is_dense
@@ -17,35 +17,35 @@ from .require import require
 from .steps import check_steps
 
 
-def check_programs(manifest: Manifest) -> None:
+def check_programs(manifest: Manifest, entry: EntrySpec) -> None:
     """Raises manifest-invalid unless the programs are sound."""
-    count = prod(len(dimension.sizes) for dimension in manifest.dimensions)
-    require(len(manifest.programs) == count, "programs", f"{len(manifest.programs)}, the dimensions' sizes make {count}")
-    keys = list(product(*[dimension.sizes for dimension in manifest.dimensions]))
-    found = [program.key for program in manifest.programs]
+    count = prod(len(dimension.sizes) for dimension in entry.dimensions)
+    require(len(entry.programs) == count, "programs", f"{len(entry.programs)}, the dimensions' sizes make {count}")
+    keys = list(product(*[dimension.sizes for dimension in entry.dimensions]))
+    found = [program.key for program in entry.programs]
     require(found == keys, "programs", f"keys {found[:4]}... are not the product of the dimensions' sizes")
-    for index, program in enumerate(manifest.programs):
-        _check_program(manifest, program, f"programs[{index}]")
+    for index, program in enumerate(entry.programs):
+        _check_program(manifest, entry, program, f"programs[{index}]")
 
 
-def check_size_evaluations(each: Sequence[Manifest]) -> None:
-    """Raises manifest-invalid where the shapes of all entries, given one manifest for each, cost too much to work out."""
+def check_size_evaluations(entries: Sequence[EntrySpec]) -> None:
+    """Raises manifest-invalid where the shapes of all entries cost too much to work out."""
     total = 0
-    for manifest in each:
-        sizes = sum(operands(size) for spec in (*manifest.inputs, *manifest.outputs) for size in spec.shape)
-        total += sizes * len(manifest.programs)
+    for entry in entries:
+        sizes = sum(operands(size) for spec in (*entry.inputs, *entry.outputs) for size in spec.shape)
+        total += sizes * len(entry.programs)
         few = total <= limits.SIZE_EVALUATIONS
-        text = f"{len(manifest.programs)} of {sizes} sizes and operators, more than the limit of {limits.SIZE_EVALUATIONS} in all"
+        text = f"{len(entry.programs)} of {sizes} sizes and operators, more than the limit of {limits.SIZE_EVALUATIONS} in all"
         require(few, "programs", text)
 
 
-def _check_program(manifest: Manifest, program: Program, where: str) -> None:
+def _check_program(manifest: Manifest, entry: EntrySpec, program: Program, where: str) -> None:
     memories = dict(manifest.memories)
-    aliases = {program.outputs[alias.output] for alias in manifest.aliases if alias.output < len(program.outputs)}
+    aliases = {program.outputs[alias.output] for alias in entry.aliases if alias.output < len(program.outputs)}
     for place, value in enumerate(program.values):
         _check_value(manifest, memories, value, f"{where}.values[{place}]", alias=place in aliases)
-    sizes = {dimension.name: size for dimension, size in zip(manifest.dimensions, program.key, strict=True)}
-    for kind, positions, specs in (("inputs", program.inputs, manifest.inputs), ("outputs", program.outputs, manifest.outputs)):
+    sizes = {dimension.name: size for dimension, size in zip(entry.dimensions, program.key, strict=True)}
+    for kind, positions, specs in (("inputs", program.inputs, entry.inputs), ("outputs", program.outputs, entry.outputs)):
         require(len(positions) == len(specs), f"{where}.{kind}", f"{len(positions)} values, the signature has {len(specs)}")
         for place, (position, spec) in enumerate(zip(positions, specs, strict=True)):
             at = f"{where}.{kind}[{place}]"
@@ -58,12 +58,12 @@ def _check_program(manifest: Manifest, program: Program, where: str) -> None:
                 ordered = is_dense(value.shape, value.strides, spec.order)
                 require(ordered, at, f"strides {list(value.strides)} are not those of the signature's order {list(spec.order)}")
     for field, memory, size in (("arena", "arena", program.arena), ("static", "inputs", program.static)):
-        require(0 <= size <= memories.get(memory, 0), f"{where}.{field}", f"{size} bytes, memory {memory} has less")
+        require(size <= memories.get(memory, 0), f"{where}.{field}", f"{size} bytes, memory {memory} has less")
         for place, value in enumerate(program.values):
             inside = value.memory != memory or value.offset + span(value) <= size
             require(inside, f"{where}.values[{place}].offset", f"ends behind the program's {size} bytes of memory {memory}")
     _check_inputs(manifest.target.kind, program, where)
-    check_steps(manifest, program, where)
+    check_steps(manifest, entry, program, where)
     if program.lowerings:
         _check_lowerings(program, where)
 
@@ -112,8 +112,6 @@ def _shape(spec: TensorSpec, sizes: Mapping[str, int], where: str) -> tuple[int,
 
 def _check_value(manifest: Manifest, memories: dict[str, int], value: Value, where: str, *, alias: bool) -> None:
     """`alias`: it is an output that shares memory, whose offset on the cpu target counts from what it shares that with."""
-    require(value.dtype in DTYPES, f"{where}.dtype", f"unknown dtype {value.dtype!r}")
-    require(value.memory in MEMORIES, f"{where}.memory", f"unknown memory {value.memory!r}")
     require(value.memory != "peer", f"{where}.memory", "a value in memory peer, where addresses alone lie")
     size = checked_span(where, value)
     if manifest.target.kind == "cpu":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..errors import BundleError
-from ..format.schema import Manifest
+from ..format.schema import EntrySpec
 
 
 def require(holds: bool, where: str, message: str) -> None:
@@ -12,8 +12,8 @@ def require(holds: bool, where: str, message: str) -> None:
         raise BundleError("manifest-invalid", f"{where}: {message}")
 
 
-def require_whole_calls(manifest: Manifest, reason: str) -> None:
+def require_whole_calls(entry: EntrySpec, reason: str) -> None:
     """Raises manifest-invalid where a call may be padded or cut."""
-    for index, dimension in enumerate(manifest.dimensions):
+    for index, dimension in enumerate(entry.dimensions):
         whole = dimension.pad == "no" and not dimension.chunk
         require(whole, f"dimensions[{index}].pad", f"{dimension.name} is padded or cut, and {reason}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from ..format.schema import Alias, Manifest, Program, Region, Step
+from ..format.schema import Alias, EntrySpec, Manifest, Program, Region, Step
 from ..format.spans import Cover, Spans, extent, span
 from .lifetimes import changed_rows, check_lifetimes
 from .require import require
@@ -15,13 +15,12 @@ PERSISTENT = ("weights", "state")
 """Memories that hold their contents from call to call: a step may read there what no step of its program wrote."""
 
 
-def check_steps(manifest: Manifest, program: Program, where: str) -> None:
+def check_steps(manifest: Manifest, entry: EntrySpec, program: Program, where: str) -> None:
     """Raises manifest-invalid unless the program's steps are sound; `where` is the program's path in the manifest."""
     require(bool(program.steps), f"{where}.steps", "no step")
-    changing = Cover(changed_rows(manifest))
+    changing = Cover(changed_rows(manifest, entry))
     for place, step in enumerate(program.steps):
         at = f"{where}.steps[{place}]"
-        require(step.kind in ("graph", "host", "copy"), f"{at}.kind", f"unknown kind {step.kind!r}")
         require(all(0 <= value < len(program.values) for value in (*step.inputs, *step.outputs)), at, "no such value")
         require((step.kind == "graph") == bool(step.file), f"{at}.file", "a graph step has a table, others none")
         if step.kind == "copy":
@@ -34,7 +33,7 @@ def check_steps(manifest: Manifest, program: Program, where: str) -> None:
         require(whole, f"{where}.steps", "a cpu program is one host step over the call's values")
     else:
         _check_sides(program, where)
-        check_order(program, where, {alias.output: alias for alias in manifest.aliases}, manifest.written)
+        check_order(program, where, {alias.output: alias for alias in entry.aliases}, entry.mutated_inputs)
         check_lifetimes(program, where)
 
 
@@ -44,7 +43,7 @@ def _check_copy(program: Program, step: Step, changing: Cover, at: str) -> None:
     same = (source.dtype, source.shape, source.strides) == (target.dtype, target.shape, target.strides)
     require(same, at, "a copy between values of different layouts")
     known = target.memory != "state" or not span(target) or changing.holds(target.memory, *extent(target))
-    require(known, at, "copies into memory state, outside of the buffers that `changes` names")
+    require(known, at, "copies into memory state, outside of the buffers that `mutated_buffers` names")
 
 
 def _check_region(regions: tuple[Region, ...], step: Step, at: str) -> None:

@@ -248,6 +248,6 @@ def _of_bundle(path: str) -> NamedContents:
     Raises what reading its manifest does."""
     manifest = Archive(path).manifest
     stored = _of_file(os.path.join(path, WEIGHTS))
-    left_out = {row.weight for row in manifest.fixed if row.reason not in (FOLDED, BAKED)}
-    rows = [row for index, row in enumerate(manifest.weights) if index not in left_out and row.memory == "weights"]
+    left_out = {row.weight for row in manifest.frozen if row.reason not in (FOLDED, BAKED)}
+    rows = [row for index, row in enumerate(manifest.weights) if index not in left_out and row.memory != "state"]
     return {row.name: stored[row.tensor]._replace(shape=row.shape, strides=row.strides) for row in rows if row.tensor in stored}

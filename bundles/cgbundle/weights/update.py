@@ -6,25 +6,22 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 from ..errors import CallError
-from ..format.schema import FixedWeight, Manifest, Weight
-from ..validate.state import BAKED, CONSTANT, FOLDED, STATE
+from ..format.schema import FrozenWeight, Manifest, Weight
+from ..validate.state import BAKED, CONSTANT, FOLDED
 from .contents import Contents, NamedContents, contents_of, files_of, invalid
-
-SINCE = 6
-"""The format version from which on a manifest says which weights may be updated."""
 
 REASONS = {
     CONSTANT: "is a constant of the model, and not in its state_dict",
     FOLDED: "was folded: compiled code holds values that were computed from it",
     BAKED: "was read by Python at {where} while the bundle was built, which went on by its value",
-    STATE: "is state, which calls change",
+    "state": "is state, which calls change",
 }
 
 HINTS = {
     CONSTANT: "leave it out",
     FOLDED: "build the bundle again with the new weights",
     BAKED: "build the bundle again with the new weights",
-    STATE: "leave it out; `program.state` writes state",
+    "state": "leave it out; `program.state` writes state",
 }
 
 
@@ -59,7 +56,7 @@ def checked(manifest: Manifest, named: NamedContents, device: int | None, *, par
     for index, row in enumerate(manifest.weights):
         first.setdefault(row.tensor, index)
     chosen: dict[int, tuple[str, Contents]] = {}
-    kept: list[tuple[str, Contents, Weight, FixedWeight]] = []
+    kept: list[tuple[str, Contents, Weight, FrozenWeight]] = []
     for name, contents in named.items():
         index, row = rows[name]
         _check_kind(name, contents, row, device)
@@ -75,24 +72,21 @@ def checked(manifest: Manifest, named: NamedContents, device: int | None, *, par
 
 
 def updatable(manifest: Manifest) -> tuple[list[str], dict[str, str]]:
-    """The names of the weights that an update changes, and of the others with the reasons, as `FixedWeight` has them."""
+    """The names of the weights that an update changes, and of the others with the reasons, as `FrozenWeight` has them."""
     fixed = _fixed(manifest)
     names = [row.name for row in manifest.weights if row.tensor not in fixed]
     return names, {row.name: fixed[row.tensor].reason for row in manifest.weights if row.tensor in fixed}
 
 
-def _fixed(manifest: Manifest) -> dict[str, FixedWeight]:
+def _fixed(manifest: Manifest) -> dict[str, FrozenWeight]:
     """By the tensor."""
-    known = {manifest.weights[row.weight].tensor: row for row in manifest.fixed}
-    state = [(index, row.tensor) for index, row in enumerate(manifest.weights) if row.memory == STATE]
-    return {tensor: FixedWeight(weight=index, reason=STATE, sha256="") for index, tensor in state} | known
+    known = {manifest.weights[row.weight].tensor: row for row in manifest.frozen}
+    state = [(index, row.tensor) for index, row in enumerate(manifest.weights) if row.memory == "state"]
+    return {tensor: FrozenWeight(weight=index, reason="state", sha256="") for index, tensor in state} | known
 
 
 def _check_names(listed: Iterable[object], manifest: Manifest) -> None:
-    """Raises update-invalid for names that are none of the bundle's, and update-refused for a bundle too old to be updated."""
-    if manifest.format < SINCE:
-        text = f"the bundle has format version {manifest.format}, which does not say what its code holds of the weights"
-        raise CallError("update-refused", text, "build it again")
+    """Raises update-invalid for names that are none of the bundle's."""
     known = dict.fromkeys(row.name for row in manifest.weights)
     names = [name for name in listed if isinstance(name, str)]
     unknown = next((name for name in names if name not in known), None)
@@ -149,7 +143,7 @@ def _check_tied(name: str, contents: Contents, row: Weight, other: tuple[str, Co
         raise invalid(f"weights {other[0]!r} and {name!r} are one tensor in the model, and differ")
 
 
-def _check_complete(manifest: Manifest, fixed: Mapping[str, FixedWeight], chosen: Mapping[int, tuple[str, Contents]]) -> None:
+def _check_complete(manifest: Manifest, fixed: Mapping[str, FrozenWeight], chosen: Mapping[int, tuple[str, Contents]]) -> None:
     there = {manifest.weights[index].tensor for index in chosen}
     missing = [row for row in manifest.weights if row.tensor not in there and row.tensor not in fixed]
     names = list({row.tensor: row.name for row in reversed(missing)}.values())[::-1]
@@ -160,7 +154,7 @@ def _check_complete(manifest: Manifest, fixed: Mapping[str, FixedWeight], chosen
         )
 
 
-def _check_kept(name: str, contents: Contents, row: Weight, fixed: FixedWeight) -> None:
+def _check_kept(name: str, contents: Contents, row: Weight, fixed: FrozenWeight) -> None:
     if contents.digest(row) != fixed.sha256:
         reason = REASONS[fixed.reason].format(where=fixed.where)
         raise CallError("update-refused", f"weight {name!r} {reason}, and what is given differs", HINTS[fixed.reason])

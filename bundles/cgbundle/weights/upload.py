@@ -24,7 +24,6 @@ from ..format.archive import Archive
 from ..format.file_names import WEIGHTS, weight_files
 from ..format.safetensors import Entry
 from ..format.schema import Weight
-from ..format.spans import HOST_ONLY
 from .reads import Piece, WeightReader, announce, is_cached, place
 
 FIRST = 256 << 20
@@ -64,7 +63,7 @@ def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: in
         if entry is None:
             raise BundleError("weights-invalid", f"{file}: no tensor {weight.tensor!r}, which weight {weight.name!r} names")
         size = entry.end - entry.begin
-        if weight.offset == HOST_ONLY or not size:
+        if not size:
             continue
         if weight.offset + size > capacity:
             text = f"weight {weight.name!r}: {size} bytes at {weight.offset} of memory weights, which has {capacity}"

@@ -10,7 +10,7 @@ import torch
 
 from cgbundle.format import safetensors
 from cgbundle.format.schema import Weight
-from cgbundle.format.spans import HOST_ONLY
+from cgbundle.format.spans import HOST
 
 from ...model.flat_module import PREFIX
 from ...targets.memory_layout import tensor_bytes
@@ -35,7 +35,7 @@ def upload(path: Path, rows: Iterable[Weight], buffers: Mapping[str, torch.Tenso
         buffers[row.memory][row.offset : row.offset + tensor_bytes(row.dtype, row.shape)].zero_()
     with open(path, "rb", buffering=0) as file:
         entries = safetensors.read_header(file, str(path))
-        wanted = {row.tensor: row for row in rows if row.offset != HOST_ONLY and not row.zeros}
+        wanted = {row.tensor: row for row in rows if row.memory != HOST and not row.zeros}
         for row in sorted(wanted.values(), key=lambda row: entries[_stored(row)].begin):
             entry = entries[_stored(row)]
             file.seek(entry.begin)
@@ -65,7 +65,7 @@ def _fill(file: Any, view: memoryview) -> None:
 
 def on_host(path: Path, rows: Iterable[Weight]) -> dict[str, torch.Tensor]:
     """The tensors that the host alone reads, by name: views of the mapped file, which takes no memory until it is read."""
-    wanted = [row for row in rows if row.offset == HOST_ONLY]
+    wanted = [row for row in rows if row.memory == HOST]
     if not wanted:
         return {}
     mapped = safetensors.Mapped(str(path), str(path), writable=True)  # torch wants memory that could be written to
@@ -80,7 +80,7 @@ def on_host(path: Path, rows: Iterable[Weight]) -> dict[str, torch.Tensor]:
 
 def digests(rows: Sequence[Weight], buffers: Mapping[str, torch.Tensor]) -> dict[str, int]:
     """64 bits of every tensor's bytes, by name; each change of one word changes them."""
-    own = [row for row in rows if row.tensor == row.name and row.offset != HOST_ONLY]
+    own = [row for row in rows if row.tensor == row.name and row.memory != HOST]
     found = [_digest(buffers[row.memory][row.offset : row.offset + tensor_bytes(row.dtype, row.shape)]) for row in own]
     values = torch.stack(found).tolist() if found else []
     return {row.name: value for row, value in zip(own, values, strict=True)}

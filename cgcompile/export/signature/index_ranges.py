@@ -32,18 +32,18 @@ WIDTH = {torch.uint8: 1, torch.int8: 1, torch.int16: 2, torch.int32: 4, torch.in
 Range = tuple[int, int]
 
 
-def index_ranges(program: ExportedProgram) -> list[tuple[int, ...]]:
-    """(low, high) with low <= element < high of every input of the user's, in order, or () where nothing is known.  Outside of it
+def index_ranges(program: ExportedProgram) -> list[tuple[int, int] | None]:
+    """(low, high) with low <= element < high of every input of the user's, in order, or None where nothing is known.  Outside of it
     eager PyTorch raises."""
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
-    found: list[tuple[int, ...]] = []
+    found: list[tuple[int, int] | None] = []
     for name in program.graph_signature.user_inputs:
         node = placeholders.get(name) if isinstance(name, str) else None
         dtype = _dtype(node)
         ranges = list(_uses(node, 0)) if node is not None and dtype in WIDTH else []
         low = max((low for low, _ in ranges), default=0)
         high = min((high for _, high in ranges), default=0)
-        found.append((low, high) if low < high else ())
+        found.append((low, high) if low < high else None)
     return found
 
 

@@ -95,10 +95,10 @@ def _invert(name: str, scale: int, offset: int, inner: int, shift: int) -> Size:
     return size if inner == 1 else ("//", size, inner)
 
 
-def _widest(ranges: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
+def _widest(ranges: Sequence[tuple[int, int] | None]) -> tuple[int, int] | None:
     """What every program allows of an index: a call outside of it fails at all sizes."""
-    known = [limits for limits in ranges if limits]
-    return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(ranges) else ()
+    known = [limits for limits in ranges if limits is not None]
+    return (min(low for low, _ in known), max(high for _, high in known)) if len(known) == len(ranges) else None
 
 
 def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
@@ -126,7 +126,7 @@ def _inferred(exported: Exported, name: str, index: int) -> TensorSpec:
                 f"{label}: output {name!r}, axis {axis}: its sizes follow no rule, and are too many for a list: {seen}, ...",
             )
         made.append(size)
-    return TensorSpec(name=name, dtype=dtype_name(nodes[0].dtype), shape=tuple(made), order=tuple(range(len(made))), range=())
+    return TensorSpec(name=name, dtype=dtype_name(nodes[0].dtype), shape=tuple(made), order=tuple(range(len(made))))
 
 
 def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], symbols: Mapping[Any, Size]) -> tuple[TensorSpec, ...]:
@@ -136,7 +136,7 @@ def _outputs(source: Source, program: ExportedProgram, names: Sequence[str], sym
     specs = []
     for name, value in zip(names, values, strict=True):
         shape = tuple([size_of(source, name, axis, size, symbols) for axis, size in enumerate(value.shape)])
-        specs.append(TensorSpec(name=name, dtype=dtype_name(value.dtype), shape=shape, order=tuple(range(value.dim())), range=()))
+        specs.append(TensorSpec(name=name, dtype=dtype_name(value.dtype), shape=shape, order=tuple(range(value.dim()))))
     return tuple(specs)
 
 

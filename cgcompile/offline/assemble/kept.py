@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from cgbundle.format.schema import IntKey, Reserved
+from cgbundle.format.schema import DonatedRange, IntKey
 
 from ...targets.cuda.chains import ChainedOutput, refused, reserved_end, reserved_parts
 from ...targets.memory_layout import align
@@ -17,7 +17,7 @@ from ..lowered import TEMPORARY, LoweredProgram
 class Kept:
     """`offsets`: by key, position in `Lowered.buffers` -> offset in memory arena.  `start`: where the arena of all begins."""
 
-    reserved: tuple[Reserved, ...]
+    reserved: tuple[DonatedRange, ...]
     offsets: Mapping[IntKey, Mapping[int, int]]
     start: int
 

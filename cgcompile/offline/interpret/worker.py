@@ -13,7 +13,7 @@ import numpy as np
 
 from cgbundle.format import safetensors
 from cgbundle.format.schema import DTYPES, MEMORIES, Value
-from cgbundle.format.spans import HOST_ONLY, span
+from cgbundle.format.spans import HOST, span
 from cgbundle.tables.module_state import Address
 from cgcompile.bundle.recordings import ConditionalNode, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
@@ -143,7 +143,7 @@ def _fill(memory: Memory, task: Task) -> None:
     for path, placed in task.weights:
         for row in [row for row in placed if row.zeros]:
             memory.span(MEMORIES.index(row.memory), row.offset, span(row), "writes")[...] = 0
-        stored = {(row.tensor, row.memory, row.offset) for row in placed if row.offset != HOST_ONLY and not row.zeros}
+        stored = {(row.tensor, row.memory, row.offset) for row in placed if row.memory != HOST and not row.zeros}
         with open(path, "rb") as file:
             entries = safetensors.read_header(file, path.name)
             for tensor, name, offset in stored:

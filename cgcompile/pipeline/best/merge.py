@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cgbundle.format.schema import MEMORIES, IntKey, Reserved, Value
+from cgbundle.format.schema import MEMORIES, DonatedRange, IntKey, Value
 from cgbundle.tables.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle.recordings import KernelNode, MemcpyNode, MemsetNode, Node
 
@@ -87,7 +87,7 @@ def merged(each: Mapping[str, Recorded], chosen: Mapping[IntKey, str]) -> Record
     )  # fmt: skip
 
 
-def _arena_moves(own: Sequence[Reserved], shared: Sequence[Reserved]) -> tuple[Move, ...]:
+def _arena_moves(own: Sequence[DonatedRange], shared: Sequence[DonatedRange]) -> tuple[Move, ...]:
     """What was reserved for an entry goes to its part of what all share; the rest goes behind, where it keeps its alignment."""
     if not own:
         return ()

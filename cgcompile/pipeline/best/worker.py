@@ -10,8 +10,7 @@ from cgbundle.call.profile import Profile, step_names
 from cgbundle.cuda.driver import check, cu
 from cgbundle.errors import CgbundleError
 from cgbundle.exam import inputs_of
-from cgbundle.format.entries import each_entry
-from cgbundle.format.schema import Manifest, Program
+from cgbundle.format.schema import EntrySpec, Program
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.loader import open_program
 from cgbundle.program import Program as LoadedProgram
@@ -43,47 +42,35 @@ def work(job: TimingJob) -> list[GraphTimes]:
             programs = [stack.enter_context(open_program(path)) for path in job.bundles]
             found: list[GraphTimes] = [{} for _ in programs]
             number = 0
-            for manifest in each_entry(programs[0].manifest):
-                for row in manifest.programs:
-                    for times, each in zip(found, _times(programs, manifest.entry, number), strict=True):
-                        times[manifest.entry, row.key] = each
+            for entry in programs[0].manifest.entries:
+                for row in entry.programs:
+                    for times, each in zip(found, _times(programs, entry, row, number), strict=True):
+                        times[entry.name, row.key] = each
                     number += 1
         except CgbundleError as error:
             raise BuildError("worker-died", f"timing: {error}", error.hint) from error
     return found
 
 
-def _times(programs: Sequence[LoadedProgram], entry: str, number: int) -> list[tuple[float, ...]]:
+def _times(programs: Sequence[LoadedProgram], entry: EntrySpec, row: Program, number: int) -> list[tuple[float, ...]]:
     """By program, the median of each graph; the programs take turns."""
-    timers = [_timer(program, entry, number) for program in programs]
+    timers = [_timer(program, entry, row, number) for program in programs]
     rounds = [[timer() for timer in timers] for _ in range(ROUNDS)]
     return [tuple([median(samples) for samples in zip(*own, strict=True)]) for own in zip(*rounds, strict=True)]
 
 
-def _timer(program: LoadedProgram, entry: str, number: int) -> Timer:
+def _timer(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) -> Timer:
     """A graph alone, which reads nothing but the call's inputs and changes neither them nor state, may be launched again and again.
     All others are timed in whole calls from the first state: what they read may be indices, and has to hold."""
-    own = {each.entry: each for each in each_entry(program.manifest)}
-    manifest = own[entry]
-    row = manifest.programs[number - _first(program.manifest, entry)]
-    if [step.kind for step in row.steps] == ["graph"] and not (manifest.written or manifest.changes or manifest.random >= 0):
-        return _launches(program, manifest, row, number)
-    return _calls(program, manifest, row)
+    pure = not (entry.mutated_inputs or entry.mutated_buffers) and program.manifest.random is None
+    if pure and [step.kind for step in row.steps] == ["graph"]:
+        return _launches(program, entry, row, number)
+    return _calls(program, entry, row)
 
 
-def _first(manifest: Manifest, entry: str) -> int:
-    """The number of an entry's first program among all."""
-    number = 0
-    for each in each_entry(manifest):
-        if each.entry == entry:
-            break
-        number += len(each.programs)
-    return number
-
-
-def _launches(program: LoadedProgram, manifest: Manifest, row: Program, number: int) -> Timer:
+def _launches(program: LoadedProgram, entry: EntrySpec, row: Program, number: int) -> Timer:
     """Times the only graph of a program by many launches between two events."""
-    _call(program, manifest, row)
+    _call(program, entry, row)
     backend = program._backend
     assert isinstance(backend, CudaBackend)
 
@@ -106,13 +93,13 @@ def _launches(program: LoadedProgram, manifest: Manifest, row: Program, number: 
     return lambda: (timed(count),)
 
 
-def _calls(program: LoadedProgram, manifest: Manifest, row: Program) -> Timer:
+def _calls(program: LoadedProgram, entry: EntrySpec, row: Program) -> Timer:
     """Times every graph of a program in whole calls, each by two events around its launch."""
-    graphs = [name for name, step in zip(step_names(manifest, row), row.steps, strict=True) if step.kind == "graph"]
+    graphs = [name for name, step in zip(step_names(program.manifest, entry, row), row.steps, strict=True) if step.kind == "graph"]
 
     def timed() -> Sequence[float]:
         with program.profile() as profile:
-            _call(program, manifest, row)
+            _call(program, entry, row)
         taken: dict[str, float] = {}
         for span in profile.spans:
             if span.track == Profile.GPU:
@@ -124,13 +111,13 @@ def _calls(program: LoadedProgram, manifest: Manifest, row: Program) -> Timer:
     return timed
 
 
-def _call(program: LoadedProgram, manifest: Manifest, row: Program) -> None:
+def _call(program: LoadedProgram, entry: EntrySpec, row: Program) -> None:
     """A call with the exam's inputs, from the first state."""
-    if any(weight.memory == "state" for weight in manifest.weights):
+    if any(weight.memory == "state" for weight in program.manifest.weights):
         program.reset()
     exam = program.open_exam()
     try:
-        program[manifest.entry].replay(inputs_of(exam, manifest, row.key))
+        program[entry.name].replay(inputs_of(exam, entry, row.key))
     finally:
         exam.close()
 

@@ -13,7 +13,7 @@ import torch
 from cgbundle.errors import CallError, CgbundleError
 from cgbundle.format import file_names
 from cgbundle.format.entries import FORWARD
-from cgbundle.format.schema import Exam, IntKey, Region, Target, Value, Weight
+from cgbundle.format.schema import IntKey, Region, SelfTest, Target, Value, Weight
 
 from ...bundle.emit import describe_size
 from ...bundle.exam import KeyExam, eager_exam, write_exam
@@ -30,11 +30,11 @@ from ...transforms.output_aliases import with_aliases
 from ...util.disk_space import size
 from ...util.progress import Stages, Tell, each_named
 from ...util.scratch import scratch_folder
-from ..build_spec import BuildSpec, EntryParts, EntrySpec, ManifestParts
+from ..build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
 from ..instruction_sets import Level, level_of
 from ..memory_layout import lay_out, tensor_bytes
 from ..program_contents import program_contents
-from ..weights import fixed_weights, shapes_of, write_weights
+from ..weights import frozen_weights, shapes_of, write_weights
 from . import layouts
 from .aoti import Compiled
 from .interface import Interface
@@ -47,7 +47,7 @@ REASON = "the whole model, compiled for the processor"
 class _CompiledEntry:
     """An entry with what was compiled of it: a shared object for each of its programs, by the first int_key."""
 
-    entry: EntrySpec
+    entry: EntryBuild
     programs: Programs
     compiled: dict[IntKey, Compiled]
 
@@ -105,7 +105,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
             torch=spec.torch_version if standalone is False else "", driver=0,
         ),
         weights=weights,
-        fixed=fixed_weights(stage, weights, spec.programs, folded, spec.baked),
+        frozen=frozen_weights(stage, weights, spec.programs, folded, spec.baked),
         memories=_memories(weights),
         regions=tuple(regions),
         module_state="",
@@ -184,7 +184,7 @@ def _entry_parts(
     bounds = error_bounds(prepared, weights)
     return EntryParts(
         programs=with_aliases(tuple(programs), prepared.aliases, prepared.signature.outputs, weights),
-        exam=Exam(
+        self_test=SelfTest(
             compare="tolerance", calls=prepared.exam_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
             proofs=tuple([unproved(exam.key, bounds) for exam in exams]),
         ),
@@ -212,7 +212,7 @@ def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> 
                 "call .contiguous() on it in the model",
             )
     rows = lay_out(shapes_of(tensors), state).rows
-    return tuple([row if row.memory == "state" else replace(row, offset=0) for row in rows])
+    return tuple([row if row.memory == "state" else replace(row, memory="weights", offset=0) for row in rows])
 
 
 def _memories(rows: Sequence[Weight]) -> tuple[tuple[str, int], ...]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from cgbundle.format.schema import IntKey, Reserved
+from cgbundle.format.schema import DonatedRange, IntKey
 
 from ...errors import ModelError
 from ..build_spec import BuildSpec, build_key
@@ -39,17 +39,17 @@ def chained_outputs(spec: BuildSpec, split: SplitProgram | None) -> dict[IntKey,
     return found
 
 
-def reserved_parts(needs: Mapping[str, int], to: int = ALIGN) -> tuple[Reserved, ...]:
+def reserved_parts(needs: Mapping[str, int], to: int = ALIGN) -> tuple[DonatedRange, ...]:
     """A part of the arena for each entry that needs so many bytes, from offset 0 on, each at a multiple of `to`.  Between two of
     them lie PAD bytes of nobody: an address behind the last byte of one is not in the next."""
     rows, end = [], 0
     for entry, size in needs.items():
-        rows.append(Reserved(entry=entry, offset=align(end, to), bytes=size + PAD))
+        rows.append(DonatedRange(entry=entry, offset=align(end, to), bytes=size + PAD))
         end = align(end, to) + size + PAD
     return tuple(rows)
 
 
-def reserved_end(rows: Sequence[Reserved], to: int = ALIGN) -> int:
+def reserved_end(rows: Sequence[DonatedRange], to: int = ALIGN) -> int:
     """Where the arena that all programs share begins."""
     return align(max([row.offset + row.bytes for row in rows], default=0), to)
 

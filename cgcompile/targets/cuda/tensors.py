@@ -12,7 +12,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from cgbundle.format.schema import Weight
-from cgbundle.format.spans import HOST_ONLY
+from cgbundle.format.spans import HOST
 
 from ..memory_layout import UploadedValue, align, dense_strides, tensor_bytes
 from ..weights import stored_dtype
@@ -71,7 +71,7 @@ def weights_at(rows: Iterable[Weight], buffers: Mapping[str, torch.Tensor]) -> d
     placed: dict[str, torch.Tensor] = {}
     named: dict[str, torch.Tensor] = {}
     for row in rows:
-        if row.offset == HOST_ONLY:
+        if row.memory == HOST:
             continue
         if row.tensor not in placed:
             placed[row.tensor] = tensor_at(buffers[row.memory], row.offset, row.dtype, row.shape, row.strides)

@@ -40,12 +40,12 @@ class BundleModel:
         self._gpu = job["target"] == "cuda"
         from cgbundle import exam
         from cgbundle.format import file_names
-        from cgbundle.format.entries import one_entry
+        from cgbundle.format.entries import entry_named
         from cgbundle.format.safetensors import Mapped
 
-        self._manifest = one_entry(self._loaded.manifest, job["entry"])
+        self._spec = entry_named(self._loaded.manifest, job["entry"])
         self._exam = Mapped(f"{job['bundle']}/{file_names.EXAM}", file_names.EXAM)
-        self._given = [exam.inputs_of(self._exam, self._manifest, key) for key in self._keys]
+        self._given = [exam.inputs_of(self._exam, self._spec, key) for key in self._keys]
         laps.skip()
 
     def call(self, key: int) -> None:
@@ -64,13 +64,13 @@ class BundleModel:
         if self._resets:
             self._loaded.reset()
         int_key = self._keys[key]
-        for _ in range(self._manifest.exam.calls):
-            given = exam.inputs_of(self._exam, self._manifest, int_key)
+        for _ in range(self._spec.self_test.calls):
+            given = exam.inputs_of(self._exam, self._spec, int_key)
             made = [_plain(output) for output in self._program.replay(given)]
         found = [("output", index, value) for index, value in enumerate(made)]
-        found += [("written", index, given[index]) for index in self._manifest.written]
+        found += [("written", index, given[index]) for index in self._spec.mutated_inputs]
         expected = [
-            bytes(self._exam.data(file_names.exam_entry(int_key, kind, index, self._manifest.entry))) for kind, index, _ in found
+            bytes(self._exam.data(file_names.exam_entry(int_key, kind, index, self._spec.name))) for kind, index, _ in found
         ]
         return difference([(value.dtype, data, value.tobytes()) for (_, _, value), data in zip(found, expected, strict=True)])
 
@@ -80,7 +80,7 @@ class BundleModel:
         )
         from cgcompile.bundle.arguments import arranged
 
-        args, kwargs = arranged(self._manifest, given)
+        args, kwargs = arranged(self._spec, given)
         program = self._program
         return lambda: program(*args, **kwargs)
 

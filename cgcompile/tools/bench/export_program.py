@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.export.passes import move_to_device_pass
 
 from cgbundle.format import archive, file_names
-from cgbundle.format.entries import one_entry
+from cgbundle.format.entries import entry_named
 from cgbundle.format.schema import Weight
 from cgbundle.tensors.tensor import memory_order
 
@@ -182,9 +182,9 @@ def main(path: str, form: str) -> None:
     sys.excepthook = fail
     with open(path) as file:
         job = json.load(file)
-    manifest = one_entry(archive.read_manifest(job["bundle"]), job["entry"])
+    manifest = archive.read_manifest(job["bundle"])
     weights = {row.name: row for row in manifest.weights}
-    if file_names.per_size(manifest):
+    if file_names.per_size(manifest, entry_named(manifest, job["entry"])):
         raise BuildError(
             "baseline-unwritable", "programs/: the model was exported per size, and a baseline takes one program for all"
         )

@@ -16,10 +16,9 @@ from typing import Any
 
 from cgbundle.exam import BITS, name_key
 from cgbundle.format.archive import Archive
-from cgbundle.format.entries import one_entry
-from cgbundle.format.schema import IntKey, Manifest
+from cgbundle.format.entries import entry_named
+from cgbundle.format.schema import EntrySpec, IntKey, Manifest
 from cgbundle.tensors.comparison import nearest
-from cgbundle.tensors.exam_tensors import bounds
 from cgbundle.validate import bundle as verify
 
 from ...errors import BuildError
@@ -79,8 +78,8 @@ def measure(
     folder = os.path.abspath(path)
     bundle = Archive(os.fspath(path))
     verify.check_bundle(bundle)
-    manifest = one_entry(bundle.manifest, entry)
-    recorded = [program.key for program in manifest.programs]
+    manifest, spec = bundle.manifest, entry_named(bundle.manifest, entry)
+    recorded = [program.key for program in spec.programs]
     if model.endswith((".py", ".pt2")) and not os.path.isfile(model):
         raise BuildError("source-missing", f"{model}: no such model file")
     if rounds < 1 or any(key not in recorded for key in keys):
@@ -96,10 +95,11 @@ def measure(
     with tempfile.TemporaryDirectory(prefix="cgcompile-bench-") as scratch:
         run = _Run(
             folder=Path(scratch),
-            job=write_job(folder, manifest, chosen, model, Path(scratch), threads),
+            job=write_job(folder, manifest, spec, chosen, model, Path(scratch), threads),
             cache=compiler_cache(Path(scratch, "cache")),
             found=found,
-            manifest=manifest,
+            spec=spec,
+            cpu=manifest.target.kind == "cpu",
             keys=chosen,
             own_model=bool(model),
         )
@@ -116,11 +116,11 @@ def measure(
         target=manifest.target.kind,
         machine=this_machine(found[BUNDLE].about, load),
         keys=tuple(chosen),
-        names=tuple([name_key(manifest, key) for key in chosen]),
+        names=tuple([name_key(spec, key) for key in chosen]),
         recorded=len(recorded),
         rounds=rounds,
         ways=tuple([_way(name, each, chosen) for name, each in found.items()]),
-        notes=tuple(_notes(found, manifest, model, load)),
+        notes=tuple(_notes(found, manifest, spec, model, load)),
         interrupted=interrupted,
     )
 
@@ -143,7 +143,8 @@ class _Run:
     job: Path
     cache: dict[str, str]
     found: dict[str, _State]
-    manifest: Manifest
+    spec: EntrySpec
+    cpu: bool
     keys: Sequence[IntKey]
     own_model: bool
 
@@ -186,7 +187,7 @@ class _Run:
         """One worker of each, all alive at once; one after the other times calls for a moment."""
         several = COLD in ways and WARM in ways
         timed = [name for name in ways if not (several and name == WARM)]
-        kinds = ("call",) if self.manifest.target.kind == "cpu" else ("device", "dispatch")
+        kinds = ("call",) if self.cpu else ("device", "dispatch")
         with stages("calls") as tell, ExitStack() as stack:
             workers: dict[str, WorkerProcess] = {}
             for name in timed:
@@ -236,10 +237,10 @@ class _Run:
 
     def _error(self, name: str, number: int, row: dict[str, Any]) -> Error:
         """The bundle has its own promise; a baseline may be as far from eager PyTorch as the bundle may, on its other side."""
-        proof = next(each for each in self.manifest.exam.proofs if each.key == self.keys[number])
-        allowed = bounds(self.manifest, proof)
+        proof = next(each for each in self.spec.self_test.proofs if each.key == self.keys[number])
+        allowed = self.spec.self_test.bounds
         if name == BUNDLE:
-            allowed = tuple([0.0 if self.manifest.exam.compare == BITS else bound for bound in allowed])
+            allowed = tuple([0.0 if self.spec.self_test.compare == BITS else bound for bound in allowed])
         else:
             own = proof.errors or [proof.error] * len(allowed)
             allowed = tuple([bound + error if bound else 0.0 for bound, error in zip(allowed, own, strict=True)])
@@ -275,7 +276,7 @@ def _way(name: str, found: _State, keys: Sequence[IntKey]) -> Way:
     )
 
 
-def _notes(found: dict[str, _State], manifest: Manifest, model: str, load: float) -> list[tuple[str, str]]:
+def _notes(found: dict[str, _State], manifest: Manifest, spec: EntrySpec, model: str, load: float) -> list[tuple[str, str]]:
     """What one must know to read the numbers."""
     notes = []
     cores = len(os.sched_getaffinity(0))
@@ -296,8 +297,8 @@ def _notes(found: dict[str, _State], manifest: Manifest, model: str, load: float
             notes.append((WARM, f"its calls are those of {COLD}"))
     if cuda:
         notes.append(("calls", 'take inputs on the GPU and leave outputs there (the bundle: outputs="view")'))
-    if manifest.random >= 0:
+    if manifest.random is not None:
         notes.append(("outputs", "not compared: the model draws random numbers"))
-    if manifest.data_sizes:
+    if spec.data_sizes:
         notes.append(("outputs", "not compared: their sizes depend on data"))
     return notes

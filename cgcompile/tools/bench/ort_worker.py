@@ -28,16 +28,16 @@ class OnnxModel:
         laps.mark("load")
         from cgbundle.exam import inputs_of
         from cgbundle.format import archive, file_names
-        from cgbundle.format.entries import one_entry
+        from cgbundle.format.entries import entry_named
         from cgbundle.format.safetensors import Mapped
 
         self._job, self._gpu = job, job["target"] == "cuda"
         self._value = onnxruntime.OrtValue
         self._exam = Mapped(f"{job['bundle']}/{file_names.EXAM}", file_names.EXAM)
-        manifest = one_entry(archive.read_manifest(job["bundle"]), job["entry"])
+        entry = entry_named(archive.read_manifest(job["bundle"]), job["entry"])
         names = [each.name for each in self._session.get_inputs()]
         self._given = [
-            dict(zip(names, [numpy.asarray(value) for value in inputs_of(self._exam, manifest, tuple(key))], strict=True))
+            dict(zip(names, [numpy.asarray(value) for value in inputs_of(self._exam, entry, tuple(key))], strict=True))
             for key in job["keys"]
         ]
         laps.skip()

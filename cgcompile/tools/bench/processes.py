@@ -15,7 +15,7 @@ from typing import Any
 
 import cgbundle
 from cgbundle.format import file_names
-from cgbundle.format.schema import IntKey, Manifest
+from cgbundle.format.schema import EntrySpec, IntKey, Manifest
 
 from ...errors import BuildError
 from .protocol import MARK, SPAWNED, now
@@ -88,21 +88,21 @@ class WorkerProcess:
 
 
 def write_job(
-    folder: str, manifest: Manifest, keys: Sequence[IntKey], model: str, scratch: Path, threads: int | None = None
+    folder: str, manifest: Manifest, entry: EntrySpec, keys: Sequence[IntKey], model: str, scratch: Path, threads: int | None = None
 ) -> Path:
     """The file that tells workers what to serve; `protocol` says what its fields are."""
     job = {
         "bundle": folder,
         "target": manifest.target.kind,
-        "entry": manifest.entry,
+        "entry": entry.name,
         "keys": keys,
-        "orders": [spec.order for spec in manifest.inputs],
-        "outputs": len(manifest.outputs),
-        "written": manifest.written,
-        "call": manifest.call["call"],
-        "calls": manifest.exam.calls,
+        "orders": [spec.order for spec in entry.inputs],
+        "outputs": len(entry.outputs),
+        "written": entry.mutated_inputs,
+        "call": entry.call["call"],
+        "calls": entry.self_test.calls,
         "state": any(weight.memory == "state" for weight in manifest.weights),
-        "compared": manifest.random < 0 and not manifest.data_sizes,
+        "compared": manifest.random is None and not entry.data_sizes,
         "weights": os.path.join(folder, file_names.WEIGHTS),
         "model": os.path.abspath(model) if os.path.exists(model) else model,
         "threads": threads,

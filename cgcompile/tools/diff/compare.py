@@ -45,7 +45,7 @@ def compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
 
 def _of_ranks(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
     """What differs of the ranks other than 0 that both have: see `schema.World`."""
-    sizes = [each.manifest.world[0].size if each.manifest.world and not each.manifest.world[0].rank else 1 for each in (a, b)]
+    sizes = [world.size if world and not world.rank else 1 for world in (a.manifest.world, b.manifest.world)]
     for number in range(1, min(sizes)):
         for row in compare(a.rank(number), b.rank(number)):
             yield replace(row, name=" ".join(filter(None, [f"rank {number}", row.name])))

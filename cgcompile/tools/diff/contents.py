@@ -6,7 +6,6 @@ from collections.abc import Collection, Iterator
 from functools import cache
 
 from cgbundle.format import file_names
-from cgbundle.format.entries import each_entry
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import DTYPES
 
@@ -56,9 +55,9 @@ def exam(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
 
 def _calls(bundle: BundleFiles) -> Iterator[str]:
     """What the names of an int_key's tensors begin with, of all entries."""
-    for each in each_entry(bundle.manifest):
-        for program in each.programs:
-            yield file_names.exam_entry(program.key, "input", 0, each.entry).removesuffix("/input/0")
+    for entry in bundle.manifest.entries:
+        for program in entry.programs:
+            yield file_names.exam_entry(program.key, "input", 0, entry.name).removesuffix("/input/0")
 
 
 def files(a: BundleFiles, b: BundleFiles, told: Collection[str]) -> Iterator[Difference]:

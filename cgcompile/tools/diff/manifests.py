@@ -11,20 +11,21 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from cgbundle.format import file_names
-from cgbundle.format.entries import FORWARD, each_entry
+from cgbundle.format.entries import FORWARD
 from cgbundle.format.pytree import recorded_constant
-from cgbundle.format.schema import Alias, Manifest, Program, Proof, Value, Weight
+from cgbundle.format.schema import Alias, EntrySpec, Manifest, Program, Proof, Value, Weight
 from cgbundle.tensors.tensor import dense
-from cgbundle.weights.update import SINCE as UPDATES
 
 from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, compare_rows, unique_names, value_text
 
 ELSEWHERE = frozenset({
-    "target", "dimensions", "inputs", "written", "outputs", "aliases", "random", "call", "parameters", "result", "weights",
-    "memories", "regions", "programs", "module_state", "findings", "waivers", "exam", "provenance", "files", "entry", "entries",
-    "changes", "fixed", "chains", "reserved", "data_sizes",
+    "target", "entries", "random", "weights", "frozen", "memories", "regions", "module_state", "donations", "donated", "allowed",
+    "provenance", "files",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
+
+Pair = tuple[EntrySpec, EntrySpec]
+"""An entry of one bundle, and that of its name of the other one."""
 
 MEASURED = ("error", "errors", "distance")
 """Fields of a proof that are measured: of two builds of one model the last digits may differ."""
@@ -37,49 +38,50 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from compare_fields("bundle", "", *[as_row(each, *ELSEWHERE) for each in both])
     yield from compare_fields("target", "", *[as_row(each.target, "features") for each in both])
     yield from _sets("target", "features", a.target.features, b.target.features)
-    yield from _sets("signature", "entries", *[[each.entry for each in each_entry(found)] for found in both])
-    yield from _sets("signature", "chains", *[_chains(each) for each in both])
+    yield from _sets("signature", "entries", *[[entry.name for entry in manifest.entries] for manifest in both])
+    yield from _sets("signature", "donations", *[_donations(each) for each in both])
     yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in both])
     for pair in pairs:
-        yield from _of_entry(pair, _signature(*pair))
-        exported = [{"exported": "per size" if file_names.per_size(each) else "dynamic"} for each in pair]
+        yield from _of_entry(pair, _signature(both, pair))
+        per_size = [file_names.per_size(manifest, entry) for manifest, entry in zip(both, pair, strict=True)]
+        exported = [{"exported": "per size" if own else "dynamic"} for own in per_size]
         yield from _of_entry(pair, compare_fields("sizes", "", *exported))
         sizes = [{each.name: as_row(each, "name") for each in found.dimensions} for found in pair]
         yield from _of_entry(pair, compare_rows("sizes", *sizes))
     yield from _memory(a, b)
-    yield from compare_rows("weights", *[_weights(found, tell=min(a.format, b.format) >= UPDATES) for found in both])
+    yield from compare_rows("weights", *[_weights(manifest) for manifest in both])
     yield from _regions(a, b)
     for pair in pairs:
-        yield from _steps(*pair)
+        yield from _steps(both, pair)
         findings = [unique_names([(each.rule, as_row(each, "rule")) for each in found.findings]) for found in pair]
         yield from _of_entry(pair, compare_rows("findings", *findings))
         yield from _of_entry(pair, _proofs(*pair))
-    yield from _sets("findings", "waivers", a.waivers, b.waivers)
+    yield from _sets("findings", "allowed", a.allowed, b.allowed)
     yield from compare_fields("versions", "", *[dict(each.provenance.versions) for each in both])
     yield from compare_fields("options", "", *[dict(each.provenance.options) for each in both])
 
 
-def key_text(manifest: Manifest, key: Sequence[int]) -> str:
+def key_text(entry: EntrySpec, key: Sequence[int]) -> str:
     """An int_key for people: `batch=8, seq=128`."""
-    own = ", ".join([f"{each.name}={size}" for each, size in zip(manifest.dimensions, key, strict=True)]) or "no dimensions"
-    return own if manifest.entry == FORWARD else f"{manifest.entry}: {own}"
+    own = ", ".join([f"{each.name}={size}" for each, size in zip(entry.dimensions, key, strict=True)]) or "no dimensions"
+    return own if entry.name == FORWARD else f"{entry.name}: {own}"
 
 
-def common_entries(a: Manifest, b: Manifest) -> list[tuple[Manifest, Manifest]]:
-    """The entries that both have, each as two manifests."""
-    theirs = {each.entry: each for each in each_entry(b)}
-    return [(each, theirs[each.entry]) for each in each_entry(a) if each.entry in theirs]
+def common_entries(a: Manifest, b: Manifest) -> list[Pair]:
+    """The entries that both have."""
+    theirs = {entry.name: entry for entry in b.entries}
+    return [(entry, theirs[entry.name]) for entry in a.entries if entry.name in theirs]
 
 
-def _of_entry(pair: tuple[Manifest, Manifest], found: Iterator[Difference]) -> Iterator[Difference]:
+def _of_entry(pair: Pair, found: Iterator[Difference]) -> Iterator[Difference]:
     """Differences of an entry, with its name before theirs where it is not `forward`."""
-    entry = pair[0].entry
+    entry = pair[0].name
     for each in found:
         own = each if entry == FORWARD else replace(each, name=": ".join(filter(None, [entry, each.name])))
         yield own
 
 
-def common_programs(a: Manifest, b: Manifest) -> list[tuple[str, Program, Program]]:
+def common_programs(a: EntrySpec, b: EntrySpec) -> list[tuple[str, Program, Program]]:
     """The programs of the int_keys that both have, with the key as text; `sizes` tells of the others."""
     theirs = {program.key: program for program in b.programs}
     return [(key_text(a, mine.key), mine, theirs[mine.key]) for mine in a.programs if mine.key in theirs]
@@ -100,70 +102,72 @@ def _sets(part: str, name: str, a: Sequence[str], b: Sequence[str]) -> Iterator[
         yield Difference(part=part, name=name, note="; ".join(texts) or f"{value_text(a)} -> {value_text(b)}")
 
 
-def _signature(a: Manifest, b: Manifest) -> Iterator[Difference]:
+def _signature(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Difference]:
+    sides = list(zip(both, pair, strict=True))
     for side in ("input", "output"):
-        yield from compare_rows("signature", *[_specs(each, side) for each in (a, b)])
-    trees = [{"call": each.call, "result": each.result} for each in (a, b)]
+        yield from compare_rows("signature", *[_specs(manifest, entry, side) for manifest, entry in sides])
+    trees = [{"call": entry.call, "result": entry.result} for entry in pair]
     for name, what in (("call", "nesting of the inputs"), ("result", "nesting of the outputs")):
         texts = [json.dumps(each[name], separators=(",", ":")) for each in trees]
         yield from compare_fields("signature", "", {what: texts[0]}, {what: texts[1]})
-    yield from compare_fields("signature", "", *[{"parameters": _parameters(each)} for each in (a, b)])
-    if min(a.format, b.format) >= 5:
-        changes = [{"changes": tuple([_weight_name(each, index) for index in each.changes])} for each in (a, b)]
-        yield from compare_fields("signature", "", *changes)
+    yield from compare_fields("signature", "", *[{"parameters": _parameters(entry)} for entry in pair])
+    mutated = [tuple([_weight_name(manifest, index) for index in entry.mutated_buffers]) for manifest, entry in sides]
+    yield from compare_fields("signature", "", *[{"mutated buffers": names} for names in mutated])
 
 
-def _chains(manifest: Manifest) -> list[str]:
-    each = {one.entry: one for one in each_entry(manifest)}
+def _donations(manifest: Manifest) -> list[str]:
+    each = {entry.name: entry for entry in manifest.entries}
     return [
         f"{row.source}.{each[row.source].outputs[row.output].name} -> {row.target}.{each[row.target].inputs[row.input].name}"
-        for row in manifest.chains
+        for row in manifest.donations
     ]
 
 
-def _specs(manifest: Manifest, side: str) -> dict[str, Row]:
+def _specs(manifest: Manifest, entry: EntrySpec, side: str) -> dict[str, Row]:
     """The inputs or outputs: what the call does to them is a property of theirs."""
     if side == "input":
         return {
-            f"{side} {spec.name}": as_row(spec, "name", updated=index in manifest.written)
-            for index, spec in enumerate(manifest.inputs)
+            f"{side} {spec.name}": as_row(spec, "name", mutated=index in entry.mutated_inputs)
+            for index, spec in enumerate(entry.inputs)
         }
-    aliases = {alias.output: alias for alias in manifest.aliases}
+    aliases = {alias.output: alias for alias in entry.aliases}
     return {
-        f"{side} {spec.name}": as_row(spec, "name", shares=_shared(manifest, aliases.get(index)), counted=_counted(manifest, index))
-        for index, spec in enumerate(manifest.outputs)
+        f"{side} {spec.name}": as_row(
+            spec, "name", shares=_shared(manifest, entry, aliases.get(index)), counted=_counted(entry, index)
+        )
+        for index, spec in enumerate(entry.outputs)
     }
 
 
-def _counted(manifest: Manifest, output: int) -> str:
+def _counted(entry: EntrySpec, output: int) -> str:
     """The axes of an output whose sizes depend on data."""
-    return ", ".join([f"axis {row.axis}" for row in manifest.data_sizes if row.output == output])
+    return ", ".join([f"axis {row.axis}" for row in entry.data_sizes if row.output == output])
 
 
-def _parameters(manifest: Manifest) -> list[str]:
+def _parameters(entry: EntrySpec) -> list[str]:
     """What there is to say of the parameters of the call beside their names and nesting: `by name, default 1.0`."""
-    defaults = ["".join([f", default {recorded_constant(tree)!r}" for tree in each.default]) for each in manifest.parameters]
-    return [f"{'by name' if each.keyword else 'any'}{own}" for each, own in zip(manifest.parameters, defaults, strict=True)]
+    defaults = ["" if each.default is None else f", default {recorded_constant(each.default)!r}" for each in entry.parameters]
+    return [f"{'by name' if each.keyword else 'any'}{own}" for each, own in zip(entry.parameters, defaults, strict=True)]
 
 
-def _shared(manifest: Manifest, alias: Alias | None) -> str:
+def _shared(manifest: Manifest, entry: EntrySpec, alias: Alias | None) -> str:
     """What an output shares its memory with."""
     if alias is None:
         return ""
     if alias.memory in ("inputs", "outputs"):
-        specs = manifest.inputs if alias.memory == "inputs" else manifest.outputs
+        specs = entry.inputs if alias.memory == "inputs" else entry.outputs
         return f"{alias.memory.removesuffix('s')} {specs[alias.index].name}"
     return f"{alias.memory} {_weight_name(manifest, alias.index)}"
 
 
-def _weight_name(manifest: Manifest, index: int) -> str:
-    return manifest.weights[index].name if index >= 0 else ""
+def _weight_name(manifest: Manifest, index: int | None) -> str:
+    return "" if index is None else manifest.weights[index].name
 
 
 def _memory(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from _bytes("", dict(a.memories), dict(b.memories))
     yield from compare_rows(
-        "memory", *[{f"reserved {row.entry}": as_row(row, "entry") for row in each.reserved} for each in (a, b)]
+        "memory", *[{f"donated by {row.entry}": as_row(row, "entry") for row in each.donated} for each in (a, b)]
     )
     for key, mine, theirs in [each for pair in common_entries(a, b) for each in common_programs(*pair)]:
         yield from _bytes(key, *[{"arena": each.arena, "inputs": each.static} for each in (mine, theirs)])
@@ -180,16 +184,14 @@ def _bytes(name: str, a: Mapping[str, int], b: Mapping[str, int]) -> Iterator[Di
         yield replace(each, b=f"{each.b} bytes ({known['b'] - known['a']:+})" if known else each.b)
 
 
-def _weights(manifest: Manifest, *, tell: bool) -> dict[str, Row]:
-    """By name; `tell` also which cannot be updated, and what these hold, which an old bundle does not say."""
+def _weights(manifest: Manifest) -> dict[str, Row]:
+    """By name; also which cannot be updated, and what these hold."""
     names = [each.name for each in manifest.weights]
-    files = {names[index]: {"file": file_names.TABLES} for index in manifest.tables}
-    fixed = {
-        names[row.weight]: {"fixed": row.reason, "holds": row.sha256, **({"read at": row.where} if row.where else {})}
-        for row in manifest.fixed
-        if tell
+    frozen = {
+        names[row.weight]: {"frozen": row.reason, "holds": row.sha256, **({"read at": row.where} if row.where else {})}
+        for row in manifest.frozen
     }
-    return {each.name: {**_weight(each), **fixed.get(each.name, {}), **files.get(each.name, {})} for each in manifest.weights}
+    return {each.name: {**_weight(each), **frozen.get(each.name, {})} for each in manifest.weights}
 
 
 def _weight(weight: Weight) -> Row:
@@ -212,25 +214,25 @@ def _regions(a: Manifest, b: Manifest) -> Iterator[Difference]:
                 yield Difference(part="regions", name=name, field=f"constant {each.name}", a=each.a, b=each.b)
 
 
-def _steps(a: Manifest, b: Manifest) -> Iterator[Difference]:
+def _steps(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Difference]:
     """Per int_key the chain of steps, and where that is the same the first value that differs."""
-    for key, mine, theirs in common_programs(a, b):
+    for key, mine, theirs in common_programs(*pair):
         chains = [
             value_text([f"{step.kind} {name}".strip() for step, name in zip(each.steps, step_regions(found, each), strict=True)])
-            for found, each in ((a, mine), (b, theirs))
+            for found, each in zip(both, (mine, theirs), strict=True)
         ]
         if chains[0] != chains[1]:
             yield Difference(part="steps", name=key, a=chains[0], b=chains[1])
             continue
         yield from compare_fields("steps", key, *[{"lowering": _chosen(each)} for each in (mine, theirs)])
-        pairs = list(zip_longest(_values(a, mine), _values(b, theirs), fillvalue=("nothing", "nothing")))
-        other = [(one, two) for one, two in pairs if one != two]
+        values = list(zip_longest(_values(pair[0], mine), _values(pair[1], theirs), fillvalue=("nothing", "nothing")))
+        other = [(one, two) for one, two in values if one != two]
         if other:
             (where, before), (other_where, after) = other[0]
             same = where == other_where
             note = f"{where} {before} -> {after if same else f'{other_where} {after}'}"
-            note += f"; {len(other) - 1} more of {len(pairs)} values differ" if len(other) > 1 else ""
-            yield Difference(part="steps", name=key, note=note, facts={"values": len(pairs), "differ": len(other)})
+            note += f"; {len(other) - 1} more of {len(values)} values differ" if len(other) > 1 else ""
+            yield Difference(part="steps", name=key, note=note, facts={"values": len(values), "differ": len(other)})
 
 
 def _chosen(program: Program) -> str:
@@ -238,11 +240,11 @@ def _chosen(program: Program) -> str:
     return next((each.name for each in program.lowerings if each.chosen), "")
 
 
-def _values(manifest: Manifest, program: Program) -> list[tuple[str, str]]:
+def _values(entry: EntrySpec, program: Program) -> list[tuple[str, str]]:
     """Every value that the call or a step reads or writes: where, and what it is.  Its number is part of that: on the cpu target
     all lie at offset 0."""
-    found = [(f"input {spec.name}", index) for spec, index in zip(manifest.inputs, program.inputs, strict=True)]
-    found += [(f"output {spec.name}", index) for spec, index in zip(manifest.outputs, program.outputs, strict=True)]
+    found = [(f"input {spec.name}", index) for spec, index in zip(entry.inputs, program.inputs, strict=True)]
+    found += [(f"output {spec.name}", index) for spec, index in zip(entry.outputs, program.outputs, strict=True)]
     for number, step in enumerate(program.steps):
         for verb, positions in (("reads", step.inputs), ("writes", step.outputs)):
             found += [(f"step {number} ({step.kind}) {verb}", index) for index in positions]
@@ -253,9 +255,9 @@ def _value(value: Value) -> str:
     return f"{value.dtype} {value_text(value.shape)} strides {value_text(value.strides)} at {value.memory}+{value.offset}"
 
 
-def _proofs(a: Manifest, b: Manifest) -> Iterator[Difference]:
-    yield from compare_fields("exam", "", as_row(a.exam, "proofs"), as_row(b.exam, "proofs"))
-    proofs = [{each.key: each for each in found.exam.proofs} for found in (a, b)]
+def _proofs(a: EntrySpec, b: EntrySpec) -> Iterator[Difference]:
+    yield from compare_fields("exam", "", as_row(a.self_test, "proofs"), as_row(b.self_test, "proofs"))
+    proofs = [{each.key: each for each in found.self_test.proofs} for found in (a, b)]
     for key, mine, _ in common_programs(a, b):
         pair = [each[mine.key] for each in proofs]
         for found in compare_fields("exam", f"proof {key}", *[as_row(each, "key") for each in pair]):

@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from hashlib import sha256
 
-from cgbundle.format.entries import each_entry
 from cgbundle.tables.module_state import ModuleState
 from cgcompile.bundle.recordings import Recording
 
@@ -124,9 +123,9 @@ def _state(state: ModuleState) -> Row:
 def files(bundle: BundleFiles) -> dict[str, str]:
     """The file of every recording, by int_key and region: `batch=8, model`."""
     found = []
-    for manifest in each_entry(bundle.manifest):
-        for program in manifest.programs:
-            names = step_regions(manifest, program)
+    for entry in bundle.manifest.entries:
+        for program in entry.programs:
+            names = step_regions(bundle.manifest, program)
             steps = zip(names, program.steps, strict=True)
-            found += [(f"{key_text(manifest, program.key)}, {name}", step.file) for name, step in steps if step.kind == "graph"]
+            found += [(f"{key_text(entry, program.key)}, {name}", step.file) for name, step in steps if step.kind == "graph"]
     return unique_names(found)

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cgbundle.format.entries import one_entry
-from cgbundle.format.schema import Manifest
+from cgbundle.format.entries import entry_named
+from cgbundle.format.schema import EntrySpec, Manifest
 
 from ...errors import BuildError
 
@@ -41,18 +41,18 @@ class Layout:
 
 def read_layout(manifest: Manifest) -> Layout:
     """The layout of a bundle.  Raises bench-failed for one that does not keep to the convention."""
-    names = {manifest.entry, *[entry.name for entry in manifest.entries]}
+    names = {entry.name for entry in manifest.entries}
     weights = {weight.name: weight for weight in manifest.weights}
     if not set(ENTRIES) <= names or not {"keys_0", "seen"} <= set(weights):
         raise BuildError(
             "bench-failed", "the bundle has no entries prefill and decode over a paged cache, as the example causal_lm has",
             "leave out --generate: its calls are measured then",
         )  # fmt: skip
-    prefill, decode = [one_entry(manifest, name) for name in ENTRIES]
+    prefill, decode = [entry_named(manifest, name) for name in ENTRIES]
     for entry in (prefill, decode):
         given = [spec.name for spec in entry.inputs]
         if tuple(given[: len(INPUTS)]) != INPUTS or any(not name.startswith("sampling") for name in given[len(INPUTS) :]):
-            raise BuildError("bench-failed", f"{entry.entry} takes {', '.join(given)}, expected {', '.join(INPUTS)} and sampling")
+            raise BuildError("bench-failed", f"{entry.name} takes {', '.join(given)}, expected {', '.join(INPUTS)} and sampling")
     cache, (slots, vocabulary) = weights["keys_0"], weights["seen"].shape
     largest = max(prefill.programs, key=lambda program: (_of(prefill, program.key, "seq"), -_of(prefill, program.key, "batch")))
     widest = max(_of(decode, program.key, "blocks") for program in decode.programs)
@@ -66,6 +66,6 @@ def read_layout(manifest: Manifest) -> Layout:
     )  # fmt: skip
 
 
-def _of(manifest: Manifest, key: Sequence[int], name: str) -> int:
+def _of(entry: EntrySpec, key: Sequence[int], name: str) -> int:
     """A dimension of an int_key; 1 where it is not declared."""
-    return next((size for row, size in zip(manifest.dimensions, key, strict=True) if row.name == name), 1)
+    return next((size for row, size in zip(entry.dimensions, key, strict=True) if row.name == name), 1)

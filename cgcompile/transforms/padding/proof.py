@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -49,9 +49,9 @@ class _Trial:
 class _Padding(NamedTuple):
     """As in `Dimension`, before it is known whether a call can be cut, and what was compared."""
 
-    pad: str
+    pad: Literal["rows", "zeros", "no"]
     reason: str
-    uncut: str = ""
+    not_chunked: str = ""
     compared: Sequence[TwoSizes] = ()
 
 
@@ -69,13 +69,15 @@ def _proved(
     proved, made = [], cache(functional)
     for name, values in sizes.items():
         tell(name)
-        pad, reason, uncut, compared = _prove_pad(source, prepared, sizes, name, made)
+        pad, reason, not_chunked, compared = _prove_pad(source, prepared, sizes, name, made)
         chunk, cut_reason = (False, reason) if pad != "rows" else _prove_cut(source, prepared, sizes, name, compared)
         if shared := _partial(prepared, "outputs"):
             chunk, cut_reason = False, f"output {shared!r} is a part of another output, and parts of a call are joined one by one"
         shown = reason if pad == "no" or chunk else cut_reason
         proved.append(
-            Dimension(name=name, sizes=values, pad=pad, chunk=chunk, reason=shown, uncut=uncut if shown == reason else "")
+            Dimension(
+                name=name, sizes=values, pad=pad, chunk=chunk, reason=shown, not_chunked=not_chunked if shown == reason else ""
+            )
         )
     return tuple(proved)
 
@@ -98,7 +100,8 @@ def unpadded(source: Source, prepared: Prepared) -> str:
 def _prove_pad(source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], name: str, made: Functional) -> _Padding:
     if why := unpadded(source, prepared):
         return _Padding("no", why)
-    pad, reason = "rows", f"rows along {name} do not depend on each other"
+    pad: Literal["rows", "zeros"] = "rows"
+    reason = f"rows along {name} do not depend on each other"
     trials = _trials(sizes, name) if prepared.programs.dynamic else _every_trial(sizes, name)
     if len(trials) > 2 * MOST:
         return _Padding(

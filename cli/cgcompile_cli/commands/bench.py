@@ -65,7 +65,7 @@ def bench(
     cgcompile bench gpt.cgb --against eager,compile --model gpt.py
     cgcompile bench qwen.cgb --generate --model ~/models/Qwen3-0.6B
     """
-    from cgbundle.format.entries import one_entry
+    from cgbundle.format.entries import entry_named
     from cgbundle.validate.bundle import checked_manifest
     from cgcompile.tools.bench.baselines import choose
     from cgcompile.tools.bench.measure import measure
@@ -79,7 +79,8 @@ def bench(
             raise UsageError("--generate takes no --plot, --size or --entry", "leave them out: it measures prefill and decode")
         _generation(bundle, against.replace(",", " ").split(), model, rounds, threads, quiet, as_json)
         return
-    manifest = one_entry(checked_manifest(bundle), entry)
+    manifest = checked_manifest(bundle)
+    spec = entry_named(manifest, entry)
     if plot:
         check_writable(plot)
     baselines = against.replace(",", " ").split()
@@ -90,8 +91,8 @@ def bench(
         report = measure(
             bundle,
             against=baselines,
-            keys=[int_keys.parse(manifest, text) for text in sizes or ()],
-            entry=manifest.entry,
+            keys=[int_keys.parse(spec, text) for text in sizes or ()],
+            entry=spec.name,
             rounds=rounds,
             model=model,
             threads=threads,

@@ -19,7 +19,7 @@ from ..progress import watching
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cgbundle.format.schema import Finding, Manifest
+    from cgbundle.format.schema import EntrySpec, Finding, Manifest
     from cgcompile.pipeline.build import Built
 
     from ..output import Field
@@ -151,38 +151,35 @@ def build(
 
 
 def _summary(built: Built, seconds: float) -> Table:
-    from cgbundle.format.entries import each_entry
-
     from .. import summary
     from ..inspection import overview, program_rows
 
-    manifest = built.manifest
-    each = each_entry(manifest)
-    found = dict.fromkeys([finding for one in each for finding in one.findings])
+    manifest, several = built.manifest, len(built.manifest.entries) > 1
+    found = dict.fromkeys([finding for entry in manifest.entries for finding in entry.findings])
     findings = list(dict.fromkeys(map(_line, found)))
     fields: list[Field] = [
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
         ("target", summary.target(manifest.target)),
         *([("world", summary.world(manifest))] if manifest.world else []),
     ]
-    for one in each:
-        fields += [("entry", [one.entry, *summary.changes(one)])] if len(each) > 1 else []
-        fields.append(("sizes", [summary.sizes(one), *summary.axes(one)]))
-        if one.dimensions:
-            fields.append(("padding", [summary.padding(dimension) for dimension in one.dimensions]))
+    for entry in manifest.entries:
+        fields += [("entry", summary.entry_lines(manifest, entry))] if several else []
+        fields.append(("sizes", [summary.sizes(manifest, entry), *summary.axes(entry)]))
+        if entry.dimensions:
+            fields.append(("padding", [summary.padding(dimension) for dimension in entry.dimensions]))
     fields.append(("memory", summary.memory(manifest)))
-    if any(row.reason in ("baked", "folded") for row in manifest.fixed):  # who has new weights later is told now
+    if any(row.reason in ("baked", "folded") for row in manifest.frozen):  # who has new weights later is told now
         fields.append(("update", overview.update(manifest)))
     fields.append(("files", summary.files(manifest)))
-    for one in each:
-        of = f" {one.entry}" if len(each) > 1 else ""
-        fields += [(f"programs{of}", program_rows.programs(one)), *program_rows.lowering_fields(one, of)]
-        fields.append((f"proof{of}", _proof(one, dict(built.seconds))))
-    notes = [f"{one.entry}: {line}" if len(each) > 1 else line for one in each for line in summary.unpadded(one)]
+    for entry in manifest.entries:
+        of = f" {entry.name}" if several else ""
+        fields += [(f"programs{of}", program_rows.programs(entry)), *program_rows.lowering_fields(entry, of)]
+        fields.append((f"proof{of}", _proof(manifest, entry, dict(built.seconds))))
+    notes = [f"{entry.name}: {line}" if several else line for entry in manifest.entries for line in summary.unpadded(entry)]
     return record([
         *fields,
         *([("findings", first_lines(findings))] if findings else []),
-        *([("waived", listed(manifest.waivers))] if manifest.waivers else []),
+        *([("waived", listed(manifest.allowed))] if manifest.allowed else []),
         ("load", summary.load_lines(str(built.path), manifest)),
         *([("note:", notes)] if notes else []),
     ])  # fmt: skip
@@ -193,11 +190,11 @@ def _line(finding: Finding) -> str:
     return f"{finding.rule}: {finding.message}" + (f" ({finding.where})" if finding.where else "")
 
 
-def _proof(manifest: Manifest, seconds: Mapping[str, float]) -> list[str]:
+def _proof(manifest: Manifest, entry: EntrySpec, seconds: Mapping[str, float]) -> list[str]:
     """A line per method: how many int_keys, and the error that came nearest to its bound.  `seconds` by the stages of the build."""
     from ..inspection.program_rows import near_recording
 
-    proofs, lines = manifest.exam.proofs, []
+    proofs, lines = entry.self_test.proofs, []
     for method, meaning in PROVED.items():
         some = [proof for proof in proofs if proof.method == method]
         if some:
@@ -207,7 +204,7 @@ def _proof(manifest: Manifest, seconds: Mapping[str, float]) -> list[str]:
             budget = dict(manifest.provenance.options).get("prove_budget") if method == "interpret" else None
             spent = f", in {seconds['interpret']:.0f} s of {budget} s" if budget and "interpret" in seconds else ""
             lines.append(f"{some_of}{meaning}: largest error {worst.error:.1e}, {allowed}{spent}")
-    if near_recording(manifest):
+    if near_recording(entry):
         lines.append(f"at most {max(proof.distance for proof in proofs):.1e} from what was recorded")
     left = [spell(proof.key) for proof in proofs if proof.method == "none"]
     if left:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
     from rich.console import RenderableType
 
-    from cgbundle.format.schema import Manifest, Program
+    from cgbundle.format.schema import EntrySpec, Manifest, Program
 
     from ..inspection.memory_map import Place
     from ..inspection.nodes import NodeRow
@@ -55,7 +55,6 @@ def inspect(
     """
     from dataclasses import replace
 
-    from cgbundle.format.entries import each_entry
     from cgbundle.validate.bundle import checked_manifest
 
     from .. import int_keys, summary
@@ -63,24 +62,23 @@ def inspect(
 
     _check_options(graph, {"--kernels": kernels, "--memory": memory, "--html": html is not None, "--dot": dot, "--json": as_json})
     manifest = checked_manifest(bundle)
-    own, chosen = manifest, None
+    entry, chosen = manifest.entries[0], None
     if graph is not None:
-        own, chosen = int_keys.find(manifest, graph)
-    programs = [each for each in own.programs if chosen in (None, each.key)]
+        entry, chosen = int_keys.find(manifest, graph)
+    programs = tuple([program for program in entry.programs if chosen in (None, program.key)])
     if kernels:
         _kernels(bundle, manifest, as_json)
     elif memory:
-        shown = each_entry(manifest) if chosen is None else (replace(own, programs=tuple(programs)),)
-        _memory(bundle, shown, as_json)
+        _memory(bundle, manifest, manifest.entries if chosen is None else (replace(entry, programs=programs),), as_json)
     elif html is not None:
         _html(bundle, manifest, html)
     elif dot:
         from ..inspection.dot import dot as drawn
         from ..inspection.nodes import read_nodes
 
-        sys.stdout.write(drawn(own, programs[0], read_nodes(bundle, own, programs[0])))
+        sys.stdout.write(drawn(manifest, programs[0], read_nodes(bundle, manifest, entry, programs[0])))
     elif graph is not None:
-        _graph(bundle, own, programs[0], as_json)
+        _graph(bundle, manifest, entry, programs[0], as_json)
     elif as_json:
         write_json(summary.plain(bundle, manifest))
     else:
@@ -127,19 +125,19 @@ def _html(path: str, manifest: Manifest, file: str) -> None:
 # --- recordings ---------------------------------------------------------------------------------------------------
 
 
-def _graph(path: str, manifest: Manifest, program: Program, as_json: bool) -> None:
+def _graph(path: str, manifest: Manifest, entry: EntrySpec, program: Program, as_json: bool) -> None:
     from ..inspection.nodes import read_nodes
     from ..inspection.program_text import fitted, heading, node_columns, node_table, program_fields
 
-    steps = read_nodes(path, manifest, program)
+    steps = read_nodes(path, manifest, entry, program)
     if as_json:
         from .. import summary
 
-        rows = summary.plain_programs(manifest)
+        rows = summary.plain_programs(manifest, entry)
         plain = next(row for row in rows if tuple(row["key"]) == program.key)
         write_json(plain | {"nodes": [node.plain() for nodes in steps for node in nodes]})
         return
-    show(record(program_fields(manifest, program)))
+    show(record(program_fields(manifest, entry, program)))
     cut = False
     for index, nodes in enumerate(steps):
         if program.steps[index].kind == "graph":
@@ -152,8 +150,8 @@ def _graph(path: str, manifest: Manifest, program: Program, as_json: bool) -> No
         say("lines are cut to the terminal's width; all of it: | less -S")
 
 
-def _memory(path: str, entries: Sequence[Manifest], as_json: bool) -> None:
-    """`entries`: manifests with the programs that are shown."""
+def _memory(path: str, manifest: Manifest, entries: Sequence[EntrySpec], as_json: bool) -> None:
+    """`entries`: those that are shown, with the programs that are."""
     from .. import summary
     from ..inspection import memory_map, memory_text
     from ..inspection.nodes import read_nodes
@@ -162,15 +160,14 @@ def _memory(path: str, entries: Sequence[Manifest], as_json: bool) -> None:
     for entry in entries:
         found.append([])
         for program in entry.programs:
-            steps = read_nodes(path, entry, program)
-            found[-1].append((program, steps, list(memory_map.places(entry, program, memory_map.order(steps)))))
-    first = entries[0]
+            steps = read_nodes(path, manifest, entry, program)
+            found[-1].append((program, steps, memory_map.places(manifest, entry, program, memory_map.order(steps))))
     if as_json:
         write_json({
-            "memories": dict(first.memories),
+            "memories": dict(manifest.memories),
             "programs": [
                 {
-                    "entry": entry.entry, "key": program.key, "arena": program.arena, "inputs": program.static,
+                    "entry": entry.name, "key": program.key, "arena": program.arena, "inputs": program.static,
                     "nodes": [(node.step, node.number, node.what) for nodes in steps for node in nodes],
                     "places": [place._asdict() for place in places],
                 }
@@ -179,18 +176,18 @@ def _memory(path: str, entries: Sequence[Manifest], as_json: bool) -> None:
             ],
         })  # fmt: skip
         return
-    fields: list[Field] = [("memory", summary.memory(first)), ("weights", memory_text.weights_line(first))]
-    if summary.state(first):
-        fields.append(("state", summary.state(first)))
+    fields: list[Field] = [("memory", summary.memory(manifest)), ("weights", memory_text.weights_line(manifest))]
+    if summary.state(manifest):
+        fields.append(("state", summary.state(manifest)))
     parts: list[RenderableType] = []
     if not any(places for rows in found for _, _, places in rows):
         fields.append(("values", "in memory that the caller brings or the host region allocates during the call: nothing to draw"))
         entries = ()
     for entry, rows in zip(entries, found, strict=False):
         if len(entries) > 1:
-            parts.append(record([("entry", entry.entry)]))
+            parts.append(record([("entry", entry.name)]))
         drawn = memory_text.one_program(entry, *rows[0], _width()) if len(rows) == 1 else ()
-        parts += drawn or memory_text.all_programs(entry, rows, _width())
+        parts += drawn or memory_text.all_programs(manifest, entry, rows, _width())
     for part in (record(fields), *parts):
         show(part)
 

@@ -17,7 +17,7 @@ from ..output import duration, listed, safe, say, show, table, write_json
 
 if TYPE_CHECKING:
     from cgbundle import Program
-    from cgbundle.format.schema import Manifest
+    from cgbundle.format.schema import EntrySpec
     from cgbundle.tensors.tensor import Tensor
 
 VALUES = 4
@@ -78,7 +78,7 @@ def run(
     cgcompile run gpt.cgb --inputs in.safetensors --outputs out.safetensors
     """
     import cgbundle
-    from cgbundle.format.entries import one_entry
+    from cgbundle.format.entries import entry_named
     from cgbundle.validate.bundle import checked_manifest
     from cgcompile.bundle.arguments import constants
 
@@ -88,18 +88,18 @@ def run(
         raise UsageError("--size picks among the stored inputs: it cannot be used with --inputs")
     if outputs is not None:
         _check_outputs(outputs, as_json)
-    manifest = one_entry(checked_manifest(bundle), entry)
-    given = _stored(bundle, manifest, key) if inputs is None else _read(inputs, manifest)
+    spec = entry_named(checked_manifest(bundle), entry)
+    given = _stored(bundle, spec, key) if inputs is None else _read(inputs, spec)
     begin = time.perf_counter()
     with cgbundle.load(bundle, threads=threads) as program:
         loaded = time.perf_counter()
-        again = _inputs_again(manifest, given)
-        called = program[manifest.entry]
+        again = _inputs_again(spec, given)
+        called = program[spec.name]
         begun = time.perf_counter()
         made: list[Tensor] = called.replay(given)
         replayed = time.perf_counter()
-        warm = _repeated(program, manifest.entry, again, repeat or 0)
-    found = _named(manifest, given, made)
+        warm = _repeated(program, spec.name, again, repeat or 0)
+    found = _named(spec, given, made)
     rows = [_row(name, value) | {"values": preview(value)} for name, value in found]
     if outputs is not None:
         _write(outputs, found)
@@ -110,10 +110,10 @@ def run(
     }
     if as_json:
         write_json({
-            "inputs": [_row(spec.name, value) for spec, value in zip(manifest.inputs, given, strict=True)],
+            "inputs": [_row(row.name, value) for row, value in zip(spec.inputs, given, strict=True)],
             "outputs": list(map(_plain, rows[: len(made)])),
             "written": list(map(_plain, rows[len(made) :])),
-            "constants": [each._asdict() for each in constants(manifest)],
+            "constants": [each._asdict() for each in constants(spec)],
             "seconds": seconds,
         })  # fmt: skip
         return
@@ -129,14 +129,14 @@ def run(
         told = _statistics(warm)
         show(table((">replays", *[f">{name}" for name in told][1:]), [(repeat, *map(duration, list(told.values())[1:]))]), text)
     if not quiet:
-        if fixed := constants(manifest):
+        if fixed := constants(spec):
             say(safe(f"constants: {', '.join([f'{each.name}={cut(repr(each.value))}' for each in fixed])}"))
         say(f"loaded in {duration(seconds['load'])}, the first call took {duration(seconds['replay'])}")
 
 
-def _inputs_again(manifest: Manifest, given: list[Tensor]) -> Callable[[], list[Tensor]]:
+def _inputs_again(entry: EntrySpec, given: list[Tensor]) -> Callable[[], list[Tensor]]:
     """Makes the inputs as they are now: a replay writes to some of them."""
-    before = {index: given[index].clone() for index in manifest.written}
+    before = {index: given[index].clone() for index in entry.mutated_inputs}
     return lambda: [before[index].clone() if index in before else value for index, value in enumerate(given)]
 
 
@@ -161,12 +161,12 @@ def _statistics(seconds: Sequence[float]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def _named(manifest: Manifest, given: list[Tensor], made: list[Tensor]) -> list[tuple[str, Tensor]]:
+def _named(entry: EntrySpec, given: list[Tensor], made: list[Tensor]) -> list[tuple[str, Tensor]]:
     """The outputs, and the inputs that the model writes to, each under a name of its own: an input's name, or `NAME.written` where
     an output is called that."""
-    found = {spec.name: value for spec, value in zip(manifest.outputs, made, strict=True)}
-    for index in manifest.written:
-        name = manifest.inputs[index].name
+    found = {spec.name: value for spec, value in zip(entry.outputs, made, strict=True)}
+    for index in entry.mutated_inputs:
+        name = entry.inputs[index].name
         while name in found:
             name += ".written"
         found[name] = given[index]
@@ -203,7 +203,7 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
     return row | {"values": [each if len(each) > 1 else each[0] for each in known]}
 
 
-def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
+def _stored(path: str, entry: EntrySpec, key: str | None) -> list[Tensor]:
     from cgbundle import exam
     from cgbundle.errors import CallError
     from cgbundle.format.archive import Archive
@@ -213,25 +213,25 @@ def _stored(path: str, manifest: Manifest, key: str | None) -> list[Tensor]:
     from .. import int_keys
 
     if key is None:
-        chosen = min(program.key for program in manifest.programs)
+        chosen = min(program.key for program in entry.programs)
     else:
         try:
-            chosen = int_keys.parse(manifest, key)
+            chosen = int_keys.parse(entry, key)
         except CallError as error:
             raise UsageError(f"--size picks among the stored inputs: {error}", OTHER_SIZES) from None
     bundle = Archive(path)
     check_exam(bundle)
     with closing(bundle.mapped(EXAM)) as stored:
-        return exam.inputs_of(stored, manifest, chosen)
+        return exam.inputs_of(stored, entry, chosen)
 
 
-def _read(path: str, manifest: Manifest) -> list[Tensor]:
+def _read(path: str, entry: EntrySpec) -> list[Tensor]:
     """The inputs by name.  Raises UsageError for a file that is not safetensors, lacks an input, or holds something else."""
     from cgbundle.errors import BundleError
     from cgbundle.format.safetensors import Mapped
     from cgbundle.tensors.tensor import from_bytes
 
-    wanted = [spec.name for spec in manifest.inputs]
+    wanted = [spec.name for spec in entry.inputs]
     try:
         file = Mapped(path, path)
     except BundleError as error:

@@ -143,18 +143,18 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
 def _failures(manifest: Manifest, row: dict[str, Any]) -> list[str]:
     """`batch=8: output 1 (int64): 3 of 8 values differ, first at [2]: 17, expected 12` of every tensor that failed."""
     from cgbundle.exam import name_key
-    from cgbundle.format.entries import one_entry
+    from cgbundle.format.entries import entry_named
 
-    key = name_key(one_entry(manifest, row["entry"]), row["key"])
+    key = name_key(entry_named(manifest, row["entry"]), row["key"])
     return [f"{key}: {each['title']}: {each['text']}" for each in row["tensors"] if not each["passed"]]
 
 
 def _row(manifest: Manifest, row: dict[str, Any]) -> tuple[str, str, str, str]:
     from cgbundle.exam import BITS, name_key
-    from cgbundle.format.entries import one_entry
+    from cgbundle.format.entries import entry_named
 
     from ..inspection.program_rows import bound_text
 
-    manifest = one_entry(manifest, row["entry"])
-    promise = "same bits" if manifest.exam.compare == BITS else bound_text(row["tolerance"])
-    return name_key(manifest, row["key"]), f"{float(row['error']):.1e}", promise, "ok" if row["passed"] else "FAILED"
+    entry = entry_named(manifest, row["entry"])
+    promise = "same bits" if entry.self_test.compare == BITS else bound_text(row["tolerance"])
+    return name_key(entry, row["key"]), f"{float(row['error']):.1e}", promise, "ok" if row["passed"] else "FAILED"

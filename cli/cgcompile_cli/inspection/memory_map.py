@@ -13,7 +13,7 @@ from .names import roles
 from .nodes import READS, REFERS, WRITES, NodeRow
 
 if TYPE_CHECKING:
-    from cgbundle.format.schema import Manifest, Program
+    from cgbundle.format.schema import EntrySpec, Manifest, Program
 
 DRAWN = ("state", "inputs", "arena", "host")
 """Memories that are drawn place by place.  Of the weights, which are only read, a line is enough."""
@@ -42,14 +42,14 @@ def order(steps: Sequence[Sequence[NodeRow]]) -> list[NodeRow]:
     return [node for nodes in steps for node in nodes]
 
 
-def places(manifest: Manifest, program: Program, nodes: Sequence[NodeRow]) -> list[Place]:
+def places(manifest: Manifest, entry: EntrySpec, program: Program, nodes: Sequence[NodeRow]) -> list[Place]:
     """The places of the memories in DRAWN, by memory and address.  A program of the cpu target has none: its values lie in memory
     that a call brings or its host region allocates."""
     if manifest.target.kind == "cpu":
         return []
     uses: dict[tuple[str, int], dict[int, str]] = {}
     labels: dict[tuple[str, int], list[str]] = {}
-    for memory, begin, name in _said(manifest, program):
+    for memory, begin, name in _said(manifest, entry, program):
         uses.setdefault((memory, begin), {})
         if name not in labels.setdefault((memory, begin), []):
             labels[memory, begin].append(name)
@@ -68,9 +68,9 @@ def places(manifest: Manifest, program: Program, nodes: Sequence[NodeRow]) -> li
     return made
 
 
-def _said(manifest: Manifest, program: Program) -> Iterator[tuple[str, int, str]]:
+def _said(manifest: Manifest, entry: EntrySpec, program: Program) -> Iterator[tuple[str, int, str]]:
     """(memory, offset, name) of every value and every row of state."""
-    named = roles(manifest, program)
+    named = roles(entry, program)
     for index, value in enumerate(program.values):
         if value.memory in DRAWN:
             yield value.memory, value.offset, named.get(index, f"v{index}")

@@ -17,7 +17,7 @@ from .nodes import NodeRow
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from cgbundle.format.schema import Manifest, Program
+    from cgbundle.format.schema import EntrySpec, Manifest, Program
 
 BETWEEN = "-"
 SHADES = " .:=+*#@"
@@ -27,7 +27,7 @@ LEGEND = "w written, r read, x one or both, - between the first and the last use
 
 
 def one_program(
-    manifest: Manifest, program: Program, steps: Sequence[Sequence[NodeRow]], places: Sequence[Place], columns: int
+    entry: EntrySpec, program: Program, steps: Sequence[Sequence[NodeRow]], places: Sequence[Place], columns: int
 ) -> tuple[RenderableType, ...]:
     """What uses which place of one program's memory, along its steps."""
     total = sum(map(len, steps))
@@ -36,7 +36,7 @@ def one_program(
     width = max(20, columns - spent)
     each = max(1, -(-total // width))
     about = f"{total} nodes and steps in order, {'one' if each == 1 else each} a column"
-    head = record([("int_key", name_key(manifest, program.key)), ("columns", [about, LEGEND])])
+    head = record([("int_key", name_key(entry, program.key)), ("columns", [about, LEGEND])])
     drawn: list[tuple[str, ...]] = []
     if len(steps) > 1:
         drawn.append(("", "", "steps", timeline(program, steps, width)))
@@ -45,11 +45,14 @@ def one_program(
 
 
 def all_programs(
-    manifest: Manifest, found: Sequence[tuple[Program, Sequence[Sequence[NodeRow]], Sequence[Place]]], columns: int
+    manifest: Manifest,
+    entry: EntrySpec,
+    found: Sequence[tuple[Program, Sequence[Sequence[NodeRow]], Sequence[Place]]],
+    columns: int,
 ) -> tuple[RenderableType, ...]:
-    """A line per program: how much it needs, and how busy each part of the arena is."""
+    """A line per program of `entry`: how much it needs, and how busy each part of the arena is."""
     whole = dict(manifest.memories).get("arena", 0)
-    heads = (" x ".join([each.name for each in manifest.dimensions]) or "int_key", ">arena", ">inputs", ">nodes")
+    heads = (" x ".join([each.name for each in entry.dimensions]) or "int_key", ">arena", ">inputs", ">nodes")
     lines = [
         (spell(program.key), size(program.arena), size(program.static), str(sum(map(len, steps)))) for program, steps, _ in found
     ]
@@ -128,7 +131,7 @@ def shades(found: Iterable[Place], memory: str, whole: int, own: int, width: int
 
 def weights_line(manifest: Manifest, limit: int = 4) -> str:
     """`30 weights, 59.5 KiB: the largest token.weight 6.0 KiB, ...`."""
-    found = {each.tensor: each for each in reversed(manifest.weights) if each.memory == "weights"}
+    found = {each.tensor: each for each in reversed(manifest.weights) if each.memory != "state"}
     sized = sorted(((span(w), w.name) for w in found.values()), key=lambda row: (-row[0], row[1]))
     if not sized:
         return "no weights"

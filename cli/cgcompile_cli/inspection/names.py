@@ -5,7 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterable
 
-from cgbundle.format.schema import Manifest, Program, Weight
+from cgbundle.format.schema import EntrySpec, Manifest, Program, Weight
 from cgbundle.format.spans import span
 
 
@@ -14,9 +14,9 @@ class Names:
 
     __slots__ = ("_known", "_program", "_roles", "_rows", "_starts")
 
-    def __init__(self, manifest: Manifest, program: Program) -> None:
+    def __init__(self, manifest: Manifest, entry: EntrySpec, program: Program) -> None:
         self._program = program
-        self._roles = roles(manifest, program)
+        self._roles = roles(entry, program)
         self._rows = {memory: _laid_out(manifest.weights, memory) for memory in ("weights", "state")}
         self._starts = {memory: [begin for begin, _, _ in rows] for memory, rows in self._rows.items()}
         self._known: dict[tuple[str, int, tuple[int, ...], tuple[int, ...]], str] = {}
@@ -58,10 +58,10 @@ class Names:
         return f"{place} ({', '.join(found)})" if found else place
 
 
-def roles(manifest: Manifest, program: Program) -> dict[int, str]:
+def roles(entry: EntrySpec, program: Program) -> dict[int, str]:
     """What the values of the call are: position -> `input x`, `output y`, or both."""
     named: dict[int, str] = {}
-    for kind, positions, specs in (("input", program.inputs, manifest.inputs), ("output", program.outputs, manifest.outputs)):
+    for kind, positions, specs in (("input", program.inputs, entry.inputs), ("output", program.outputs, entry.outputs)):
         for position, spec in zip(positions, specs, strict=True):
             named[position] = f"{named[position]}, {kind} {spec.name}" if position in named else f"{kind} {spec.name}"
     return named
@@ -71,7 +71,7 @@ def _laid_out(weights: Iterable[Weight], memory: str) -> list[tuple[int, int, st
     """(first byte, byte behind the last, name) of the weights in `memory`, in its order; of tied ones the first."""
     rows: dict[int, tuple[int, int, str]] = {}
     for each in weights:
-        if each.memory == memory and each.offset >= 0:
+        if each.memory == memory:
             rows.setdefault(each.offset, (each.offset, each.offset + span(each), each.name))
     return [rows[offset] for offset in sorted(rows)]
 

@@ -1,7 +1,7 @@
 """What the steps of a program do, a row per node, copy and host region.
 
 A recording knows addresses and not what a kernel does there.  What follows all the same:
-- memory `weights` is only read, and so are inputs, of the call and of a step, that the manifest does not list as `written`;
+- memory `weights` is only read, and so are inputs, of the call and of a step, that are none of `mutated_inputs`;
 - a memset writes, a memcpy reads its source and writes its target, copy and host steps say what they read and write;
 - what sets the condition of a branch or loop reads one byte;
 - a kernel that writes nothing does nothing: where all its addresses but one are only read, it writes that one.
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from cgbundle.format import archive, file_names
-from cgbundle.format.schema import MEMORIES, Manifest, Program, Step
+from cgbundle.format.schema import MEMORIES, EntrySpec, Manifest, Program, Step
 from cgbundle.format.spans import graph_memories, span
 from cgbundle.tables.table import CONDITIONAL, SET_CONDITION, SWITCH, WHILE, Table, launch_order
 from cgbundle.validate.recordings import check_recording
@@ -75,26 +75,26 @@ class NodeRow(NamedTuple):
 _BARE = NodeRow(0, 0, "empty", "(orders other nodes)", "", (), (), (), 0, (), (), ())
 
 
-def read_nodes(path: str, manifest: Manifest, program: Program) -> list[list[NodeRow]]:
-    """The nodes of every step, in an order in which they may run.  Raises file-damaged, table-invalid."""
+def read_nodes(path: str, manifest: Manifest, entry: EntrySpec, program: Program) -> list[list[NodeRow]]:
+    """The nodes of every step of a program of `entry`, in an order in which they may run.  Raises file-damaged, table-invalid."""
     files = {file.path: file for file in manifest.files}
     images = file_names.kernel_images(manifest)
-    names = Names(manifest, program)
+    names = Names(manifest, entry, program)
     found: list[list[NodeRow]] = []
     for index, step in enumerate(program.steps):
         if step.kind == "graph":
             table = Table(archive.read(path, files[step.file]), step.file)
             check_recording(table, graph_memories(manifest.memories), images)
-            found.append(graph_rows(table, manifest, program, index, names))
+            found.append(graph_rows(table, entry, program, index, names))
         else:
             found.append([_step_row(manifest, program, index, step, names)])
     return found
 
 
-def graph_rows(table: Table, manifest: Manifest, program: Program, index: int, names: Names) -> list[NodeRow]:
+def graph_rows(table: Table, entry: EntrySpec, program: Program, index: int, names: Names) -> list[NodeRow]:
     """The nodes of a graph step, as `launch_order` puts them, those of bodies behind the node that they belong to."""
     step = program.steps[index]
-    reader = _Reader(manifest, program, step, names)
+    reader = _Reader(entry, program, step, names)
     after: dict[int, list[int]] = {}
     early: dict[int, list[int]] = {}
     for source, target, kind in zip(table.edge_source, table.edge_target, table.edge_type, strict=True):
@@ -131,7 +131,7 @@ def _nested(table: Table, rows: list[int]) -> Iterator[tuple[int, int]]:
 
 
 class _Reader(NamedTuple):
-    manifest: Manifest
+    entry: EntrySpec
     program: Program
     step: Step
     names: Names
@@ -144,13 +144,13 @@ class _Reader(NamedTuple):
         """Whether no kernel of a sound bundle writes there."""
         if MEMORIES[memory] != "inputs":
             return MEMORIES[memory] == "weights"
-        changed = [self.program.inputs[place] for place in self.manifest.written]
+        mutated = [self.program.inputs[place] for place in self.entry.mutated_inputs]
         covering = []
         for index in dict.fromkeys([*self.program.inputs, *self.step.inputs]):
             value = self.program.values[index]
             if value.memory == "inputs" and value.offset <= offset < value.offset + max(span(value), 1):
                 covering.append(index)
-        return bool(covering) and not any(index in changed or index in self.step.outputs for index in covering)
+        return bool(covering) and not any(index in mutated or index in self.step.outputs for index in covering)
 
 
 def _empty(table: Table, row: int, reader: _Reader) -> NodeRow:

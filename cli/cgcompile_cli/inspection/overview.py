@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cgbundle.format.entries import each_entry
-from cgbundle.weights.update import SINCE, updatable
+from cgbundle.weights.update import updatable
 
 from .. import summary
 from ..output import count, first_rows, listed, shortened, table
@@ -34,40 +33,39 @@ TELLING = {
 
 def overview(path: str, manifest: Manifest) -> list[Field]:
     """What `inspect` shows of a bundle: its manifest, field by field."""
-    origin, each = manifest.provenance, each_entry(manifest)
-    several = len(each) > 1
+    origin, several = manifest.provenance, len(manifest.entries) > 1
     fields: list[Field] = [
-        ("bundle", f"{manifest.name}, format {manifest.format}, {summary.bulk(manifest)}"),
+        ("bundle", f"{manifest.name}, format {manifest.version}, {summary.bulk(manifest)}"),
         ("target", summary.target(manifest.target)),
         *([("world", summary.world(manifest))] if manifest.world else []),
     ]
-    for one in each:
-        fields += [("entry", [one.entry, *summary.changes(one)])] if several else []
+    for entry in manifest.entries:
+        fields += [("entry", summary.entry_lines(manifest, entry))] if several else []
         fields += [
-            ("signature", table(("", "", "", "", ""), summary.signature_rows(one))),
-            ("sizes", [summary.sizes(one), *summary.axes(one)]),
+            ("signature", table(("", "", "", "", ""), summary.signature_rows(manifest, entry))),
+            ("sizes", [summary.sizes(manifest, entry), *summary.axes(entry)]),
         ]
-        if one.dimensions:
-            fields.append(("padding", [summary.padding(dimension) for dimension in one.dimensions]))
+        if entry.dimensions:
+            fields.append(("padding", [summary.padding(dimension) for dimension in entry.dimensions]))
     fields += [
         ("memory", summary.memory(manifest)),
         ("weights", summary.weights(manifest)),
         ("update", update(manifest)),
         *([("state", summary.state(manifest))] if summary.state(manifest) else []),
-        *([("chains", summary.chain_lines(manifest))] if manifest.chains else []),
+        *([("chains", summary.donation_lines(manifest))] if manifest.donations else []),
         ("regions", _regions(manifest)),
     ]
-    for one in each:
-        of = f" {one.entry}" if several else ""
-        fields.append((f"programs{of}", program_rows.programs(one)))
-        fields += program_rows.lowering_fields(one, of)
-        if rows := program_rows.exam_rows(one):
+    for entry in manifest.entries:
+        of = f" {entry.name}" if several else ""
+        fields.append((f"programs{of}", program_rows.programs(entry)))
+        fields += program_rows.lowering_fields(entry, of)
+        if rows := program_rows.self_test_rows(manifest, entry):
             fields.append((f"exam{of}", table(("", ">error", ">bound"), rows)))
-    findings = list(dict.fromkeys([finding for one in each for finding in one.findings]))
+    findings = list(dict.fromkeys([finding for entry in manifest.entries for finding in entry.findings]))
     fields += [
         ("files", summary.files(manifest)),
-        ("findings", _findings(findings, manifest.waivers)),
-        *([("waived", ", ".join(manifest.waivers))] if manifest.waivers else []),
+        ("findings", _findings(findings, manifest.allowed)),
+        *([("waived", ", ".join(manifest.allowed))] if manifest.allowed else []),
         ("signed", summary.signed(path)),
         ("built", f"{origin.created} from {origin.source}"),
         ("with", ", ".join([f"{name} {version}" for name, version in origin.versions])),
@@ -82,12 +80,10 @@ def update(manifest: Manifest) -> list[str]:
     """Which weights `program.update` replaces, and the others by the reason."""
     if manifest.world:
         return ["refused: each GPU has weights of its own; build the bundle again with other ones"]
-    if manifest.format < SINCE:
-        return [f"refused: format {manifest.format} does not say what the code holds of the weights"]
-    names, fixed = updatable(manifest)
-    tables = [name for name in fixed if name.startswith(summary.TABLE)]
-    kept = {name: reason for name, reason in fixed.items() if name not in tables}
-    places = {manifest.weights[row.weight].tensor: row.where for row in manifest.fixed}
+    names, frozen = updatable(manifest)
+    tables = [name for name in frozen if name.startswith(summary.TABLE)]
+    kept = {name: reason for name, reason in frozen.items() if name not in tables}
+    places = {manifest.weights[row.weight].tensor: row.where for row in manifest.frozen}
     where = {row.name: places.get(row.tensor, "") for row in manifest.weights}
     told = {name: TELLING.get(reason, reason).format(where=where[name]) for name, reason in kept.items()}
     reasons = {text: [name for name, own in told.items() if own == text] for text in dict.fromkeys(told.values())}
@@ -103,8 +99,8 @@ def _regions(manifest: Manifest) -> RenderableType:
     return table(("", "", "", ""), first_rows(rows, 1))
 
 
-def _findings(findings: Sequence[Finding], waivers: Sequence[str]) -> list[str]:
-    if not (findings or waivers):
+def _findings(findings: Sequence[Finding], allowed: Sequence[str]) -> list[str]:
+    if not (findings or allowed):
         return ["none, nothing was waived"]
     shown, hidden = shortened(findings)
     lines = []

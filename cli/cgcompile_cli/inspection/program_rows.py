@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from typing import TYPE_CHECKING
 
-from cgbundle.format.schema import Manifest, Program
+from cgbundle.format.schema import EntrySpec, Manifest, Program
 from cgbundle.tensors.exam_tensors import exam_tensors
 
 from ..int_keys import spell
@@ -23,25 +23,25 @@ def steps(program: Program) -> str:
     return ", ".join([f"{number} {kind}" for kind, number in kinds.items()])
 
 
-def programs(manifest: Manifest) -> Table:
+def programs(entry: EntrySpec) -> Table:
     """A row per int_key: what it does, what memory it needs, how it was proved.  Of many, the first and the last are shown."""
-    names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
-    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *distance_head(manifest))
-    rows = program_rows(manifest)
-    if all(step.kind == "host" for program in manifest.programs for step in program.steps):  # where there are no graphs
+    names = " x ".join([dimension.name for dimension in entry.dimensions]) or "int_key"
+    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">bound", *distance_head(entry))
+    rows = program_rows(entry)
+    if all(step.kind == "host" for program in entry.programs for step in program.steps):  # where there are no graphs
         heads, rows = _without_graphs(heads), [_without_graphs(row) for row in rows]
     shown, hidden = shortened(rows[:-1])
     return table(heads, [*shown, *([(f"{hidden} more", *[""] * (len(heads) - 1))] if hidden else []), *rows[-1:]])
 
 
-def lowering_fields(manifest: Manifest, of: str = "") -> list[Field]:
+def lowering_fields(entry: EntrySpec, of: str = "") -> list[Field]:
     """The lowerings that were tried for the int_keys of an entry, in microseconds, and why others are left out; [] where there was
     nothing to choose.  `of` follows the field's name."""
-    tried = [(program.key, program.lowerings) for program in manifest.programs if program.lowerings]
+    tried = [(program.key, program.lowerings) for program in entry.programs if program.lowerings]
     if not tried:
         return []
     names = list(dict.fromkeys([each.name for _, own in tried for each in own if each.microseconds]))
-    heads = (" x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key", *[f">{name}" for name in names], "")
+    heads = (" x ".join([dimension.name for dimension in entry.dimensions]) or "int_key", *[f">{name}" for name in names], "")
     rows = []
     for key, own in tried:
         times = {each.name: f"{sum(each.microseconds):.1f} us" for each in own if each.microseconds}
@@ -58,26 +58,25 @@ def _without_graphs(cells: tuple[str, ...]) -> tuple[str, ...]:
     return cells[:1] + cells[4:]
 
 
-def distance_head(manifest: Manifest) -> tuple[str, ...]:
+def distance_head(entry: EntrySpec) -> tuple[str, ...]:
     """The head of the column that `program_rows` then have more."""
-    return (">from recording",) if near_recording(manifest) else ()
+    return (">from recording",) if near_recording(entry) else ()
 
 
-def near_recording(manifest: Manifest) -> bool:
+def near_recording(entry: EntrySpec) -> bool:
     """Whether replays are held to a recording, and not bit for bit: how far they were from it is worth a column."""
-    return manifest.exam.expected == "recording" and manifest.exam.compare == "tolerance"
+    return entry.self_test.expected == "recording" and entry.self_test.compare == "tolerance"
 
 
-def exam_rows(manifest: Manifest) -> list[tuple[str, str, str]]:
-    """(tensor, largest error against eager PyTorch, bound) of what the exam compares, where there are several; [] before format
-    version 4."""
-    exam = manifest.exam
-    if len(exam.bounds) < 2:
+def self_test_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str, str]]:
+    """(tensor, largest error against eager PyTorch, bound) of what the self-test compares, where there are several."""
+    self_test = entry.self_test
+    if len(self_test.bounds) < 2:
         return []
-    errors = [each.errors for each in exam.proofs if each.errors]
+    errors = [proof.errors for proof in self_test.proofs if proof.errors]
     return [
-        (tensor.title, f"{max([each[index] for each in errors]):.1e}" if errors else "", bound_text(bound))
-        for index, (tensor, bound) in enumerate(zip(exam_tensors(manifest), exam.bounds, strict=True))
+        (tensor.title, f"{max([row[index] for row in errors]):.1e}" if errors else "", bound_text(bound))
+        for index, (tensor, bound) in enumerate(zip(exam_tensors(manifest, entry), self_test.bounds, strict=True))
     ]
 
 
@@ -86,14 +85,14 @@ def bound_text(bound: float) -> str:
     return f"{bound:.1e}" if bound else "equal"
 
 
-def program_rows(manifest: Manifest) -> list[tuple[str, ...]]:
+def program_rows(entry: EntrySpec) -> list[tuple[str, ...]]:
     """(int_key, steps, arena, inputs, method of the proof, error, bound) of every program, and where it is `near_recording` the
     distance of the replay from it.  Error and bound are of the tensor that came nearest to its bound."""
     rows: list[tuple[str, ...]] = []
-    for each, proof in zip(manifest.programs, manifest.exam.proofs, strict=True):
-        bound = "same bits" if manifest.exam.compare == "bits" else bound_text(proof.tolerance)
+    for program, proof in zip(entry.programs, entry.self_test.proofs, strict=True):
+        bound = "same bits" if entry.self_test.compare == "bits" else bound_text(proof.tolerance)
         proved: tuple[str, ...] = (proof.method, "" if proof.method == "none" else f"{proof.error:.1e}", bound)
-        if near_recording(manifest):
+        if near_recording(entry):
             proved = (*proved, "" if proof.method == "none" else f"{proof.distance:.1e}")
-        rows.append((spell(each.key), steps(each), size(each.arena), size(each.static), *proved))
+        rows.append((spell(program.key), steps(program), size(program.arena), size(program.static), *proved))
     return rows

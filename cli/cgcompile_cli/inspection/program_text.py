@@ -14,7 +14,7 @@ from .nodes import HOWS, NodeRow
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from cgbundle.format.schema import Manifest, Program
+    from cgbundle.format.schema import EntrySpec, Manifest, Program
 
     from ..output import Field
 
@@ -112,13 +112,13 @@ def node_table(found: list[tuple[str, list[str]]]) -> Table:
 # --- steps and values ------------------------------------------------------------------------------------------------
 
 
-def program_fields(manifest: Manifest, program: Program) -> list[Field]:
+def program_fields(manifest: Manifest, entry: EntrySpec, program: Program) -> list[Field]:
     """The int_key, memory, steps and values of one program."""
     return [
-        ("int_key", name_key(manifest, program.key)),
+        ("int_key", name_key(entry, program.key)),
         ("memory", f"arena {size(program.arena)}, inputs {size(program.static)}"),
         ("steps", table((">", "", "region", "reads", "writes", "file"), _steps(manifest, program))),
-        ("values", table((">", "", "", "strides", "memory", ">offset", ""), _values(manifest, program))),
+        ("values", table((">", "", "", "strides", "memory", ">offset", ""), _values(entry, program))),
     ]
 
 
@@ -134,8 +134,8 @@ def _steps(manifest: Manifest, program: Program) -> list[tuple[Any, ...]]:
     return rows
 
 
-def _values(manifest: Manifest, program: Program) -> list[tuple[Any, ...]]:
-    named = roles(manifest, program)
+def _values(entry: EntrySpec, program: Program) -> list[tuple[Any, ...]]:
+    named = roles(entry, program)
     return [
         (f"v{index}", value.dtype, list(value.shape), list(value.strides), value.memory, value.offset, named.get(index, ""))
         for index, value in enumerate(program.values)

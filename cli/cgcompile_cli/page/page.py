@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from cgbundle.format import manifest_json
-from cgbundle.format.entries import all_programs, each_entry
+from cgbundle.format.entries import all_programs
 from cgbundle.format.safetensors import nbytes
 
 from .. import summary
@@ -27,7 +27,7 @@ from . import parts as pageparts
 from .markup import Html, joined, tag, text
 
 if TYPE_CHECKING:
-    from cgbundle.format.schema import Finding, Manifest
+    from cgbundle.format.schema import EntrySpec, Finding, Manifest
 
 GENERATOR = "cgcompile inspect"
 """What the page says that it was made by: `page.file` replaces no other file."""
@@ -40,17 +40,18 @@ WEIGHTS = 400
 
 def page(path: str, manifest: Manifest) -> str:
     """The page of the bundle at `path`.  Raises file-damaged, table-invalid."""
-    each = each_entry(manifest)
-    steps = [[read_nodes(path, one, program) for program in one.programs] for one in each]
+    steps = [[read_nodes(path, manifest, entry, program) for program in entry.programs] for entry in manifest.entries]
     rows = kernels(path, manifest)
     sections: list[tuple[str, str, Iterable[object]]] = [
-        section for one, own in zip(each, steps, strict=True) for section in _entry(path, one, own, several=len(each) > 1)
+        section
+        for entry, of_entry in zip(manifest.entries, steps, strict=True)
+        for section in _entry(path, manifest, entry, of_entry)
     ]
     sections += [
         *([("kernels", "Kernels", pageparts.kernel_rows(rows))] if rows else []),
         *(
-            [("chains", "Chains", [tag("ul", *[tag("li", line) for line in summary.chain_lines(manifest)])])]
-            if manifest.chains
+            [("chains", "Chains", [tag("ul", *[tag("li", line) for line in summary.donation_lines(manifest)])])]
+            if manifest.donations
             else []
         ),
         ("weights", "Weights", _weights(manifest)),
@@ -65,27 +66,27 @@ def page(path: str, manifest: Manifest) -> str:
         tag("title", f"{manifest.name} - cgcompile bundle"),
         Html(f"<style>{style}</style>"),
     ]
-    top = _header(manifest, [nodes for own in steps for nodes in own])
+    top = _header(manifest, [nodes for of_entry in steps for nodes in of_entry])
     made = [*head, "</head>", "<body>", top, nav, tag("main", *body), _footer(manifest)]
     return OPENING + "\n".join(made) + f"\n<script>{script}</script>\n</body>\n</html>\n"
 
 
 def _entry(
-    path: str, manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]], *, several: bool
+    path: str, manifest: Manifest, entry: EntrySpec, steps: Sequence[Sequence[Sequence[NodeRow]]]
 ) -> list[tuple[str, str, Iterable[object]]]:
-    """The sections about an entry: (id, title, parts)."""
-    maps = [places(manifest, program, order(each)) for program, each in zip(manifest.programs, steps, strict=True)]
-    own, of = (f"-{manifest.entry}", f" of {manifest.entry}") if several else ("", "")
-    found: list[tuple[str, str, Iterable[object]]] = [
-        ("signature", "Signature", _signature(path, manifest)),
-        ("regions", "Regions", pageparts.chains(manifest, steps)),
-        ("findings", "Findings", _findings(manifest)),
-        ("sizes", "Sizes", _sizes(manifest)),
-        ("memory", "Memory", pageparts.memory(manifest, steps, maps)),
+    """The sections about an entry: (id, title, parts).  Where there are several entries, its name stands in ids and titles."""
+    maps = [places(manifest, entry, program, order(nodes)) for program, nodes in zip(entry.programs, steps, strict=True)]
+    suffix, of = (f"-{entry.name}", f" of {entry.name}") if len(manifest.entries) > 1 else ("", "")
+    sections: list[tuple[str, str, Iterable[object]]] = [
+        ("signature", "Signature", _signature(path, manifest, entry)),
+        ("regions", "Regions", pageparts.chains(manifest, entry, steps)),
+        ("findings", "Findings", _findings(manifest, entry)),
+        ("sizes", "Sizes", _sizes(manifest, entry)),
+        ("memory", "Memory", pageparts.memory(manifest, entry, steps, maps)),
     ]
-    if any(step.kind == "graph" for program in manifest.programs for step in program.steps):
-        found.append(("nodes", "Nodes", pageparts.nodes(manifest, steps)))
-    return [(f"{name}{own}", f"{title}{of}", parts) for name, title, parts in found]
+    if any(step.kind == "graph" for program in entry.programs for step in program.steps):
+        sections.append(("nodes", "Nodes", pageparts.nodes(manifest, entry, steps)))
+    return [(f"{name}{suffix}", f"{title}{of}", parts) for name, title, parts in sections]
 
 
 def _beside(name: str) -> str:
@@ -103,10 +104,10 @@ def _policy(style: str, script: str) -> str:
 def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) -> Html:
     memories = dict(manifest.memories)
     most = max([sum(node.kind not in ("copy", "host") for nodes in each for node in nodes) for each in steps], default=0)
-    found = [finding.severity for one in each_entry(manifest) for finding in one.findings]
+    found = [finding.severity for entry in manifest.entries for finding in entry.findings]
     facts = [
         ("int_keys", len(all_programs(manifest))),
-        *([("GPUs", manifest.world[0].size)] if manifest.world else []),
+        *([("GPUs", manifest.world.size)] if manifest.world else []),
         ("on disk", size(manifest_json.bundle_bytes(manifest))),
         ("weights", size(memories.get("weights", 0))),
         *([("state", size(memories["state"]))] if memories.get("state") else []),
@@ -123,28 +124,28 @@ def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) ->
     )  # fmt: skip
 
 
-def _signature(path: str, manifest: Manifest) -> Iterator[Html]:
-    yield pageparts.table(("", "name", "dtype", "shape", ""), summary.signature_rows(manifest), "near")
-    yield tag("pre", joined([text(line) for line in summary.load_lines(path, manifest)], "\n"))
+def _signature(path: str, manifest: Manifest, entry: EntrySpec) -> Iterator[Html]:
+    yield pageparts.table(("", "name", "dtype", "shape", ""), summary.signature_rows(manifest, entry), "near")
+    yield tag("pre", joined([text(line) for line in summary.load_lines(path, manifest, (entry,))], "\n"))
 
 
-def _sizes(manifest: Manifest) -> Iterator[Html]:
-    yield tag("p", summary.sizes(manifest))
-    if manifest.dimensions:
-        yield tag("ul", *[tag("li", summary.padding(dimension)) for dimension in manifest.dimensions])
-    names = " x ".join([dimension.name for dimension in manifest.dimensions]) or "int_key"
-    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">allowed", *program_rows.distance_head(manifest))
-    yield pageparts.table(heads, program_rows.program_rows(manifest), "near")
-    if rows := program_rows.exam_rows(manifest):
+def _sizes(manifest: Manifest, entry: EntrySpec) -> Iterator[Html]:
+    yield tag("p", summary.sizes(manifest, entry))
+    if entry.dimensions:
+        yield tag("ul", *[tag("li", summary.padding(dimension)) for dimension in entry.dimensions])
+    names = " x ".join([dimension.name for dimension in entry.dimensions]) or "int_key"
+    heads = (names, "steps", ">arena", ">inputs", "proof", ">error", ">allowed", *program_rows.distance_head(entry))
+    yield pageparts.table(heads, program_rows.program_rows(entry), "near")
+    if rows := program_rows.self_test_rows(manifest, entry):
         yield pageparts.table(("", ">error", ">allowed"), rows, "near")
 
 
-def _findings(manifest: Manifest) -> Iterator[Html]:
-    if not (manifest.findings or manifest.waivers):
+def _findings(manifest: Manifest, entry: EntrySpec) -> Iterator[Html]:
+    if not (entry.findings or manifest.allowed):
         yield tag("p", "None, and nothing was waived.")
-    yield from map(_finding, manifest.findings)
-    if manifest.waivers:
-        yield tag("p", f"Waived: {', '.join(manifest.waivers)}.")
+    yield from map(_finding, entry.findings)
+    if manifest.allowed:
+        yield tag("p", f"Waived: {', '.join(manifest.allowed)}.")
 
 
 def _finding(each: Finding) -> Html:
@@ -185,7 +186,7 @@ def _provenance(path: str, manifest: Manifest) -> Iterator[Html]:
         ("with", ", ".join([f"{name} {version}" for name, version in origin.versions])),
         ("options", ", ".join([f"{name}={value}" for name, value in origin.options]) or "none"),
         ("signed", summary.signed(path)),
-        ("format", manifest.format),
+        ("format", manifest.version),
     ])  # fmt: skip
     rows = [(tag("code", file.path), size(file.bytes), file.sha256[:16]) for file in manifest.files]
     head = tag("summary", summary.bulk(manifest), tag("small", "with the first 16 digits of their SHA-256"))
@@ -193,7 +194,7 @@ def _provenance(path: str, manifest: Manifest) -> Iterator[Html]:
 
 
 def _footer(manifest: Manifest) -> Html:
-    several = len(each_entry(manifest)) > 1
-    keys = [(f"{one.entry}:" if several else "", program.key) for one in each_entry(manifest) for program in one.programs]
-    names = listed([entry + spell(key) for entry, key in keys])
+    several = len(manifest.entries) > 1
+    keys = [(f"{entry.name}:" if several else "", program.key) for entry in manifest.entries for program in entry.programs]
+    names = listed([prefix + spell(key) for prefix, key in keys])
     return tag("footer", f"int_keys {names}. Written by {GENERATOR}; the page loads nothing and sends nothing.")

@@ -19,7 +19,7 @@ from ..output import count, listed, shortened, size
 from .markup import Html, joined, tag
 
 if TYPE_CHECKING:
-    from cgbundle.format.schema import Manifest, Program
+    from cgbundle.format.schema import EntrySpec, Manifest, Program
 
 CLASSES = {READS: "r", WRITES: "w", REFERS: "x"}
 
@@ -50,35 +50,35 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]], class_: str | 
 # --- regions ------------------------------------------------------------------------------------------------------
 
 
-def chains(manifest: Manifest, steps: Sequence[Steps]) -> Iterator[Html]:
+def chains(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Iterator[Html]:
     """The steps as boxes with arrows between them: once for all int_keys that do the same."""
     fitting = _that_fit(steps)
     groups: dict[tuple[str, ...], list[int]] = {}
-    for index, program in enumerate(manifest.programs):
+    for index, program in enumerate(entry.programs):
         groups.setdefault(tuple([step.kind for step in program.steps]), []).append(index)
     for members in groups.values():
         last = members[-1]
         if len(groups) > 1:
-            yield tag("h3", "int_keys " + listed([spell(manifest.programs[member].key) for member in members]))
+            yield tag("h3", "int_keys " + listed([spell(entry.programs[member].key) for member in members]))
         boxes = [
-            _box(manifest, last, place, [steps[member][place] for member in members], linked=last in fitting)
+            _box(manifest, entry, last, place, [steps[member][place] for member in members], linked=last in fitting)
             for place in range(len(steps[last]))
         ]
         yield tag("ol", *boxes, class_="chain")
         if len(members) > 1:
-            yield tag("p", f"Names and bytes are those of {name_key(manifest, manifest.programs[last].key)}.", class_="soft")
+            yield tag("p", f"Names and bytes are those of {name_key(entry, entry.programs[last].key)}.", class_="soft")
 
 
-def _box(manifest: Manifest, index: int, place: int, nodes: Sequence[Sequence[NodeRow]], linked: bool) -> Html:
+def _box(manifest: Manifest, entry: EntrySpec, index: int, place: int, nodes: Sequence[Sequence[NodeRow]], linked: bool) -> Html:
     """A step: its kind and region, how many nodes it has over the int_keys, what goes in and comes out, why it is on the host."""
-    program = manifest.programs[index]
+    program = entry.programs[index]
     step = program.steps[place]
     about: list[object] = []
     if step.kind == "graph":
         numbers = sorted({len(each) for each in nodes})
         many = count(numbers[0], "node") if len(numbers) == 1 else f"{numbers[0]} to {numbers[-1]} nodes"
-        about.append(tag("span", tag("a", many, href=f"#{_anchor(manifest, index, place)}") if linked else many))
-    sides = (("in", step.inputs, program.inputs, manifest.inputs), ("out", step.outputs, program.outputs, manifest.outputs))
+        about.append(tag("span", tag("a", many, href=f"#{_anchor(entry, index, place)}") if linked else many))
+    sides = (("in", step.inputs, program.inputs, entry.inputs), ("out", step.outputs, program.outputs, entry.outputs))
     for side, values, given, specs in sides:
         if values:
             called = {value: spec.name for value, spec in zip(given, specs, strict=True)}
@@ -94,23 +94,23 @@ def _box(manifest: Manifest, index: int, place: int, nodes: Sequence[Sequence[No
 # --- nodes --------------------------------------------------------------------------------------------------------
 
 
-def _anchor(manifest: Manifest, program: int, step: int) -> str:
+def _anchor(entry: EntrySpec, program: int, step: int) -> str:
     """Where the nodes of a step are on the page."""
-    own = "" if manifest.entry == FORWARD else f"{manifest.entry}-"
-    return f"nodes-{own}{program}-{step}"
+    prefix = "" if entry.name == FORWARD else f"{entry.name}-"
+    return f"nodes-{prefix}{program}-{step}"
 
 
-def nodes(manifest: Manifest, steps: Sequence[Steps]) -> Iterator[Html]:
+def nodes(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps]) -> Iterator[Html]:
     """The nodes of every graph step of every int_key: a list that can be narrowed by typing or by a click on a name."""
     hows = [tag("span", how, class_=CLASSES[how]) for how in HOWS]
     about = "reads, writes, or both; a recording does not say which. In parentheses stands what lies at a place"
     yield tag("p", "In an order in which they run. ", joined(hows, ", "), f": {about} when the step begins or ends.", class_="soft")
     listed = _that_fit(steps)
     opened = False
-    for index, program in enumerate(manifest.programs):
+    for index, program in enumerate(entry.programs):
         for place, step in enumerate(program.steps):
             if step.kind == "graph" and index in listed:
-                yield _list(manifest, index, place, steps[index][place], opened=not opened)
+                yield _list(manifest, entry, index, place, steps[index][place], opened=not opened)
                 opened = True
     if len(listed) < len(steps):
         hidden = count(len(steps) - len(listed), "int_key")
@@ -128,8 +128,8 @@ def _that_fit(steps: Sequence[Steps]) -> set[int]:
     return fitting
 
 
-def _list(manifest: Manifest, index: int, place: int, found: Sequence[NodeRow], opened: bool) -> Html:
-    program = manifest.programs[index]
+def _list(manifest: Manifest, entry: EntrySpec, index: int, place: int, found: Sequence[NodeRow], opened: bool) -> Html:
+    program = entry.programs[index]
     chain = is_chain(found)
     shape = "each behind the one before" if chain else "in several branches"
     region = manifest.regions[program.steps[place].region].name
@@ -145,9 +145,9 @@ def _list(manifest: Manifest, index: int, place: int, found: Sequence[NodeRow], 
         drawn = [tag("td", _lanes(row, width) if width <= MOST_LANES else "", class_="lanes") for row in rows]
     body = tag("tbody", *[_row(node, lane, chain) for node, lane in zip(found, drawn, strict=True)])
     return tag(
-        "details", tag("summary", name_key(manifest, program.key), tag("small", about)),
+        "details", tag("summary", name_key(entry, program.key), tag("small", about)),
         tag("div", box, Html("<output></output>"), class_="find", hidden=True),
-        tag("div", tag("table", head, body, class_="nodes"), class_="scroll"), id=_anchor(manifest, index, place), open=opened,
+        tag("div", tag("table", head, body, class_="nodes"), class_="scroll"), id=_anchor(entry, index, place), open=opened,
     )  # fmt: skip
 
 
@@ -195,7 +195,7 @@ def kernel_rows(rows: Sequence[KernelLaunches]) -> Iterator[Html]:
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-def memory(manifest: Manifest, steps: Sequence[Steps], maps: Sequence[Sequence[Place]]) -> Iterator[Html]:
+def memory(manifest: Manifest, entry: EntrySpec, steps: Sequence[Steps], maps: Sequence[Sequence[Place]]) -> Iterator[Html]:
     """Bytes of every memory, a bar per int_key, and per int_key what uses which place when."""
     memories = [(name, number) for name, number in manifest.memories if number]
     largest = max([number for _, number in memories], default=0)
@@ -205,25 +205,25 @@ def memory(manifest: Manifest, steps: Sequence[Steps], maps: Sequence[Sequence[P
             "p", "Values lie in memory that the caller brings or that the host region allocates during the call.", class_="soft"
         )
         return
-    if len(manifest.programs) > 1:
-        whole = max([program.arena + program.static for program in manifest.programs])
+    if len(entry.programs) > 1:
+        whole = max([program.arena + program.static for program in entry.programs])
         bars = [
-            (spell(p.key), size(p.arena), size(p.static), _bar([("a", p.arena), ("i", p.static)], whole)) for p in manifest.programs
+            (spell(p.key), size(p.arena), size(p.static), _bar([("a", p.arena), ("i", p.static)], whole)) for p in entry.programs
         ]
         yield tag("h3", "Arena and inputs of every int_key")
         yield tag("p", "All int_keys share one arena, the largest.", class_="soft")
-        names = " x ".join([each.name for each in manifest.dimensions]) or "int_key"
+        names = " x ".join([each.name for each in entry.dimensions]) or "int_key"
         yield table((names, ">arena", ">inputs", ""), bars, "bars")
     yield tag("h3", "What uses which place when")
     legend = [(WRITES, "writes"), (REFERS, "refers to (one or both)"), (READS, "reads")]
     marks = [part for how, name in legend for part in (tag("span", class_=f"swatch {CLASSES[how]}"), name)]
     yield tag("p", "From left to right the nodes and steps in order.", *marks, tag("span", class_="swatch b"), "between the first "
               "and the last use. A place ends, at the latest, where the next one begins.", class_="soft")  # fmt: skip
-    for index, (program, each, found) in enumerate(zip(manifest.programs, steps, maps, strict=True)):
-        yield _map(manifest, program, each, found, opened=index == len(maps) - 1)
+    for index, (program, each, found) in enumerate(zip(entry.programs, steps, maps, strict=True)):
+        yield _map(entry, program, each, found, opened=index == len(maps) - 1)
 
 
-def _map(manifest: Manifest, program: Program, steps: Steps, found: Sequence[Place], opened: bool) -> Html:
+def _map(entry: EntrySpec, program: Program, steps: Steps, found: Sequence[Place], opened: bool) -> Html:
     total = sum(map(len, steps))
     rows: list[tuple[object, ...]] = []
     if len(steps) > 1:
@@ -233,7 +233,7 @@ def _map(manifest: Manifest, program: Program, steps: Steps, found: Sequence[Pla
     if hidden:
         rows.append((f"and {hidden} more", "", "", ""))
     about = f"{count(len(found), 'place')}, {count(total, 'node')} and steps" if len(steps) > 1 else f"{count(len(found), 'place')}"
-    head = tag("summary", name_key(manifest, program.key), tag("small", about))
+    head = tag("summary", name_key(entry, program.key), tag("small", about))
     return tag("details", head, table(("place", ">up to", "", ""), rows, "places"), open=opened)
 
 

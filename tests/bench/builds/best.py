@@ -227,11 +227,12 @@ def measure(name: str, sizes: list[int], each: bool, budget: float | None, folde
         )
         spent = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in built.seconds if seconds >= 1)
         print(f"{name}: built in {time.perf_counter() - begun:.0f} s ({spent})", flush=True)
-        for program in built.manifest.programs:
+        programs = built.manifest.entries[0].programs
+        for program in programs:
             print(f"  {program.key}: {told(program.lowerings)}", flush=True)
         network = network.cuda()
         with cgbundle.load(built.path) as loaded:
-            for number, program in enumerate(built.manifest.programs):
+            for number, program in enumerate(programs):
                 given = tuple([tensor.cuda() for tensor in inputs(*program.key)])
                 with torch.no_grad():
                     want, got = network(*given).double(), loaded(*given).double()
@@ -273,7 +274,7 @@ def compare(network: torch.nn.Module, inputs: Any, sizes: list[int], built: cgco
         paths[level], manifests[level] = made.path, made.manifest
     timed = time_graphs(paths, {name: needs(each) for name, each in manifests.items()}, torch.cuda.mem_get_info()[0], folder)
     fine = True
-    for program in built.manifest.programs:
+    for program in built.manifest.entries[0].programs:
         times = {name: sum(own["forward", program.key]) for name, own in timed.times.items()}
         slow = [name for name, taken in times.items() if times["best"] > TOLERANCE * taken]
         fine = fine and not slow

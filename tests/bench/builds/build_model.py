@@ -46,15 +46,15 @@ def told(start: float) -> Any:
 
 def described(path: Path, manifest: Manifest) -> dict[str, Any]:
     """What the manifest and the tables say."""
-    nodes = []
-    for program in manifest.programs:
+    entry, nodes = manifest.entries[0], []
+    for program in entry.programs:
         steps = [step.file for step in program.steps if step.kind == "graph"]
         nodes.append(sum(len(Table((path / file).read_bytes(), file).kind) for file in steps))
-    worst = max(manifest.exam.proofs, key=lambda proof: proof.error / (proof.tolerance or 1.0))
+    worst = max(entry.self_test.proofs, key=lambda proof: proof.error / (proof.tolerance or 1.0))
     sizes = {file.path: file.bytes for file in manifest.files}
     return {
         "target": manifest.target.arch,
-        "keys": [list(program.key) for program in manifest.programs],
+        "keys": [list(program.key) for program in entry.programs],
         "nodes": nodes,
         "images": sum(name.startswith("kernels/") for name in sizes),
         "image bytes": sum(size for name, size in sizes.items() if name.startswith("kernels/")),
@@ -62,11 +62,11 @@ def described(path: Path, manifest: Manifest) -> dict[str, Any]:
         "weight bytes": sizes[file_names.WEIGHTS],
         "bytes": sum(sizes.values()),
         "memories": dict(manifest.memories),
-        "arenas": [program.arena for program in manifest.programs],
-        "pad": {dimension.name: dimension.pad for dimension in manifest.dimensions},
+        "arenas": [program.arena for program in entry.programs],
+        "pad": {dimension.name: dimension.pad for dimension in entry.dimensions},
         "module state": bool(manifest.module_state),
-        "exam": manifest.exam.compare,
-        "methods": sorted({proof.method for proof in manifest.exam.proofs}),
+        "exam": entry.self_test.compare,
+        "methods": sorted({proof.method for proof in entry.self_test.proofs}),
         "difference": worst.error,
         "tolerance": worst.tolerance,
     }

@@ -78,10 +78,10 @@ def one(name: str, folder: str) -> None:
         network.table.data = network.table.data.cpu()
     program = cgbundle.load(out)
     row: dict[str, Any] = {
-        "regions": " -> ".join(step.kind for step in manifest.programs[0].steps),
+        "regions": " -> ".join(step.kind for step in manifest.entries[0].programs[0].steps),
         "memories": dict(manifest.memories),
         "error": 0.0,
-        "tolerance": manifest.exam.proofs[0].tolerance,
+        "tolerance": manifest.entries[0].self_test.proofs[0].tolerance,
         "calls": {},
     }
     with torch.no_grad():

@@ -29,11 +29,11 @@ class Graph(NamedTuple):
 
 def exam_calls(bundle: str) -> dict[tuple[int, ...], torch.Tensor]:
     """The exam's first input of every key, on the GPU."""
-    manifest = archive.read_manifest(bundle)
+    entry = archive.read_manifest(bundle).entries[0]
     stored = Mapped(str(Path(bundle, file_names.EXAM)), file_names.EXAM)
     found = {}
     try:
-        for program in manifest.programs:
+        for program in entry.programs:
             name = file_names.exam_entry(program.key, "input", 0)
             row = stored.entries[name]
             raw = torch.frombuffer(bytearray(stored.data(name)), dtype=getattr(torch, row.dtype))

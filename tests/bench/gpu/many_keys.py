@@ -173,7 +173,7 @@ def zeros(program: Any, key: tuple[int, ...]) -> list[Any]:
     """Inputs of zeros for a key, on the CPU."""
     from cgbundle.tensors import tensor
 
-    row = program.manifest.programs[program.int_keys.index(key)]
+    row = program.spec.programs[program.int_keys.index(key)]
     rows = [row.values[index] for index in row.inputs]
     return [tensor.from_bytes(bytes(len(tensor.empty(each.dtype, each.shape).tobytes())), each.dtype, each.shape) for each in rows]
 

@@ -24,10 +24,10 @@ def main(bundle: str, rounds: str) -> None:
     context = Context(0)
     before = free(context)
     program = cgbundle.load(bundle)
-    manifest = program.manifest
+    manifest, spec = program.manifest, program.spec
     loaded = free(context)
     exam = Mapped(str(Path(bundle, "exam.safetensors")), "exam.safetensors")
-    calls = [inputs_of(exam, manifest, key) for key in program.int_keys]
+    calls = [inputs_of(exam, spec, key) for key in program.int_keys]
     for call in calls:
         program.replay(call)
     served = free(context)
@@ -43,13 +43,13 @@ def main(bundle: str, rounds: str) -> None:
     images = sum(file.bytes for file in manifest.files if file.path.startswith("kernels/"))
     found = {
         "memories": memories,
-        "arenas": [entry.arena for entry in manifest.programs],
+        "arenas": [row.arena for row in spec.programs],
         "manifest": sum(memories.values()),
         "image bytes": images,
         "used after load": before - loaded,
         "used after calls": before - served,
         "left after close": before - closed,
-        "arena is the maximum": memories["arena"] == max(entry.arena for entry in manifest.programs),
+        "arena is the maximum": memories["arena"] == max(row.arena for row in spec.programs),
         "rounds": len(left),
         "lost on the GPU": left[min(SETTLED, len(left) - 1)] - left[-1],
         "free at the end, less before": left[-1] - before,

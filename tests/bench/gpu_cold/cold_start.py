@@ -77,11 +77,11 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
 
 def exam_inputs(bundle: Path, folder: Path) -> list[str]:
     """The exam's input of every key as a raw file: `file:dtype:shape` each."""
-    manifest = archive.read_manifest(str(bundle))
+    entry = archive.read_manifest(str(bundle)).entries[0]
     stored = Mapped(str(bundle / file_names.EXAM), file_names.EXAM)
     texts = []
     try:
-        for index, program in enumerate(manifest.programs):
+        for index, program in enumerate(entry.programs):
             name = file_names.exam_entry(program.key, "input", 0)
             row = stored.entries[name]
             path = folder / f"input.{index}"
@@ -95,7 +95,7 @@ def exam_inputs(bundle: Path, folder: Path) -> list[str]:
 
 def differences(bundle: Path, folder: Path) -> dict[str, Any]:
     """Per way the largest difference of an output to the recording's, of the sizes that the way wrote."""
-    dtype = archive.read_manifest(str(bundle)).outputs[0].dtype
+    dtype = archive.read_manifest(str(bundle)).entries[0].outputs[0].dtype
     found = {}
     for way, stem in (
         ("bundle", "bundle"),

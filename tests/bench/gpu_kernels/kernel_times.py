@@ -28,12 +28,12 @@ FILLED = 4 << 30
 
 def main(bundle: str) -> None:
     """Prints {key: {"total": us, "kernels": [[symbol, launches, us], ...]}}."""
-    manifest = archive.read_manifest(bundle)
+    entry = archive.read_manifest(bundle).entries[0]
     backend = CudaBackend(Archive(bundle), mode="stream")
     found = {}
     with backend.locked(None) as stream:
         room = check("cuMemAlloc", cu.cuMemAlloc(FILLED))
-        for program in manifest.programs:
+        for program in entry.programs:
             file = program.steps[0].file
             table = Table((archive_file(bundle, file)), file)
             found["x".join(map(str, program.key))] = timed(table, backend._executors[file, ()], stream, room)

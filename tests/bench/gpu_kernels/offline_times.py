@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import statistics
 import sys
-from typing import Any
 
 from cuda.bindings import driver as cu
 
@@ -17,6 +16,7 @@ from cgbundle import exam
 from cgbundle.cuda.driver import check
 from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
+from cgbundle.format.schema import EntrySpec
 from cgbundle.gpu.backend import CudaBackend
 
 ROUNDS, REPLAYS = 15, 40
@@ -24,13 +24,13 @@ ROUNDS, REPLAYS = 15, 40
 
 def main(paths: list[str]) -> None:
     """Prints [{"key", "microseconds": [of each bundle], "spread"}]."""
-    manifests = [archive.read_manifest(path) for path in paths]
+    entries = [archive.read_manifest(path).entries[0] for path in paths]
     backends = [CudaBackend(archive.Archive(path)) for path in paths]
     rows = []
-    for program in manifests[0].programs:
-        numbers = [[each.key for each in manifest.programs].index(program.key) for manifest in manifests]
-        for path, manifest, backend, number in zip(paths, manifests, backends, numbers, strict=True):
-            fill(path, manifest, backend, program.key, number)
+    for program in entries[0].programs:
+        numbers = [[each.key for each in entry.programs].index(program.key) for entry in entries]
+        for path, entry, backend, number in zip(paths, entries, backends, numbers, strict=True):
+            fill(path, entry, backend, program.key, number)
         times: list[list[float]] = [[] for _ in paths]
         for _ in range(ROUNDS):
             for index, (backend, number) in enumerate(zip(backends, numbers, strict=True)):
@@ -45,10 +45,10 @@ def main(paths: list[str]) -> None:
     print(json.dumps(rows))
 
 
-def fill(path: str, manifest: Any, backend: CudaBackend, key: tuple[int, ...], number: int) -> None:
+def fill(path: str, entry: EntrySpec, backend: CudaBackend, key: tuple[int, ...], number: int) -> None:
     """Puts the exam's inputs into the static buffers."""
     stored = Mapped(f"{path}/{file_names.EXAM}", file_names.EXAM)
-    tensors = exam.inputs_of(stored, manifest, key)
+    tensors = exam.inputs_of(stored, entry, key)
     with backend.locked(None) as stream:
         backend.run(number, [tensor.address for tensor in tensors], None, stream)
     stored.close()

@@ -117,7 +117,7 @@ def answer(program: Any, values: list[Any]) -> bytes:
 
 def draw(program: Any, key: tuple[int, ...]) -> list[Any]:
     """Inputs of the CPU for a key: indices below 1000, or numbers near 0.02."""
-    row = program.manifest.programs[program.int_keys.index(key)]
+    row = program.spec.programs[program.int_keys.index(key)]
     random, made = numpy.random.default_rng(sum(key)), []
     for value in [row.values[index] for index in row.inputs]:
         if value.dtype in SMALL:
@@ -131,12 +131,12 @@ def draw(program: Any, key: tuple[int, ...]) -> list[Any]:
 def write(bundle: str, path: Path, seed: int) -> str:
     """A file of random weights under the bundle's names; those that the code was compiled with stay."""
     random, manifest = numpy.random.default_rng(seed), archive.read_manifest(bundle)
-    fixed = {manifest.weights[row.weight].tensor for row in manifest.fixed}
+    frozen = {manifest.weights[row.weight].tensor for row in manifest.frozen}
     mapped = safetensors.Mapped(str(Path(bundle) / file_names.WEIGHTS), file_names.WEIGHTS)
     made: dict[str, safetensors.Tensor] = {}
     for name, entry in mapped.entries.items():
         data = bytes(mapped.data(name))
-        if entry.dtype in SMALL and name not in fixed:
+        if entry.dtype in SMALL and name not in frozen:
             data = small(random, entry.dtype, math.prod(entry.shape))
         made[name] = (entry.dtype, entry.shape, partial(bytes, data))
     mapped.close()

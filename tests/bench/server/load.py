@@ -289,7 +289,7 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
     )
     here = Path(__file__).parent
     served = [str(children.ROOT / "examples" / "serve.py"), str(path), "--port", "0", "--calls", str(given.calls)]
-    batch, length = [dimension.sizes for dimension in read_manifest(str(path)).dimensions]
+    batch, length = [dimension.sizes for dimension in read_manifest(str(path)).entries[0].dimensions]
     lengths = given.lengths or ",".join(map(str, length))
     torch = [str(here / "serve_eager.py"), str(given.largest or batch[-1]), lengths, given.device, str(given.calls)]
     commands = {"bundle": served, **{how: [*torch, how] for how in ("eager", *(["compile"] if given.compile else []))}}

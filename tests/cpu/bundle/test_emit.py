@@ -10,6 +10,7 @@ import pytest
 from cgbundle.format import archive, limits
 from cgbundle.format.schema import Manifest
 from cgcompile.bundle.emit import seal
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.helpers.raising import raises
 
@@ -19,9 +20,12 @@ from tests.helpers.raising import raises
     [
         (lambda made: replace(made, name="x" * (limits.NAME + 1)), "name: 1025 characters, more than the limit"),
         (lambda made: replace(made, name="a\x1b[2J"), "name: .* is not printable"),
-        (lambda made: replace(made, waivers=("\udc80",)), r"waivers\[0\]: .* is not printable"),
-        (lambda made: replace(made, exam=replace(made.exam, calls=10**400)), "exam.calls: expected an integer of 64 bits"),
-        (lambda made: replace(made, result={"value": 10**400}), "result: .* 64 bits"),
+        (lambda made: edited(made, allowed=("\udc80",)), r"allowed\[0\]: .* is not printable"),
+        (
+            lambda made: edited(made, self_test=replace(made.entries[0].self_test, calls=10**400)),
+            "self_test.calls: expected an integer of 64 bits",
+        ),
+        (lambda made: edited(made, result={"value": 10**400}), "result: .* 64 bits"),
         (lambda made: replace(made, provenance=replace(made.provenance, options=(("a" * 70_000, "b"),))), "70000 characters"),
     ],
 )

@@ -37,5 +37,5 @@ def test_a_replay_becomes_tensors_and_runs_of_state(tmp_path: Path) -> None:
     assert (index, runs.tolist(), elements.tolist()) == (0, [[4, 2]], [3, 3])
     write_exam(tmp_path / "exam.safetensors", {"forward": [exam]})
     text = (tmp_path / "exam.safetensors").read_bytes()
-    for name in ("2/input/0", "2/input/1", "2/output/0", "2/written/0", "2/state/0", "2/state-at/0"):
+    for name in ("2/input/0", "2/input/1", "2/output/0", "2/mutated/0", "2/state/0", "2/state-at/0"):
         assert name.encode() in text, name

@@ -12,6 +12,7 @@ from cgbundle.exam import Compared, Result
 from cgbundle.format.schema import Manifest
 from cgcompile.bundle import proof
 from cgcompile.transforms.error_bounds import ErrorBound
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import SIZES, manifest
 from tests.helpers.bundles.tiny_bundle import proof as proved
 from tests.helpers.raising import raises
@@ -24,7 +25,7 @@ def made(expected: str, compare: str = "tolerance") -> Manifest:
     errors = (4e-6,) if expected == "recording" else ()
     proofs = tuple([proved(size, method="none", errors=errors) for size in SIZES])
     base = manifest()
-    return replace(base, exam=replace(base.exam, compare=compare, expected=expected, proofs=proofs))
+    return edited(base, self_test=replace(base.entries[0].self_test, compare=compare, expected=expected, proofs=proofs))
 
 
 @pytest.fixture

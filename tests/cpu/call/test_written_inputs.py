@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from cgbundle.tensors.tensor import from_bytes
 from cgcompile.errors import BuildError
 from cgcompile_cli import main
 from cgcompile_cli.commands.run import _named
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import signature, spec
 from tests.helpers.models.written_models import MODELS, PLACES, WHOLE, Whole, draw, drawn, eager, step
 from tests.helpers.raising import raises
@@ -102,22 +102,22 @@ def test_inputs_and_outputs_equal_eager(case: Case, kind: str, batch: int, hande
 def test_the_manifest_and_the_exam_name_what_is_written(case: Case) -> None:
     path, network, _, written = case
     manifest = archive.read_manifest(str(path))
-    assert manifest.written == written
-    names = {manifest.inputs[index].name for index in written}
-    notes = [finding for finding in manifest.findings if finding.rule == "mutated-input"]
+    assert manifest.entries[0].mutated_inputs == written
+    names = {manifest.entries[0].inputs[index].name for index in written}
+    notes = [finding for finding in manifest.entries[0].findings if finding.rule == "mutated-input"]
     assert {finding.severity for finding in notes} == {"note"} and len(notes) == len(written)
     assert {name for name in names if any(repr(name) in finding.message for finding in notes)} == names
     assert all(finding.where.startswith("tests/helpers/models/written_models.py:") for finding in notes)
-    (batch,) = manifest.dimensions
+    (batch,) = manifest.entries[0].dimensions
     assert (batch.pad, batch.chunk) == ("no", False) and batch.reason.startswith("forward() writes to its input '")
     stored = load_file(path / file_names.EXAM)
     for size in SIZES:
-        given = tuple([stored[f"{size}/input/{index}"] for index in range(len(manifest.inputs))])
+        given = tuple([stored[f"{size}/input/{index}"] for index in range(len(manifest.entries[0].inputs))])
         _, after = eager(network, given)
         for index in written:
-            close(stored[f"{size}/written/{index}"], after[index])
-            assert not torch.equal(stored[f"{size}/written/{index}"], given[index]), "an exam that sees no change proves nothing"
-    assert {name for name in stored if "/written/" in name} == {f"{size}/written/{index}" for size in SIZES for index in written}
+            close(stored[f"{size}/mutated/{index}"], after[index])
+            assert not torch.equal(stored[f"{size}/mutated/{index}"], given[index]), "an exam that sees no change proves nothing"
+    assert {name for name in stored if "/mutated/" in name} == {f"{size}/mutated/{index}" for size in SIZES for index in written}
 
 
 def test_a_fresh_process_without_torch_sits_the_exam(case: Case) -> None:
@@ -177,18 +177,18 @@ def test_inspect_and_run_show_what_is_written(decoder: Path, tmp_path: Path) -> 
 
     lines = call("inspect", decoder).splitlines()
     assert [("updated by the call" in line) for line in lines if " in " in line and "float32" in line] == [False, True]
-    assert json.loads(call("inspect", decoder, "--json"))["written"] == ["cache", "place"]
+    assert json.loads(call("inspect", decoder, "--json"))["mutated_inputs"] == ["cache", "place"]
     shown = json.loads(call("run", decoder, "--size", "4", "--json", "--outputs", tmp_path / "made.safetensors"))
     assert [row["name"] for row in shown["written"]] == ["cache", "place"] and len(shown["outputs"]) == 1
     made, stored = load_file(tmp_path / "made.safetensors"), load_file(decoder / file_names.EXAM)
     assert made.keys() == {"output", "cache", "place"}
-    close(made["cache"], stored["4/written/1"])
-    close(made["place"], stored["4/written/2"])
+    close(made["cache"], stored["4/mutated/1"])
+    close(made["place"], stored["4/mutated/2"])
     assert "cache" in call("run", decoder)
 
 
 def test_run_gives_an_input_and_an_output_of_one_name_a_name_each() -> None:
-    manifest = replace(signature([], [spec("x", 1)], [spec("x", 1), spec("x.written", 1)]), written=(0,))
+    manifest = edited(signature([], [spec("x", 1)], [spec("x", 1), spec("x.written", 1)]), mutated_inputs=(0,))
     given, first, second = [from_bytes(bytes(4), "float32", (1,)) for _ in range(3)]
     named = [("x", first), ("x.written", second), ("x.written.written", given)]
     assert _named(manifest, [given], [first, second]) == named

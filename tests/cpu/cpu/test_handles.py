@@ -6,22 +6,20 @@ import gc
 from pathlib import Path
 
 import pytest
+import torch
 
 import cgbundle
+import cgcompile
 from cgbundle.cpu.libtorch import LibTorch
-from cgbundle.errors import CgbundleError
 from cgbundle.format import archive
-from tests.helpers.places import GOLDEN
 
 
-@pytest.mark.parametrize("path", [GOLDEN / "v1" / "cpu_mlp.cgb", GOLDEN / "v4" / "cpu_state.cgb"], ids=lambda path: path.stem)
-def test_a_session_leaves_no_handle(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """These were made by torch 2.13, whose container makes a handle of each that it is given."""
-    manifest = archive.read_manifest(str(path))
-    try:
-        program = cgbundle.load(path)
-    except CgbundleError as error:
-        pytest.skip(f"does not run here: {error}")
+def test_a_session_leaves_no_handle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The container of torch 2.13 makes a handle of each constant that it is given."""
+    path = tmp_path / "linear.cgb"
+    model = torch.nn.Linear(3, 2)
+    cgcompile.build(model, lambda: (torch.ones(1, 3),), out=path, target="cpu", standalone=False, progress="silent")
+    manifest, program = archive.read_manifest(str(path)), cgbundle.load(path)
     freed = []
     init = LibTorch.__init__
 
@@ -35,4 +33,4 @@ def test_a_session_leaves_no_handle(path: Path, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(LibTorch, "__init__", counted)
     cgbundle.load(path).close()
     constants = sum(len(region.constants) for region in manifest.regions)
-    assert manifest.target.torch.startswith("2.13") and len(freed) == 2 * constants > 0
+    assert manifest.target.torch and len(freed) == 2 * constants > 0

@@ -6,7 +6,6 @@ import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from struct import pack
 from typing import Any
 
 import pytest
@@ -15,8 +14,10 @@ import cgbundle
 from cgbundle import exam
 from cgbundle.format import archive, file_names, safetensors
 from cgbundle.format.schema import Manifest
-from cgbundle.tensors.tensor import empty, from_bytes
+from cgbundle.tensors.tensor import empty
+from cgbundle.validate import host_code
 from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.edits import edited
 from tests.helpers.places import GOLDEN, skip_older_torch
 from tests.helpers.raising import raises
 
@@ -29,8 +30,17 @@ def altered(golden: str, folder: Path, change: Change) -> Path:
     """A copy of a golden with another manifest."""
     skip_older_torch()
     made = Path(shutil.copytree(GOLDEN / f"{golden}.cgb", folder / "altered.cgb"))
-    tiny_bundle.seal(made, change(archive.read_manifest(str(made))))
+    attach(made, change(archive.read_manifest(str(made))))
     return made
+
+
+def attach(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest, with other rows behind the shared objects: nothing but the code itself is left to say what it reads."""
+    for region in manifest.regions:
+        data = (folder / region.file).read_bytes()
+        rows = host_code.read(data) or b""
+        (folder / region.file).write_bytes(data[: len(data) - len(rows) - 8 - len(host_code.MAGIC)])
+    tiny_bundle.finish(folder, manifest)
 
 
 def put_values(index: int, **changes: Callable[[Any], Any]) -> Change:
@@ -38,11 +48,11 @@ def put_values(index: int, **changes: Callable[[Any], Any]) -> Change:
 
     def change(made: Manifest) -> Manifest:
         programs = []
-        for program in made.programs:
+        for program in made.entries[0].programs:
             values = list(program.values)
             values[index] = replace(values[index], **{name: to(getattr(values[index], name)) for name, to in changes.items()})
             programs.append(replace(program, values=tuple(values)))
-        return replace(made, programs=tuple(programs))
+        return edited(made, programs=tuple(programs))
 
     return change
 
@@ -51,18 +61,18 @@ def bind(*constants: tuple[str, int]) -> Change:
     return lambda made: replace(made, regions=(replace(made.regions[0], constants=constants),))
 
 
-FIRST, BIAS, LAST = ("model_0_weight", 1), ("model_0_bias", 0), ("model_2_weight", 3)
+FIRST, BIAS, LAST, END = ("model_0_weight", 1), ("model_0_bias", 0), ("model_2_weight", 3), ("model_2_bias", 2)
 """The constants of `v1/cpu_mlp`."""
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (bind(FIRST, BIAS), "'model_2_weight' is bound and no constant of the code, or one and not bound"),
-        (bind(FIRST, BIAS, LAST, ("model_2_bias", 2)), "'model_2_bias' is bound and no constant"),
-        (bind(FIRST, BIAS, ("model_2_thgiew", 3)), "'model_2_thgiew' is bound and no constant"),
-        (bind(FIRST, BIAS, ("model_2_weight", 1)), "'model_2_weight' is weight '2.weight', the bundle says '0.weight'"),
-        (bind(BIAS, FIRST, ("model_2_weight", 2)), "'model_2_weight' is weight '2.weight', the bundle says '2.bias'"),
+        (bind(FIRST, BIAS, END), "'model_2_weight' is bound and no constant of the code, or one and not bound"),
+        (bind(FIRST, BIAS, LAST, END, ("model_4_bias", 2)), "'model_4_bias' is bound and no constant"),
+        (bind(FIRST, BIAS, END, ("model_2_thgiew", 3)), "'model_2_thgiew' is bound and no constant"),
+        (bind(FIRST, BIAS, END, ("model_2_weight", 1)), "'model_2_weight' is weight '2.weight', the bundle says '0.weight'"),
+        (bind(BIAS, FIRST, END, ("model_2_weight", 2)), "'model_2_weight' is weight '2.weight', the bundle says '2.bias'"),
     ],
 )
 def test_constants_that_the_code_does_not_have(tmp_path: Path, change: Change, message: str) -> None:
@@ -70,10 +80,8 @@ def test_constants_that_the_code_does_not_have(tmp_path: Path, change: Change, m
         cgbundle.load(altered("v1/cpu_mlp", tmp_path, change))
 
 
-@pytest.mark.parametrize(
-    ("shape", "dtype", "code"), [((1, 1), "float32", "F32"), ((32, 16), "int32", "I32"), ((33, 16), "float32", "F32")]
-)
-def test_a_weight_of_another_size_or_dtype_than_the_code_reads(tmp_path: Path, shape: Any, dtype: str, code: str) -> None:
+@pytest.mark.parametrize(("shape", "dtype"), [((32, 16), "int32"), ((33, 16), "float32")])
+def test_a_weight_of_another_dtype_or_larger_than_the_code_reads(tmp_path: Path, shape: Any, dtype: str) -> None:
     """The file and the manifest agree with each other."""
     size = 4 * shape[0] * shape[1]
 
@@ -89,7 +97,7 @@ def test_a_weight_of_another_size_or_dtype_than_the_code_reads(tmp_path: Path, s
     }
     with open(folder / file_names.WEIGHTS, "wb") as file:
         safetensors.write(file, stored)
-    tiny_bundle.seal(folder, replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder))))
+    attach(folder, archive.read_manifest(str(folder)))
     with raises("library-refused", match=r"constant 'model_0_weight' has another dtype or size \(2048 bytes\), the bundle says"):
         cgbundle.load(folder)
 
@@ -109,49 +117,15 @@ def test_strides_that_do_not_count(tmp_path: Path) -> None:
     """Those of an axis of one element."""
 
     def change(made: Manifest) -> Manifest:
-        program = made.programs[0]
+        program = made.entries[0].programs[0]
         values = (program.values[0], replace(program.values[1], strides=(77, 1)))
-        return replace(made, programs=(replace(program, values=values), made.programs[1]))
+        return edited(made, programs=(replace(program, values=values), made.entries[0].programs[1]))
 
     with cgbundle.load(altered("v1/cpu_mlp", tmp_path, change)) as program:
         assert [program(empty("float32", (1, 16))).shape for _ in range(2)] == [(1, 4), (1, 4)]
 
 
-def smaller(made: Manifest) -> Manifest:
-    """The cache that calls write to is said to have one row of its eight."""
-    specs = list(made.inputs)
-    specs[1] = replace(specs[1], shape=("batch", 1, 4))
-    rows = put_values(1, shape=lambda shape: (shape[0], 1, 4), strides=lambda _: (4, 4, 1))
-    return rows(replace(made, inputs=tuple(specs)))
-
-
-def test_a_written_input_that_is_larger_than_the_caller_gives(tmp_path: Path) -> None:
-    """The code would write past the caller's data.  A bundle that does not say what it was built for has the exam."""
-    folder = altered("v2/cpu_cache", tmp_path, smaller)
-    with raises(
-        "weights-invalid", match=r"exam\.safetensors: tensor '1/input/1' is float32 \[1, 8, 4\], expected float32 \[1, 1, 4\]"
-    ):
-        cgbundle.load(folder)
-
-
-ALIASES: list[Change] = [
-    put_values(2, offset=lambda _: 4),
-    put_values(2, strides=lambda _: (3,)),
-    lambda made: replace(made, aliases=(made.aliases[0], replace(made.aliases[1], index=0), *made.aliases[2:])),
-]
-"""Of `v3/cpu_state`: its second output is the first column of the first one, its third the state `place`."""
-
-
-@pytest.mark.parametrize("change", ALIASES)
-def test_outputs_that_share_something_else(tmp_path: Path, change: Change) -> None:
-    x = from_bytes(pack("<64f", *range(1, 65)), "float32", (4, 16))
-    program = cgbundle.load(altered("v3/cpu_state", tmp_path, change))
-    program.seed(0)  # from a seed of its own, one load in 200 drops all that tells the two places apart
-    with program, raises("library-refused", match="is not what the bundle says that it shares|, the bundle says"):
-        program(x)
-
-
-@pytest.mark.parametrize("golden", ["v1/cpu_mlp", "v2/cpu_cache", "v3/cpu_state"])
+@pytest.mark.parametrize("golden", ["v1/cpu_mlp", "v1/cpu_cache", "v1/cpu_state"])
 def test_goldens_pass_their_exams(golden: str) -> None:
     skip_older_torch()
     path = str(GOLDEN / f"{golden}.cgb")
@@ -164,7 +138,7 @@ def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path)
     folder = Path(shutil.copytree(bundle, tmp_path / "other.cgb"))
     made = archive.read_manifest(str(folder))
     other = put_values(0, shape=lambda shape: (shape[0], 5), strides=lambda _: (5, 1))(made)
-    other = replace(other, inputs=(replace(made.inputs[0], shape=("batch", 5)),))
+    other = edited(other, inputs=(replace(made.entries[0].inputs[0], shape=("batch", 5)),))
     exam_file = safetensors.Mapped(str(folder / file_names.EXAM), file_names.EXAM)
     stored = {}
     for name, entry in exam_file.entries.items():

@@ -15,7 +15,7 @@ from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
-GPU_BUNDLE = ROOT / "tests/golden/v4/mlp.cgb"
+GPU_BUNDLE = ROOT / "tests/golden/v1/mlp.cgb"
 
 
 @pytest.fixture(scope="module")

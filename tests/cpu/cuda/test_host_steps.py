@@ -18,12 +18,12 @@ from cgbundle.cpu import libtorch
 from cgbundle.cpu.host_region import HostRegion
 from cgbundle.format import archive, file_names, safetensors
 from cgbundle.format.schema import Manifest, Program, Region, Step, Target, TensorSpec, Value, Weight
-from cgbundle.format.spans import HOST_ONLY
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.validate import bundle as verify
 from cgcompile.targets.cpu.aoti import compile_cpu
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.edits import edited
 from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
@@ -112,27 +112,25 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tiny_bundle.manifest()
     tiny_bundle.finish(
         folder,
-        replace(
+        edited(
             base,
             target=Target(
                 kind="cuda", arch="sm_90", level="", features=compiled.features, torch=torch.__version__.split("+")[0], driver=12000
             ),
             dimensions=(replace(base.dimensions[0], sizes=KEYS, pad="no", chunk=False),),
             outputs=(
-                TensorSpec(name="total", dtype="float32", shape=(16,), order=(0,), range=()),
-                TensorSpec(name="turned", dtype="float32", shape=(3, "batch"), order=(1, 0), range=()),
+                TensorSpec(name="total", dtype="float32", shape=(16,), order=(0,)),
+                TensorSpec(name="turned", dtype="float32", shape=(3, "batch"), order=(1, 0)),
             ),
             result={"tuple": [{"tensor": 0}, {"tensor": 1}]},
             weights=(
                 Weight(name="other", tensor="other", dtype="float32", shape=(7,), strides=(1,), memory="weights", offset=0),
-                Weight(
-                    name="scale", tensor="scale", dtype="float32", shape=(16,), strides=(1,), memory="weights", offset=HOST_ONLY
-                ),
+                Weight(name="scale", tensor="scale", dtype="float32", shape=(16,), strides=(1,), memory="host"),
             ),
             memories=(("weights", 256), ("inputs", 256), ("arena", 512), ("host", 1024)),
             regions=(Region(name="pick", kind="host", reason="data-dependent-shape", file=FILE, constants=((own, 1),)),),
             programs=tuple(map(program, KEYS)),
-            exam=replace(base.exam, bounds=(1e-5, 1e-5), proofs=tuple([tiny_bundle.proof(key) for key in KEYS])),
+            self_test=replace(base.exam, bounds=(1e-5, 1e-5), proofs=tuple([tiny_bundle.proof(key) for key in KEYS])),
         ),
     )
     return folder
@@ -175,7 +173,7 @@ def test_the_exam_passes_with_poison(fake: FakeDriver, bundle: Path) -> None:
 
     with open_program(bundle, poison=POISON) as loaded:
         results = replay_exam(loaded)
-        assert [result.passed(loaded.manifest.exam.compare) for result in results] == [True] * len(KEYS)
+        assert [result.passed(loaded.manifest.entries[0].self_test.compare) for result in results] == [True] * len(KEYS)
 
 
 SCRIPT = """
@@ -227,7 +225,7 @@ def test_an_output_that_is_not_what_the_bundle_says(
     made = manifest_of(bundle)
     last = made.programs[1]
     values = tuple([replace(value, **changes) if index in (3, 5) else value for index, value in enumerate(last.values)])
-    broken = replace(made, programs=(made.programs[0], replace(last, values=values)))
+    broken = edited(made, programs=(made.programs[0], replace(last, values=values)))
     calls = CudaBackend(ArchiveOf(bundle, broken), 0, "graph")
     x = example(5)
     with raises("library-refused", match=f"^{FILE}: an output is {message}"), calls.locked(None) as turn:
@@ -242,10 +240,10 @@ def test_another_number_of_inputs_is_refused(fake: FakeDriver, bundle: Path) -> 
     steps = list(made.programs[0].steps)
     steps[1] = replace(steps[1], inputs=(1, 1))
     with raises("library-refused", match=f"^{FILE}: has 1 inputs, the bundle says 2"):
-        CudaBackend(ArchiveOf(bundle, replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),))), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, edited(made, programs=(replace(made.programs[0], steps=tuple(steps)),))), 0, "graph")
     steps[1] = replace(steps[1], inputs=(1,), outputs=(2,))
     with raises("library-refused", match=f"^{FILE}: has 2 outputs, the bundle says 1"):
-        CudaBackend(ArchiveOf(bundle, replace(made, programs=(replace(made.programs[0], steps=tuple(steps)),))), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, edited(made, programs=(replace(made.programs[0], steps=tuple(steps)),))), 0, "graph")
 
 
 def test_a_constant_that_the_bundle_does_not_give(fake: FakeDriver, bundle: Path) -> None:

@@ -105,7 +105,7 @@ def test_a_copy_on_every_device(
 
     asyncio.run(run())
     assert asked_for == [((0, 1), True)]
-    exam = len(archive.read_manifest(str(bundle)).programs)
+    exam = len(archive.read_manifest(str(bundle)).entries[0].programs)
     assert called[: 2 * exam] == [0] * exam + [1] * exam and sorted(called[2 * exam :]) == [0] * 3 + [1] * 3
 
 

@@ -211,7 +211,7 @@ def as_program(lm: ModuleType, model: Any) -> Any:
                 return getattr(model, name)(*map(tensors, given))
 
         call.int_keys = tuple(itertools.product(*sizes.values()))
-        call.manifest = SimpleNamespace(dimensions=[SimpleNamespace(name=each) for each in sizes])
+        call.spec = SimpleNamespace(dimensions=[SimpleNamespace(name=each) for each in sizes])
         call.inputs = [SimpleNamespace(name="length")] * (name == "prefill" and model.by_length)
         call.outputs = [SimpleNamespace(name="count", shape=("batch",)), SimpleNamespace(name="tokens", shape=("batch", lm.TURNS))]
         return call

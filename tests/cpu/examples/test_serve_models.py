@@ -531,21 +531,27 @@ def versions() -> Iterator[ModuleType]:
 
 
 def described(**changes: Any) -> Any:
-    """What `describe` reads of a manifest: a model of x [batch, 3] -> y [batch]."""
-    made = {
-        "random": -1, "changes": (), "written": (), "data_sizes": (), "entry": "forward", "entries": (),
-        "dimensions": (Dimension(name="batch", sizes=(1, 4), pad="rows", chunk=True, reason="", uncut=""),),
-        "inputs": (TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1), range=()),),
-        "outputs": (TensorSpec(name="y", dtype="int64", shape=("batch",), order=(0,), range=()),),
+    """What `describe` reads of a manifest: a model of x [batch, 3] -> y [batch].  `others`: names of more entries."""
+    entry = {
+        "name": "forward", "mutated_buffers": (), "mutated_inputs": (), "data_sizes": (),
+        "dimensions": (Dimension(name="batch", sizes=(1, 4), pad="rows", chunk=True, reason=""),),
+        "inputs": (TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1)),),
+        "outputs": (TensorSpec(name="y", dtype="int64", shape=("batch",), order=(0,)),),
     }  # fmt: skip
-    return SimpleNamespace(**(made | changes))
+    others = [SimpleNamespace(name=name) for name in changes.pop("others", ())]
+    return SimpleNamespace(random=changes.pop("random", None), entries=(SimpleNamespace(**(entry | changes)), *others))
 
 
 def test_what_goes_together(versions: ModuleType) -> None:
-    whole = TensorSpec(name="y", dtype="int64", shape=(3,), order=(0,), range=())
-    squared = TensorSpec(name="y", dtype="int64", shape=("batch", ("*", "batch", 2)), order=(0, 1), range=())
+    whole = TensorSpec(name="y", dtype="int64", shape=(3,), order=(0,))
+    squared = TensorSpec(name="y", dtype="int64", shape=("batch", ("*", "batch", 2)), order=(0, 1))
     still = Dimension(
-        name="batch", sizes=(1, 4), pad="no", chunk=False, reason="rows depend on each other", uncut="rows depend on each other"
+        name="batch",
+        sizes=(1, 4),
+        pad="no",
+        chunk=False,
+        reason="rows depend on each other",
+        not_chunked="rows depend on each other",
     )
     assert versions.describe(described()).batches == (1, 4)
     for changes in ({"outputs": (whole,)}, {"outputs": (squared,)}, {"dimensions": (still,)}, {"dimensions": ()}):
@@ -555,29 +561,29 @@ def test_what_goes_together(versions: ModuleType) -> None:
 
 
 def test_what_the_protocol_has_no_words_for(versions: ModuleType) -> None:
-    small = TensorSpec(name="x", dtype="float8_e5m2", shape=("batch", 3), order=(0, 1), range=())
+    small = TensorSpec(name="x", dtype="float8_e5m2", shape=("batch", 3), order=(0, 1))
     with pytest.raises(versions.Refused, match="x is float8_e5m2, which the protocol does not have"):
         versions.describe(described(inputs=(small,)))
-    for changes in ({"changes": (2,)}, {"written": (0,)}):
+    for changes in ({"mutated_buffers": (2,)}, {"mutated_inputs": (0,)}):
         with pytest.raises(versions.Refused, match="calls change its state or its inputs"):
             versions.describe(described(**changes))
-    assert versions.describe(described(changes=(2,), random=2)).batches == (1, 4)
+    assert versions.describe(described(mutated_buffers=(2,), random=2)).batches == (1, 4)
 
 
 def test_axes_are_told_as_they_are(versions: ModuleType) -> None:
     """A number is one, as in `shape`."""
-    mixed = TensorSpec(name="x", dtype="float32", shape=("batch", 3, ("+", ("*", "seq", 2), 1)), order=(0, 1, 2), range=())
+    mixed = TensorSpec(name="x", dtype="float32", shape=("batch", 3, ("+", ("*", "seq", 2), 1)), order=(0, 1, 2))
     [port] = versions.describe(described(inputs=(mixed,))).inputs
     assert (port.shape, port.axes) == ((-1, 3, -1), ("batch", 3, "2*seq+1"))
-    boxes = TensorSpec(name="boxes", dtype="float32", shape=(100, 4), order=(0, 1), range=())
-    count = TensorSpec(name="boxes.rows", dtype="int64", shape=(), order=(), range=())
+    boxes = TensorSpec(name="boxes", dtype="float32", shape=(100, 4), order=(0, 1))
+    count = TensorSpec(name="boxes.rows", dtype="int64", shape=(), order=())
     sized = described(outputs=(boxes, count), data_sizes=(DataSize(output=0, axis=0, count=1),))
     assert [(port.shape, port.axes) for port in versions.describe(sized).outputs] == [((-1, 4), ("<=100", 4)), ((), ())]
 
 
 def test_the_log_says_which_entry_is_served_and_which_are_not(versions: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    several = {"entry": "prefill", "entries": (SimpleNamespace(name="decode"), SimpleNamespace(name="reset"))}
-    manifests = [described(), described(**several), described(**several, changes=(2,))]
+    several = {"name": "prefill", "others": ("decode", "reset")}
+    manifests = [described(), described(**several), described(**several, mutated_buffers=(2,))]
 
     async def opened(version: Any, *_: object) -> None:
         version.served = versions.describe(manifests[version.number])

@@ -491,7 +491,7 @@ def test_a_saved_program_wants_its_constants(tmp_path: Path) -> None:
     torch.export.save(torch.export.export(Modes(), (torch.ones(2, 3), "b")), path)
     found = describe_signature(export(load_source(str(path)), {}))
     assert found.call == {"call": [["x", {"tensor": 0}], ["mode", {"value": "b"}]]}
-    assert found.parameters == (Parameter(keyword=False, default=()),) * 2
+    assert found.parameters == (Parameter(keyword=False, default=None),) * 2
 
 
 def test_parameters_have_the_models_defaults_and_are_by_name_only_where_the_model_says_so() -> None:
@@ -508,7 +508,7 @@ def test_parameters_have_the_models_defaults_and_are_by_name_only_where_the_mode
         ]
     }
     assert [(each.keyword, each.default) for each in found.parameters] == [
-        (False, ()), (False, ({"value": "a"},)), (False, (times,)), (True, ({"value": None},)), (True, ({"value": 1.0},)),
+        (False, None), (False, {"value": "a"}), (False, times), (True, {"value": None}), (True, {"value": 1.0}),
     ]  # fmt: skip
 
 
@@ -525,7 +525,7 @@ def test_a_default_that_is_no_constant_cannot_be_passed() -> None:
     assert by_position.call == {"call": [["x", {"tensor": 0}], ["more_0", {"tensor": 1}]]}
     by_name = sample(load_source(Odd(), lambda: {"x": one, "limit": 1.0, "last": one}), {})
     assert by_name.call == {"call": [["x", {"tensor": 0}], ["limit", {"value": 1.0}], ["last", {"tensor": 1}]]}
-    assert [(each.keyword, each.default) for each in by_name.parameters] == [(False, ()), (True, ()), (True, ())]
+    assert [(each.keyword, each.default) for each in by_name.parameters] == [(False, None), (True, None), (True, None)]
 
 
 def test_a_number_that_a_manifest_cannot_hold_is_refused_by_name() -> None:

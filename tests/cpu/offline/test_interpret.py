@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from cgbundle.format.schema import Value, Weight
-from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tables.module_state import Address
 from cgcompile.bundle.recordings import EmptyNode, MemcpyNode, MemsetNode
 from cgcompile.errors import BuildError
@@ -471,7 +470,7 @@ def test_stages_share_memory_and_meet_the_host_between_them(tmp_path: Path) -> N
     sheet.launch(ADD, (1, 1, 1), kept, kept, last, 16, XBLOCK=16)
     sheet.outputs += [last, kept, landing]
     task = sheet.task(tmp_path)
-    elsewhere = Weight(name="host", tensor="host", dtype="float32", shape=(4,), strides=(1,), memory="weights", offset=HOST_ONLY)
+    elsewhere = Weight(name="host", tensor="host", dtype="float32", shape=(4,), strides=(1,), memory="host")
     ((path, placed),) = task.weights
     (outcome,) = interpret([replace(task, weights=((path, (*placed, elsewhere)),))], tmp_path, budget=1)
     poison = torch.full((16,), torch.nan)

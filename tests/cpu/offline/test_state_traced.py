@@ -24,12 +24,12 @@ def test_calls_carry_state_through_graphs_and_host_regions(tmp_path: Path, monke
     lower_here(monkeypatch)
     built = cgcompile.build(Between().eval(), between, sizes=[2], out=tmp_path / "between.cgb", target="sm_90")
     manifest = built.manifest
-    (proof,) = manifest.exam.proofs
-    assert (proof.method, manifest.exam.calls, manifest.written) == ("interpret", 2, (1, 2))
-    assert len(proof.errors) == len(manifest.outputs) + 2 + 3 and proof.error <= proof.tolerance
+    (proof,) = manifest.entries[0].self_test.proofs
+    assert (proof.method, manifest.entries[0].self_test.calls, manifest.entries[0].mutated_inputs) == ("interpret", 2, (1, 2))
+    assert len(proof.errors) == len(manifest.entries[0].outputs) + 2 + 3 and proof.error <= proof.tolerance
     state = {row.name: row for row in manifest.weights if row.memory == "state"}
     assert set(state) == {"mean", "count", "cache"}
-    (program,) = manifest.programs
+    (program,) = manifest.entries[0].programs
     values = program.values
     moves = [
         (values[step.inputs[0]], values[step.outputs[0]]) for step in program.steps if step.kind == "copy"
@@ -47,9 +47,9 @@ def test_state_is_written_where_its_new_value_is_made(tmp_path: Path, monkeypatc
     programs: list[LoweredProgram] = []
     monkeypatch.setattr(trace, "begin_early", lambda program: programs.append(program) or begin_early(program))
     built = cgcompile.build(BeforeBranch().eval(), before_branch, out=tmp_path / "branch.cgb", target="sm_90")
-    (proof,) = built.manifest.exam.proofs
-    assert (proof.method, built.manifest.exam.calls) == ("interpret", 2) and proof.error <= proof.tolerance
-    assert len(proof.errors) == len(built.manifest.outputs) + 5
+    (proof,) = built.manifest.entries[0].self_test.proofs
+    assert (proof.method, built.manifest.entries[0].self_test.calls) == ("interpret", 2) and proof.error <= proof.tolerance
+    assert len(proof.errors) == len(built.manifest.entries[0].outputs) + 5
     lowered = programs[0].lowered
     branch = next(number for number, event in enumerate(lowered.events) if isinstance(event, Begin))
     launches = [

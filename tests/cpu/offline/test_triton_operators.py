@@ -52,5 +52,5 @@ def test_its_kernel_is_in_the_bundle_and_nothing_is_remembered(tmp_path: Path, m
     file = tmp_path / "shifting.py"
     file.write_text(MODEL)
     built = cgcompile.build(str(file), sizes=[4], out=tmp_path / "shifting.cgb", target="sm_90")
-    assert [proof.method for proof in built.manifest.exam.proofs] == ["interpret"]
+    assert [proof.method for proof in built.manifest.entries[0].self_test.proofs] == ["interpret"]
     assert "shifted" in {row["symbol"] for row in json.loads((tmp_path / "shifting.cgb" / KERNELS).read_text())}

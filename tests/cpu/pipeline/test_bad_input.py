@@ -18,6 +18,7 @@ from cgbundle import errors
 from cgbundle.format import archive, file_names, manifest_json
 from cgcompile_cli.main import app
 from tests.cpu.conftest import MODEL
+from tests.helpers.bundles.edits import edited
 
 BY_NAME = MODEL.replace("batch: int", "batch: int, seq: int").replace("(batch, 6)", "(batch * seq, 6)")
 
@@ -242,7 +243,7 @@ def test_no_bundle(command: str, folder: Path, model_file: Path) -> None:
 @pytest.mark.parametrize("command", ["inspect", "verify", "run"])
 def test_newer_format(command: str, copy: Path) -> None:
     manifest = archive.read_manifest(str(copy))
-    (copy / file_names.MANIFEST).write_bytes(manifest_json.encode(replace(manifest, format=manifest.format + 1)))
+    (copy / file_names.MANIFEST).write_bytes(manifest_json.encode(edited(manifest, version=manifest.version + 1)))
     assert "upgrade cgcompile" in refused(call(command, copy), 2)
 
 
@@ -329,7 +330,7 @@ def test_run(bundle: Path, folder: Path) -> None:
 def test_run_pads_inputs_of_another_size(bundle: Path, folder: Path) -> None:
     from struct import pack
 
-    (spec,) = archive.read_manifest(str(bundle)).inputs
+    (spec,) = archive.read_manifest(str(bundle)).entries[0].inputs
     with open("in.safetensors", "wb") as file:
         cgbundle.format.safetensors.write(file, {spec.name: ("float32", (3, 6), lambda: pack("18f", *range(18)))})
     told = json.loads(call("run", bundle, "--inputs", "in.safetensors", "--json").stdout)

@@ -15,7 +15,7 @@ import torch
 
 import cgcompile
 from cgbundle.format import file_names
-from cgbundle.format.schema import MEMORIES, Manifest, Reserved, Value
+from cgbundle.format.schema import MEMORIES, DonatedRange, Manifest, Value
 from cgbundle.tables.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.exam import ReplayedBytes
@@ -139,15 +139,15 @@ def build(out: Path, **options: Any) -> cgcompile.Built:
 
 
 def chosen(built: cgcompile.Built) -> list[str]:
-    return [row.name for program in built.manifest.programs for row in program.lowerings if row.chosen]
+    return [row.name for program in built.manifest.entries[0].programs for row in program.lowerings if row.chosen]
 
 
 def test_the_fastest_of_each_int_key_is_in_the_bundle_and_the_times_of_all(told: SimpleNamespace, tmp_path: Path) -> None:
     told.times |= {"eager": {1: 4.0, 4: 30.0}, "max-autotune": {1: 8.0, 4: 15.0}}
     made = build(tmp_path / "a.cgb")
     assert chosen(made) == ["eager", "max-autotune"]
-    assert made.manifest.exam.expected == "recording" and made.manifest.exam.compare == "bits"
-    for program, name in zip(made.manifest.programs, chosen(made), strict=True):
+    assert made.manifest.entries[0].self_test.expected == "recording" and made.manifest.entries[0].self_test.compare == "bits"
+    for program, name in zip(made.manifest.entries[0].programs, chosen(made), strict=True):
         table = codec.decode((made.path / program.steps[0].file).read_bytes())
         assert table.nodes[0].target.offset == 256 * len(name), "the graph is that of the lowering"
         assert {row.name: row.microseconds for row in program.lowerings} == {
@@ -162,7 +162,7 @@ def test_a_traced_int_key_is_held_to_eager_pytorch(told: SimpleNamespace, tmp_pa
     told.times["traced"] = {1: 1.0, 4: 99.0}
     made = build(tmp_path / "a.cgb")
     assert chosen(made) == ["traced", "eager"]
-    assert (made.manifest.exam.expected, made.manifest.exam.compare) == ("eager", "tolerance")
+    assert (made.manifest.entries[0].self_test.expected, made.manifest.entries[0].self_test.compare) == ("eager", "tolerance")
     assert json.loads((made.path / KERNELS).read_text()) == [], "of kernels that the bundle has"
 
 
@@ -172,7 +172,9 @@ def test_what_was_chosen_before_is_recorded_without_a_search(told: SimpleNamespa
     told.recorded.clear()
     again = build(tmp_path / "b.cgb")
     assert told.recorded == ["max-autotune"] and told.timed == 1
-    assert [row.lowerings for row in again.manifest.programs] == [row.lowerings for row in first.manifest.programs]
+    assert [row.lowerings for row in again.manifest.entries[0].programs] == [
+        row.lowerings for row in first.manifest.entries[0].programs
+    ]
 
 
 def test_one_that_cannot_be_recorded_proved_or_timed_is_left_out_and_says_why(told: SimpleNamespace, tmp_path: Path) -> None:
@@ -181,7 +183,7 @@ def test_one_that_cannot_be_recorded_proved_or_timed_is_left_out_and_says_why(to
     told.untimed["eager"] = BuildError("recorder-failed", "the process ended (log: /tmp/x/record0.log)")
     made = build(tmp_path / "a.cgb")
     assert chosen(made) == ["inductor"] * 2
-    reasons = {row.name: row.reason for row in made.manifest.programs[0].lowerings}
+    reasons = {row.name: row.reason for row in made.manifest.entries[0].programs[0].lowerings}
     assert reasons == {"eager": "the process ended", "inductor": "", "traced": "it differs", "max-autotune": "no kernel"}
 
 
@@ -196,7 +198,7 @@ def test_where_none_is_left_the_build_fails_with_the_firsts_reason(told: SimpleN
 
 def test_when_the_time_is_over_what_is_there_is_chosen_from_and_nothing_kept(told: SimpleNamespace, tmp_path: Path) -> None:
     made = build(tmp_path / "a.cgb", budget=1e-9)
-    reasons = {row.name: row.reason for row in made.manifest.programs[0].lowerings}
+    reasons = {row.name: row.reason for row in made.manifest.entries[0].programs[0].lowerings}
     late = "not recorded in the 1e-09 seconds that the search may take"
     assert chosen(made) == ["inductor"] * 2 and reasons["eager"] == reasons["max-autotune"] == late
     build(tmp_path / "b.cgb")
@@ -220,7 +222,7 @@ def test_where_nothing_can_be_timed_best_is_refused(tmp_path: Path, target: str,
 # --- recordings that become one -----------------------------------------------------------------------------------
 
 
-def made_up(tables: Sequence[Table] = (), reserved: Sequence[Reserved] = (), at: Sequence[tuple[int, int]] = ()) -> Recorded:
+def made_up(tables: Sequence[Table] = (), reserved: Sequence[DonatedRange] = (), at: Sequence[tuple[int, int]] = ()) -> Recorded:
     """A recording of one key whose only node copies between two places."""
     source, target = [Address(memory=memory, offset=offset) for memory, offset in at or ((INPUTS, 0), (ARENA, 0))]
     copy = MemcpyNode(
@@ -258,8 +260,8 @@ def test_tables_go_behind_each_other_with_what_refers_to_them() -> None:
 
 
 def test_what_a_later_call_takes_has_one_place_in_all() -> None:
-    small = [Reserved(entry="a", offset=0, bytes=512), Reserved(entry="b", offset=512, bytes=512)]
-    large = [Reserved(entry="a", offset=0, bytes=(4 << 20) + PAD), Reserved(entry="b", offset=6 << 20, bytes=512)]
+    small = [DonatedRange(entry="a", offset=0, bytes=512), DonatedRange(entry="b", offset=512, bytes=512)]
+    large = [DonatedRange(entry="a", offset=0, bytes=(4 << 20) + PAD), DonatedRange(entry="b", offset=6 << 20, bytes=512)]
     one = made_up(reserved=small, at=((ARENA, 512), (ARENA, 1024 + 64)))
     two = made_up(reserved=large, at=((ARENA, 6 << 20), (ARENA, 8 << 20)))
     made = beside_each_other({"traced": one, "eager": two}, 1024)

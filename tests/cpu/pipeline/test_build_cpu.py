@@ -105,7 +105,7 @@ for last in (32, 31):
 
 
 def test_an_index_out_of_range_is_one_line_that_names_the_input(everything: Path) -> None:
-    assert [spec.range for spec in archive.read_manifest(str(everything)).inputs] == [(0, 32), (), (), ()]
+    assert [spec.range for spec in archive.read_manifest(str(everything)).entries[0].inputs] == [(0, 32), None, None, None]
     done = subprocess.run([sys.executable, "-c", OUT_OF_RANGE, everything], capture_output=True, text=True, check=False)
     if included(wrapper=False):
         assert done.stderr == "", "no stack, and nothing that a library prints on its own"
@@ -161,7 +161,7 @@ def test_a_convolution_refuses_to_pad_its_spatial_size_and_says_why(image: Path)
 
 def test_shapes_that_follow_from_a_dimension_by_a_formula(image: Path) -> None:
     manifest = archive.read_manifest(str(image))
-    first, second = manifest.outputs
+    first, second = manifest.entries[0].outputs
     assert first.shape[0] == "batch" and first.shape[2] == ("+", ("//", ("-", "side", 1), 2), 1)
     assert second.shape == ("batch", "side", 8, "side")
 

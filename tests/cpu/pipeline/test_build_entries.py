@@ -12,8 +12,8 @@ from torch import nn
 
 import cgcompile
 from cgbundle.format import file_names
-from cgbundle.format.entries import all_programs, each_entry
-from cgbundle.format.schema import Chain, Manifest
+from cgbundle.format.entries import all_programs
+from cgbundle.format.schema import Donation, Manifest
 from cgcompile.targets.cuda import host_regions
 from cgcompile.targets.cuda.chains import ChainedOutput, chained_outputs
 from tests.golden.models import traced_entries
@@ -56,14 +56,14 @@ def check_shared(manifest: Manifest) -> None:
     assert len({weight.name for weight in manifest.weights}) == len(manifest.weights)
     files = [file.path for file in manifest.files]
     assert len(files) == len(set(files)) and {step.file for program in programs for step in program.steps} - {""} <= set(files)
-    assert {proof.method for each in each_entry(manifest) for proof in each.exam.proofs} == {"interpret"}
+    assert {proof.method for each in manifest.entries for proof in each.self_test.proofs} == {"interpret"}
 
 
 def test_traced_entries_share_what_they_have(tmp_path: Path) -> None:
     model, entries = traced_entries()
     built = cgcompile.build(model, entries, sizes=["batch=4", "fill:rows=2"], out=tmp_path / "lanes.cgb", target="sm_90")
     check_shared(built.manifest)
-    assert [each.entry for each in each_entry(built.manifest)] == ["forward", "fill", "empty"]
+    assert [each.name for each in built.manifest.entries] == ["forward", "fill", "empty"]
     assert [file.path for file in built.manifest.files if file.path.endswith(".pt2")] == [
         "program.pt2", "programs/empty.pt2", "programs/fill.pt2",
     ]  # fmt: skip
@@ -79,13 +79,13 @@ def test_an_entry_beside_the_host_and_one_without(tmp_path: Path, monkeypatch: p
     chains = [("scaled", "plain.x"), ("scaled", "scaled.x")]
     built = cgcompile.build(Hosted(), entries, chains=chains, sizes=[4], out=tmp_path / "hosted.cgb", target="sm_90")
     check_shared(built.manifest)
-    kinds = {each.entry: [step.kind for step in each.programs[0].steps] for each in each_entry(built.manifest)}
+    kinds = {each.name: [step.kind for step in each.programs[0].steps] for each in built.manifest.entries}
     assert kinds["plain"] == ["graph"]
     assert "host" in kinds["scaled"] and kinds["scaled"].count("graph") == 2
     assert dict(built.manifest.memories)["host"] > 0
-    (reserved,) = built.manifest.reserved
+    (reserved,) = built.manifest.donated
     assert (reserved.entry, reserved.offset, reserved.bytes) == ("scaled", 0, 256 + 256)  # what the last graph gives, and PAD
-    assert [(chain.source, chain.target) for chain in built.manifest.chains] == [("scaled", "plain"), ("scaled", "scaled")]
+    assert [(chain.source, chain.target) for chain in built.manifest.donations] == [("scaled", "plain"), ("scaled", "scaled")]
 
 
 @pytest.mark.parametrize("sizes", [[1, 4], ["fill:rows=2"], ["batch=1,4", "rows=2", "encode:rows=2"]])
@@ -102,7 +102,7 @@ def test_a_chain_from_what_the_host_makes() -> None:
     entry = SimpleNamespace(name="forward", keys=((4,),))
 
     def spec(output: int) -> Any:
-        chain = Chain(source="forward", output=output, target="forward", input=0)
+        chain = Donation(source="forward", output=output, target="forward", input=0)
         return SimpleNamespace(entries=(entry,), chains=(chain,))
 
     assert chained_outputs(spec(0), split)[4,] == (ChainedOutput(entry="forward", number=0, region=0, output=0),)

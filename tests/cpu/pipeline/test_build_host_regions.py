@@ -24,7 +24,6 @@ import cgcompile
 from cgbundle.cpu.machine import processor_flags
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Dimension, IntKey, Manifest, Program, Proof
-from cgbundle.format.spans import HOST_ONLY
 from cgbundle.tensors.exam_tensors import WAIVER
 from cgbundle.validate import bundle as verify
 from cgcompile.bundle import recordings as tables
@@ -196,11 +195,11 @@ def sound(build: Build, keys: Sequence[IntKey]) -> None:
     """The verifier finds nothing, and every key was proved."""
     verify.check_bundle(archive.Archive(str(build.path)), "full")
     assert verify.examine(archive.Archive(str(build.path))) == []
-    assert archive.read_manifest(str(build.path)).programs == build.manifest.programs
-    assert [proof.key for proof in build.manifest.exam.proofs] == list(keys)
-    for proof in build.manifest.exam.proofs:
+    assert archive.read_manifest(str(build.path)).entries[0].programs == build.manifest.entries[0].programs
+    assert [proof.key for proof in build.manifest.entries[0].self_test.proofs] == list(keys)
+    for proof in build.manifest.entries[0].self_test.proofs:
         assert proof.method == "interpret" and proof.error <= proof.tolerance == 1e-4
-    assert build.manifest.exam.compare == "tolerance"
+    assert build.manifest.entries[0].self_test.compare == "tolerance"
 
 
 def arena_offsets(recording: Recording) -> set[int]:
@@ -215,19 +214,19 @@ def arena_offsets(recording: Recording) -> set[int]:
 def test_a_number_and_a_mask_between_layers_leave_three_graphs(make: Make) -> None:
     build = make("scalars")
     sound(build, [(1,), (4,)])
-    for program in build.manifest.programs:
+    for program in build.manifest.entries[0].programs:
         steps = build.regions(program)
         assert [step for step in steps if step != "copy"] == ["graph-1", "host-1", "graph-2", "host-2", "graph-3"]
         assert "copy" not in (steps[0], steps[-1])
     reasons = {region.name.rpartition("-")[0]: region.reason for region in build.manifest.regions if region.kind == "host"}
     assert "host-scalar" in reasons["host-1"] and "data-dependent-shape" in reasons["host-2"]
     memories = dict(build.manifest.memories)
-    assert memories["host"] > 0 and memories["arena"] == max(program.arena for program in build.manifest.programs)
+    assert memories["host"] > 0 and memories["arena"] == max(program.arena for program in build.manifest.entries[0].programs)
 
 
 def test_regions_share_the_arena_where_values_die_and_keep_what_is_read_later(make: Make) -> None:
     build = make("scalars")
-    for program in build.manifest.programs:
+    for program in build.manifest.entries[0].programs:
         first, second, third = [arena_offsets(recording) for recording in build.recordings(program)]
         assert program.arena - PAD < sum(build.alone[program.key])
         assert first & second & third, "each region lies where the one before it did"
@@ -239,7 +238,7 @@ def test_regions_share_the_arena_where_values_die_and_keep_what_is_read_later(ma
 def test_a_sum_that_goes_over_the_host_needs_copies_alone(make: Make) -> None:
     build = make("softmax", sizes=[4])
     sound(build, [(4,)])
-    (program,) = build.manifest.programs
+    (program,) = build.manifest.entries[0].programs
     assert build.regions(program) == ["graph-1", "copy", "copy", "graph-2"]
     assert {region.kind for region in build.manifest.regions} == {"graph"}
     assert (build.manifest.target.torch, build.manifest.target.features) == ("", ())
@@ -251,10 +250,10 @@ def test_a_sum_that_goes_over_the_host_needs_copies_alone(make: Make) -> None:
 def test_a_table_that_the_host_reads_stays_off_the_gpu(make: Make) -> None:
     build = make("table", sizes=[4], compiled=True)
     sound(build, [(4,)])
-    (program,) = build.manifest.programs
+    (program,) = build.manifest.entries[0].programs
     assert build.regions(program) == ["copy", "host-1", "copy", "graph-1"]
-    offsets = {weight.name: weight.offset for weight in build.manifest.weights}
-    assert offsets["table"] == offsets["tied"] == offsets["scale"] == HOST_ONLY and offsets["out.weight"] >= 0
+    memories = {weight.name: weight.memory for weight in build.manifest.weights}
+    assert memories["table"] == memories["tied"] == memories["scale"] == "host" and memories["out.weight"] == "weights"
     assert dict(build.manifest.memories)["weights"] < 5000 * 16 * 4
     (row,) = [region for region in build.manifest.regions if region.kind == "host"]
     table, scale = sorted([build.manifest.weights[weight].name for _, weight in row.constants], reverse=True)
@@ -274,7 +273,7 @@ def test_what_has_no_triton_kernel_builds_with_the_options_of_the_hint(make: Mak
     assert names == ["aten.digamma"]
     build = make("digamma", sizes=[4], host_ops=names)
     sound(build, [(4,)])
-    assert build.regions(build.manifest.programs[0]) == ["graph-1", "copy", "host-1", "copy", "graph-2"]
+    assert build.regions(build.manifest.entries[0].programs[0]) == ["graph-1", "copy", "host-1", "copy", "graph-2"]
 
 
 # --- what is caught -----------------------------------------------------------------------------------------------
@@ -340,7 +339,7 @@ def test_rounding_may_turn_a_comparison_over_for_the_host(flipped: int, passes: 
 
 
 def judged(tried: Trial, outcome: Outcome, bound: ErrorBound, *waive: str) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
-    dimension = Dimension(name="batch", sizes=(1,), pad="no", chunk=False, reason="", uncut="")
+    dimension = Dimension(name="batch", sizes=(1,), pad="no", chunk=False, reason="")
     return proved([dimension], [bound], [CLAIM], [(tried, outcome)], 1e-4, waive)
 
 

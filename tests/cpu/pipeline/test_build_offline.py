@@ -196,7 +196,7 @@ def test_the_whole_model_is_one_graph_of_triton_kernels(bundle: tuple[Path, str]
     symbols = {row["symbol"] for row in json.loads((path / KERNELS).read_text())}
     assert symbols and all(symbol.startswith("triton_") for symbol in symbols)
     assert any("triton_tem" in symbol for symbol in symbols), "products are Triton's, too"
-    for program in read(path).programs:
+    for program in read(path).entries[0].programs:
         assert [step.kind for step in program.steps] == ["graph"]
 
 
@@ -212,9 +212,9 @@ def test_it_was_proved_by_interpretation(bundle: tuple[Path, str]) -> None:
     """Several int_keys: tests/cpu/pipeline/test_build_host_regions.py."""
     path, _ = bundle
     manifest = read(path)
-    (proof,) = manifest.exam.proofs
+    (proof,) = manifest.entries[0].self_test.proofs
     assert proof.key == (2,) and proof.method == "interpret" and 0 < proof.error <= proof.tolerance == 1e-4
-    assert manifest.exam.compare == "tolerance"
+    assert manifest.entries[0].self_test.compare == "tolerance"
     assert "interpret" in call("inspect", path).stdout
 
 
@@ -299,14 +299,14 @@ def test_two_builds_in_different_folders_are_equal_byte_for_byte(ampere: Path, u
     manifests = [json.loads(each.pop(file_names.MANIFEST)) for each in (first, second)]
     assert [name for name in first if first[name] != second[name]] == []
     for manifest in manifests:
-        del manifest["exam"], manifest["sha256"]  # the proof, which only one of them has
+        del manifest["entries"][0]["self_test"], manifest["sha256"]  # the proof, which only one of them has
         manifest["provenance"]["options"] = [pair for pair in manifest["provenance"]["options"] if not pair[0].startswith("prove")]
     assert manifests[0] == manifests[1]
 
 
 def test_a_build_without_a_proof_says_so(unproved: tuple[Path, Result]) -> None:
     path, result = unproved
-    assert [proof.method for proof in read(path).exam.proofs] == ["none"]
+    assert [proof.method for proof in read(path).entries[0].self_test.proofs] == ["none"]
     assert "interpret" not in result.stderr and "compared with eager" not in result.stderr
     (line,) = [line for line in result.stderr.splitlines() if line.startswith("proof ")]
     assert "not " in line and "--run" in line
@@ -320,8 +320,8 @@ def test_int_keys_over_the_budget_are_left_out_and_named(files: Path, tmp_path: 
     out = tmp_path / "linear.cgb"
     result = call("build", files / "linear.py", "--sizes", "1,4", "--target", "sm_90", "--prove-budget", "0.01", "-o", out)
     assert result.exit_code == 0, result.output
-    assert [(proof.key, proof.method) for proof in read(out).exam.proofs] == [((1,), "interpret"), ((4,), "none")]
-    assert read(out).exam.proofs[0].error <= 1e-4
+    assert [(proof.key, proof.method) for proof in read(out).entries[0].self_test.proofs] == [((1,), "interpret"), ((4,), "none")]
+    assert read(out).entries[0].self_test.proofs[0].error <= 1e-4
     lines = result.stderr.splitlines()
     begun, stage = [line for line in lines if line.startswith("interpret")]
     assert " ... " in begun and "1 of 2 int_keys" in stage and stage.endswith("; not in 0.01 s: batch=4")

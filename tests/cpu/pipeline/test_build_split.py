@@ -9,7 +9,6 @@ import pytest
 
 import cgcompile
 from cgbundle.format.archive import Archive
-from cgbundle.format.entries import each_entry
 from cgbundle.tables.collectives import exchanges
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
@@ -32,13 +31,13 @@ def test_both_devices_are_proved_together(built: Path) -> None:
     assert verify.examine(bundle) == []
     (other,) = verify.check_ranks(bundle, "full")
     for each in (bundle, other):
-        forward, reset = each_entry(each.manifest)
-        proofs = [*forward.exam.proofs, *reset.exam.proofs]
+        forward, reset = each.manifest.entries
+        proofs = [*forward.self_test.proofs, *reset.self_test.proofs]
         assert [proof.method for proof in proofs] == ["interpret"] * 4
         assert all(proof.error <= proof.tolerance for proof in proofs)
         for program, sent in [*[(program, 4) for program in forward.programs], *[(program, 0) for program in reset.programs]]:
             table = Table(each.data(program.steps[0].file), "table")
-            assert len(exchanges(table, each.manifest.world[0])) == sent, "a value to the second device, and three outputs"
+            assert len(exchanges(table, each.manifest.world)) == sent, "a value to the second device, and three outputs"
     assert dict(bundle.manifest.provenance.options)["split"] == "layers"
 
 

@@ -30,14 +30,15 @@ def test_every_collective_is_proved_on_all_ranks(built: Path) -> None:
     assert verify.examine(bundle) == []
     (other,) = verify.check_ranks(bundle, "full")
     for each, rank in ((manifest, 0), (other.manifest, 1)):
-        (world,) = each.world
+        world = each.world
+        assert world is not None
         assert (world.rank, world.size) == (rank, 2)
-        (proof,) = each.exam.proofs
+        (proof,) = each.entries[0].self_test.proofs
         assert proof.method == "interpret" and proof.error <= proof.tolerance
         assert dict(each.memories)["peer"] == 2 * world.stride
-    (program,) = manifest.programs
+    (program,) = manifest.entries[0].programs
     table = Table(bundle.data(program.steps[0].file), "table")
-    found = exchanges(table, manifest.world[0])
+    found = exchanges(table, manifest.world)
     assert [each.symbol.removeprefix("cgcompile_") for each in found[:1]] == ["packets_float32"]
     assert sorted([each.symbol.removeprefix("cgcompile_") for each in found[1:]]) == [
         "buffers_side_by_side", "packets_bfloat16", "packets_side_by_side", "packets_side_by_side",

@@ -65,8 +65,12 @@ def built(tmp_path_factory: pytest.TempPathFactory, told: list[Event]) -> cgcomp
 def test_a_build_tells_which_indices_differ_and_its_exam_holds_them(built: cgcompile.Built, told: list[Event]) -> None:
     (verified,) = [event.text for event in told if (event.stage, event.state) == ("verify", "done")]
     assert f"of {ROWS} indices differ from eager PyTorch's where the values are equal within tolerance" in verified
-    assert not built.manifest.waivers and built.manifest.exam.bounds[0] == 0.5 and built.manifest.exam.proofs[0].errors[0] == 0
-    (found,) = [each for each in built.manifest.findings if each.rule == NEAR_TIES]
+    assert (
+        not built.manifest.allowed
+        and built.manifest.entries[0].self_test.bounds[0] == 0.5
+        and built.manifest.entries[0].self_test.proofs[0].errors[0] == 0
+    )
+    (found,) = [each for each in built.manifest.entries[0].findings if each.rule == NEAR_TIES]
     assert found.message == "output token (int64): up to 50.0% of the indices have another one that is as good"
     with cgbundle.load(built.path) as program:
         assert all(result.exact for result in exam.replay_exam(program))
@@ -78,10 +82,10 @@ def test_another_processor_may_select_as_many_others_as_are_as_good(
 ) -> None:
     """The bundle is the other one here: its exam holds what this processor does not select."""
     folder = shutil.copytree(built.path, tmp_path / "other.cgb")
-    key = read_exam(folder / EXAM, built.manifest, (ROWS,))
+    key = read_exam(folder / EXAM, built.manifest, built.manifest.entries[0], (ROWS,))
     token, *rest = key.outputs
     selected = torch.cat([token[:others] + 1, token[others:]])
-    replace_exams(folder / EXAM, {built.manifest.entry: [replace(key, outputs=(selected, *rest))]})
+    replace_exams(folder / EXAM, {built.manifest.entries[0].name: [replace(key, outputs=(selected, *rest))]})
     seal(folder, built.manifest)
     with cgbundle.load(folder) as program:
         (result,) = exam.replay_exam(program)
@@ -97,6 +101,6 @@ def test_code_that_selects_another_word_is_refused(built: cgcompile.Built, tmp_p
     prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
     folder = shutil.copytree(built.path, tmp_path / "other.cgb")
     exams = eager_exam(source, prepared, {"batch": (ROWS,)}, built.manifest.weights)
-    replace_exams(folder / EXAM, {built.manifest.entry: exams})
+    replace_exams(folder / EXAM, {built.manifest.entries[0].name: exams})
     with raises("proof-failed", match=f"output token .int64.: . of {ROWS} values differ"):
         replay(folder, seal(folder, built.manifest), [error_bounds(prepared, built.manifest.weights)], (), [prepared])

@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 import cgbundle
 import cgcompile
 from cgbundle.exam import replay_exam
-from cgbundle.format.entries import each_entry
 from cgcompile.util.progress import Event
 from cgcompile_cli import main
 from tests.helpers.lowered_here import lower_here
@@ -114,8 +113,8 @@ def test_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     pytest.importorskip("triton")
     lower_here(monkeypatch)
     built = cgcompile.build(Counter().eval(), ENTRIES, chains=CHAINS, out=tmp_path / "counter.cgb", target="sm_90")
-    for each in each_entry(built.manifest):
-        assert [proof.method for proof in each.exam.proofs] == ["interpret"], each.entry
+    for each in built.manifest.entries:
+        assert [proof.method for proof in each.self_test.proofs] == ["interpret"], each.entry
         assert [step.kind for step in each.programs[0].steps] == ["graph"], each.entry
 
 

@@ -18,7 +18,7 @@ from tests.golden.models import Recurrent
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
-BUNDLE = GOLDEN / "v5/cpu_chains.cgb"
+BUNDLE = GOLDEN / "v1/cpu_chains.cgb"
 
 
 @pytest.fixture

@@ -22,7 +22,7 @@ from tests.helpers.places import GOLDEN, skip_older_torch
 numpy = pytest.importorskip("numpy")
 pytest.importorskip("torch")  # its libraries run the code
 
-SHARED, STATE = "v1/cpu_mlp", "v3/cpu_state"
+SHARED, STATE = "v1/cpu_mlp", "v1/cpu_state"
 """A bundle whose replays run side by side, and one whose replays share memory."""
 
 PATIENCE = 60

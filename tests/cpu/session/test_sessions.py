@@ -24,6 +24,7 @@ from cgbundle.format.schema import Alias, Program, Region, Step, Target, TensorS
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile.targets.cpu.aoti import compile_cpu
 from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.edits import edited
 from tests.helpers.raising import raises
 
 FILE = "host/cell.so"
@@ -104,13 +105,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     base = tiny_bundle.manifest()
 
     def spec(name: str, *shape: Any) -> TensorSpec:
-        return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))), range=())
+        return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))))
 
     examined = (*["float32"] * len(OUTPUTS), "float32", "int64", "int64")
     shapes: list[tuple[Any, ...]] = [("rows", WIDTH), (WIDTH,), (WIDTH, WIDTH), ("rows", 4), ("rows", WIDTH), ("rows", WIDTH - 1)]
     tiny_bundle.finish(
         folder,
-        replace(
+        edited(
             base,
             target=Target(
                 kind="cpu",
@@ -120,7 +121,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
                 torch=torch.__version__.split("+")[0],
                 driver=0,
             ),
-            dimensions=(replace(base.dimensions[0], name="rows", sizes=SIZES, pad="no", chunk=False),),
+            dimensions=(replace(base.entries[0].dimensions[0], name="rows", sizes=SIZES, pad="no", chunk=False),),
             inputs=(spec("x", "rows", WIDTH),),
             outputs=tuple([spec(name, *shape) for name, shape in zip(OUTPUTS, shapes, strict=True)]),
             aliases=(
@@ -136,8 +137,10 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             memories=(("weights", 4 * WIDTH * WIDTH), ("state", 528)),
             regions=(Region(name="cell", kind="host", reason="the cpu target has no graphs", file=FILE, constants=constants),),
             programs=tuple(map(program, SIZES)),
-            exam=replace(
-                base.exam, bounds=tiny_bundle.bounds(*examined), proofs=tuple([tiny_bundle.proof(size) for size in SIZES])
+            self_test=replace(
+                base.entries[0].self_test,
+                bounds=tiny_bundle.bounds(*examined),
+                proofs=tuple([tiny_bundle.proof(size) for size in SIZES]),
             ),
         ),
     )

@@ -83,12 +83,14 @@ def test_the_exam_holds_what_a_call_changes_and_notices_a_change(stateful: Path)
     assert names.keys() == dict(running().named_buffers()).keys()
     stored = safetensors.Mapped(str(stateful / file_names.EXAM), file_names.EXAM)
     runs = memoryview(stored.data(file_names.exam_entry((1,), "state-at", names["cache"]))).cast("q").tolist()
-    assert manifest.exam.calls == 2 and runs == [2 * 8, 2 * 8], "one row of the cache, at a place for each of two calls"
+    assert manifest.entries[0].self_test.calls == 2 and runs == [2 * 8, 2 * 8], (
+        "one row of the cache, at a place for each of two calls"
+    )
     with cgbundle.load(stateful) as program:
         assert all(result.error < 1e-5 for result in exam.replay_exam(program))
         program.state["place"] = torch.full((1,), 3)
         program.reset = lambda: None  # type: ignore[method-assign]
-        assert any(not result.passed(manifest.exam.compare) for result in exam.replay_exam(program))
+        assert any(not result.passed(manifest.entries[0].self_test.compare) for result in exam.replay_exam(program))
 
 
 def test_the_same_state_by_numpy_and_without_any_library(stateful: Path) -> None:

@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 
 from tests.helpers.bundles.shared_builds import shared_build
-from tests.helpers.places import GOLDEN, skip_older_torch
 from tests.helpers.raising import raises
 
 numpy = pytest.importorskip("numpy")
@@ -417,7 +416,7 @@ def test_a_closed_program_has_no_weights(bundle: Path) -> None:
 
 def test_state_small_weights_and_tied_ones(odd_bundle: Path, tmp_path: Path) -> None:
     manifest = archive.read_manifest(str(odd_bundle))
-    reasons = {manifest.weights[row.weight].name: row.reason for row in manifest.fixed}
+    reasons = {manifest.weights[row.weight].name: row.reason for row in manifest.frozen}
     assert reasons.pop("calls") == "state" and reasons.pop("mask") == "constant"
     assert set(reasons.values()) == {"constant"} and len(reasons) == 1, "the literal of forward()"
     (ids,) = numbers(2)
@@ -448,13 +447,6 @@ def test_what_is_fixed_may_be_given_as_it_is(odd_bundle: Path) -> None:
             program.update({"calls": torch.ones(2, 6)}, partial=True)
         assert "program.state" in caught.value.hint
         torch.testing.assert_close(program(ids), odd(1)(ids), **CLOSE)
-
-
-def test_an_old_bundle_does_not_say_what_its_code_holds() -> None:
-    skip_older_torch()
-    golden = GOLDEN / "v5/cpu_entries.cgb"
-    with cgbundle.load(golden) as program, raises("update-refused", match="the bundle has format version 5, which does not say"):
-        program.update({}, partial=True)
 
 
 def test_the_exam_is_about_the_first_weights(bundle: Path) -> None:

@@ -51,7 +51,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_manifest_names_them_with_the_line_that_read_them(bundle: Path) -> None:
     manifest = archive.read_manifest(str(bundle))
-    fixed = {manifest.weights[row.weight].name: row for row in manifest.fixed}
+    fixed = {manifest.weights[row.weight].name: row for row in manifest.frozen}
     assert {name: row.reason for name, row in fixed.items()} == {
         "gate": "baked", "tied.gate": "baked", "count": "baked", "constant": "constant",
     }  # fmt: skip

@@ -17,7 +17,7 @@ from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
 pytest.importorskip("torch")
-STATEFUL, PLAIN = GOLDEN / "v4/cpu_state.cgb", GOLDEN / "v1/cpu_mlp.cgb"
+STATEFUL, PLAIN = GOLDEN / "v1/cpu_state.cgb", GOLDEN / "v1/cpu_mlp.cgb"
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +31,7 @@ def _this_machine_runs_them() -> None:
 def given(program: cgbundle.Program, key: tuple[int, ...]) -> cgbundle.Tensor:
     """An input of ones."""
     (spec,) = program.inputs
-    shape = [key[0] if size == program.manifest.dimensions[0].name else int(str(size)) for size in spec.shape]
+    shape = [key[0] if size == program.manifest.entries[0].dimensions[0].name else int(str(size)) for size in spec.shape]
     count = 1
     for size in shape:
         count *= size
@@ -64,7 +64,7 @@ def test_named_keys_alone_are_called() -> None:
         with program.profile() as profile:
             program.warmup(second)
             program.warmup(first, second)
-        batch = program.manifest.dimensions[0].name
+        batch = program.manifest.entries[0].dimensions[0].name
         names = [span.name for span in profile.spans]
         assert [name.partition("[")[2] for name in names] == [f"{batch}={key[0]}]" for key in (second, first, second)]
         with raises("key-missing"):

@@ -7,8 +7,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format.entries import each_entry
-from cgbundle.format.schema import Chain, DataSize, TensorSpec
+from cgbundle.format.schema import DataSize, Donation, TensorSpec
 from cgcompile.model.load import checked_chains
 from cgcompile.targets.chains import chains_of, check_layouts
 from tests.helpers.bundles.chained_bundles import write
@@ -17,7 +16,7 @@ from tests.pure.validate.test_chains import TAKE, value
 
 
 def spec(name: str, shape: tuple[Any, ...], dtype: str = "float32") -> TensorSpec:
-    return TensorSpec(name=name, dtype=dtype, shape=shape, order=tuple(range(len(shape))), range=())
+    return TensorSpec(name=name, dtype=dtype, shape=shape, order=tuple(range(len(shape))))
 
 
 def described(
@@ -46,9 +45,9 @@ ENTRIES = [
 def test_rows_ascend_and_an_only_output_need_not_be_named() -> None:
     given = [("prefill", "decode.hidden"), ("decode.cache.0", "decode.cache.0"), ("decode.hidden", "decode.hidden")]
     assert chains_of(given, ENTRIES) == (
-        Chain(source="decode", output=0, target="decode", input=0),
-        Chain(source="decode", output=1, target="decode", input=1),
-        Chain(source="prefill", output=0, target="decode", input=0),
+        Donation(source="decode", output=0, target="decode", input=0),
+        Donation(source="decode", output=1, target="decode", input=1),
+        Donation(source="prefill", output=0, target="decode", input=0),
     )
     assert chains_of([("prefill.output", "decode.hidden")], ENTRIES) == chains_of([("prefill", "decode.hidden")], ENTRIES)
 
@@ -99,10 +98,10 @@ def test_outputs_that_lie_elsewhere_and_inputs_that_are_written() -> None:
 
 def test_another_order_of_the_axes(tmp_path: Any) -> None:
     manifest = write(tmp_path / "chained.cgb")
-    check_layouts(each_entry(manifest))
+    check_layouts(manifest)
     take = value(manifest, TAKE, 0, shape=(8, 8), strides=(1, 8))
     with raises("chain-unlike", match="make.output -> take.a: the output lies in another order of its axes"):
-        check_layouts(each_entry(take))
+        check_layouts(take)
 
 
 @pytest.mark.parametrize("given", [{"prefill": "decode"}, "prefill", [("prefill",)], [("prefill", 3)], ["ab"], None])

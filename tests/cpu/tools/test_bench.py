@@ -242,7 +242,7 @@ def test_the_compilers_worker_serves_in_this_process_too(bundle: Path, model_fil
     given = {
         "bundle": str(bundle), "target": "cpu", "entry": "forward",
         "keys": [[4]], "orders": [[0, 1]], "outputs": 1, "written": [], "state": False,
-        "calls": 1, "call": manifest.call["call"], "model": str(model_file), "train": False,
+        "calls": 1, "call": manifest.entries[0].call["call"], "model": str(model_file), "train": False,
     }  # fmt: skip
     try:
         served = TorchModel("eager", given, Laps(started=0.0))

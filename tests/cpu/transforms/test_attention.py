@@ -120,6 +120,6 @@ def test_a_step_with_a_cache_is_one_kernel_with_what_eager_computes(shared: int,
     file = tmp_path / "step.py"
     file.write_text(MODEL.format(shared=shared, dtype=dtype))
     built = cgcompile.build(str(file), out=tmp_path / "step.cgb", target="sm_90")
-    assert [proof.method for proof in built.manifest.exam.proofs] == ["interpret"]
+    assert [proof.method for proof in built.manifest.entries[0].self_test.proofs] == ["interpret"]
     symbols = [row["symbol"] for row in json.loads((tmp_path / "step.cgb" / KERNELS).read_text())]
     assert "attention" in symbols and len(symbols) == 3

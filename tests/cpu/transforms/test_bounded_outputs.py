@@ -343,13 +343,13 @@ def test_calls_return_true_sizes(bundle: Path, outputs: str, kind: str) -> None:
 
 def test_the_manifest_says_what_is_padded(bundle: Path) -> None:
     manifest = read_manifest(str(bundle))
-    counts = [spec.name for spec in manifest.outputs if spec.name.endswith(".rows")]
+    counts = [spec.name for spec in manifest.entries[0].outputs if spec.name.endswith(".rows")]
     assert counts == ["boxes.rows", "labels.0.rows"]
-    assert {(manifest.outputs[row.output].name, row.axis) for row in manifest.data_sizes} == {
+    assert {(manifest.entries[0].outputs[row.output].name, row.axis) for row in manifest.entries[0].data_sizes} == {
         ("boxes", 0), ("again", 0), ("best", 0), ("scores", 0), ("rows", 0), ("labels.0", 0), ("labels.2", 0), ("pairs", 0),
     }  # fmt: skip
-    assert not manifest.entries[0].data_sizes
-    assert {finding.rule for finding in manifest.findings if finding.severity == "note"} == {"data-dependent-shape"}
+    assert not manifest.entries[1].data_sizes
+    assert {finding.rule for finding in manifest.entries[0].findings if finding.severity == "note"} == {"data-dependent-shape"}
 
 
 def test_sizes_without_a_bound_are_refused_by_name(tmp_path: Path) -> None:
@@ -371,6 +371,6 @@ def test_a_bundle_for_a_gpu_that_is_not_here_has_one_graph(tmp_path: Path, nms: 
     out = tmp_path / "head.cgb"
     cgcompile.build(Model(function), lambda: (torch.rand(9, 4), torch.rand(9)), out=out, target="sm_90")
     manifest = read_manifest(str(out))
-    assert [[step.kind for step in program.steps] for program in manifest.programs] == [["graph"]]
-    assert [proof.method for proof in manifest.exam.proofs] == ["interpret"]
-    assert [(row.output, row.axis, row.count) for row in manifest.data_sizes] == [(0, 0, 3), (1, 0, 3), (2, 0, 4)]
+    assert [[step.kind for step in program.steps] for program in manifest.entries[0].programs] == [["graph"]]
+    assert [proof.method for proof in manifest.entries[0].self_test.proofs] == ["interpret"]
+    assert [(row.output, row.axis, row.count) for row in manifest.entries[0].data_sizes] == [(0, 0, 3), (1, 0, 3), (2, 0, 4)]

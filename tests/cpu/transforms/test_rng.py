@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from cgcompile.export.signature.signature import describe_signature
 from cgcompile.model.load import load_source
 from cgcompile.transforms.rng.rewrite import RNG, can_rewrite, draws, generator_buffer, is_random, supported, with_generator
 from tests.cpu.models import Batched
+from tests.helpers.bundles.edits import edited
 
 COUNT = 40_000
 
@@ -45,7 +45,7 @@ def rows(batch: int) -> tuple[Tensor]:
 def exported(model: nn.Module | Callable[..., Any], inputs: Callable[..., Any] = rows, **sizes: tuple[int, ...]) -> Exported:
     module = model if isinstance(model, nn.Module) else Drawing(model)
     made = export(load_source(module.train(), inputs), sizes or {"batch": (2, 5)})
-    return replace(made, programs=made.programs.changed(with_generator))
+    return edited(made, programs=made.programs.changed(with_generator))
 
 
 def run(program: Any, *given: Tensor, seed: int = 0, calls: int = 0) -> list[Tensor]:

@@ -15,9 +15,8 @@ from struct import pack
 
 from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
-from cgbundle.format.entries import with_entries
 from cgbundle.format.file_names import EXAM, WEIGHTS, exam_entry, whole_program_file
-from cgbundle.format.schema import Chain, Manifest, Program, Region, Reserved, Step, TensorSpec, Value
+from cgbundle.format.schema import DonatedRange, Donation, EntrySpec, Manifest, Program, Region, Step, TensorSpec, Value
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Function, Recording
 from tests.helpers.bundles import cuda_bundles
@@ -30,16 +29,16 @@ MAKE_AT, AGAIN_AT, SHARED_AT, ARENA, STATIC = 0, 512, 1024, 4096, 1024
 A, B = 0, 512
 """Offsets of the inputs."""
 
-CHAINS = (
-    Chain(source="again", output=0, target="again", input=0),
-    Chain(source="again", output=0, target="take", input=1),
-    Chain(source="make", output=0, target="again", input=0),
-    Chain(source="make", output=0, target="take", input=0),
-    Chain(source="make", output=0, target="take", input=1),
+DONATIONS = (
+    Donation(source="again", output=0, target="again", input=0),
+    Donation(source="again", output=0, target="take", input=1),
+    Donation(source="make", output=0, target="again", input=0),
+    Donation(source="make", output=0, target="take", input=0),
+    Donation(source="make", output=0, target="take", input=1),
 )
-RESERVED = (
-    Reserved(entry="make", offset=MAKE_AT, bytes=AGAIN_AT - MAKE_AT),
-    Reserved(entry="again", offset=AGAIN_AT, bytes=SHARED_AT - AGAIN_AT),
+DONATED = (
+    DonatedRange(entry="make", offset=MAKE_AT, bytes=AGAIN_AT - MAKE_AT),
+    DonatedRange(entry="again", offset=AGAIN_AT, bytes=SHARED_AT - AGAIN_AT),
 )
 
 ADDS = {
@@ -95,19 +94,21 @@ def write(folder: Path) -> Manifest:
             safetensors.write(file, entries)
 
     def spec(name: str) -> TensorSpec:
-        return TensorSpec(name=name, dtype="float32", shape=(N,), order=(0,), range=())
+        return TensorSpec(name=name, dtype="float32", shape=(N,), order=(0,))
 
-    def entry(number: int, name: str) -> Manifest:
+    def entry(number: int, name: str) -> EntrySpec:
         names = ["a", "b"] if name == "take" else ["x"]
         return replace(
-            bare, entry=name, inputs=tuple(map(spec, names)), outputs=(spec("output"),), weights=(), module_state="",
+            bare.entries[0], name=name, inputs=tuple(map(spec, names)), outputs=(spec("output"),), result={"tensor": 0},
             call={"call": [[each, {"tensor": index}] for index, each in enumerate(names)]}, parameters=(POSITIONAL,) * len(names),
-            result={"tensor": 0}, programs=(program(name, number),), memories=(("inputs", STATIC), ("arena", ARENA)),
-            regions=tuple([Region(name=each, kind="graph", reason="", file="", constants=()) for each in ADDS]),
-            chains=CHAINS, reserved=RESERVED, files=describe_files(str(folder)),
+            programs=(program(name, number),), self_test=replace(bare.entries[0].self_test, bounds=(0.0,)),
         )  # fmt: skip
 
-    return with_entries(tuple([entry(number, name) for number, name in enumerate(ADDS)]))
+    return replace(
+        bare, entries=tuple([entry(number, name) for number, name in enumerate(ADDS)]), weights=(), module_state="",
+        memories=(("inputs", STATIC), ("arena", ARENA)), regions=tuple([Region(name=name, kind="graph") for name in ADDS]),
+        donations=DONATIONS, donated=DONATED, files=describe_files(str(folder)),
+    )  # fmt: skip
 
 
 def numbers(seed: int) -> array[float]:

@@ -21,8 +21,7 @@ from struct import pack
 from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import WEIGHTS
-from cgbundle.format.schema import Exam, Manifest, Program, Provenance, Region, Step, Target, Value, Weight
-from cgbundle.format.versions import FORMAT_VERSION
+from cgbundle.format.schema import VERSION, EntrySpec, Manifest, Program, Provenance, Region, SelfTest, Step, Target, Value, Weight
 from cgbundle.tables.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording, encode_states
@@ -182,35 +181,25 @@ def write(folder: Path, image: bytes, arch: str = "sm_90", driver: int = 12000) 
 
 def manifest(arch: str = "sm_90", driver: int = 12000) -> Manifest:
     """The bundle's manifest, but for its weights and files."""
-    return Manifest(
-        format=FORMAT_VERSION,
-        name="tiny",
-        target=Target(kind="cuda", arch=arch, level="", features=(), torch="", driver=driver),
-        dimensions=(),
+    forward = EntrySpec(
+        name="forward",
         inputs=(),
-        entry="forward",
-        entries=(),
-        chains=(),
-        reserved=(),
-        written=(),
-        changes=(),
         outputs=(),
-        aliases=(),
-        random=-1,
         call={},
         parameters=(),
         result={},
-        weights=(),
-        fixed=(),
-        tables=(),
-        memories=(("weights", 1024), ("state", 0), ("inputs", STATIC), ("arena", ARENA)),
-        regions=(Region(name="g0", kind="graph", reason="", file="", constants=()),),
         programs=tuple(map(program, KEYS)),
+        self_test=SelfTest(compare="bits", calls=1, expected="recording", bounds=(), proofs=()),
+    )
+    return Manifest(
+        version=VERSION,
+        name="tiny",
+        target=Target(kind="cuda", arch=arch, driver=driver),
+        entries=(forward,),
+        memories=(("weights", 1024), ("state", 0), ("inputs", STATIC), ("arena", ARENA)),
+        regions=(Region(name="g0", kind="graph"),),
         module_state="graphs/modules.bin",
-        findings=(),
-        waivers=(),
-        exam=Exam(compare="bits", calls=1, expected="recording", bounds=(), proofs=()),
-        provenance=Provenance(source="", created="", versions=(), machine="", options=()),
+        provenance=Provenance(source="", created="", versions=(), machine=""),
         files=(),
     )
 

@@ -24,6 +24,7 @@ from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Regi
 from cgbundle.format.size_expressions import evaluate
 from cgbundle.tensors.tensor import dense
 from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.edits import edited
 
 Numbers = list[Any]
 """The elements of a tensor, row-major."""
@@ -40,13 +41,13 @@ SPOILED = 0xDD
 
 
 def dimension(
-    name: str, *sizes: int, pad: str = "rows", chunk: bool = True, reason: str = "rows stand alone", uncut: str = ""
+    name: str, *sizes: int, pad: str = "rows", chunk: bool = True, reason: str = "rows stand alone", not_chunked: str = ""
 ) -> Dimension:
-    return Dimension(name=name, sizes=sizes, pad=pad, chunk=chunk, reason=reason, uncut=uncut)
+    return Dimension(name=name, sizes=sizes, pad=pad, chunk=chunk, reason=reason, not_chunked=not_chunked)
 
 
 def spec(name: str, *shape: Any, dtype: str = "float32", order: Sequence[int] | None = None) -> TensorSpec:
-    return TensorSpec(name=name, dtype=dtype, shape=shape, order=tuple(range(len(shape)) if order is None else order), range=())
+    return TensorSpec(name=name, dtype=dtype, shape=shape, order=tuple(range(len(shape)) if order is None else order))
 
 
 def signature(
@@ -76,18 +77,18 @@ def signature(
 
     keys = list(product(*[each.sizes for each in dimensions]))
     base, made = tiny_bundle.manifest(), call or {"call": [[each.name, {"tensor": index}] for index, each in enumerate(inputs)]}
-    return replace(
+    return edited(
         base,
         dimensions=tuple(dimensions),
         inputs=tuple(inputs),
         outputs=tuple(outputs),
         call=made,
-        parameters=(tiny_bundle.POSITIONAL,) * len(made["call"]) if call is None else parameters,
+        parameters=parameters or (tiny_bundle.POSITIONAL,) * len(made["call"]),
         result=result or {"tuple": [{"tensor": index} for index in range(len(outputs))]},
-        regions=(Region(name="model", kind="host", reason="", file=tiny_bundle.HOST_FILE, constants=()),),
+        regions=(Region(name="model", kind="host", file=tiny_bundle.HOST_FILE),),
         programs=tuple(map(program, keys)),
-        exam=replace(
-            base.exam,
+        self_test=replace(
+            base.entries[0].self_test,
             bounds=tiny_bundle.bounds(*[each.dtype for each in outputs]),
             proofs=tuple([tiny_bundle.proof(*key) for key in keys]),
         ),

@@ -17,12 +17,13 @@ from struct import pack
 from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import EXAM, PROGRAM, WEIGHTS, exam_entry
-from cgbundle.format.schema import MEMORIES, Dimension, Exam, Manifest, Program, Step, TensorSpec, Value, Weight
+from cgbundle.format.schema import MEMORIES, Dimension, Manifest, Program, SelfTest, Step, TensorSpec, Value, Weight
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Function, Recording
 from cgcompile.targets.collectives.exchange_nodes import ExchangeKernels, exchange_node, needed_memory, transfer
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import ADD, FLOATS, KEYS, address, edge, launch, relocations
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import POSITIONAL, bounds, proof, seal
 
 WEIGHTS_AT, INPUTS_AT, ARENA_AT = [MEMORIES.index(name) for name in ("weights", "inputs", "arena")]
@@ -79,13 +80,13 @@ def _write_rank(folder: Path, image: bytes, world: int, rank: int, exchange: byt
             contents[exam_entry((key,), kind, 0)] = ("float32", (key, FLOATS), partial(bytes, data))
     with open(folder / EXAM, "wb") as file:
         safetensors.write(file, contents)
-    spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=())
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1))
     files = describe_files(str(folder))
     if rank:  # those of rank 0 are its images too
         files = (*files, *[file for file in describe_files(str(folder.parents[1])) if file.path.startswith("kernels/")])
-    made = replace(
+    made = edited(
         cuda_bundles.manifest(arch),
-        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="not proved", uncut=""),),
+        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="not proved"),),
         inputs=(spec,),
         outputs=(replace(spec, name="y"),),
         call={"call": [["x", {"tensor": 0}]]},
@@ -96,11 +97,11 @@ def _write_rank(folder: Path, image: bytes, world: int, rank: int, exchange: byt
                 name="offsets", tensor="offsets", dtype="float32", shape=(len(numbers),), strides=(1,), memory="weights", offset=0
             ),
         ),
-        world=(own.world,),
+        world=own.world,
         memories=(("weights", 1024), ("inputs", 1024), ("arena", 4096), ("peer", world * own.world.stride)),
         programs=tuple(map(_program, KEYS)),
         module_state="",
-        exam=Exam(
+        self_test=SelfTest(
             compare="bits", calls=1, expected="recording", bounds=bounds("float32"),
             proofs=tuple([proof(key, method="none", tolerance=0.0) for key in KEYS]),
         ),

@@ -24,11 +24,12 @@ from typing import Any
 from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import PROGRAM, WEIGHTS
-from cgbundle.format.schema import Alias, Dimension, Exam, Manifest, TensorSpec, Value, Weight
+from cgbundle.format.schema import Alias, Dimension, Manifest, SelfTest, TensorSpec, Value, Weight
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import MemsetNode
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, OUTPUT, STATE_AT, address, edge, launch, relocations
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import POSITIONAL, bounds, proof
 
 STATE = 1024
@@ -75,13 +76,13 @@ def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Mani
     ]  # fmt: skip
     weights = (*made.weights, *rows)
     names = [row.name for row in weights]
-    return replace(
+    return edited(
         made,
-        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="forward() changes state", uncut=""),),
-        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=()),),
+        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="forward() changes state"),),
+        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1)),),
         outputs=tuple(
             [
-                TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))), range=())
+                TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))))
                 for name, shape in zip(OUTPUTS, _shapes("batch"), strict=True)
             ]
         ),
@@ -93,14 +94,14 @@ def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Mani
             Alias(output=5, memory="weights", index=names.index("offsets")),
         ),
         random=names.index("random"),
-        changes=tuple([names.index(name) for name in ("total", "marks", "random")]),
+        mutated_buffers=tuple([names.index(name) for name in ("total", "marks", "random")]),
         call={"call": [["x", {"tensor": 0}]]},
         parameters=(POSITIONAL,),
         result={"dict": [[name, {"tensor": place}] for place, name in enumerate(OUTPUTS)]},
         weights=weights,
         memories=tuple([(name, STATE if name == "state" else size) for name, size in made.memories]),
-        programs=tuple([_program(program) for program in made.programs]),
-        exam=Exam(
+        programs=tuple([_program(program) for program in made.entries[0].programs]),
+        self_test=SelfTest(
             compare="bits",
             calls=1,
             expected="recording",

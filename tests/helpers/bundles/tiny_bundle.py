@@ -14,21 +14,22 @@ from struct import pack
 from cgbundle.format import archive, file_names, manifest_json, safetensors
 from cgbundle.format.file_names import exam_entry as entry
 from cgbundle.format.schema import (
+    VERSION,
     Dimension,
-    Exam,
+    EntrySpec,
     Manifest,
     Parameter,
     Program,
     Proof,
     Provenance,
     Region,
+    SelfTest,
     Step,
     Target,
     TensorSpec,
     Value,
     Weight,
 )
-from cgbundle.format.versions import FORMAT_VERSION
 from cgbundle.validate import host_code
 
 Change = Callable[[Manifest], Manifest]
@@ -49,7 +50,7 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
         safetensors.write(file, exam_tensors())
     made = replace(manifest(), files=archive.describe_files(str(folder)))
     changed = change(made) if change else made
-    if changed.format >= host_code.SINCE and changed.files == made.files:
+    if changed.files == made.files:
         finish(folder, changed)
     else:
         seal(folder, changed)
@@ -83,58 +84,36 @@ def exam_tensors() -> dict[str, safetensors.Tensor]:
 
 def manifest() -> Manifest:
     """y[batch, 2] = first(x[batch, 3]) on the cpu, with a tied weight, for batch 1 and 4; lists no file yet."""
-    return Manifest(
-        format=FORMAT_VERSION,
-        name="tiny",
-        target=Target(kind="cpu", arch=os.uname().machine, level="", features=("sse", "sse2"), torch="2.11", driver=0),
-        dimensions=(
-            Dimension(name="batch", sizes=SIZES, pad="rows", chunk=True, reason="rows do not depend on each other", uncut=""),
-        ),
-        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1), range=()),),
-        entry="forward",
-        entries=(),
-        chains=(),
-        reserved=(),
-        written=(),
-        changes=(),
-        outputs=(TensorSpec(name="y", dtype="float32", shape=("batch", 2), order=(0, 1), range=()),),
-        aliases=(),
-        random=-1,
+    forward = EntrySpec(
+        name="forward",
+        dimensions=(Dimension(name="batch", sizes=SIZES, pad="rows", chunk=True, reason="rows do not depend on each other"),),
+        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", 3), order=(0, 1)),),
+        outputs=(TensorSpec(name="y", dtype="float32", shape=("batch", 2), order=(0, 1)),),
         call={"call": [["x", {"tensor": 0}]]},
         parameters=(POSITIONAL,),
         result={"tensor": 0},
-        weights=(
-            Weight(
-                name="first.weight",
-                tensor="first.weight",
-                dtype="float32",
-                shape=(2, 3),
-                strides=(3, 1),
-                memory="weights",
-                offset=0,
-            ),
-            Weight(name="first.bias", tensor="first.bias", dtype="float32", shape=(2,), strides=(1,), memory="weights", offset=0),
-            Weight(name="tied.bias", tensor="first.bias", dtype="float32", shape=(2,), strides=(1,), memory="weights", offset=0),
-        ),
-        fixed=(),
-        tables=(),
-        memories=(("weights", 32),),
-        regions=(
-            Region(
-                name="model", kind="host", reason="the cpu target has no graphs", file=HOST_FILE, constants=(("c0", 0), ("c1", 1))
-            ),
-        ),
         programs=tuple([program(size) for size in SIZES]),
-        module_state="",
-        findings=(),
-        waivers=(),
-        exam=Exam(
+        self_test=SelfTest(
             compare="tolerance",
             calls=1,
             expected="eager",
             bounds=(1e-5,),
             proofs=tuple([proof(size, errors=(1e-7,)) for size in SIZES]),
         ),
+    )
+    constants = (("c0", 0), ("c1", 1))
+    return Manifest(
+        version=VERSION,
+        name="tiny",
+        target=Target(kind="cpu", arch=os.uname().machine, features=("sse", "sse2"), torch="2.11"),
+        entries=(forward,),
+        weights=(
+            Weight(name="first.weight", tensor="first.weight", dtype="float32", shape=(2, 3), strides=(3, 1)),
+            Weight(name="first.bias", tensor="first.bias", dtype="float32", shape=(2,), strides=(1,)),
+            Weight(name="tied.bias", tensor="first.bias", dtype="float32", shape=(2,), strides=(1,)),
+        ),
+        memories=(("weights", 32),),
+        regions=(Region(name="model", kind="host", reason="the cpu target has no graphs", file=HOST_FILE, constants=constants),),
         provenance=Provenance(
             source="tiny.py",
             created="2026-11-21T10:00:00Z",
@@ -146,13 +125,13 @@ def manifest() -> Manifest:
     )
 
 
-POSITIONAL = Parameter(keyword=False, default=())
+POSITIONAL = Parameter()
 
 
 def proof(*key: int, method: str = "replay", errors: tuple[float, ...] = (), tolerance: float = 1e-5) -> Proof:
     """A proof of a key, the worst of whose errors is the first."""
     error = errors[0] if errors else 0.0
-    return Proof(key=key, method=method, error=error, tolerance=tolerance, errors=errors, distance=0.0)
+    return Proof(key=key, method=method, error=error, tolerance=tolerance, errors=errors)
 
 
 def bounds(*dtypes: str) -> tuple[float, ...]:
@@ -160,15 +139,8 @@ def bounds(*dtypes: str) -> tuple[float, ...]:
     return tuple([1e-5 if "float" in dtype or "complex" in dtype else 0.0 for dtype in dtypes])
 
 
-def before_4(manifest: Manifest, version: int = 3) -> Manifest:
-    """The manifest as an earlier format has it: one bound per key, and nothing known of the parameters."""
-    proofs = tuple([replace(each, errors=(), distance=0.0) for each in manifest.exam.proofs])
-    exam = replace(manifest.exam, expected="", bounds=(), proofs=proofs)
-    return replace(manifest, format=version, parameters=(), exam=exam)
-
-
 def program(size: int) -> Program:
     """One host step from x to y."""
-    values = [Value(dtype="float32", shape=(size, width), strides=(width, 1), memory="host", offset=0) for width in (3, 2)]
-    step = Step(kind="host", region=0, file="", inputs=(0,), outputs=(1,))
+    values = [Value(dtype="float32", shape=(size, width), strides=(width, 1), memory="host") for width in (3, 2)]
+    step = Step(kind="host", region=0, inputs=(0,), outputs=(1,))
     return Program(key=(size,), values=tuple(values), inputs=(0,), outputs=(1,), steps=(step,), arena=0, static=0)

@@ -44,7 +44,7 @@ def replay(backend: CudaBackend, program: int, inputs: Sequence[Given | None], h
 
 def static_buffers(backend: CudaBackend, program: int) -> list[tuple[int, int]]:
     """(address, bytes) of the inputs' static buffers."""
-    row = backend._manifest.programs[program]
+    row = backend._manifest.entries[0].programs[program]
     values = [row.values[index] for index in row.inputs]
     return [(backend._memories.address(value.memory, value.offset), span(value)) for value in values]
 

@@ -16,6 +16,7 @@ from cgbundle.format import archive, file_names, manifest_json, safetensors
 from cgbundle.format.schema import Manifest
 from tests.helpers.bundles import chained_bundles
 from tests.helpers.bundles.chained_bundles import N, numbers, twice
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import proof
 from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.places import ROOT
@@ -50,10 +51,10 @@ def write(folder: Path) -> Manifest:
         shape = ("float32", (N,))
         named = {file_names.exam_entry((), "input", 0): numbers(0), file_names.exam_entry((), "output", 0): twice(numbers(0))}
         safetensors.write(file, {name: (*shape, lambda data=data: data) for name, data in named.items()})
-    exam = replace(whole.exam, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
-    made = replace(
-        whole, name="twice", entry="forward", entries=(), chains=(), reserved=(), exam=exam, regions=whole.regions[:1],
-        files=archive.describe_files(str(folder)),
+    exam = replace(whole.entries[0].self_test, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
+    made = edited(
+        whole, name="twice", entries=(replace(whole.entries[0], name="forward"),), donations=(), donated=(), self_test=exam,
+        regions=whole.regions[:1], files=archive.describe_files(str(folder)),
     )  # fmt: skip
     (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(made))
     return made

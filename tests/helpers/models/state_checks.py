@@ -103,7 +103,7 @@ def check_looks(path: Path, device: str) -> None:
     """Outputs that share memory in eager PyTorch share it here, and nothing else does."""
     network = looks().to(device)
     with cgbundle.load(path) as program, torch.no_grad():
-        assert {alias.output for alias in program.manifest.aliases} == {1, 2, 3, 4, 5, 6}
+        assert {alias.output for alias in program.manifest.entries[0].aliases} == {1, 2, 3, 4, 5, 6}
         for batch in SIZES:
             x, y = draw(pairs, batch, batch, device)
             got, want = program(x, y), network(x, y)

@@ -15,6 +15,7 @@ from cgbundle.format.schema import Alias, DataSize, Manifest
 from cgbundle.program import Program
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate.signature import check_signature
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import FakeBackend, Numbers, dimension, signature, spec
 from tests.helpers.raising import raises
 
@@ -28,7 +29,7 @@ def made(**changes: Any) -> Manifest:
     """The rows of the input, [n, 2], whose first element is positive; the same as columns; and how many there are."""
     tree = {"dict": [[each.name, {"tensor": index}] for index, each in enumerate(OUTPUTS[:3])]}
     own = signature([dimension("n", 3, pad="no", chunk=False)], [spec("x", "n", 2)], OUTPUTS, result=tree)
-    return replace(own, data_sizes=SIZES, **changes)
+    return edited(own, data_sizes=SIZES, **changes)
 
 
 def compute(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
@@ -86,8 +87,8 @@ def test_a_size_that_was_not_recorded_is_refused() -> None:
 
 
 def test_the_manifest_says_so_only_where_there_are_any() -> None:
-    assert manifest_json.decode(manifest_json.encode(made())).data_sizes == SIZES
-    assert b"data_sizes" not in manifest_json.encode(replace(made(), data_sizes=()))
+    assert manifest_json.decode(manifest_json.encode(made())).entries[0].data_sizes == SIZES
+    assert b"data_sizes" not in manifest_json.encode(edited(made(), data_sizes=()))
 
 
 @pytest.mark.parametrize(
@@ -108,9 +109,9 @@ def test_the_manifest_says_so_only_where_there_are_any() -> None:
     ],
 )
 def test_what_a_manifest_may_not_say(changes: dict[str, Any], match: str) -> None:
-    check_signature(made())
+    check_signature(made().entries[0])
     with raises("manifest-invalid", match=match):
-        check_signature(replace(made(), **changes))
+        check_signature(replace(made().entries[0], **changes))
 
 
 def tensor(rows: list[list[float]]) -> Tensor:

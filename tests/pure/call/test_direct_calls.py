@@ -6,7 +6,6 @@ import ctypes
 import threading
 from array import array
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,8 @@ from cgbundle.tensors.tensor import Tensor, from_bytes
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.bundles.edits import edited
+from tests.helpers.bundles.tiny_bundle import POSITIONAL
 from tests.helpers.drivers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 
@@ -31,12 +32,13 @@ from tests.helpers.raising import raises
 def program(fake: FakeDriver, tmp_path: Path) -> Iterator[Program]:
     """y = 3 (1 + x) + ..., as in `cuda_bundles`."""
     folder = tmp_path / "tiny.cgb"
-    manifest = replace(
+    manifest = edited(
         cuda_bundles.write(folder, b"an image"),
-        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="it is small", uncut=""),),
-        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=()),),
-        outputs=(TensorSpec(name="y", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=()),),
+        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="it is small"),),
+        inputs=(TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1)),),
+        outputs=(TensorSpec(name="y", dtype="float32", shape=("batch", FLOATS), order=(0, 1)),),
         call={"call": [["x", {"tensor": 0}]]},
+        parameters=(POSITIONAL,),
         result={"tensor": 0},
     )
     with Program(manifest, CudaBackend(ArchiveOf(folder, manifest), lazy=False), "pad", "view") as made:

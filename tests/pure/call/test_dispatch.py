@@ -172,8 +172,8 @@ def test_a_size_that_cannot_be_padded_names_the_dimension_and_the_reason() -> No
 def test_a_size_that_cannot_be_cut_names_the_dimension_and_why(own: bool) -> None:
     """Bundles of before have one reason for both."""
     whole, why = "outputs depend on the filling; zeros were proved to change nothing", "outputs depend on the filling"
-    reason, uncut = (whole, why) if own else (why, "")
-    each = dimension("seq", 32, 128, pad="zeros", chunk=False, reason=reason, uncut=uncut)
+    reason, not_chunked = (whole, why) if own else (why, "")
+    each = dimension("seq", 32, 128, pad="zeros", chunk=False, reason=reason, not_chunked=not_chunked)
     error = refused([each], [200], "pad")
     assert str(error) == "seq: expected at most seq=128, got 200, and a call cannot be cut along seq"
     why = "a call cannot be cut along seq: outputs depend on the filling"

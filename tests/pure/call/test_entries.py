@@ -11,24 +11,29 @@ import pytest
 import cgbundle.program
 from cgbundle.errors import BundleError, CallError, EntryMissing
 from cgbundle.format import archive, file_names, limits, manifest_json
-from cgbundle.format.entries import FORWARD, all_programs, each_entry, with_entries
-from cgbundle.format.schema import Manifest, Region
+from cgbundle.format.entries import FORWARD, all_programs
+from cgbundle.format.schema import EntrySpec, Manifest, Region
 from cgbundle.program import Program
 from cgbundle.validate.bundle import check_bundle, check_manifest
 from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import FakeBackend, Numbers, dimension, signature, spec
 from tests.helpers.raising import raises
 from tests.pure.program.test_program import numbers
 
 
-def entry(made: Manifest, name: str) -> Manifest:
-    return replace(made, entry=name)
+def entry(made: Manifest, name: str) -> EntrySpec:
+    return replace(made.entries[0], name=name)
+
+
+def whole(*entries: EntrySpec) -> Manifest:
+    return replace(tiny_bundle.manifest(), entries=entries)
 
 
 PREFILL = entry(signature([dimension("seq", 4, 8, pad="no", chunk=False)], [spec("ids", "seq")], [spec("last", 1)]), "prefill")
 DECODE = entry(signature([dimension("batch", 1, 4)], [spec("x", "batch", 2)], [spec("y", "batch", 2)]), "decode")
 RESET = entry(signature([], [spec("lane", 1)], [spec("done", 1)]), "reset")
-THREE = with_entries((PREFILL, DECODE, RESET))
+THREE = whole(PREFILL, DECODE, RESET)
 """No entry is called forward."""
 
 
@@ -92,13 +97,13 @@ def test_a_name_that_is_no_entry() -> None:
 
 
 def test_forward_is_what_the_program_itself_calls() -> None:
-    run, _ = program(with_entries((entry(PREFILL, FORWARD), DECODE)))
+    run, _ = program(whole(replace(PREFILL, name=FORWARD), DECODE))
     assert run(numbers((4,)))[0].tolist() == run.forward(numbers((4,)))[0].tolist() == [10.0]
     assert run["forward"] is run and run.decode(numbers((1, 2)))[0].tolist() == [[2.0, 4.0]]
 
 
 def test_an_only_entry_is_what_the_program_itself_calls() -> None:
-    run, _ = program(DECODE)
+    run, _ = program(whole(DECODE))
     assert run(numbers((1, 2)))[0].tolist() == run.decode(numbers((1, 2)))[0].tolist() == [[2.0, 4.0]]
     assert list(run.entries) == ["decode"]
 
@@ -140,22 +145,24 @@ def test_a_name_of_the_programs_own_is_reached_by_brackets_alone() -> None:
 # --- the manifest ----------------------------------------------------------------------------------------------------
 
 
-def test_entries_are_taken_apart_and_put_together() -> None:
-    each = each_entry(THREE)
-    assert [one.entry for one in each] == ["prefill", "decode", "reset"] and not any(one.entries for one in each)
-    assert with_entries(each) == THREE
+def test_entries_are_written_and_read() -> None:
     assert [row.key for row in all_programs(THREE)] == [(4,), (8,), (1,), (4,), ()]
     assert manifest_json.decode(manifest_json.encode(THREE)) == THREE
 
 
 def bundle() -> Manifest:
     """`prefill` and `decode` over a region each."""
-    first = replace(tiny_bundle.manifest(), entry="prefill")
-    regions = (*first.regions, Region(name="other", kind="host", reason="", file="host/other.so", constants=()))
+    made = tiny_bundle.manifest()
+    first = replace(made.entries[0], name="prefill")
+    regions = (*made.regions, Region(name="other", kind="host", file="host/other.so"))
     programs = tuple([replace(row, steps=(replace(row.steps[0], region=1),)) for row in first.programs])
-    decode = replace(first, entry="decode", programs=programs)
-    whole = with_entries((replace(first, regions=regions), decode))
-    return replace(whole, files=tuple([support_file(path) for path in (*FILES, "host/other.so", "programs/decode.pt2")]))
+    decode = replace(first, name="decode", programs=programs)
+    return replace(
+        made,
+        entries=(first, decode),
+        regions=regions,
+        files=tuple([support_file(path) for path in (*FILES, "host/other.so", "programs/decode.pt2")]),
+    )
 
 
 FILES = (tiny_bundle.HOST_FILE, "programs/prefill.pt2", file_names.WEIGHTS, file_names.EXAM)
@@ -173,45 +180,38 @@ def test_two_entries_are_sound() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("prefill", r"entries\[0\].name: 'prefill' stands twice"),
-        ("de code", r"entries\[0\].name: 'de code' is no name"),
-        (FORWARD, r"entries\[0\].name: 'forward' is not the first entry"),
+        ("prefill", r"entries\[1\].name: 'prefill' stands twice"),
+        ("de code", r"entries\[1\].name: 'de code' is no name"),
+        (FORWARD, r"entries\[1\].name: 'forward' is not the first entry"),
     ],
 )
 def test_names_of_entries(name: str, message: str) -> None:
     made = bundle()
     with raises("manifest-invalid", match=message):
-        check_manifest(replace(made, entries=(replace(made.entries[0], name=name),)))
+        check_manifest(replace(made, entries=(made.entries[0], replace(made.entries[1], name=name))))
 
 
 def test_too_many_entries() -> None:
     made = bundle()
-    many = tuple([replace(made.entries[0], name=f"e{number}") for number in range(limits.ENTRIES)])
-    with raises("manifest-invalid", match="entries: 65, more than the limit of 64"):
+    many = tuple([replace(made.entries[0], name=f"e{number}") for number in range(limits.ENTRIES + 1)])
+    with raises("manifest-invalid", match="entries: 65, expected 1 to 64"):
         check_manifest(replace(made, entries=many))
 
 
 def test_an_error_names_the_entry() -> None:
     made = bundle()
-    with raises("manifest-invalid", match=r"^entries\[0\].programs: 0, the dimensions' sizes make 2"):
-        check_manifest(replace(made, entries=(replace(made.entries[0], programs=()),)))
-    with raises("manifest-invalid", match=r"^entries\[0\].dimensions"):
-        broken = replace(made.entries[0].dimensions[0], sizes=())
-        check_manifest(replace(made, entries=(replace(made.entries[0], dimensions=(broken,)),)))
+    with raises("manifest-invalid", match=r"^entries\[1\].programs: 0, the dimensions' sizes make 2"):
+        check_manifest(replace(made, entries=(made.entries[0], replace(made.entries[1], programs=()))))
+    with raises("manifest-invalid", match=r"^entries\[1\].dimensions"):
+        broken = replace(made.entries[1].dimensions[0], sizes=())
+        check_manifest(replace(made, entries=(made.entries[0], replace(made.entries[1], dimensions=(broken,)))))
 
 
 def test_a_shared_object_is_one_entrys() -> None:
     made = bundle()
-    both = replace(made.entries[0], programs=made.programs)
+    both = replace(made.entries[1], programs=made.entries[0].programs)
     with raises("manifest-invalid", match=r"regions\[0\]: is of two entries, 'prefill' and 'decode'"):
-        check_manifest(replace(made, entries=(both,)))
-
-
-def test_an_earlier_version_has_no_entries() -> None:
-    with raises("manifest-invalid", match="entry: format version 4 has no such field"):
-        manifest_json.encode(replace(bundle(), format=4))
-    plain = manifest_json.encode(replace(tiny_bundle.manifest(), format=4))
-    assert manifest_json.decode(plain).entry == FORWARD and b"entries" not in plain
+        check_manifest(replace(made, entries=(made.entries[0], both)))
 
 
 def test_entries_with_swapped_names_are_refused(tmp_path: object) -> None:
@@ -222,6 +222,8 @@ def test_entries_with_swapped_names_are_refused(tmp_path: object) -> None:
     files = tuple([replace(file, path="programs/other.pt2") if file.path == file_names.PROGRAM else file for file in made.files])
     (path / "programs").mkdir()
     (path / file_names.PROGRAM).rename(path / "programs/other.pt2")
-    (path / file_names.MANIFEST).write_bytes(manifest_json.encode(replace(made, entry="other", files=files)))
-    with pytest.raises(BundleError, match="was built for other entry than the manifest has"):
+    (path / file_names.MANIFEST).write_bytes(
+        manifest_json.encode(replace(edited(made, entries=(replace(made.entries[0], name="other"),)), files=files))
+    )
+    with pytest.raises(BundleError, match="was built for other name than the manifest has"):
         check_bundle(archive.Archive(str(path)))

@@ -25,19 +25,19 @@ GOOD = ((8, 32), (8, 65), ())
 
 def refused(shapes: tuple[tuple[int, ...], ...], kind: type[CallError]) -> str:
     with raises(kind) as caught:
-        guards.call_sizes(MODEL, shapes)
+        guards.call_sizes(MODEL.entries[0], shapes)
     assert caught.value.exit_code == 2
     assert "\n" not in str(caught.value)
     return str(caught.value)
 
 
 def test_sizes_come_in_declared_order() -> None:
-    assert guards.call_sizes(MODEL, GOOD) == (8, 32)
+    assert guards.call_sizes(MODEL.entries[0], GOOD) == (8, 32)
 
 
 @given(st.integers(0, 500), st.integers(0, 500))
 def test_any_sizes_that_agree_are_found(batch: int, seq: int) -> None:
-    assert guards.call_sizes(MODEL, ((batch, seq), (batch, 2 * seq + 1), ())) == (batch, seq)
+    assert guards.call_sizes(MODEL.entries[0], ((batch, seq), (batch, 2 * seq + 1), ())) == (batch, seq)
 
 
 def test_a_rank_names_the_input_and_both_ranks() -> None:
@@ -48,7 +48,7 @@ def test_a_rank_names_the_input_and_both_ranks() -> None:
 def test_a_fixed_axis_names_the_axis_and_both_sizes() -> None:
     model = signature([], [spec("x", 3, 64)], [spec("y", 3)])
     with raises("input-shape", match=r"^input 'x', axis 1: expected 64, got 63; the input is \[3, 64\]$"):
-        guards.call_sizes(model, ((3, 63),))
+        guards.call_sizes(model.entries[0], ((3, 63),))
 
 
 def test_a_size_that_no_dimension_gives_names_the_rule_and_the_size() -> None:
@@ -66,12 +66,12 @@ def test_inputs_that_disagree_name_both_and_both_sizes() -> None:
 def test_two_axes_of_one_input_may_disagree_too() -> None:
     model = signature([dimension("n", 4)], [spec("x", "n", "n")], [spec("y", "n")])
     with raises("dimension-disagrees", match=r"input 'x', axis 1: expected n=4 as in input 'x', axis 0, got 5") as caught:
-        guards.call_sizes(model, ((4, 5),))
+        guards.call_sizes(model.entries[0], ((4, 5),))
     assert getattr(caught.value, "hint", "") == "the axes of 'x' that are n have to be equal"
 
 
 def test_a_dtype_names_both_and_what_to_do() -> None:
-    error = input_errors.wrong_dtype(MODEL.inputs[0], "float32", written=False)
+    error = input_errors.wrong_dtype(MODEL.entries[0].inputs[0], "float32", written=False)
     assert (error.code, str(error)) == ("input-dtype", "input 'ids': expected dtype int64, got float32")
     assert error.hint.startswith("convert it to int64 before the call")
 
@@ -80,17 +80,17 @@ def test_a_dtype_names_both_and_what_to_do() -> None:
 
 
 def test_an_exact_call_is_one_part_over_whole_tensors() -> None:
-    made = plans.plan(MODEL, GOOD, "pad")
+    made = plans.plan(MODEL.entries[0], GOOD, "pad")
     assert made.exact and made.shapes == ((8, 32, 10),)
     (part,) = made.parts
-    assert MODEL.programs[part.program].key == (8, 32)
+    assert MODEL.entries[0].programs[part.program].key == (8, 32)
 
 
 def test_a_padded_call_gives_slices_of_the_call_and_recorded_shapes() -> None:
-    made = plans.plan(MODEL, ((5, 50), (5, 101), ()), "pad")
+    made = plans.plan(MODEL.entries[0], ((5, 50), (5, 101), ()), "pad")
     assert not made.exact and made.shapes == ((5, 50, 10),)
     (part,) = made.parts
-    assert MODEL.programs[part.program].key == (8, 128)
+    assert MODEL.entries[0].programs[part.program].key == (8, 128)
     assert part.inputs == (
         ((slice(0, 5), slice(0, 50)), (8, 128)),
         ((slice(0, 5), slice(0, 101)), (8, 257)),
@@ -102,7 +102,7 @@ def test_a_padded_call_gives_slices_of_the_call_and_recorded_shapes() -> None:
 
 def test_a_cut_call_gives_each_part_its_place() -> None:
     model = signature([dimension("batch", 2)], [spec("x", ("*", "batch", 3))], [spec("y", ("*", 2, "batch"), 4)])
-    made = plans.plan(model, ((15,),), "pad")
+    made = plans.plan(model.entries[0], ((15,),), "pad")
     assert [part.inputs for part in made.parts] == [
         (((slice(0, 6),), (6,)),),
         (((slice(6, 12),), (6,)),),
@@ -118,7 +118,7 @@ def test_a_cut_call_gives_each_part_its_place() -> None:
 
 @given(st.integers(1, 40), st.integers(1, 300), st.sampled_from(["pad", "chunk"]))
 def test_the_parts_of_a_plan_fill_every_output_once(batch: int, seq: int, on_miss: str) -> None:
-    made = plans.plan(MODEL, ((batch, seq), (batch, 2 * seq + 1), ()), on_miss)
+    made = plans.plan(MODEL.entries[0], ((batch, seq), (batch, 2 * seq + 1), ()), on_miss)
     covered = [
         (row, column)
         for part in made.parts
@@ -133,13 +133,13 @@ def test_the_parts_of_a_plan_fill_every_output_once(batch: int, seq: int, on_mis
 
 def test_a_plan_refuses_what_dispatch_and_guards_refuse() -> None:
     with raises("key-missing"):
-        plans.plan(MODEL, ((5, 32), (5, 65), ()), "error")
+        plans.plan(MODEL.entries[0], ((5, 32), (5, 65), ()), "error")
     with raises("dimension-disagrees"):
-        plans.plan(MODEL, ((5, 32), (6, 65), ()), "pad")
+        plans.plan(MODEL.entries[0], ((5, 32), (6, 65), ()), "pad")
 
 
 def test_the_hint_of_an_input_that_calls_write_to_is_another_one() -> None:
-    spec = MODEL.inputs[0]
+    spec = MODEL.entries[0].inputs[0]
     written, read = [input_errors.wrong_dtype(spec, "int8", written=written).hint for written in (True, False)]
     assert written.endswith("before the call: the model writes to it, so it is never cast") and "never cast" not in read
 
@@ -152,13 +152,13 @@ def test_the_hint_of_an_input_that_calls_write_to_is_another_one() -> None:
     ],
 )  # fmt: skip
 def test_numbers_become_a_tensor_of_a_library_that_has_the_dtype(dtype: str, make: str) -> None:
-    spec = replace(MODEL.inputs[0], dtype=dtype)
+    spec = replace(MODEL.entries[0].inputs[0], dtype=dtype)
     assert input_errors.unreadable(CallError("input-kind", "no"), spec, [1, 2]).hint == f"make a tensor of it: {make}"
 
 
 def test_tensors_in_a_container_are_passed_one_by_one() -> None:
     tensor = memoryview(bytes(4))  # has a shape
     for value, call in (([1, tensor], "program(*inputs)"), ((tensor,), "program(*inputs)"), ({"x": tensor}, "program(**inputs)")):
-        hint = input_errors.unreadable(CallError("input-kind", "no"), MODEL.inputs[0], value).hint
+        hint = input_errors.unreadable(CallError("input-kind", "no"), MODEL.entries[0].inputs[0], value).hint
         assert hint == f"every input is an argument of its own: {call}"
-    assert input_errors.unreadable(CallError("input-kind", "no", "why"), MODEL.inputs[0], "text").hint == "why"
+    assert input_errors.unreadable(CallError("input-kind", "no", "why"), MODEL.entries[0].inputs[0], "text").hint == "why"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -12,6 +11,7 @@ from hypothesis import strategies as st
 from cgbundle.call import plan as guards
 from cgbundle.call.plan import number_of_key, plan
 from cgbundle.tensors.library import Descriptor
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
 
@@ -26,11 +26,11 @@ MODEL = signature(
 
 
 def test_a_key_has_a_number() -> None:
-    for number, program in enumerate(MODEL.programs):
-        assert number_of_key(MODEL, program.key) == number
+    for number, program in enumerate(MODEL.entries[0].programs):
+        assert number_of_key(MODEL.entries[0], program.key) == number
     for key in ((2,), (4, 2), (2, 5), (), (2, 4, 1)):
         with raises("key-missing") as caught:
-            number_of_key(MODEL, key)
+            number_of_key(MODEL.entries[0], key)
         assert str(caught.value) == f"expected a recorded int_key ((2, 4), (2, 16), (8, 4), (8, 16)), got {key!r}"
 
 
@@ -38,19 +38,19 @@ def test_a_key_has_a_number() -> None:
 def test_of_many_keys_twelve_are_named(count: int) -> None:
     model = signature([dimension("n", *range(1, count + 1))], [spec("x", "n")], [spec("y", "n")])
     with raises("key-missing") as caught:
-        number_of_key(model, (99,))
+        number_of_key(model.entries[0], (99,))
     text = str(caught.value)
     assert text.count(",)") == 1 + min(count, 12) and ("..." in text) == (count > 12)
 
 
 @given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(["pad", "chunk"]))
 def test_every_part_takes_from_each_input_what_its_outputs_need(batch: int, seq: int, on_miss: str) -> None:
-    made = plan(MODEL, ((3,), (batch, 2 * seq), (seq + 1,), (batch,)), on_miss)
+    made = plan(MODEL.entries[0], ((3,), (batch, 2 * seq), (seq + 1,), (batch,)), on_miss)
     assert made.shapes == ((batch, seq, 5), (3 * batch,))
     whole = batch in (2, 8) and seq in (4, 16)
     assert made.exact == whole
     for part in made.parts:
-        key = MODEL.programs[part.program].key
+        key = MODEL.entries[0].programs[part.program].key
         (rows, columns, _), (threefold,) = part.outputs[0][1], part.outputs[1][1]
         count, length = rows.stop - rows.start, columns.stop - columns.start
         assert part.outputs[0][0] == (slice(0, count), slice(0, length), slice(0, 5))
@@ -66,16 +66,16 @@ def test_every_part_takes_from_each_input_what_its_outputs_need(batch: int, seq:
 
 
 def test_a_call_of_a_recorded_size_is_exact() -> None:
-    for (number, program), on_miss in product(enumerate(MODEL.programs), ("pad", "chunk", "error")):
+    for (number, program), on_miss in product(enumerate(MODEL.entries[0].programs), ("pad", "chunk", "error")):
         batch, seq = program.key
-        made = plan(MODEL, ((3,), (batch, 2 * seq), (seq + 1,), (batch,)), on_miss)
+        made = plan(MODEL.entries[0], ((3,), (batch, 2 * seq), (seq + 1,), (batch,)), on_miss)
         assert made.exact and [part.program for part in made.parts] == [number]
 
 
 def test_a_call_cut_into_recorded_sizes_is_not_exact() -> None:
-    made = plan(MODEL, ((3,), (10, 8), (5,), (10,)), "chunk")
-    assert not made.exact and [MODEL.programs[part.program].key for part in made.parts] == [(8, 4), (2, 4)]
-    assert not plan(MODEL, ((3,), (7, 8), (5,), (7,)), "pad").exact
+    made = plan(MODEL.entries[0], ((3,), (10, 8), (5,), (10,)), "chunk")
+    assert not made.exact and [MODEL.entries[0].programs[part.program].key for part in made.parts] == [(8, 4), (2, 4)]
+    assert not plan(MODEL.entries[0], ((3,), (7, 8), (5,), (7,)), "pad").exact
 
 
 # --- guards ----------------------------------------------------------------------------------------------------------
@@ -83,19 +83,19 @@ def test_a_call_cut_into_recorded_sizes_is_not_exact() -> None:
 
 def test_a_size_below_a_rules_offset_is_no_size() -> None:
     for size, found in ((1, 0), (2, 1), (9, 8)):
-        assert guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", "n", 1))], []), ((size,),)) == (found,)
+        assert guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", "n", 1))], []).entries[0], ((size,),)) == (found,)
     with raises("input-shape", match=r"input 'x', axis 0: expected n\+1, which no n makes 0"):
-        guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", "n", 1))], []), ((0,),))
+        guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", "n", 1))], []).entries[0], ((0,),))
     with raises("input-shape", match="which no n makes 2"):
-        guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", ("*", "n", 3), 5))], []), ((2,),))
+        guards.call_sizes(signature([dimension("n", 1)], [spec("x", ("+", ("*", "n", 3), 5))], []).entries[0], ((2,),))
 
 
 def test_a_dimension_shows_where_an_input_first_has_it() -> None:
-    assert guards.where_declared(MODEL, "batch") == "input 'x', axis 0"
-    assert guards.where_declared(MODEL, "seq") == "input 'x', axis 1"
-    assert guards.where_declared(MODEL, "heads") == "heads"
-    turned = replace(MODEL, inputs=MODEL.inputs[::-1])
-    assert guards.where_declared(turned, "seq") == "input 'mask', axis 0"
+    assert guards.where_declared(MODEL.entries[0], "batch") == "input 'x', axis 0"
+    assert guards.where_declared(MODEL.entries[0], "seq") == "input 'x', axis 1"
+    assert guards.where_declared(MODEL.entries[0], "heads") == "heads"
+    turned = edited(MODEL, inputs=MODEL.entries[0].inputs[::-1])
+    assert guards.where_declared(turned.entries[0], "seq") == "input 'mask', axis 0"
 
 
 def found(*devices: int | None) -> list[Descriptor]:
@@ -104,9 +104,9 @@ def found(*devices: int | None) -> list[Descriptor]:
 
 def test_inputs_lie_on_one_device() -> None:
     for own in (None, 0, 1):
-        assert guards.common_device(MODEL.inputs, found(None, None, None, None), own) is None
+        assert guards.common_device(MODEL.entries[0].inputs, found(None, None, None, None), own) is None
     for own in (0, 1):
-        assert guards.common_device(MODEL.inputs, found(own, own, own, own), own) == own
+        assert guards.common_device(MODEL.entries[0].inputs, found(own, own, own, own), own) == own
 
 
 @pytest.mark.parametrize(
@@ -124,5 +124,5 @@ def test_inputs_lie_on_one_device() -> None:
 )
 def test_inputs_elsewhere_are_named(devices: tuple[int | None, ...], own: int | None, message: str) -> None:
     with raises("input-device") as caught:
-        guards.common_device(MODEL.inputs, found(*devices), own)
+        guards.common_device(MODEL.entries[0].inputs, found(*devices), own)
     assert str(caught.value) == message

@@ -27,6 +27,7 @@ from cgcompile.bundle.recordings import MemsetNode
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, inputs
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import (
     ELEMENTS,
     FakeBackend,
@@ -51,8 +52,8 @@ class Writing(FakeBackend):
 
     def run(self, program: int, addresses: Sequence[int], device: int | None, stream: object) -> FakeResults:
         made = super().run(program, addresses, device, stream)
-        row = self.manifest.programs[program]
-        for index in self.manifest.written:
+        row = self.manifest.entries[0].programs[program]
+        for index in self.manifest.entries[0].mutated_inputs:
             value = row.values[row.inputs[index]]
             kind = ELEMENTS[value.dtype]
             for offset in _offsets(value):
@@ -67,7 +68,7 @@ def model(order: tuple[int, ...] = (0, 1), dtype: str = "float32") -> Manifest:
         [spec("scale"), spec("x", "batch", 3, order=order, dtype=dtype), spec("other", 3)],
         [spec("y", "batch", 3, dtype=dtype)],
     )
-    return replace(made, written=(1,))
+    return edited(made, mutated_inputs=(1,))
 
 
 def copies(key: tuple[int, ...], given: list[Numbers]) -> list[Numbers]:
@@ -158,7 +159,7 @@ def test_our_own_tensors_change() -> None:
 
 def test_two_parts_of_one_array_may_be_two_inputs() -> None:
     both = signature([], [spec("x", 4, 3), spec("y", 4, 3)], [spec("z", 4, 3)])
-    both = replace(both, written=(0, 1))
+    both = edited(both, mutated_inputs=(0, 1))
     for cut in (lambda w: (w[0], w[1]), lambda w: (w[:, 0], w[:, 1]), lambda w: (w[..., 0], w[..., 1])):
         for shape in ((2, 4, 3), (4, 2, 3), (4, 3, 2)):
             whole = numpy.zeros(shape, "float32")
@@ -193,7 +194,7 @@ def test_read_only_arrays_are_refused() -> None:
 
 
 def test_a_number_of_numpy_is_refused() -> None:
-    made = replace(signature([], [spec("x")], [spec("y")]), written=(0,))
+    made = edited(signature([], [spec("x")], [spec("y")]), mutated_inputs=(0,))
     run, _ = program(made)
     with raises("input-unwritable", match="read-only"):
         run(numpy.float32(1))
@@ -337,26 +338,26 @@ def test_of_many_tensors_the_pairs_that_share_are_found() -> None:
 
 @pytest.mark.parametrize(
     ("written", "words"),
-    [((3,), "written: no such input"), ((-1,), "written: no such input"), ((1, 1), "written: not ascending"),
-     ((1, 0), "written: not ascending")],
+    [((3,), "mutated_inputs: no such input"), ((-1,), "mutated_inputs: no such input"), ((1, 1), "mutated_inputs: not ascending"),
+     ((1, 0), "mutated_inputs: not ascending")],
 )  # fmt: skip
 def test_written_inputs_are_positions(written: tuple[int, ...], words: str) -> None:
     with raises("manifest-invalid", match=words):
-        check_manifest(replace(model(), written=written))
+        check_manifest(edited(model(), mutated_inputs=written))
 
 
 @pytest.mark.parametrize("change", [{"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}])
 def test_a_bundle_that_writes_neither_pads_nor_cuts(change: dict[str, Any]) -> None:
     made = model()
     with raises("manifest-invalid", match=r"dimensions\[0\].pad: batch is padded or cut, and calls write to their inputs"):
-        check_manifest(replace(made, dimensions=(replace(made.dimensions[0], **change),)))
+        check_manifest(edited(made, dimensions=(replace(made.entries[0].dimensions[0], **change),)))
 
 
 @pytest.mark.parametrize(("stored", "passes"), [(ADDED, True), (ADDED + 1, False)])
 def test_the_exam_compares_what_was_written(tmp_path: Path, stored: float, passes: bool) -> None:
     made = signature([], [spec("x", 2)], [spec("y", 2)])
-    made = replace(made, written=(0,), exam=replace(made.exam, bounds=(1e-5, 1e-5)))
-    numbers = {"input": [1.0, 2.0], "output": [1.0, 2.0], "written": [1.0 + stored, 2.0 + stored]}
+    made = edited(made, mutated_inputs=(0,), self_test=replace(made.entries[0].self_test, bounds=(1e-5, 1e-5)))
+    numbers = {"input": [1.0, 2.0], "output": [1.0, 2.0], "mutated": [1.0 + stored, 2.0 + stored]}
     entries: dict[str, Any] = {
         file_names.exam_entry((), kind, 0): ("float32", (2,), lambda values=values: array("f", values))
         for kind, values in numbers.items()
@@ -365,7 +366,7 @@ def test_the_exam_compares_what_was_written(tmp_path: Path, stored: float, passe
         safetensors.write(file, entries)
     backend = Writing(made, lambda key, given: [list(given[0])])
     (result,) = exam.replay_exam(Program(made, backend, "pad", "copy", exam=kept_exam(str(tmp_path))))
-    assert result.exact is passes and result.passed(made.exam.compare) is passes
+    assert result.exact is passes and result.passed(made.entries[0].self_test.compare) is passes
     assert (result.error > 0.05) is not passes
 
 
@@ -389,7 +390,7 @@ def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
         last = cuda_bundles.edge(len(recording.nodes) - 1, len(recording.nodes))
         changed = replace(recording, nodes=(*recording.nodes, fill), edges=(*recording.edges, last))
         file.write_bytes(tables.encode(changed))
-    return replace(made, inputs=(spec("x", 1),), written=(0,)), folder
+    return edited(made, inputs=(spec("x", 1),), mutated_inputs=(0,)), folder
 
 
 def calls_on(fake: FakeDriver, bundle: tuple[Manifest, Path], mode: str, lazy: bool = False) -> CudaBackend:
@@ -458,7 +459,7 @@ def test_a_bundle_that_does_not_write_copies_nothing_back(fake: FakeDriver, tmp_
     made = cuda_bundles.write(folder, b"an image")
     copies = []
     for written in ((), (0,)):
-        calls = calls_on(fake, (replace(made, written=written), folder), "graph")
+        calls = calls_on(fake, (edited(made, mutated_inputs=written), folder), "graph")
         x = inputs(KEYS[0])
         before = len(fake.calls)
         with calls.locked(None) as stream:

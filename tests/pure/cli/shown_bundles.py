@@ -12,10 +12,11 @@ from itertools import product
 from pathlib import Path
 
 from cgbundle.format import archive, file_names, safetensors
-from cgbundle.format.schema import Dimension, Exam, Manifest, Program, Provenance, TensorSpec, Value
+from cgbundle.format.schema import Dimension, Manifest, Program, Provenance, SelfTest, TensorSpec, Value
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, Recording
 from tests.helpers.bundles import cuda_bundles, tiny_bundle
+from tests.helpers.bundles.edits import edited
 
 SEQ_AT = 512
 """Where the second input lies in memory inputs."""
@@ -44,7 +45,7 @@ def write(
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
     with open(folder / file_names.EXAM, "wb") as file:
         safetensors.write(file, {"nothing": ("uint8", (1,), lambda: b"0")})
-    made = replace(
+    made = edited(
         base,
         dimensions=(_dimension("batch", batches), _dimension("seq", seqs)),
         inputs=(_spec("x", "batch", cuda_bundles.FLOATS), _spec("places", "seq")),
@@ -53,12 +54,10 @@ def write(
         parameters=(tiny_bundle.POSITIONAL, tiny_bundle.POSITIONAL),
         result={"tensor": 0},
         programs=tuple([_program(*key) for key in keys]),
-        exam=Exam(
+        self_test=SelfTest(
             compare="bits", calls=1, expected="recording", bounds=(1e-5,), proofs=tuple([tiny_bundle.proof(*key) for key in keys])
         ),
-        provenance=Provenance(
-            source="m.py", created="2026-11-21T10:00:00Z", versions=(("torch", "2.11"),), machine="a GPU", options=()
-        ),
+        provenance=Provenance(source="m.py", created="2026-11-21T10:00:00Z", versions=(("torch", "2.11"),), machine="a GPU"),
         files=archive.describe_files(str(folder)),
     )
     tiny_bundle.seal(folder, change(made) if change else made)
@@ -78,11 +77,11 @@ def chain(length: int) -> Callable[[str, int], Recording]:
 
 
 def _dimension(name: str, sizes: Sequence[int]) -> Dimension:
-    return Dimension(name=name, sizes=tuple(sizes), pad="no", chunk=False, reason="not proved", uncut="")
+    return Dimension(name=name, sizes=tuple(sizes), pad="no", chunk=False, reason="not proved")
 
 
 def _spec(name: str, *shape: str | int) -> TensorSpec:
-    return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))), range=())
+    return TensorSpec(name=name, dtype="float32", shape=shape, order=tuple(range(len(shape))))
 
 
 def _program(batch: int, seq: int) -> Program:

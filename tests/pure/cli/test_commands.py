@@ -16,11 +16,11 @@ from cgbundle import exam
 from cgbundle.errors import CgbundleError, OutOfMemory
 from cgbundle.exam import Compared
 from cgbundle.format import archive, file_names
-from cgbundle.format.schema import Finding, Manifest
-from cgbundle.format.versions import FORMAT_VERSION
+from cgbundle.format.schema import VERSION, Finding, Manifest
 from cgcompile_cli import errors, main, output
 from cgcompile_cli import int_keys as keys
 from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.edits import edited
 from tests.helpers.places import ROOT
 
 COMMANDS = (
@@ -82,7 +82,7 @@ def test_help_lists_every_command() -> None:
 
 def test_version() -> None:
     result = call("--version")
-    assert result.exit_code == 0 and result.stdout == f"cgcompile 0.1.0 (bundle format {FORMAT_VERSION})\n"
+    assert result.exit_code == 0 and result.stdout == f"cgcompile 0.1.0 (bundle format {VERSION})\n"
 
 
 @pytest.mark.parametrize(
@@ -125,8 +125,15 @@ def test_path_is_no_bundle(command: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("command", ON_A_BUNDLE)
 def test_newer_format(command: str, tmp_path: Path) -> None:
-    path = tiny_bundle.write_bundle(tmp_path / "new.cgb", lambda manifest: replace(manifest, format=99))
-    assert "format version 99" in refused(call(command, path), 2)
+    path = tiny_bundle.write_bundle(tmp_path / "new.cgb", lambda manifest: replace(manifest, version=99))
+    assert "version 99 of the format" in refused(call(command, path), 2)
+
+
+@pytest.mark.parametrize("command", ON_A_BUNDLE)
+def test_a_format_before_the_first(command: str, bundle: Path) -> None:
+    path = bundle / file_names.MANIFEST
+    path.write_text(path.read_text().replace(f'"version":{VERSION}', '"format":6'))
+    assert "build the bundle again" in refused(call(command, bundle), 2)
 
 
 @pytest.mark.parametrize("command", ("inspect", "run"))
@@ -189,7 +196,7 @@ def test_inspect_shows_findings_and_waivers(tmp_path: Path) -> None:
         fix="keep it",
     )
     path = tiny_bundle.write_bundle(
-        tmp_path / "w.cgb", lambda manifest: replace(manifest, findings=(found,), waivers=("other-rule",))
+        tmp_path / "w.cgb", lambda manifest: edited(manifest, findings=(found,), allowed=("other-rule",))
     )
     shown = call("inspect", path).stdout
     for text in ("host cpu-sync: item() waits (m.py:3)", "fix: keep it", "other-rule"):
@@ -220,13 +227,13 @@ def test_hostile_names_are_refused_in_a_line_that_cannot_drive_the_terminal_eith
 
 @pytest.mark.parametrize(("text", "key"), [("4", (4,)), ("batch=4", (4,)), ("1", (1,))])
 def test_keys_as_typed(text: str, key: tuple[int, ...]) -> None:
-    assert keys.parse(tiny_bundle.manifest(), text) == key
+    assert keys.parse(tiny_bundle.manifest().entries[0], text) == key
 
 
 @pytest.mark.parametrize("text", ["", "-", "x", "4x4", "seq=4", "batch=", "batch=4,batch=4", "batch=4,seq=1"])
 def test_keys_that_are_none(text: str) -> None:
     with pytest.raises(CgbundleError, match="no int_key|no dimension 'seq'"):
-        keys.parse(tiny_bundle.manifest(), text)
+        keys.parse(tiny_bundle.manifest().entries[0], text)
 
 
 # --- verify -------------------------------------------------------------------------------------------------------

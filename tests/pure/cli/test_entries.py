@@ -9,11 +9,11 @@ import pytest
 from typer.testing import CliRunner
 
 from cgbundle.format import archive
-from cgbundle.format.entries import one_entry
+from cgbundle.format.entries import entry_named
 from cgcompile_cli import main, summary
 from tests.helpers.places import GOLDEN
 
-BUNDLE = GOLDEN / "v5/traced_entries.cgb"
+BUNDLE = GOLDEN / "v1/traced_entries.cgb"
 
 
 def call(*arguments: object) -> tuple[int, str]:
@@ -35,7 +35,8 @@ def test_json_says_the_same_of_every_entry() -> None:
     plain = json.loads(call("inspect", BUNDLE, "--json")[1])
     rows = {row["entry"]: row for row in plain["entries"]}
     assert list(rows) == ["forward", "fill", "empty"]
-    assert rows["fill"]["int_keys"] == [[2]] and rows["fill"]["changes"] == ["cache"] and rows["forward"]["changes"] == []
+    assert rows["fill"]["int_keys"] == [[2]]
+    assert rows["fill"]["mutated_buffers"] == ["cache"] and rows["forward"]["mutated_buffers"] == []
     assert plain["int_keys"] == rows["forward"]["int_keys"] == [[1], [4]]
 
 
@@ -69,6 +70,9 @@ def test_the_page_has_sections_for_every_entry(tmp_path: Path) -> None:
     text = page.read_text()
     for name in ("forward", "fill", "empty"):
         assert f'id="signature-{name}"' in text and f"Memory of {name}" in text
+        section = text.partition(f'id="signature-{name}"')[2].partition("</section>")[0]
+        called = "program" if name == "forward" else f"program.{name}"
+        assert section.count("result = ") == 1 and f"result = {called}(" in section, "each section has its own call"
     anchors = [part.split('"')[0] for part in text.split(' id="')[1:]]
     assert len(anchors) == len(set(anchors))
 
@@ -86,10 +90,10 @@ def test_attributes_of_a_program_are_reached_by_brackets() -> None:
     assert [summary.attribute(name) for name in ("decode", "reset", "inputs")] == [
         "program.decode", "program['reset']", "program['inputs']",
     ]  # fmt: skip
-    assert one_entry(archive.read_manifest(str(BUNDLE)), "fill").entry == "fill"
+    assert entry_named(archive.read_manifest(str(BUNDLE)), "fill").name == "fill"
 
 
-CHAINED = GOLDEN / "v5/traced_chains.cgb"
+CHAINED = GOLDEN / "v1/traced_chains.cgb"
 
 
 def test_chains_and_what_is_reserved_for_them_are_shown(tmp_path: Path) -> None:
@@ -98,8 +102,8 @@ def test_chains_and_what_is_reserved_for_them_are_shown(tmp_path: Path) -> None:
     for words in ("encode.output -> step.hidden", "step.0 -> step.hidden", "reserved in the arena: encode 512 B, step 512 B"):
         assert words in text, words
     plain = json.loads(call("inspect", CHAINED, "--json")[1])
-    assert plain["chains"] == [["encode.output", "step.hidden"], ["step.0", "step.hidden"]]
-    assert plain["reserved"] == {"encode": 512, "step": 512}
+    assert plain["donations"] == [["encode.output", "step.hidden"], ["step.0", "step.hidden"]]
+    assert plain["donated"] == {"encode": 512, "step": 512}
     assert call("inspect", CHAINED, "--html", tmp_path / "page.html")[0] == 0
     assert "<li>encode.output -&gt; step.hidden</li>" in (tmp_path / "page.html").read_text()
     assert "\nchains  " in text and "\nchains  " not in call("inspect", BUNDLE)[1]
@@ -108,4 +112,4 @@ def test_chains_and_what_is_reserved_for_them_are_shown(tmp_path: Path) -> None:
 def test_diff_knows_chains() -> None:
     code, text = call("diff", CHAINED, BUNDLE)
     assert code == 1
-    assert "only in A: encode.output -> step.hidden, step.0 -> step.hidden" in text and "reserved encode" in text
+    assert "only in A: encode.output -> step.hidden, step.0 -> step.hidden" in text and "donated by encode" in text

@@ -17,7 +17,18 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive
-from cgbundle.format.schema import MEMORIES, Alias, DataSize, Dimension, FixedWeight, Lowering, Manifest, TensorSpec, Weight
+from cgbundle.format.schema import (
+    MEMORIES,
+    Alias,
+    DataSize,
+    Dimension,
+    EntrySpec,
+    FrozenWeight,
+    Lowering,
+    Manifest,
+    TensorSpec,
+    Weight,
+)
 from cgbundle.format.spans import span
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, KernelNode, Recording
@@ -28,6 +39,7 @@ from cgcompile_cli.commands import build
 from cgcompile_cli.inspection import dot, lanes, memory_map, memory_text, names, nodes, overview, program_text
 from cgcompile_cli.output import safe, show
 from tests.helpers.bundles import cuda_bundles, tiny_bundle
+from tests.helpers.bundles.edits import edited
 from tests.helpers.places import GOLDEN
 from tests.pure.cli import shown_bundles
 
@@ -52,9 +64,11 @@ def bundle(tmp_path: Path) -> Path:
     return shown_bundles.write(tmp_path / "tiny.cgb")
 
 
-def read(path: Path, which: int = 0) -> tuple[Manifest, list[list[nodes.NodeRow]]]:
+def read(path: Path) -> tuple[Manifest, EntrySpec, list[list[nodes.NodeRow]]]:
+    """The manifest, the first entry, and the nodes of its first program."""
     manifest = archive.read_manifest(str(path))
-    return manifest, nodes.read_nodes(str(path), manifest, manifest.programs[which])
+    entry = manifest.entries[0]
+    return manifest, entry, nodes.read_nodes(str(path), manifest, entry, entry.programs[0])
 
 
 def node(number: int, *after: int, what: str = "k", early: tuple[int, ...] = ()) -> nodes.NodeRow:
@@ -67,34 +81,36 @@ def node(number: int, *after: int, what: str = "k", early: tuple[int, ...] = ())
 def test_what_was_tried_is_shown_with_its_times_and_why_others_are_left_out(tmp_path: Path) -> None:
     def tried(chosen: str, *times: float) -> tuple[Lowering, ...]:
         timed = zip(("eager", "inductor"), times, strict=True)
-        rows = [Lowering(name=name, chosen=name == chosen, microseconds=(time,), reason="") for name, time in timed]
-        return (*rows, Lowering(name="max-autotune", chosen=False, microseconds=(), reason="no kernel fits"))
+        rows = [Lowering(name=name, chosen=name == chosen, microseconds=(time,)) for name, time in timed]
+        return (*rows, Lowering(name="max-autotune", reason="no kernel fits"))
 
     def change(manifest: Manifest) -> Manifest:
-        kinds = [tried("inductor", 12.34, 11.0), *[tried("eager", 7.0, 8.25)] * (len(manifest.programs) - 1)]
-        programs = [replace(each, lowerings=own) for each, own in zip(manifest.programs, kinds, strict=True)]
-        return replace(manifest, programs=tuple(programs))
+        before = manifest.entries[0].programs
+        kinds = [tried("inductor", 12.34, 11.0), *[tried("eager", 7.0, 8.25)] * (len(before) - 1)]
+        programs = [replace(program, lowerings=rows) for program, rows in zip(before, kinds, strict=True)]
+        changed: Manifest = edited(manifest, programs=tuple(programs))
+        return changed
 
     path = shown_bundles.write(tmp_path / "tried.cgb", change=change)
     shown = call("inspect", path, columns=120).stdout
     assert re.search(r"lowerings +batch x seq +eager +inductor\n +4x2 +12.3 us +11.0 us +inductor\n", shown), shown
     assert re.search(r" +7.0 us +8.2 us +eager\n", shown) and "left out   max-autotune: no kernel fits" in shown
-    told = json.loads(call("inspect", path, "--json").stdout)["manifest"]["programs"][0]["lowerings"]
-    assert told[1] == {"name": "inductor", "chosen": True, "microseconds": [11.0], "reason": ""}
+    told = json.loads(call("inspect", path, "--json").stdout)["manifest"]["entries"][0]["programs"][0]["lowerings"]
+    assert told[1] == {"name": "inductor", "chosen": True, "microseconds": [11.0]}
 
 
 # --- nodes --------------------------------------------------------------------------------------------------------
 
 
 def test_nodes_come_in_an_order_in_which_they_may_run(bundle: Path) -> None:
-    _, ((*recorded,), (copy,)) = read(bundle)
+    _, _, ((*recorded,), (copy,)) = read(bundle)
     assert [each.number for each in recorded] == [3, 1, 2, 0, 4], "every edge of the recording points forward"
     assert [each.after for each in recorded] == [(), (3,), (3,), (1, 2), (0,)]
     assert [each.kind for each in (*recorded, copy)] == ["memset", "kernel", "memcpy", "kernel", "empty", "copy"]
 
 
 def test_what_nodes_use_has_a_name_and_a_direction_where_it_is_known(bundle: Path) -> None:
-    _, ((memset, add, memcpy, combine, empty), (copy,)) = read(bundle)
+    _, _, ((memset, add, memcpy, combine, empty), (copy,)) = read(bundle)
     assert program_text.memory(memset) == "writes arena+0"
     assert program_text.memory(add) == "reads input x; refers to arena+512, arena+0"
     assert program_text.memory(memcpy) == "reads arena+0; writes arena+1024"
@@ -111,10 +127,9 @@ def test_a_kernel_that_can_write_one_place_alone_writes_it(tmp_path: Path) -> No
         return replace(base, nodes=(replace(base.nodes[1], relocations=places),), edges=())
 
     path = shown_bundles.write(tmp_path / "one.cgb", record=record)
-    manifest, ((kernel,), _) = read(path)
+    manifest, entry, ((kernel,), _) = read(path)
     assert program_text.memory(kernel) == "reads offsets, input x+4; writes arena+512"
-    written = replace(manifest, written=(0,))
-    ((kernel,), _) = nodes.read_nodes(str(path), written, written.programs[0])
+    ((kernel,), _) = nodes.read_nodes(str(path), manifest, replace(entry, mutated_inputs=(0,)), entry.programs[0])
     assert program_text.memory(kernel) == "reads offsets; refers to arena+512, input x+4", "a call may change this input"
 
 
@@ -124,7 +139,7 @@ def test_an_early_start_is_said(tmp_path: Path) -> None:
         early = Edge(source=0, target=1, from_port=1, to_port=0, type=1)
         return replace(base, nodes=base.nodes[:2], edges=(early,))
 
-    _, (found, _) = read(shown_bundles.write(tmp_path / "early.cgb", record=record))
+    _, _, (found, _) = read(shown_bundles.write(tmp_path / "early.cgb", record=record))
     assert [program_text.waits(each) for each in found] == ["", "0 early"]
     assert not program_text.is_chain(found) and program_text.is_chain([node(3), node(1, 3)])
 
@@ -133,8 +148,9 @@ def test_an_early_start_is_said(tmp_path: Path) -> None:
 def test_every_address_of_a_golden_is_named(name: str) -> None:
     path = HOME / f"{name}.cgb"
     manifest = archive.read_manifest(str(path))
-    for program in manifest.programs:
-        (found,) = nodes.read_nodes(str(path), manifest, program)
+    (entry,) = manifest.entries
+    for program in entry.programs:
+        (found,) = nodes.read_nodes(str(path), manifest, entry, program)
         recording = tables.decode((path / program.steps[0].file).read_bytes())
         assert len(found) == len(recording.nodes) > 1
         for each in found:
@@ -148,7 +164,7 @@ def test_every_address_of_a_golden_is_named(name: str) -> None:
                 if item.memory == "weights":
                     assert item.how == nodes.READS and item.name.partition("+")[0] in {w.name for w in manifest.weights}
                 elif item.memory == "inputs":
-                    assert (item.how, item.name) == (nodes.READS, f"input {manifest.inputs[0].name}")
+                    assert (item.how, item.name) == (nodes.READS, f"input {entry.inputs[0].name}")
                 else:
                     assert item.how != nodes.READS and item.name.startswith(f"arena+{item.offset}")
     last = found[-1].references[-1].name
@@ -170,12 +186,14 @@ def test_names_of_weights_agree_with_a_search(sizes: list[tuple[int, int]], offs
     expected = f"weights+{offset}"
     if holding:
         expected = holding[0].name + (f"+{offset - holding[0].offset}" if offset > holding[0].offset else "")
-    assert names.Names(manifest, manifest.programs[0]).of("weights", offset) == expected
+    entry = manifest.entries[0]
+    assert names.Names(manifest, entry, entry.programs[0]).of("weights", offset) == expected
 
 
 def test_a_value_names_its_place_only_in_steps_that_use_it(bundle: Path) -> None:
     manifest = archive.read_manifest(str(bundle))
-    known = names.Names(manifest, manifest.programs[0])
+    entry = manifest.entries[0]
+    known = names.Names(manifest, entry, entry.programs[0])
     assert known.of("arena", 1536) == "arena+1536"
     assert known.of("arena", 1536, (1,)) == "arena+1536 (v1)"
     assert known.of("arena", 1540, (1,)) == "arena+1540 (v1+4)", "a part of a value that the step was given"
@@ -226,8 +244,8 @@ def test_cut_lines_fit(width: int, rows: list[tuple[str, str]]) -> None:
 
 
 def test_places_and_what_uses_them(bundle: Path) -> None:
-    manifest, steps = read(bundle)
-    found = memory_map.places(manifest, manifest.programs[0], memory_map.order(steps))
+    manifest, entry, steps = read(bundle)
+    found = memory_map.places(manifest, entry, entry.programs[0], memory_map.order(steps))
     assert [(each.memory, each.begin, each.end, each.name) for each in found] == [
         ("inputs", 0, 512, "input x"), ("inputs", 512, 1024, "input places"), ("arena", 0, 512, ""), ("arena", 512, 1024, ""),
         ("arena", 1024, 1536, ""), ("arena", 1536, 2048, "v1"), ("arena", 2048, 4096, "output y"),
@@ -241,8 +259,8 @@ def test_the_map_of_one_int_key(bundle: Path) -> None:
     assert re.search(r"arena\+1536 +512 B +v1 +x-r$", result.stdout, re.MULTILINE)
     assert re.search(r"steps +gggggc$", result.stdout, re.MULTILINE)
     assert call("inspect", HOME / "gpt_two.cgb", "--memory").stdout.count("arena+") == 10, "a single int_key needs no --graph"
-    manifest, steps = read(bundle)
-    assert memory_text.timeline(manifest.programs[0], steps, 2) == "gc", "a column with a copy says so"
+    _, entry, steps = read(bundle)
+    assert memory_text.timeline(entry.programs[0], steps, 2) == "gc", "a column with a copy says so"
 
 
 def test_the_map_of_32_int_keys_is_a_line_each(tmp_path: Path) -> None:
@@ -259,9 +277,9 @@ def test_the_map_as_json(bundle: Path) -> None:
     assert told["programs"][0]["places"][2] | {"uses": 0} == {"memory": "arena", "begin": 0, "end": 512, "name": "", "uses": 0}
 
 
-def test_a_cpu_bundle_has_nothing_to_draw() -> None:
-    shown = call("inspect", HOME / "cpu_mlp.cgb", "--memory")
-    assert shown.exit_code == 0 and "nothing to draw" in shown.stdout and "4 tensors, 2.6 KiB" in shown.stdout
+def test_a_cpu_bundle_has_nothing_to_draw(tmp_path: Path) -> None:
+    shown = call("inspect", tiny_bundle.write_bundle(tmp_path / "cpu.cgb"), "--memory")
+    assert shown.exit_code == 0 and "nothing to draw" in shown.stdout and "2 tensors, 32 B" in shown.stdout
 
 
 @given(st.dictionaries(st.integers(0, 399), st.sampled_from(nodes.HOWS)), st.integers(1, 120))
@@ -345,9 +363,11 @@ def test_dot_has_the_nodes_and_edges(bundle: Path) -> None:
 @pytest.mark.parametrize("name", ["tiny", HOSTILE])
 def test_dot_is_valid_whatever_the_names_are(tmp_path: Path, name: str) -> None:
     def change(manifest: Manifest) -> Manifest:
-        spec = replace(manifest.inputs[0], name=name)
-        call = {"call": [[name, {"tensor": 0}], *manifest.call["call"][1:]]}
-        return replace(manifest, name=name, inputs=(spec, *manifest.inputs[1:]), call=call)
+        (entry,) = manifest.entries
+        spec = replace(entry.inputs[0], name=name)
+        call = {"call": [[name, {"tensor": 0}], *entry.call["call"][1:]]}
+        changed: Manifest = edited(manifest, name=name, inputs=(spec, *entry.inputs[1:]), call=call)
+        return changed
 
     made = call("inspect", shown_bundles.write(tmp_path / "t.cgb", change=change), "--dot").stdout
     assert made.isprintable() or all(letter.isprintable() for line in made.splitlines() for letter in line)
@@ -395,11 +415,13 @@ def test_a_changed_byte_of_a_recording_is_found(bundle: Path, option: str) -> No
 @pytest.mark.parametrize("options", [("--graph", "4x2"), ("--memory",), ("--graph", "4x2", "--memory"), ("--dot",)])
 def test_hostile_names_are_shown_as_they_are(tmp_path: Path, options: tuple[str, ...]) -> None:
     def change(manifest: Manifest) -> Manifest:
-        spec = replace(manifest.inputs[0], name=HOSTILE)
-        call = {"call": [[HOSTILE, {"tensor": 0}], *manifest.call["call"][1:]]}
+        (entry,) = manifest.entries
+        inputs = (replace(entry.inputs[0], name=HOSTILE), *entry.inputs[1:])
+        call = {"call": [[HOSTILE, {"tensor": 0}], *entry.call["call"][1:]]}
         weights = (replace(manifest.weights[0], name=HOSTILE, tensor=HOSTILE), *manifest.weights[1:])
         regions = (replace(manifest.regions[0], name=HOSTILE),)
-        return replace(manifest, name=HOSTILE, inputs=(spec, *manifest.inputs[1:]), call=call, weights=weights, regions=regions)
+        changed: Manifest = edited(manifest, name=HOSTILE, inputs=inputs, call=call, weights=weights, regions=regions)
+        return changed
 
     result = call("inspect", shown_bundles.write(tmp_path / "evil.cgb", change=change), *options)
     assert result.exit_code == 0 and "[red]<script>" in result.output
@@ -411,14 +433,18 @@ def stateful(manifest: Manifest) -> Manifest:
     seed = Weight(name="seed", tensor="seed", dtype="int64", shape=(2,), strides=(1,), memory="state", offset=256)
     sizes = dict(manifest.memories) | {"state": 512}
     weights = (cache, *manifest.weights[1:], seed)
-    exam = replace(manifest.exam, bounds=(*manifest.exam.bounds, 0.0, 0.0))
-    return replace(manifest, weights=weights, random=len(weights) - 1, memories=tuple(sizes.items()), exam=exam)
+    before = manifest.entries[0].self_test
+    after = replace(before, bounds=(*before.bounds, 0.0, 0.0))
+    changed: Manifest = edited(manifest, weights=weights, random=len(weights) - 1, memories=tuple(sizes.items()), self_test=after)
+    return changed
 
 
 def test_the_error_against_eager_and_the_distance_from_the_recording_are_told(tmp_path: Path) -> None:
     def loose(manifest: Manifest) -> Manifest:
-        proofs = tuple([replace(each, error=2e-6, errors=(2e-6,), distance=3e-7) for each in manifest.exam.proofs])
-        return replace(manifest, exam=replace(manifest.exam, compare="tolerance", proofs=proofs))
+        before = manifest.entries[0].self_test
+        proofs = tuple([replace(proof, error=2e-6, errors=(2e-6,), distance=3e-7) for proof in before.proofs])
+        changed: Manifest = edited(manifest, self_test=replace(before, compare="tolerance", proofs=proofs))
+        return changed
 
     path = shown_bundles.write(tmp_path / "loose.cgb", change=loose)
     shown = call("inspect", path).stdout
@@ -441,8 +467,8 @@ def test_state_and_random_numbers_are_told(tmp_path: Path) -> None:
     mapped = call("inspect", path, "--memory", "--graph", "4x2").stdout
     assert re.search(r"^state\+0 +256 B +cache", mapped, re.MULTILINE)
     assert json.loads(call("inspect", path, "--json").stdout)["state"] == ["cache", "seed"]
-    manifest = archive.read_manifest(str(path))
-    assert names.Names(manifest, manifest.programs[0]).of("state", 257) == "state seed+1"
+    manifest, entry, _ = read(path)
+    assert names.Names(manifest, entry, entry.programs[0]).of("state", 257) == "state seed+1"
     assert "state" not in call("inspect", HOME / "mlp.cgb").stdout, "nothing is said where there is none"
 
 
@@ -457,18 +483,18 @@ def test_state_and_random_numbers_are_told(tmp_path: Path) -> None:
 )
 def test_what_an_output_shares_memory_with_is_told(bundle: Path, alias: tuple[str, int], told: str) -> None:
     manifest = stateful(archive.read_manifest(str(bundle)))
-    manifest = replace(manifest, aliases=(Alias(output=0, memory=alias[0], index=alias[1]),), written=(0,))
-    rows = summary.signature_rows(manifest)
+    entry = replace(manifest.entries[0], aliases=(Alias(output=0, memory=alias[0], index=alias[1]),), mutated_inputs=(0,))
+    rows = summary.signature_rows(manifest, entry)
     assert [row[-1] for row in rows] == [summary.UPDATED, "", f"(shares memory with {told})"]
 
 
 def test_an_output_whose_size_depends_on_data_shows_its_bound(bundle: Path) -> None:
     manifest = archive.read_manifest(str(bundle))
-    count = TensorSpec(name="y.rows", dtype="int64", shape=(), order=(), range=())
-    manifest = replace(manifest, outputs=(*manifest.outputs, count), data_sizes=(DataSize(output=0, axis=0, count=1),))
-    (shown,) = [row for row in summary.signature_rows(manifest) if row[0] == "out"]
+    entry, count = manifest.entries[0], TensorSpec(name="y.rows", dtype="int64", shape=(), order=())
+    entry = replace(entry, outputs=(*entry.outputs, count), data_sizes=(DataSize(output=0, axis=0, count=1),))
+    (shown,) = [row for row in summary.signature_rows(manifest, entry) if row[0] == "out"]
     assert shown[3].startswith("[<=") and "<=" not in shown[3][2:]
-    assert summary.plain_entry(manifest)["outputs"] == [f"{shown[1]}: {shown[2]} {shown[3]}"]
+    assert summary.plain_entry(manifest, entry)["outputs"] == [f"{shown[1]}: {shown[2]} {shown[3]}"]
 
 
 def test_the_last_of_many_int_keys_is_shown(tmp_path: Path) -> None:
@@ -487,15 +513,15 @@ def test_a_processors_features_are_told_by_its_level() -> None:
 
 
 def test_a_dimension_that_takes_its_recorded_sizes_only_is_noted() -> None:
-    each = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why", uncut="") for pad in ("rows", "zeros", "no")]
-    (told,) = summary.unpadded(replace(tiny_bundle.manifest(), dimensions=tuple(each)))
+    each = [Dimension(name=pad, sizes=(2, 4), pad=pad, chunk=False, reason="why") for pad in ("rows", "zeros", "no")]
+    (told,) = summary.unpadded(replace(tiny_bundle.manifest().entries[0], dimensions=tuple(each)))
     assert told.startswith("no takes 2, 4 only: other sizes are refused") and "`cgcompile explain padding`" in told
 
 
 def test_weights_that_python_read_are_listed_with_the_line() -> None:
     made = tiny_bundle.manifest()
-    rows = [FixedWeight(weight=at, reason="baked", sha256="0" * 64, where=f"model.py:{at + 3}") for at in (0, 1)]
-    told = [line.replace(", tied.bias", "") for line in overview.update(replace(made, fixed=tuple(rows)))[1:]]
+    rows = [FrozenWeight(weight=at, reason="baked", sha256="0" * 64, where=f"model.py:{at + 3}") for at in (0, 1)]
+    told = [line.replace(", tied.bias", "") for line in overview.update(replace(made, frozen=tuple(rows)))[1:]]
     names = [made.weights[row.weight].name for row in rows]
     text = "Python read its value at model.py:{} while the bundle was built; for other ones build again"
     assert told == [f"not {name}: {text.format(at + 3)}" for at, name in enumerate(names)]
@@ -503,8 +529,8 @@ def test_weights_that_python_read_are_listed_with_the_line() -> None:
 
 def test_a_build_tells_which_weights_no_update_can_change(capsys: pytest.CaptureFixture[str]) -> None:
     made = tiny_bundle.manifest()
-    fixed = replace(made, fixed=(FixedWeight(weight=0, reason="folded", sha256="0" * 64),))
-    for manifest, told in ((made, False), (fixed, True)):
+    folded = replace(made, frozen=(FrozenWeight(weight=0, reason="folded", sha256="0" * 64),))
+    for manifest, told in ((made, False), (folded, True)):
         show(build._summary(Built(path=Path("tiny.cgb"), manifest=manifest, seconds=()), 1.0), sys.stderr)
         (line,) = [*[row for row in capsys.readouterr().err.splitlines() if made.weights[0].name in row], ""][:1]
         assert ("folded" in line) == told

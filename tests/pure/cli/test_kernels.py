@@ -17,6 +17,7 @@ from cgcompile.bundle.recordings import KernelNode
 from cgcompile_cli import main
 from cgcompile_cli.inspection.kernels import CHOICES, KernelLaunches, kernels
 from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.edits import edited
 from tests.helpers.places import GOLDEN
 
 HOME = GOLDEN / "v1"
@@ -44,7 +45,7 @@ def listed(path: Path) -> list[KernelLaunches]:
 def counted(path: Path) -> Counter[tuple[str, str]]:
     """Launches of every (image, symbol), from the decoded recordings."""
     found: Counter[tuple[str, str]] = Counter()
-    for program in archive.read_manifest(str(path)).programs:
+    for program in archive.read_manifest(str(path)).entries[0].programs:
         for step in program.steps:
             recording = tables.decode((path / step.file).read_bytes(), step.file)
             for node in recording.nodes:
@@ -82,9 +83,9 @@ def test_the_most_launched_come_first_then_the_largest(golden: Path) -> None:
 def test_a_kernel_that_several_int_keys_launch_is_one_row(copy: Path) -> None:
     manifest = archive.read_manifest(str(copy))
     before = {(row.image, row.symbol): row.launches for row in listed(copy)}
-    first, second = manifest.programs
+    first, second = manifest.entries[0].programs
     twice = replace(second, steps=first.steps)
-    after = kernels(str(copy), replace(manifest, programs=(first, twice)))
+    after = kernels(str(copy), edited(manifest, programs=(first, twice)))
     assert after and all(row.launches == 2 * before[row.image, row.symbol] for row in after)
 
 
@@ -152,6 +153,7 @@ def test_a_table_that_names_an_image_which_is_not_there(copy: Path) -> None:
     assert result.exit_code == 1 and image.name in result.stderr and len(result.stderr.splitlines()) <= 2
 
 
-def test_a_bundle_without_kernels_has_none() -> None:
-    assert listed(HOME / "cpu_mlp.cgb") == []
-    assert json.loads(call("inspect", HOME / "cpu_mlp.cgb", "--kernels", "--json").stdout) == []
+def test_a_bundle_without_kernels_has_none(tmp_path: Path) -> None:
+    path = tiny_bundle.write_bundle(tmp_path / "cpu.cgb")
+    assert listed(path) == []
+    assert json.loads(call("inspect", path, "--kernels", "--json").stdout) == []

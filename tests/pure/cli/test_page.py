@@ -30,6 +30,7 @@ from cgcompile_cli.page import markup
 from cgcompile_cli.page import parts as pageparts
 from cgcompile_cli.page.page import page
 from tests.helpers.bundles import tiny_bundle
+from tests.helpers.bundles.edits import edited
 from tests.helpers.places import GOLDEN
 from tests.pure.cli import shown_bundles
 
@@ -116,10 +117,11 @@ def test_the_page_of_a_golden_is_whole(path: Path) -> None:
     manifest = archive.read_manifest(str(path))
     words = " ".join(found.texts)
     target = manifest.target.level or manifest.target.arch
-    for word in (manifest.name, manifest.provenance.machine, target, manifest.outputs[0].name, "cgbundle.load("):
+    outputs = [entry.outputs[0].name for entry in manifest.entries if entry.outputs]
+    for word in (manifest.name, manifest.provenance.machine, target, *outputs, "cgbundle.load("):
         assert word in words
-    for each in manifest.findings:
-        assert each.message in words and each.fix in words
+    for finding in [finding for entry in manifest.entries for finding in entry.findings]:
+        assert finding.message in words and finding.fix in words
 
 
 def test_the_page_lists_every_node_and_kernel() -> None:
@@ -203,16 +205,16 @@ def test_branches_are_drawn(tmp_path: Path) -> None:
 def test_343_nodes_at_three_int_keys_take_less_than_a_megabyte(tmp_path: Path) -> None:
     path = Path(shutil.copytree(GPT, tmp_path / "gpt.cgb"))
     manifest = archive.read_manifest(str(path))
-    (program,) = manifest.programs
+    (entry,) = manifest.entries
+    (program,) = entry.programs
     name = program.steps[0].file
     base = tables.decode((path / name).read_bytes())
     kernels = tuple([base.nodes[1 + index % 21] for index in range(343)])
     edges = tuple([Edge(source=index, target=index + 1, from_port=0, to_port=0, type=0) for index in range(342)])
     (path / name).write_bytes(tables.encode(replace(base, nodes=kernels, edges=edges)))
     described = archive.describe_files(str(path))
-    thrice = replace(
-        manifest, programs=(program,) * 3, files=described, exam=replace(manifest.exam, proofs=manifest.exam.proofs * 3)
-    )
+    self_test = replace(entry.self_test, proofs=entry.self_test.proofs * 3)
+    thrice = edited(manifest, programs=(program,) * 3, files=described, self_test=self_test)
     text = page(str(path), thrice)
     assert text.count('<td class="l"></td>') == 3 * 343 and 300_000 < len(text.encode()) < 1_000_000
     Page(text)
@@ -234,19 +236,21 @@ def named(name: str, path: Path) -> Path:
 
     def change(manifest: Manifest) -> Manifest:
         finding = Finding(rule=name, severity="note", message=name, node=name, where=name, source=name, effect=name, fix=name)
-        inputs = (replace(manifest.inputs[0], name=name), *manifest.inputs[1:])
+        (entry,) = manifest.entries
+        inputs = (replace(entry.inputs[0], name=name), *entry.inputs[1:])
         state = Weight(name=f"{name}s", tensor="small", dtype="uint8", shape=(3,), strides=(1,), memory="state", offset=0)
         origin = replace(
             manifest.provenance, source=name, created=name, versions=((name, name),), machine=name, options=((name, name),)
         )
-        return replace(
-            manifest, name=name, inputs=inputs, outputs=(replace(manifest.outputs[0], name=f"{name}o"),),
-            call={"call": [[name, {"tensor": 0}], *manifest.call["call"][1:]]}, findings=(finding,), waivers=(name,),
-            dimensions=(replace(manifest.dimensions[0], reason=name), manifest.dimensions[1]),
+        changed: Manifest = edited(
+            manifest, name=name, inputs=inputs, outputs=(replace(entry.outputs[0], name=f"{name}o"),),
+            call={"call": [[name, {"tensor": 0}], *entry.call["call"][1:]]}, findings=(finding,), allowed=(name,),
+            dimensions=(replace(entry.dimensions[0], reason=name), entry.dimensions[1]),
             regions=(replace(manifest.regions[0], name=name, reason=name),), provenance=origin,
             weights=(state, replace(manifest.weights[1], name=name), *manifest.weights[2:]),
             memories=tuple((dict(manifest.memories) | {"state": 256}).items()),
         )  # fmt: skip
+        return changed
 
     return shown_bundles.write(path, change=change)
 

@@ -24,7 +24,7 @@ from cgcompile_cli.commands import run
 from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.helpers.places import GOLDEN, ROOT
 
-STATE = GOLDEN / "v4/cpu_state.cgb"
+STATE = GOLDEN / "v1/cpu_state.cgb"
 
 
 def call(*arguments: object) -> Result:

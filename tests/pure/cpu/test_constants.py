@@ -40,17 +40,16 @@ def region(constants: list[tuple[str, str, int, int]]) -> HostRegion:
     return made
 
 
-def check(*bound: tuple[str, Weight], exact: bool = True, constants: list[tuple[str, str, int, int]] = CONSTANTS) -> None:
-    region(constants).check_constants(bound, exact=exact)
+def check(*bound: tuple[str, Weight], constants: list[tuple[str, str, int, int]] = CONSTANTS) -> None:
+    region(constants).check_constants(bound)
 
 
 SOUND = (("model_w", WEIGHT), ("rng", BIAS))
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_each_constant_once_in_any_order(exact: bool) -> None:
-    check(*SOUND, exact=exact)
-    check(*SOUND[::-1], exact=exact)
+def test_each_constant_once_in_any_order() -> None:
+    check(*SOUND)
+    check(*SOUND[::-1])
     check(constants=[])
 
 
@@ -85,9 +84,9 @@ def test_weights_are_not_exchanged() -> None:
 
 @pytest.mark.parametrize(
     ("floats", "sizes", "fits"),
-    [(16, 64, True), (17, 64, False), (17, 128, True), (16, 128, False), (0, 0, True), (1, 0, False), (16, 4096, False)],
+    [(16, 64, True), (17, 64, False), (17, 128, True), (16, 128, True), (0, 0, True), (1, 0, False), (16, 4096, True)],
 )
-def test_sizes_are_rounded_up_to_64_bytes(floats: int, sizes: int, fits: bool) -> None:
+def test_a_weight_is_no_larger_than_its_storage_was_rounded_up_to_64_bytes(floats: int, sizes: int, fits: bool) -> None:
     row = replace(BIAS, shape=(floats,))
     constants = [("rng", "first.bias", FLOAT32, sizes)]
     if fits:
@@ -101,12 +100,11 @@ def test_sizes_are_rounded_up_to_64_bytes(floats: int, sizes: int, fits: bool) -
 
 def test_a_part_of_a_larger_storage() -> None:
     """Is smaller than the bytes that the code tells; never larger."""
-    check(("rng", BIAS), exact=False, constants=[("rng", "first.bias", FLOAT32, 4096)])
+    check(("rng", BIAS), constants=[("rng", "first.bias", FLOAT32, 4096)])
     with raises("library-refused", match="another dtype or size"):
-        check(("rng", replace(BIAS, shape=(1025,))), exact=False, constants=[("rng", "first.bias", FLOAT32, 4096)])
+        check(("rng", replace(BIAS, shape=(1025,))), constants=[("rng", "first.bias", FLOAT32, 4096)])
 
 
-@pytest.mark.parametrize("exact", [False, True])
-def test_another_dtype(exact: bool) -> None:
+def test_another_dtype() -> None:
     with raises("library-refused", match="'rng' has another dtype"):
-        check(SOUND[0], ("rng", replace(BIAS, dtype="int32")), exact=exact)
+        check(SOUND[0], ("rng", replace(BIAS, dtype="int32")))

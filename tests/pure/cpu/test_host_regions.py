@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from cgbundle.cpu import host_region
-from cgbundle.cpu.host_region import HostRegion, open_region
-from tests.helpers.bundles.tiny_bundle import manifest
+from cgbundle.cpu.host_region import HostRegion
 
 
 class Library:
@@ -45,25 +44,3 @@ def test_handles_that_a_container_forgets_are_asked_for(
     made.bind({})
     assert ("ExtractConstantsMapEntries" in library.asked) == asked
     made._container = None  # type: ignore[assignment]
-
-
-@pytest.mark.parametrize("exact", [False, True])
-def test_constants_are_held_to_the_weights_as_the_caller_says(exact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[bool] = []
-
-    class Region:
-        def __init__(self, *arguments: object) -> None:
-            pass
-
-        def check_constants(self, bound: object, *, exact: bool) -> None:
-            seen.append(exact)
-
-        def bind(self, constants: object) -> None:
-            pass
-
-    monkeypatch.setattr(host_region, "HostRegion", Region)
-    made = manifest()
-    bundle = SimpleNamespace(data=lambda name: b"", manifest=made)
-    region = SimpleNamespace(file="host/model.so", constants=())
-    open_region(bundle, region, made.weights, None, None, exact=exact)  # type: ignore[arg-type]
-    assert seen == [exact]

@@ -85,7 +85,7 @@ class Regions:
         self.loads.append(needed)
         return self.torch
 
-    def open(self, folder: str, region: Region, listed: Any, mapped: Any, torch: FakeTorch, *, exact: bool) -> FakeRegion:
+    def open(self, folder: str, region: Region, listed: Any, mapped: Any, torch: FakeTorch) -> FakeRegion:
         assert region.file not in self.opened or self.opened[region.file].closed, "opened twice"
         assert (mapped is not None) == bool(region.constants)
         self.opened[region.file] = FakeRegion(region.file, torch)

@@ -16,7 +16,6 @@ from cgbundle.cuda import driver, launches, libcuda, memory
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
-from cgbundle.format.spans import HOST_ONLY
 from cgbundle.gpu import device_bundle as shared
 from cgbundle.gpu import step_times
 from cgbundle.loader import MODES
@@ -121,7 +120,7 @@ def test_steps_are_timed_by_events_while_a_profile_watches(fake: FakeDriver, bun
     live, calls = len(fake.live), len(fake.calls)
     assert call(backend, 0, given) == expected(given)
     assert "cuEventElapsedTime" in fake.calls[:calls] and "cuEventElapsedTime" not in fake.calls[calls:]
-    names = step_names(manifest, manifest.programs[0])
+    names = step_names(manifest, manifest.entries[0], manifest.entries[0].programs[0])
     assert [span.name for span in profile.spans] == names * 2 and {span.track for span in profile.spans} == {"GPU"}
     (row, *_) = profile.rows()
     assert row.times == 2 and row.track == "GPU"
@@ -144,7 +143,7 @@ def test_a_long_profile_keeps_few_events(fake: FakeDriver, bundle: tuple[Manifes
         for _ in range(10):
             call(backend, 0, given)
             assert len(fake.live) <= before + 1 + 2 * 3
-    assert len(profile.spans) == 10 * len(bundle[0].programs[0].steps)
+    assert len(profile.spans) == 10 * len(bundle[0].entries[0].programs[0].steps)
     backend.close()
 
 
@@ -300,7 +299,7 @@ def test_an_image_that_is_not_there(fake: FakeDriver, bundle: tuple[Manifest, Pa
 def test_an_image_that_is_cut_off_never_reaches_the_driver(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     """The driver gets no length: it would read past the end."""
     manifest, folder = bundle
-    cubin = next((GOLDEN / "v3" / "state.cgb" / "kernels").iterdir()).read_bytes()
+    cubin = next((GOLDEN / "v1" / "state.cgb" / "kernels").iterdir()).read_bytes()
     (image,) = (folder / "kernels").iterdir()
     for cut in (cubin[: len(cubin) // 2], cubin[:64], b"\x50\xed\x55\xba" + bytes([255]) * 60):
         image.write_bytes(cut)
@@ -342,11 +341,6 @@ ENTRIES = {
 def test_adjacent_weights_are_one_piece() -> None:
     rows = [weight("w", "b", 256), weight("v", "a", 0), weight("tied", "a", 0), weight("x", "c", 512), weight("e", "empty", 768)]
     assert upload.pieces(rows, ENTRIES, 1024) == [upload.Piece(1000, 356, 0), upload.Piece(1356, 10, 512)]
-
-
-def test_weights_of_the_host_alone_stay_off_the_gpu() -> None:
-    rows = [weight("w", "b", 256), weight("table", "a", HOST_ONLY), weight("x", "c", 512)]
-    assert upload.pieces(rows, ENTRIES, 1024) == [upload.Piece(1256, 100, 256), upload.Piece(1356, 10, 512)]
 
 
 def test_weights_must_exist_and_fit() -> None:

@@ -21,7 +21,7 @@ import pytest
 
 from cgbundle.errors import CgbundleError
 from cgbundle.format import safetensors
-from cgbundle.format.schema import Dimension, Manifest
+from cgbundle.format.schema import Manifest
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.program import Program
 from cgbundle.tensors.tensor import Tensor, from_bytes
@@ -29,6 +29,7 @@ from tests.helpers.bundles import chained_bundles, cuda_bundles, state_bundles
 from tests.helpers.bundles.conditional_rows import recording as branching
 from tests.helpers.bundles.conditional_rows import several, switching
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, inputs
+from tests.helpers.bundles.edits import edited
 from tests.helpers.drivers.conditional_bench import CASES, Bench
 from tests.helpers.drivers.cuda_calls import call, opened
 from tests.helpers.drivers.fake_driver import install
@@ -77,10 +78,10 @@ def far(calls: Calls, data: array[float], *shape: int) -> Tensor:
 def plain(folder: Path, pad: str = "rows", **changes: Any) -> Manifest:
     """The bundle of `cuda_bundles` with a signature; its rows do not depend on each other."""
     manifest = cuda_bundles.write(folder, b"an image")
-    signed = state_bundles.write(folder.with_name("signed.cgb"))
-    return replace(
+    signed = state_bundles.write(folder.with_name("signed.cgb")).entries[0]
+    made: Manifest = edited(
         manifest,
-        dimensions=(Dimension(name="batch", sizes=KEYS, pad=pad, chunk=pad != "no", reason="they are", uncut=""),),
+        dimensions=(replace(signed.dimensions[0], pad=pad, chunk=pad != "no", reason="they are"),),
         inputs=signed.inputs,
         outputs=signed.outputs[:1],
         call=signed.call,
@@ -88,11 +89,14 @@ def plain(folder: Path, pad: str = "rows", **changes: Any) -> Manifest:
         result={"tensor": 0},
         **changes,
     )
+    return made
 
 
 def in_one_step(manifest: Manifest) -> Manifest:
     """Each program gives what its recording makes, without a step that copies it."""
-    return replace(manifest, programs=tuple([replace(row, steps=row.steps[:1], outputs=(1,)) for row in manifest.programs]))
+    rows = manifest.entries[0].programs
+    made: Manifest = edited(manifest, programs=tuple([replace(row, steps=row.steps[:1], outputs=(1,)) for row in rows]))
+    return made
 
 
 def program(calls: Calls, manifest: Manifest, mode: str, outputs: str, **options: Any) -> Program:
@@ -160,7 +164,7 @@ def lazy(calls: Calls, mode: str, outputs: str) -> None:
 
 def written(calls: Calls, mode: str, outputs: str) -> None:
     """The caller's tensor is brought up to date."""
-    made = program(calls, plain(calls.folder / "model.cgb", "no", written=(0,)), mode, outputs)
+    made = program(calls, plain(calls.folder / "model.cgb", "no", mutated_inputs=(0,)), mode, outputs)
     calls_of_plain(calls, made)
     calls.note("close", made.close)
 

@@ -25,6 +25,7 @@ from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles import chained_bundles
 from tests.helpers.bundles.chained_bundles import ADDS, AGAIN_AT, MAKE_AT, SIZE, N, numbers, taken, twice, write
 from tests.helpers.bundles.cuda_bundles import ARENA_AT
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import kept_exam
 from tests.helpers.drivers.cuda_calls import opened
 from tests.helpers.drivers.fake_driver import FakeDriver, install
@@ -233,7 +234,7 @@ def test_whatever_fails_leaves_nothing(manifest: Manifest, tmp_path: Path, monke
 
 
 def test_an_address_behind_the_last_byte_moves_along(manifest: Manifest) -> None:
-    take = manifest.entries[1].programs[0]
+    take = manifest.entries[2].programs[0]
     moved, moves = with_inputs_at(take, ((0, 40), (1, 80)))
     assert [(move.begin, move.end, move.offset) for move in moves] == [(0, SIZE + 1, 40), (512, 512 + SIZE + 1, 80)]
     assert [moved.values[index].memory for index in moved.inputs] == ["arena", "arena"]
@@ -265,7 +266,7 @@ def test_the_exam_sees_a_taker_that_writes_over_what_it_takes(
 
 
 def test_the_exam_sees_what_is_not_reserved(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
-    short = replace(manifest, reserved=(replace(manifest.reserved[0], bytes=SIZE - 4), manifest.reserved[1]))
+    short = edited(manifest, donated=(replace(manifest.donated[0], bytes=SIZE - 4), manifest.donated[1]))
     assert ("make -> take", False) in examined(short, tmp_path / "chained.cgb")
 
 

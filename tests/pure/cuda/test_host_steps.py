@@ -26,6 +26,7 @@ from cgbundle.validate.steps import check_order
 from cgbundle.weights import upload
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.bundles.edits import edited
 from tests.helpers.drivers.cuda_calls import call, opened, run, synchronize
 from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
@@ -85,12 +86,12 @@ def program(key: int, base: Program) -> Program:
 def mixed(made: Manifest) -> Manifest:
     """The manifest of `cuda_bundles` with programs that go through the host."""
     hosts = tuple(Region(name=file[5:-3], kind="host", reason="", file=file, constants=()) for file in FILES)
-    return replace(
+    return edited(
         made,
         target=replace(made.target, torch="2.13.0"),
         memories=(*made.memories, ("host", HOST_BYTES)),
         regions=(*made.regions, *hosts),
-        programs=tuple([program(key, row) for key, row in zip(KEYS, made.programs, strict=True)]),
+        programs=tuple([program(key, row) for key, row in zip(KEYS, made.entries[0].programs, strict=True)]),
     )
 
 
@@ -98,7 +99,7 @@ def mixed(made: Manifest) -> Manifest:
 def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
     folder = tmp_path / "mixed.cgb"
     made = mixed(cuda_bundles.write(folder, b"an image"))
-    for row in made.programs:
+    for row in made.entries[0].programs:
         check_order(row, "p")
         check_lifetimes(row, "p")
     return made, folder
@@ -215,8 +216,8 @@ def test_a_region_is_loaded_when_a_program_that_needs_it_is(
     fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]
 ) -> None:
     manifest, folder = bundle
-    first = replace(manifest.programs[0], steps=manifest.programs[0].steps[:4], outputs=(4,))
-    calls = opened(replace(manifest, programs=(first, manifest.programs[1])), folder, lazy=True)
+    first = replace(manifest.entries[0].programs[0], steps=manifest.entries[0].programs[0].steps[:4], outputs=(4,))
+    calls = opened(edited(manifest, programs=(first, manifest.entries[0].programs[1])), folder, lazy=True)
     loaded = [sorted(regions.opened)]
     for number in (0, 1):
         given = inputs(KEYS[number])
@@ -277,10 +278,10 @@ def test_poison_fills_arena_and_buffer_and_changes_nothing(
 
 def test_a_value_without_elements_is_not_copied(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
-    last = manifest.programs[0]
+    last = manifest.entries[0].programs[0]
     empty = tuple([replace(value, shape=(0, FLOATS)) if index > 1 else value for index, value in enumerate(last.values)])
     steps = (last.steps[0], *last.steps[2:])
-    backend = opened(replace(manifest, programs=(replace(last, values=empty, steps=steps),)), folder)
+    backend = opened(edited(manifest, programs=(replace(last, values=empty, steps=steps),)), folder)
     before = len(fake.calls)
     run(backend, 0, [None])
     assert not [name for name in fake.calls[before:] if "Memcpy" in name]
@@ -315,9 +316,9 @@ def test_a_tensor_of_another_layout(
 
 def test_strides_of_single_rows_do_not_matter(fake: LateDriver, regions: Regions, bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
-    last = manifest.programs[0]
+    last = manifest.entries[0].programs[0]
     thin = tuple([replace(value, shape=(1, FLOATS)) if index else value for index, value in enumerate(last.values)])
-    backend = opened(replace(manifest, programs=(replace(last, values=thin),)), folder)
+    backend = opened(edited(manifest, programs=(replace(last, values=thin),)), folder)
     regions.opened[FILES[1]].changes = {"strides": (99, 1)}
     given = inputs(KEYS[0])
     assert call(backend, 0, given)[:FLOATS] == answer(given)[:FLOATS]
@@ -371,7 +372,7 @@ def test_torch_that_is_missing(
         opened(*bundle)
     manifest, folder = bundle
     plain = cuda_bundles.program(KEYS[0])
-    graphs = replace(manifest, regions=manifest.regions[:1], programs=(plain,), memories=manifest.memories[:4])
+    graphs = edited(manifest, regions=manifest.regions[:1], programs=(plain,), memories=manifest.memories[:4])
     backend = opened(graphs, folder)  # a bundle without host regions asks for none
     given = inputs(KEYS[0])
     assert call(backend, 0, given) == expected(given)

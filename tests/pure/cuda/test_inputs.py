@@ -23,6 +23,7 @@ from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import MemcpyNode
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import INPUTS_AT, KEYS, RESULT, expected, inputs
+from tests.helpers.bundles.edits import edited
 from tests.helpers.drivers.cuda_calls import opened
 from tests.helpers.drivers.fake_driver import FakeDriver, install
 
@@ -175,20 +176,21 @@ def test_a_failed_call_leaves_the_next_one_right(monkeypatch: pytest.MonkeyPatch
 
 def test_only_what_recordings_alone_read_is_in_place(bundle: tuple[Manifest, Path]) -> None:
     manifest, _ = bundle
-    (program, _), reads = manifest.programs, binding._inputs_are_read
-    assert reads(program, manifest)
-    assert not reads(program, replace(manifest, written=(0,)))
-    assert not reads(program, replace(manifest, aliases=(Alias(output=0, memory="inputs", index=0),)))
-    assert not reads(replace(program, outputs=(0,)), manifest)
+    (program, _), reads = manifest.entries[0].programs, binding._inputs_are_read
+    entry = manifest.entries[0]
+    assert reads(program, entry)
+    assert not reads(program, replace(entry, mutated_inputs=(0,)))
+    assert not reads(program, replace(entry, aliases=(Alias(output=0, memory="inputs", index=0),)))
+    assert not reads(replace(program, outputs=(0,)), entry)
     graph, copy = program.steps
-    assert not reads(replace(program, steps=(graph, replace(copy, inputs=(0,)))), manifest)
+    assert not reads(replace(program, steps=(graph, replace(copy, inputs=(0,)))), entry)
 
 
 def test_a_recording_of_two_programs_is_not_told_of_ones_inputs(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     manifest, folder = bundle
-    one, other = manifest.programs
+    one, other = manifest.entries[0].programs
     twice = replace(other, steps=one.steps, values=one.values, arena=one.arena)
-    caller = Caller(fake, opened(replace(manifest, programs=(one, twice)), folder))
+    caller = Caller(fake, opened(edited(manifest, programs=(one, twice)), folder))
     assert caller(caller.put(0, 1)) == (0, 1)
     caller.backend.close()
 

@@ -27,6 +27,7 @@ from cgbundle.gpu.backend import CudaBackend
 from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.bundles.edits import edited
 from tests.helpers.drivers.conditional_bench import Bench
 from tests.helpers.drivers.cuda_calls import opened
 from tests.helpers.drivers.fake_driver import FakeDriver, install
@@ -43,7 +44,7 @@ def in_one_step(program: Program, outputs: tuple[int, ...] = (1,)) -> Program:
 @pytest.fixture
 def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
     manifest = cuda_bundles.write(tmp_path / "tiny.cgb", b"an image")
-    return replace(manifest, programs=tuple(map(in_one_step, manifest.programs))), tmp_path / "tiny.cgb"
+    return edited(manifest, programs=tuple(map(in_one_step, manifest.entries[0].programs))), tmp_path / "tiny.cgb"
 
 
 class Caller:
@@ -170,7 +171,7 @@ def test_a_capture_copies_to_what_the_caller_keeps(caller: Caller) -> None:
 
 def test_several_outputs(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, folder = bundle
-    twice = replace(manifest, programs=tuple(replace(each, outputs=(1, 1)) for each in manifest.programs))
+    twice = edited(manifest, programs=tuple(replace(each, outputs=(1, 1)) for each in manifest.entries[0].programs))
     caller = Caller(fake, opened(twice, folder), outputs=2)
     caller(0)
     assert caller(1) == [AIM, AIM, LAUNCH]
@@ -184,7 +185,7 @@ def test_several_outputs(fake: FakeDriver, bundle: tuple[Manifest, Path], monkey
 @pytest.mark.parametrize("why", ["mode stream", "of two programs", "no outputs", "empty output", "two steps"])
 def test_others_have_no_such_launch(fake: FakeDriver, bundle: tuple[Manifest, Path], why: str) -> None:
     manifest, folder = bundle
-    one, other = manifest.programs
+    one, other = manifest.entries[0].programs
     changed = {
         "of two programs": replace(other, steps=one.steps, values=one.values, arena=one.arena),
         "no outputs": replace(other, outputs=()),
@@ -192,7 +193,7 @@ def test_others_have_no_such_launch(fake: FakeDriver, bundle: tuple[Manifest, Pa
         "two steps": cuda_bundles.program(KEYS[1]),
     }
     mode = "stream" if why == "mode stream" else "graph"
-    backend = opened(replace(manifest, programs=(one, changed.get(why, other))), folder, mode=mode)
+    backend = opened(edited(manifest, programs=(one, changed.get(why, other))), folder, mode=mode)
     assert backend._programs.ready[1].copying is None
     assert (backend._programs.ready[0].copying is None) == (why in ("mode stream", "of two programs"))
     backend.close()
@@ -210,7 +211,7 @@ def test_a_recording_with_conditional_nodes_has_none(fake: FakeDriver, tmp_path:
 def test_a_copy_waits_for_the_last_nodes(fake: FakeDriver, bundle: tuple[Manifest, Path]) -> None:
     """All of them; and none that another one follows, early or not: 86 edges to a copy cost a GPT 4 to 13 us of the GPU."""
     manifest, folder = bundle
-    file = manifest.programs[0].steps[0].file
+    file = manifest.entries[0].programs[0].steps[0].file
     image = next(each.sha256 for each in manifest.files if each.path.startswith("kernels/"))
     recording = cuda_bundles.recording(image, KEYS[0])
     early = [replace(each, type=1, from_port=1) if (each.source, each.target) == (1, 0) else each for each in recording.edges]

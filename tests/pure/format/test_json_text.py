@@ -65,11 +65,11 @@ def sealed(text: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (b'{\n"aliases"', b'{\n"name":"another",\n"aliases"'),
-        (b'{\n"aliases"', b'{\n"format":1,\n"aliases"'),
+        (b'{\n"entries"', b'{\n"name":"another",\n"entries"'),
+        (b'{\n"entries"', b'{\n"version":1,\n"entries"'),
         (b'"pad":', b'"pad":"rows","pad":'),
         (b'"call":{', b'"call":{"value":1,"value":2,'),
-        (b'{\n"aliases"', b'{\n"\\u0073ha256":"' + b"0" * 64 + b'",\n"aliases"'),
+        (b'{\n"entries"', b'{\n"\\u0073ha256":"' + b"0" * 64 + b'",\n"entries"'),
     ],
 )
 def test_a_field_of_a_manifest_stands_once(old: bytes, new: bytes) -> None:

@@ -25,6 +25,7 @@ from cgbundle.validate.bundle import check_manifest
 from cgbundle.validate.recordings import check_recording
 from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import MemcpyNode, MemsetNode, pack
+from tests.helpers.bundles.edits import OF_ENTRY, edited
 from tests.helpers.bundles.fabricate import seal_plain, seal_text
 from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.frugal import cost
@@ -44,6 +45,7 @@ Edit = Callable[[dict[str, Any]], Any]
 
 def put(value: Any, *path: Any) -> Edit:
     def edit(plain: Any) -> None:
+        plain = plain["entries"][0] if path[0] in OF_ENTRY else plain
         for part in path[:-1]:
             plain = plain[part]
         plain[path[-1]] = value
@@ -73,23 +75,25 @@ def many_states(plain: dict[str, Any]) -> None:
     row = {**plain["weights"][0], "shape": [1], "strides": [1], "memory": "state"}
     plain["weights"] += [{**row, "name": f"s{i}", "tensor": f"s{i}", "offset": 256 * i} for i in range(20_000)]
     plain["memories"] = [["weights", 32], ["state", 256 * 20_000 - 252]]
-    plain["dimensions"][0].update(pad="no", chunk=False)
+    plain["entries"][0]["dimensions"][0].update(pad="no", chunk=False)
     plain["files"][0]["bytes"] = -1
 
 
 def many_dimensions(plain: dict[str, Any]) -> None:
-    plain["dimensions"] = [{**plain["dimensions"][0], "name": f"d{i}"} for i in range(2000)]
+    plain["entries"][0]["dimensions"] = [{**plain["entries"][0]["dimensions"][0], "name": f"d{i}"} for i in range(2000)]
 
 
 def many_evaluations(plain: dict[str, Any]) -> None:
     size: Any = "batch"
     for _ in range(60):
         size = ["+", size, 1]
-    plain["outputs"] = [{**plain["outputs"][0], "name": f"y{i}", "shape": [size] * 60, "order": list(range(60))} for i in range(8)]
-    plain["dimensions"][0]["sizes"] = list(range(1, 3001))
-    plain["programs"] = [{**plain["programs"][0], "key": [i]} for i in range(1, 3001)]
-    plain["dimensions"][0]["chunk"] = False
-    plain["result"] = {"tuple": [{"tensor": i} for i in range(8)]}
+    plain["entries"][0]["outputs"] = [
+        {**plain["entries"][0]["outputs"][0], "name": f"y{i}", "shape": [size] * 60, "order": list(range(60))} for i in range(8)
+    ]
+    plain["entries"][0]["dimensions"][0]["sizes"] = list(range(1, 3001))
+    plain["entries"][0]["programs"] = [{**plain["entries"][0]["programs"][0], "key": [i]} for i in range(1, 3001)]
+    plain["entries"][0]["dimensions"][0]["chunk"] = False
+    plain["entries"][0]["result"] = {"tuple": [{"tensor": i} for i in range(8)]}
 
 
 def table_file(plain: dict[str, Any]) -> None:
@@ -105,7 +109,7 @@ HOSTILE: dict[str, tuple[Edit | tuple[str, Edit], str]] = {
     "a list 980 deep": (spelled(deep(980), "name"), "nested too deeply"),
     "a list 240 deep": (spelled(deep(240), "name"), "name: expected str, got list of 1"),
     "a size of lists 980 deep": (spelled(deep(980), "inputs", 0, "shape"), "nested too deeply"),
-    "a format version 240 deep": (spelled(deep(240), "format"), "format: expected a version number, got of 1"),
+    "a format version 240 deep": (spelled(deep(240), "version"), "version: expected a version number, got of 1"),
     "a path of 5,000 letters": (put("x" * 5000, "files", 0, "path"), r"files\[0\].path: 5000 characters, more than the limit"),
     "a path with a part of 300 letters": (put("x" * 300, "files", 0, "path"), r"files\[0\].path: .* is no path inside"),
     "a path of 5,000 letters in a step": (put("x" * 5000, "programs", 0, "steps", 0, "file"), "5000 characters"),
@@ -114,7 +118,7 @@ HOSTILE: dict[str, tuple[Edit | tuple[str, Edit], str]] = {
     "a number of 65 bits": (put(2**64, "programs", 0, "arena"), "expected an integer of 64 bits"),
     "a size of 65 bits": (put([2**64, 3], "inputs", 0, "shape"), "expected an integer of 64 bits"),
     "a size of 64 bits": (put(2**63 - 1, "programs", 0, "values", 0, "shape", 0), "more bytes than 64 bits count"),
-    "a version of 4,000 digits": (put(10**4000, "format"), "format: expected a version number, got of 13288 bits"),
+    "a version of 4,000 digits": (put(10**4000, "version"), "version: expected a version number, got of 13288 bits"),
     "digits that are none": (put("²", "inputs", 0, "shape", 0), r"unknown dimension \['²'\]"),
     "a surrogate in a name": (put("\ud800", "inputs", 0, "name"), r"inputs\[0\].name: .* is not printable"),
     "a surrogate in a text": (put("\ud800", "dimensions", 0, "reason"), "half of a surrogate pair"),
@@ -289,10 +293,10 @@ def large(keys: int, values: int, weights: int) -> Manifest:
     """A manifest of so many int_keys with so many values each, and so many weights."""
     made = manifest()
     row = Value(dtype="bfloat16", shape=(128, 4096, 64), strides=(262144, 64, 1), memory="arena", offset=123456789)
-    programs = tuple([replace(made.programs[0], key=(key + 1,), values=(row,) * values) for key in range(keys)])
-    proofs = tuple([replace(made.exam.proofs[0], key=(key + 1,)) for key in range(keys)])
+    programs = tuple([replace(made.entries[0].programs[0], key=(key + 1,), values=(row,) * values) for key in range(keys)])
+    proofs = tuple([replace(made.entries[0].self_test.proofs[0], key=(key + 1,)) for key in range(keys)])
     names = tuple([replace(made.weights[0], name=f"model.layers.{i}.attention.weight") for i in range(weights)])
-    return replace(made, programs=programs, weights=names, exam=replace(made.exam, proofs=proofs))
+    return edited(made, programs=programs, weights=names, self_test=replace(made.entries[0].self_test, proofs=proofs))
 
 
 @pytest.mark.parametrize(("keys", "values", "weights"), [(400, 4, 600), (10, 60, 5000)])
@@ -301,7 +305,7 @@ def test_what_large_models_need_is_far_below_the_limits(keys: int, values: int, 
     data = manifest_json.encode(large(keys, values, weights))
     assert len(data) < limits.JSON_BYTES / 20
     assert data.count(b",") + data.count(b"[") + data.count(b"{") < limits.JSON_VALUES / 20
-    assert len(manifest_json.decode(data).programs) == keys
+    assert len(manifest_json.decode(data).entries[0].programs) == keys
 
 
 # --- tables ----------------------------------------------------------------------------------------------------------

@@ -4,60 +4,67 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import MISSING, fields, replace
 from hashlib import sha256
-from types import EllipsisType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import limits, manifest_json, schema, versions
+from cgbundle.format import limits, manifest_json, schema
 from cgbundle.format.schema import Manifest
+from tests.helpers.bundles.edits import OF_ENTRY, edited, located
 from tests.helpers.bundles.fabricate import seal_plain, seal_text
-from tests.helpers.bundles.tiny_bundle import before_4, manifest
+from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.raising import raises
 
 # --- manifests of every shape, from the schema's annotations ---------------------------------------------------
 
-scalars = {
-    int: st.integers(-limits.INTEGER, limits.INTEGER - 1),
-    str: st.text(st.characters(exclude_categories=["C", "Z"]) | st.just(" "), max_size=8),
-    bool: st.booleans(),
-    float: st.floats(allow_nan=False, allow_infinity=False),
-}
+integers, counts = st.integers(-limits.INTEGER, limits.INTEGER - 1), st.integers(0, limits.INTEGER - 1)
+floats = st.floats(allow_nan=False, allow_infinity=False)
+texts = st.text(st.characters(exclude_categories=["C", "Z"]) | st.just(" "), max_size=8)
 sizes = st.recursive(
-    scalars[int] | scalars[str],
+    integers | texts,
     lambda inner: st.tuples(st.sampled_from(["+", "-", "*", "//", "%"]), inner, inner),
     max_leaves=4,
 )
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | scalars[float] | st.text(max_size=4),
+    st.none() | st.booleans() | st.integers() | floats | st.text(max_size=4),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=6,
 )
 
 
-def values_of(kind: Any) -> st.SearchStrategy[Any]:
-    """Values of an annotation of the schema."""
-    if kind == schema.Size:
-        return sizes
-    if kind == schema.Tree:
-        return st.dictionaries(st.text(max_size=4), json_values, max_size=3)
-    if kind in scalars:
-        return scalars[kind]
-    if is_dataclass(kind):
-        return st.builds(kind, **{name: values_of(hint) for name, hint in get_type_hints(kind).items()})
-    assert get_origin(kind) is tuple, kind
-    parts = get_args(kind)
-    if isinstance(parts[-1], EllipsisType):
-        return st.lists(values_of(parts[0]), max_size=2).map(tuple)
-    return st.tuples(*map(values_of, parts))
+NAMED: dict[str, st.SearchStrategy[Any]] = {
+    "int": integers, "Position": counts, "Bytes": counts, "str": texts, "Name": texts, "bool": st.booleans(), "float": floats,
+    "Error": floats.map(abs), "Dtype": st.sampled_from(list(schema.DTYPES)), "Memory": st.sampled_from(schema.MEMORIES),
+    "Sha256": st.text("0123456789abcdef", min_size=64, max_size=64), "IntKey": st.lists(integers, max_size=2).map(tuple),
+    "Shape": st.lists(integers, max_size=2).map(tuple), "Sizes": st.lists(sizes, max_size=2).map(tuple),
+    "Tree": st.dictionaries(st.text(max_size=4), json_values, max_size=3),
+}  # fmt: skip
 
 
-manifests = values_of(Manifest).map(lambda made: replace(made, format=versions.FORMAT_VERSION))
+def values_of(text: str) -> st.SearchStrategy[Any]:
+    """Values of an annotation, as it is spelled in the schema."""
+    if text.endswith(" | None"):
+        return st.none() | values_of(text.removesuffix(" | None"))
+    if text in NAMED:
+        return NAMED[text]
+    kind, _, inside = text[: -1 if text.endswith("]") else None].partition("[")
+    parts = inside.split(", ")
+    if kind == "Literal":
+        return st.sampled_from([part.strip("'\"") for part in parts])
+    if kind == "tuple" and parts[-1] == "...":
+        return st.lists(values_of(inside.removesuffix(", ...")), max_size=2).map(tuple)
+    if kind == "tuple":
+        return st.tuples(*map(values_of, parts))
+    record = getattr(schema, text)
+    return st.builds(record, **{field.name: values_of(str(field.type)) for field in fields(record)})
+
+
+manifests = values_of("Manifest").map(lambda made: replace(made, version=schema.VERSION))
 
 
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
@@ -69,8 +76,8 @@ def test_decode_inverts_encode(made: Manifest) -> None:
 
 
 def test_equal_manifests_give_equal_bytes_whatever_the_order_of_keys() -> None:
-    one = replace(manifest(), call={"a": {"x": 1, "y": 2}, "b": 3})
-    other = replace(manifest(), call={"b": 3, "a": {"y": 2, "x": 1}})
+    one = edited(manifest(), call={"a": {"x": 1, "y": 2}, "b": 3})
+    other = edited(manifest(), call={"b": 3, "a": {"y": 2, "x": 1}})
     assert manifest_json.encode(one) == manifest_json.encode(other)
 
 
@@ -78,8 +85,9 @@ def test_every_field_of_the_manifest_has_a_line_of_its_own_in_sorted_order() -> 
     lines = manifest_json.encode(manifest()).decode().split("\n")
     assert (lines[0], lines[-2:]) == ("{", ["}", ""])
     names = [line.partition(":")[0].strip('"') for line in lines[1:-2]]
-    left_out = {name for record, name in versions.SPARSE if record == "Manifest"}  # they are empty
-    assert names == sorted([field.name for field in fields(Manifest) if field.name not in left_out] + ["sha256"])
+    made = manifest()
+    told = [field.name for field in fields(Manifest) if field.default is MISSING or getattr(made, field.name) != field.default]
+    assert names == sorted([*told, "sha256"])
 
 
 def test_the_bytes_are_those_that_format_md_describes() -> None:
@@ -134,7 +142,9 @@ def test_a_seal_that_is_no_digest_is_refused(seal: object) -> None:
         manifest_json.decode(json.dumps(plain).encode())
 
 
-@pytest.mark.parametrize("data", [b"", b"\xff\xfe\x00", b"[]", b"7", b"null", b"{", b'{"format":NaN}', b"[" * 100_000, b"9" * 5000])
+@pytest.mark.parametrize(
+    "data", [b"", b"\xff\xfe\x00", b"[]", b"7", b"null", b"{", b'{"version":NaN}', b"[" * 100_000, b"9" * 5000]
+)
 def test_what_is_no_json_object_is_refused(data: bytes) -> None:
     with raises("manifest-invalid", match=r"^manifest\.json: "):
         manifest_json.decode(data)
@@ -154,7 +164,7 @@ def decode_edited(edit: Callable[[dict[str, Any]], None]) -> Manifest:
 def reject(edit: Callable[[dict[str, Any]], None], path: str, message: str) -> None:
     with raises("manifest-invalid", match=message) as caught:
         decode_edited(edit)
-    assert str(caught.value).startswith(f"{path}: ")
+    assert str(caught.value).startswith(f"{located(path)}: ")
     assert "\n" not in str(caught.value)
 
 
@@ -162,50 +172,45 @@ def test_an_edit_that_changes_nothing_is_accepted() -> None:
     assert decode_edited(lambda plain: None) == manifest()
 
 
-@pytest.mark.parametrize("version", [versions.FORMAT_VERSION + 1, versions.FORMAT_VERSION + 2, 10**9])
+@pytest.mark.parametrize("version", [schema.VERSION + 1, schema.VERSION + 2, 10**9])
 def test_a_newer_format_version_names_both_versions(version: int) -> None:
-    words = f"version {version}, this cgbundle reads versions up to {versions.FORMAT_VERSION}$"
+    words = f"version {version} of the format, this cgbundle reads versions up to {schema.VERSION}$"
     with raises("format-unsupported", match=words) as caught:
-        decode_edited(lambda plain: plain.update(format=version))
+        decode_edited(lambda plain: plain.update(version=version))
     assert caught.value.exit_code == 2
 
 
 def test_a_newer_format_is_told_as_such_even_when_its_seal_and_fields_are_unknown_here() -> None:
     with raises("format-unsupported"):
-        manifest_json.decode(b'{"format":%d,"something":"else"}' % (versions.FORMAT_VERSION + 1))
+        manifest_json.decode(b'{"version":%d,"something":"else"}' % (schema.VERSION + 1))
 
 
-def test_an_earlier_version_lacks_the_fields_that_came_later() -> None:
-    finding = schema.Finding(
-        rule="r", severity="note", message="m", node="", where="", source="", effect="e", fix="f"
-    )  # fmt: skip
-    made = replace(before_4(manifest(), 1), findings=(finding,))
-    plain = json.loads(manifest_json.encode(made))
-    assert "written" not in plain and "node" not in plain["findings"][0]
-    assert manifest_json.decode(manifest_json.encode(made)) == made
-    with raises("manifest-invalid", match=r"^findings\[0\]\.node: no such field in this format version"):
-        manifest_json.decode(seal_plain({**plain, "findings": [{**plain["findings"][0], "node": ""}]}))
-    with raises("manifest-invalid", match="^written: missing"):
-        manifest_json.decode(seal_plain({**plain, "format": 2}))
-    with raises("manifest-invalid", match="^written: format version 1 has no such field"):
-        manifest_json.encode(replace(made, written=(0,)))
+@pytest.mark.parametrize("version", [1, 2, 6, "6"])
+def test_what_was_written_before_version_1_is_refused_in_one_sentence(version: object) -> None:
+    with raises("format-unsupported", match=r"^manifest\.json: written before version 1 of the format; build the bundle again$"):
+        decode_edited(lambda plain: (plain.update(format=version), plain.pop("version")))
 
 
-def test_the_fields_that_came_later_exist() -> None:
-    for (record, field), (since, _) in versions.ADDED.items():
-        assert field in {each.name for each in fields(getattr(schema, record))} and 1 < since <= versions.FORMAT_VERSION
+def test_what_has_its_default_is_left_out_and_refused_where_it_stands() -> None:
+    plain = json.loads(manifest_json.encode(manifest()))
+    assert "world" not in plain and "mutated_inputs" not in plain["entries"][0]
+    reject(put([], "mutated_inputs"), "mutated_inputs", "has its default, and has to be left out")
+    reject(put(0, "weights", 0, "offset"), "weights[0].offset", "has its default")
+    reject(put(None, "world"), "world", "expected World, got NoneType")
+    reject(put(None, "random"), "random", "expected int, got NoneType")
 
 
 @pytest.mark.parametrize("version", [0, -1, True, 1.0, "1", None, [1]])
 def test_a_format_version_that_is_no_number_from_1_on_is_refused(version: object) -> None:
-    reject(lambda plain: plain.update(format=version), "format", "expected a version number")
+    reject(lambda plain: plain.update(version=version), "version", "expected a version number")
 
 
 def test_a_missing_format_version_is_refused() -> None:
-    reject(lambda plain: plain.pop("format"), "format", "expected a version number")
+    reject(lambda plain: plain.pop("version"), "version", "expected a version number")
 
 
 def drop(plain: Any, *path: Any) -> None:
+    plain = plain["entries"][0] if path[0] in OF_ENTRY else plain
     for part in path[:-1]:
         plain = plain[part]
     del plain[path[-1]]
@@ -213,6 +218,7 @@ def drop(plain: Any, *path: Any) -> None:
 
 def put(value: object, *path: Any) -> Callable[[Any], None]:
     def edit(plain: Any) -> None:
+        plain = plain["entries"][0] if path[0] in OF_ENTRY else plain
         for part in path[:-1]:
             plain = plain[part]
         plain[path[-1]] = value
@@ -245,8 +251,8 @@ def test_the_name_of_an_unknown_field_cannot_break_the_line() -> None:
         (put(True, "target", "driver"), "target.driver", "expected int, got bool"),
         (put(1.0, "target", "driver"), "target.driver", "expected int, got float"),
         (put(1, "dimensions", 0, "chunk"), "dimensions[0].chunk", "expected bool, got int"),
-        (put("1", "exam", "proofs", 1, "error"), "exam.proofs[1].error", "expected number, got str"),
-        (put(True, "exam", "proofs", 1, "error"), "exam.proofs[1].error", "expected number, got bool"),
+        (put("1", "self_test", "proofs", 1, "error"), "self_test.proofs[1].error", "expected number, got str"),
+        (put(True, "self_test", "proofs", 1, "error"), "self_test.proofs[1].error", "expected number, got bool"),
         (put([], "target"), "target", "expected Target, got list"),
         (put({}, "programs"), "programs", "expected a list, got dict"),
         (put("ab", "programs", 0, "key"), "programs[0].key", "expected a list, got str"),
@@ -274,8 +280,8 @@ def test_a_wrong_type_names_its_path_and_both_types(edit: Callable[[Any], None],
 
 
 def test_a_whole_number_is_a_number() -> None:
-    found = decode_edited(put(0, "exam", "proofs", 0, "error")).exam.proofs[0].error
-    assert type(found) is float and found == 0
+    found = decode_edited(put(2, "self_test", "proofs", 0, "tolerance")).entries[0].self_test.proofs[0].tolerance
+    assert type(found) is float and found == 2
 
 
 # --- hostile numbers and depths ----------------------------------------------------------------------------------
@@ -285,17 +291,17 @@ def test_a_whole_number_is_a_number() -> None:
 def test_a_number_that_no_float_holds_is_refused(number: str) -> None:
     """An infinite tolerance would let every exam pass."""
     plain = json.loads(manifest_json.encode(manifest()))
-    plain["exam"]["proofs"][0]["tolerance"] = 0.123
+    plain["entries"][0]["self_test"]["proofs"][0]["tolerance"] = 0.123
     text = seal_plain(plain).decode().replace("0.123", number)
     text = text.replace(json.loads(seal_plain(plain))["sha256"], "0" * 64)
-    with raises("manifest-invalid", match=r"exam\.proofs\[0\]\.tolerance|not JSON"):
+    with raises("manifest-invalid", match=r"self_test\.proofs\[0\]\.tolerance|not JSON"):
         manifest_json.decode(seal_text(text))
 
 
 @pytest.mark.parametrize("number", ["1e999", "NaN"])
 def test_a_constant_that_no_float_holds_is_refused(number: str) -> None:
     plain = json.loads(manifest_json.encode(manifest()))
-    plain["call"] = {"call": [["x", {"value": 0.123}]]}
+    plain["entries"][0]["call"] = {"call": [["x", {"value": 0.123}]]}
     text = seal_plain(plain).decode().replace("0.123", number)
     text = text.replace(json.loads(seal_plain(plain))["sha256"], "0" * 64)
     with raises("manifest-invalid"):
@@ -305,7 +311,7 @@ def test_a_constant_that_no_float_holds_is_refused(number: str) -> None:
 def test_numbers_that_json_cannot_hold_are_refused_when_written() -> None:
     for number in (float("inf"), float("nan")):
         with raises("manifest-invalid", match="cannot hold the number"):
-            manifest_json.encode(replace(manifest(), call={"value": number}))
+            manifest_json.encode(edited(manifest(), call={"value": number}))
 
 
 @pytest.mark.parametrize("depth", [70, 200, 500, 900])
@@ -321,4 +327,4 @@ def test_a_size_may_nest_as_deep_as_any_model_needs() -> None:
     size: Any = "batch"
     for _ in range(30):
         size = ["+", size, 1]
-    assert decode_edited(put([size, 3], "inputs", 0, "shape")).inputs[0].shape[1] == 3
+    assert decode_edited(put([size, 3], "inputs", 0, "shape")).entries[0].inputs[0].shape[1] == 3

@@ -134,7 +134,7 @@ def test_a_result_prints_as_three_lines() -> None:
     built = Built(path=Path("a<b.cgb"), manifest=made, seconds=(("export", 1.25), ("verify", 2.0)))
     first, second, third = str(built).splitlines()
     assert first.startswith("a<b.cgb, ") and first.endswith("built in 3.2 s") and made.target.kind in first
-    assert f"{len(made.programs)} int_key" in second and "proved" in second
+    assert f"{len(made.entries[0].programs)} int_key" in second and "proved" in second
     assert third == "program = cgbundle.load('a<b.cgb')"
     assert "\n" not in repr(built) and "a<b.cgb" in repr(built) and len(repr(built)) < 100
     assert built._repr_html_() == f"<pre>{str(built).replace('<', '&lt;').replace(chr(39), '&#x27;')}</pre>"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from cgbundle.call.structure import flattener
-from cgbundle.format.schema import Manifest, Parameter
+from cgbundle.format.schema import EntrySpec, Parameter
 from cgcompile.bundle.arguments import arranged, constants, nested, spelled
-from tests.helpers.bundles.tiny_bundle import before_4, manifest
+from tests.helpers.bundles.tiny_bundle import manifest
 
 Row = tuple[str, dict[str, Any], bool, Any]
 """A parameter: name, tree, whether it is by name only, default (... is none)."""
@@ -19,10 +19,10 @@ TENSOR = {"tensor": 0}
 POINT = {"namedtuple": ["Point", ["x", "y"], [{"value": 1}, {"value": 2}]]}
 
 
-def bundle(*rows: Row) -> Manifest:
+def bundle(*rows: Row) -> EntrySpec:
     call = {"call": [[name, tree] for name, tree, _, _ in rows]}
-    known = [Parameter(keyword=keyword, default=() if own is ... else ({"value": own},)) for _, _, keyword, own in rows]
-    return replace(manifest(), call=call, parameters=tuple(known))
+    known = [Parameter(keyword=keyword, default=None if own is ... else {"value": own}) for _, _, keyword, own in rows]
+    return replace(manifest().entries[0], call=call, parameters=tuple(known))
 
 
 def constant(value: Any) -> dict[str, Any]:
@@ -76,13 +76,10 @@ def test_an_argument_of_several_parts_is_spelled_with_them() -> None:
     assert nested(made) == ["batch = {'x': batch_x, 7: ({'keys': batch_7_0_keys, 'size': None},), 'more': ['a', ()]}"]
     held: dict[str, Any] = {"batch_x": "x", "batch_7_0_keys": "k"}
     exec("\n".join(nested(made)), held)
-    assert list(flattener({"call": made.call["call"][:1]}, made.parameters[:1])((held["batch"],), {})) == ["x", "k"]
-
-
-def test_an_older_bundle_leaves_its_constants_out() -> None:
-    old = before_4(bundle(("ids", TENSOR, False, ...), ("temperature", constant(2.0), False, ...)))
-    assert spelled(old) == "ids"
-    assert [each.required for each in constants(old)] == [False]
+    assert list(flattener({"call": made.call["call"][:1]}, made.parameters[:1])((held["batch"],), {})) == [
+        "x",
+        "k",
+    ]
 
 
 def test_constants_are_told_with_their_defaults() -> None:

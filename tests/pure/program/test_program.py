@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from cgbundle.errors import CallError
-from cgbundle.format.schema import Manifest
+from cgbundle.format.schema import Manifest, Parameter
 from cgbundle.program import Program
 from cgbundle.tensors import tensor
 from cgbundle.tensors.tensor import Tensor
@@ -234,6 +234,7 @@ def test_inputs_go_by_name_and_nested() -> None:
         [spec("a", 1), spec("b", 1)],
         [spec("y", 1)],
         call={"call": [["pair", {"dict": [["a", {"tensor": 0}], ["b", {"tensor": 1}]]}], ["flag", {"value": True}]]},
+        parameters=(Parameter(), Parameter(default={"value": True})),
         result={"namedtuple": ["Output", ["y", "loss"], [{"tensor": 0}, {"value": None}]]},
     )
     run, _ = program(model, lambda key, inputs: [[inputs[0][0] - inputs[1][0]]])
@@ -521,7 +522,7 @@ def test_a_closed_program_refuses_calls_and_closes_once() -> None:
     with raises("program-closed", match="'tiny'") as caught:
         run(numbers((2, 3)))
     assert caught.value.exit_code == 2
-    assert run.int_keys == ((2,), (8,)) and run.inputs == LINE.inputs
+    assert run.int_keys == ((2,), (8,)) and run.inputs == LINE.entries[0].inputs
 
 
 def test_a_program_that_is_forgotten_is_closed() -> None:

@@ -17,7 +17,7 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import EXAM, PROGRAM, exam_entry
-from cgbundle.format.schema import Dimension, Exam, Manifest, TensorSpec
+from cgbundle.format.schema import Dimension, Manifest, SelfTest, TensorSpec
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program.program import Program
 from cgbundle.program.replicas import Replicas
@@ -25,6 +25,7 @@ from cgbundle.tensors.tensor import Tensor, from_bytes
 from tests.helpers.bundles import cuda_bundles, state_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import POSITIONAL, bounds, proof, seal
 from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.places import GOLDEN
@@ -59,16 +60,16 @@ def write(folder: Path) -> Manifest:
             contents[exam_entry((key,), kind, 0)] = ("float32", (key, FLOATS), partial(bytes, data))
     with open(folder / EXAM, "wb") as file:
         safetensors.write(file, contents)
-    spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1), range=())
-    made = replace(
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1))
+    made = edited(
         made,
-        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="not proved", uncut=""),),
+        dimensions=(Dimension(name="batch", sizes=KEYS, pad="no", chunk=False, reason="not proved"),),
         inputs=(spec,),
         outputs=(replace(spec, name="y"),),
         call={"call": [["x", {"tensor": 0}]]},
         parameters=(POSITIONAL,),
         result={"tensor": 0},
-        exam=Exam(
+        self_test=SelfTest(
             compare="bits", calls=1, expected="recording", bounds=bounds("float32"),
             proofs=tuple([proof(key, method="none", tolerance=0.0) for key in KEYS]),
         ),
@@ -182,7 +183,7 @@ def test_what_cannot_be_loaded_so(fake: FakeDriver, path: Path) -> None:
     with raises("option-refused", match=r"devices=\[0, 1\]: the bundle is for one device"):
         cgbundle.load(path, devices=[0, 1])
     with raises("option-refused", match="nothing of it runs on a GPU"):
-        cgbundle.load(GOLDEN / "v6/cpu_fixed.cgb", replicas=True)
+        cgbundle.load(GOLDEN / "v1/cpu_fixed.cgb", replicas=True)
     with raises("wrong-machine", match="device 7: this machine shows 3 GPUs"):
         cgbundle.load(path, devices=[0, 7], replicas=True)
     with cgbundle.load(path, replicas=True) as replicas:

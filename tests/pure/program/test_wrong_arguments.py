@@ -192,7 +192,7 @@ def test_a_broadcast_of_more_rows_than_a_plan_can_have() -> None:
     told(lambda: run(Tensor(row.address, "float32", (BIG, 3), (0, 1), row)), CgbundleError)
     assert not backend.calls
     with raises("key-missing"):
-        plan(LINE, [(BIG, 3)], "chunk")
+        plan(LINE.entries[0], [(BIG, 3)], "chunk")
     casting, _ = program(LINE, double, cast=True)
     half = Tensor(row.address, "float16", (BIG, 3), (0, 1), row)
     told(lambda: casting(half), CgbundleError)  # before it is cast

@@ -7,7 +7,6 @@ import gc
 import threading
 import weakref
 from array import array
-from dataclasses import replace
 from pathlib import Path
 from struct import pack, unpack
 from typing import Any
@@ -25,6 +24,7 @@ from cgbundle.validate import contents
 from tests.helpers.bundles import state_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, expected, inputs
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.state_bundles import FIRST
 from tests.helpers.drivers.cuda_calls import GRANULARITY, planned
 from tests.helpers.drivers.fake_driver import FakeDriver
@@ -352,7 +352,7 @@ def test_a_state_that_is_not_there_is_named_with_those_that_are(fake: FakeDriver
         with raises("state-missing", match=r"no state 'totl' \(did you mean total\?\): it has 'total', 'marks'"):
             program.state["totl"] = given(4)
         assert "total float32 [16]" in repr(program.state)
-    plain = replace(manifest, weights=manifest.weights[:3], aliases=(), random=-1)
+    plain = edited(manifest, weights=manifest.weights[:3], aliases=(), random=None)
     program = Program(plain, CudaBackend(ArchiveOf(folder, plain), 0, "graph", lazy=False), "pad", "copy")
     assert dict(program.state) == {} and "none" in repr(program.state)
     with raises("state-missing", match="its model keeps none"):

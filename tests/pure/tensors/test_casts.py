@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +13,7 @@ from cgbundle.tensors.dlpack import cast
 from cgbundle.tensors.library import library_of
 from cgbundle.tensors.numbers import decode, encoded, is_safe
 from cgbundle.tensors.tensor import Tensor, from_bytes
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
 from tests.pure.program.test_program import program
@@ -120,7 +120,7 @@ def test_what_may_lose_digits_is_never_cast(asked: bool) -> None:
 
 
 def test_an_input_that_the_model_writes_to_is_never_cast() -> None:
-    run, _ = program(replace(TOKENS, written=(1,)), total, cast=True)
+    run, _ = program(edited(TOKENS, mutated_inputs=(1,)), total, cast=True)
     with raises("input-dtype", match="input 'x': expected dtype float32, got float16") as caught:
         run(tensor("plain", "int64", [1] * 4, (2, 2)), tensor("plain", "float16", [0, 0], (2,)))
     assert caught.value.hint == "convert it to float32 before the call: the model writes to it, so it is never cast"
@@ -129,7 +129,7 @@ def test_an_input_that_the_model_writes_to_is_never_cast() -> None:
 def test_an_output_that_is_an_input_is_the_one_that_was_cast() -> None:
     numpy = pytest.importorskip("numpy")
     same = signature([dimension("n", 2)], [spec("x", "n")], [spec("y", "n")])
-    run, _ = program(replace(same, aliases=(Alias(output=0, memory="inputs", index=0),)), lambda key, inputs: inputs, cast=True)
+    run, _ = program(edited(same, aliases=(Alias(output=0, memory="inputs", index=0),)), lambda key, inputs: inputs, cast=True)
     given = numpy.ones(2, "float16")
     (y,) = run(given)
     assert y.dtype == "float32" and not numpy.shares_memory(y, given)

@@ -32,6 +32,7 @@ from cgcompile.tools.bench.worker import time_device, time_dispatch
 from cgcompile_cli.benchmark import precise
 from cgcompile_cli.main import app
 from tests.helpers.bundles import cuda_bundles
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import POSITIONAL, proof, write_bundle
 from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.places import ROOT
@@ -406,13 +407,14 @@ def gpu_bundle(folder: Path) -> Manifest:
     with open(folder / file_names.EXAM, "wb") as file:
         safetensors.write(file, exam)
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
-    spec = TensorSpec(name="x", dtype="float32", shape=("batch", cuda_bundles.FLOATS), order=(0, 1), range=())
+    spec = TensorSpec(name="x", dtype="float32", shape=("batch", cuda_bundles.FLOATS), order=(0, 1))
     proofs = tuple([proof(size, tolerance=1e-4) for size in cuda_bundles.KEYS])
-    manifest = replace(
+    manifest = edited(
         bare, inputs=(spec,), outputs=(replace(spec, name="y"),), call={"call": [["x", {"tensor": 0}]]},
         parameters=(POSITIONAL,), result={"tensor": 0},
-        dimensions=(Dimension(name="batch", sizes=cuda_bundles.KEYS, pad="no", chunk=False, reason="a test", uncut=""),),
-        exam=replace(bare.exam, compare="bits", bounds=(1e-4,), proofs=proofs), files=archive.describe_files(str(folder)),
+        dimensions=(Dimension(name="batch", sizes=cuda_bundles.KEYS, pad="no", chunk=False, reason="a test"),),
+        self_test=replace(bare.entries[0].self_test, compare="bits", bounds=(1e-4,), proofs=proofs),
+        files=archive.describe_files(str(folder)),
     )  # fmt: skip
     (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(manifest))
     return manifest

@@ -20,7 +20,7 @@ from tests.helpers.bundles.tiny_bundle import manifest, write_bundle
 from tests.helpers.places import GOLDEN, skip_older_torch
 from tests.helpers.raising import raises
 
-GPU, CPU = GOLDEN / "v6/traced_fixed.cgb", GOLDEN / "v6/cpu_fixed.cgb"
+GPU, CPU = GOLDEN / "v1/traced_fixed.cgb", GOLDEN / "v1/cpu_fixed.cgb"
 REVISION = "a" * 40
 
 
@@ -48,7 +48,7 @@ def repository(tmp_path: Path) -> Path:
 
 def test_each_machine_has_a_folder(repository: Path) -> None:
     names = sorted(path.name for path in (repository / "build").iterdir())
-    assert names == ["cgbundle6-cpu-x86-64-v3-linux", "cgbundle6-cu120-sm_90-linux"]
+    assert names == ["cgbundle1-cpu-x86-64-v3-linux", "cgbundle1-cu120-sm_90-linux"]
     for name, golden in zip(names, (CPU, GPU), strict=True):
         opened = Archive(str(repository / "build" / name))
         check_bundle(opened, "full")
@@ -63,7 +63,7 @@ def test_the_card_is_one_that_the_hub_reads(repository: Path) -> None:
     assert told["library_name"] == "cgbundle" and told["base_model"] == "me/base" and told["license"] == "apache-2.0"
     assert {"cgbundle", "sm_90"} <= set(told["tags"])
     assert "| input | x | float32 | ['batch', '8'] |" in found.content
-    assert 'build/cgbundle6-cu120-sm_90-linux/*"' in found.content
+    assert 'build/cgbundle1-cu120-sm_90-linux/*"' in found.content
 
 
 def test_a_bundle_is_loaded_from_the_hubs_cache(repository: Path, tmp_path: Path) -> None:
@@ -74,7 +74,7 @@ def test_a_bundle_is_loaded_from_the_hubs_cache(repository: Path, tmp_path: Path
         assert (folder / name / file_names.WEIGHTS).is_symlink()
         check_bundle(Archive(str(folder / name)), "full")
     skip_older_torch()
-    with cgbundle.load(folder / "cgbundle6-cpu-x86-64-v3-linux") as program:
+    with cgbundle.load(folder / "cgbundle1-cpu-x86-64-v3-linux") as program:
         assert program.int_keys == cgbundle.load(CPU).int_keys
 
 
@@ -110,7 +110,7 @@ def test_what_cannot_be_one_repository_is_refused_and_leaves_nothing(repository:
     before = sorted(os.listdir(tmp_path))
     with raises("output-exists", "fixed: exists"):
         model_repository([GPU], repository)
-    with raises("output-exists", "is for cgbundle6-cu120-sm_90-linux, and so is"):
+    with raises("output-exists", "is for cgbundle1-cu120-sm_90-linux, and so is"):
         model_repository([GPU, shutil.copytree(GPU, tmp_path / "again.cgb")], tmp_path / "other")
     broken = Path(shutil.copytree(CPU, tmp_path / "broken.cgb"))
     (broken / file_names.WEIGHTS).write_bytes(b"")
@@ -121,6 +121,6 @@ def test_what_cannot_be_one_repository_is_refused_and_leaves_nothing(repository:
 
 def test_names_of_variants() -> None:
     made = manifest()
-    assert variant(made) == f"cgbundle6-cpu-{os.uname().machine}-linux"
+    assert variant(made) == f"cgbundle1-cpu-{os.uname().machine}-linux"
     gpu = replace(made.target, kind="cuda", arch="sm_100", driver=12080)
-    assert variant(replace(made, target=gpu)) == "cgbundle6-cu128-sm_100-linux"
+    assert variant(replace(made, target=gpu)) == "cgbundle1-cu128-sm_100-linux"

@@ -17,7 +17,7 @@ from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.signing import Pair
 from tests.helpers.places import GOLDEN, ROOT
 
-CPU, CUDA = GOLDEN / "v3/cpu_state.cgb", GOLDEN / "v1/gpt_two.cgb"
+CPU, CUDA = GOLDEN / "v1/cpu_state.cgb", GOLDEN / "v1/gpt_two.cgb"
 
 LOOKS = (
     ("inspect", CPU), ("inspect", "--json", CPU), ("inspect", "--kernels", CUDA), ("inspect", "--memory", CUDA),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,17 +9,17 @@ from typing import Any
 import pytest
 
 from cgbundle.format import limits, manifest_json
-from cgbundle.format.entries import each_entry, with_entries
 from cgbundle.format.schema import Alias, Manifest
 from cgbundle.tables.module_state import ModuleState
 from cgbundle.validate.contents import check_tables
-from cgbundle.validate.state import check_chains
+from cgbundle.validate.state import check_donations
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import encode_states
 from tests.helpers.bundles import chained_bundles
 from tests.helpers.bundles.archives import ArchiveOf
-from tests.helpers.bundles.chained_bundles import ADDS, AGAIN_AT, ARENA, CHAINS, MAKE_AT, SHARED_AT, N, write
+from tests.helpers.bundles.chained_bundles import ADDS, AGAIN_AT, ARENA, DONATIONS, MAKE_AT, SHARED_AT, N, write
 from tests.helpers.bundles.cuda_bundles import ARENA_AT, INPUTS_AT, relocations
+from tests.helpers.bundles.edits import edited
 from tests.helpers.raising import raises
 
 MAKE, AGAIN, TAKE = range(3)
@@ -33,41 +32,41 @@ def manifest(tmp_path: Path) -> Manifest:
 
 def bad(manifest: Manifest, match: str) -> None:
     with raises("manifest-invalid", match=match):
-        check_chains(each_entry(manifest))
+        check_donations(manifest)
 
 
 def entry(manifest: Manifest, number: int, **changes: Any) -> Manifest:
-    each = list(each_entry(manifest))
+    each = list(manifest.entries)
     each[number] = replace(each[number], **changes)
-    return with_entries(tuple(each))
+    return replace(manifest, entries=tuple(each))
 
 
 def chain(manifest: Manifest, **changes: Any) -> Manifest:
     """With one chain alone, make's output to take's second input, changed."""
-    return replace(manifest, chains=(replace(CHAINS[-1], **changes),))
+    return edited(manifest, donations=(replace(DONATIONS[-1], **changes),))
 
 
 def value(manifest: Manifest, number: int, index: int, **changes: Any) -> Manifest:
     """With another value of the only program of an entry."""
-    (program,) = each_entry(manifest)[number].programs
+    (program,) = manifest.entries[number].programs
     values = list(program.values)
     values[index] = replace(values[index], **changes)
     return entry(manifest, number, programs=(replace(program, values=tuple(values)),))
 
 
 def test_a_sound_manifest(manifest: Manifest) -> None:
-    check_chains(each_entry(manifest))
-    check_chains(each_entry(replace(manifest, chains=(), reserved=())))
+    check_donations(manifest)
+    check_donations(edited(manifest, donations=(), donated=()))
 
 
 @pytest.mark.parametrize(
     ("changes", "match"),
     [
-        ({"source": "made"}, r"chains\[0\].source: no entry 'made'"),
-        ({"target": "took"}, r"chains\[0\].target: no entry 'took'"),
-        ({"output": 1}, r"chains\[0\].output: 'make' has no output 1"),
+        ({"source": "made"}, r"donations\[0\].source: no entry 'made'"),
+        ({"target": "took"}, r"donations\[0\].target: no entry 'took'"),
+        ({"output": 1}, r"donations\[0\].output: 'make' has no output 1"),
         ({"output": -1}, "'make' has no output -1"),
-        ({"input": 2}, r"chains\[0\].input: 'take' has no input 2"),
+        ({"input": 2}, r"donations\[0\].input: 'take' has no input 2"),
         ({"input": -1}, "'take' has no input -1"),
     ],
 )
@@ -76,69 +75,73 @@ def test_names_and_numbers(manifest: Manifest, changes: dict[str, Any], match: s
 
 
 def test_chains_ascend(manifest: Manifest) -> None:
-    bad(replace(manifest, chains=CHAINS[::-1]), "not ascending")
-    bad(replace(manifest, chains=(*CHAINS, CHAINS[-1])), "one stands twice")
+    bad(edited(manifest, donations=DONATIONS[::-1]), "not ascending")
+    bad(edited(manifest, donations=(*DONATIONS, DONATIONS[-1])), "one stands twice")
 
 
 def test_dtypes_and_layouts(manifest: Manifest) -> None:
-    take = each_entry(manifest)[TAKE]
+    take = manifest.entries[TAKE]
     half = tuple([replace(spec, dtype="float16") for spec in take.inputs])
-    bad(entry(manifest, TAKE, inputs=half), r"chains\[1\]: an output of dtype float32, that input takes float16")
-    bad(value(manifest, TAKE, 1, shape=(N // 2,)), r"chains\[1\]: output and input are laid out alike at no int_keys")
-    bad(value(manifest, TAKE, 0, shape=(2, N // 2), strides=(N // 2, 1)), r"chains\[3\]: output and input are laid out alike at no")
+    bad(entry(manifest, TAKE, inputs=half), r"donations\[1\]: an output of dtype float32, that input takes float16")
+    bad(value(manifest, TAKE, 1, shape=(N // 2,)), r"donations\[1\]: output and input are laid out alike at no int_keys")
+    bad(
+        value(manifest, TAKE, 0, shape=(2, N // 2), strides=(N // 2, 1)),
+        r"donations\[3\]: output and input are laid out alike at no",
+    )
 
 
 def test_an_output_that_is_other_memory_and_an_input_that_is_written(manifest: Manifest) -> None:
-    check_chains(each_entry(entry(manifest, MAKE, aliases=(Alias(output=0, memory="outputs", index=0),))))
+    check_donations(entry(manifest, MAKE, aliases=(Alias(output=0, memory="outputs", index=0),)))
     for memory in ("inputs", "weights", "state"):
         shared = entry(manifest, MAKE, aliases=(Alias(output=0, memory=memory, index=0),))
-        bad(shared, r"chains\[2\].output: shares memory with an input, a weight or state")
-    check_chains(each_entry(entry(manifest, MAKE, aliases=(Alias(output=1, memory="inputs", index=0),))))  # of another output
-    bad(entry(manifest, AGAIN, written=(0,)), r"chains\[0\].input: calls write to it")
+        bad(shared, r"donations\[2\].output: shares memory with an input, a weight or state")
+    check_donations(entry(manifest, MAKE, aliases=(Alias(output=1, memory="inputs", index=0),)))  # of another output
+    bad(entry(manifest, AGAIN, mutated_inputs=(0,)), r"donations\[0\].input: calls write to it")
 
 
 def test_what_is_reserved(manifest: Manifest) -> None:
-    make, again = manifest.reserved
-    bad(replace(manifest, reserved=(make,)), r"reserved: is for \['make'\], the chains' sources are \['again', 'make'\]")
-    bad(replace(manifest, reserved=(make, again, make)), "reserved: is for")
-    bad(replace(manifest, chains=()), "reserved: is for")
-    bad(replace(manifest, reserved=(make, replace(again, bytes=ARENA))), r"reserved\[1\]: outside memory arena")
-    for changes in ({"offset": -256}, {"offset": -1, "bytes": 2}, {"offset": -1}, {"bytes": -1}, {"offset": 256, "bytes": -256}):
-        bad(replace(manifest, reserved=(replace(make, **changes), again)), r"reserved\[0\]: outside memory arena")
-    nothing = replace(manifest, reserved=tuple([replace(row, offset=0, bytes=0) for row in manifest.reserved]))
-    one = replace(nothing, reserved=(replace(make, offset=0, bytes=1), nothing.reserved[1]))
-    bad(replace(one, memories=()), r"reserved\[0\]: outside memory arena")
-    bad(replace(nothing, memories=()), r"outputs\[0\]: is chained, and lies outside of its entry's reserved part")
-    bad(replace(manifest, reserved=(replace(make, bytes=AGAIN_AT + 1), again)), r"reserved\[1\]: overlaps another row")
-    bad(replace(manifest, target=replace(manifest.target, kind="cpu")), r"reserved: is for .* the chains' sources are \[\]")
+    make, again = manifest.donated
+    bad(edited(manifest, donated=(make,)), r"donated: is for \['make'\], the donations' sources are \['again', 'make'\]")
+    bad(edited(manifest, donated=(make, again, make)), "donated: is for")
+    bad(edited(manifest, donations=()), "donated: is for")
+    bad(edited(manifest, donated=(make, replace(again, bytes=ARENA))), r"donated\[1\]: outside memory arena")
+    for changes in ({"offset": ARENA}, {"bytes": ARENA + 1}):
+        bad(edited(manifest, donated=(replace(make, **changes), again)), r"donated\[0\]: outside memory arena")
+    nothing = edited(manifest, donated=tuple([replace(row, offset=0, bytes=0) for row in manifest.donated]))
+    one = replace(nothing, donated=(replace(make, offset=0, bytes=1), nothing.donated[1]))
+    bad(replace(one, memories=()), r"donated\[0\]: outside memory arena")
+    bad(replace(nothing, memories=()), r"outputs\[0\]: is donated, and lies outside of its entry's part")
+    bad(edited(manifest, donated=(replace(make, bytes=AGAIN_AT + 1), again)), r"donated\[1\]: overlaps another row")
+    bad(replace(manifest, target=replace(manifest.target, kind="cpu")), r"donated: is for .* the donations' sources are \[\]")
 
 
 def test_chained_outputs_lie_in_their_own_part_and_nothing_elses(manifest: Manifest) -> None:
-    bad(value(manifest, MAKE, 1, offset=SHARED_AT), r"programs\[0\].outputs\[0\]: is chained, and lies outside")
-    bad(value(manifest, AGAIN, 1, offset=SHARED_AT - 4), r"entries\[0\].programs\[0\].outputs\[0\]: is chained, and lies outside")
+    bad(value(manifest, MAKE, 1, offset=SHARED_AT), r"programs\[0\].outputs\[0\]: is donated, and lies outside")
+    bad(value(manifest, AGAIN, 1, offset=SHARED_AT - 4), r"entries\[1\].programs\[0\].outputs\[0\]: is donated, and lies outside")
     bad(
-        value(manifest, TAKE, 2, offset=MAKE_AT + 4), r"entries\[1\].programs\[0\].values\[2\]: lies in a part of the arena that is"
+        value(manifest, TAKE, 2, offset=MAKE_AT + 4),
+        r"entries\[2\].programs\[0\].values\[2\]: lies in a part of the arena that another",
     )
-    bad(value(manifest, TAKE, 2, offset=SHARED_AT - 4), r"entries\[1\].programs\[0\].values\[2\]: lies in a part")
-    bad(value(manifest, MAKE, 1, memory="weights"), r"programs\[0\].outputs\[0\]: is chained, and lies outside")
+    bad(value(manifest, TAKE, 2, offset=SHARED_AT - 4), r"entries\[2\].programs\[0\].values\[2\]: lies in a part")
+    bad(value(manifest, MAKE, 1, memory="weights"), r"programs\[0\].outputs\[0\]: is donated, and lies outside")
     empty = manifest
     for number, index in ((MAKE, 1), (AGAIN, 0), (AGAIN, 1), (TAKE, 0), (TAKE, 1)):
         empty = value(empty, number, index, shape=(0,), offset=SHARED_AT)
-    check_chains(each_entry(empty))
-    bad(value(manifest, AGAIN, 1, offset=MAKE_AT), r"entries\[0\].programs\[0\].values\[1\]: lies in a part")
+    check_donations(empty)
+    bad(value(manifest, AGAIN, 1, offset=MAKE_AT), r"entries\[1\].programs\[0\].values\[1\]: lies in a part")
 
 
 def test_a_part_is_its_entrys_to_the_last_byte(manifest: Manifest) -> None:
-    make, again = manifest.reserved
+    make, again = manifest.donated
     size = 4 * N
-    check_chains(each_entry(replace(manifest, reserved=(replace(make, bytes=size), replace(again, bytes=size)))))
+    check_donations(edited(manifest, donated=(replace(make, bytes=size), replace(again, bytes=size))))
     for number, row in ((MAKE, make), (AGAIN, again)):
         last = row.offset + row.bytes - size
-        check_chains(each_entry(value(manifest, number, 1, offset=last)))
+        check_donations(value(manifest, number, 1, offset=last))
         late = replace(row, offset=row.offset + 4, bytes=row.bytes - 4)
         rows = (late, again) if number == MAKE else (make, late)
-        bad(replace(manifest, reserved=rows), r"outputs\[0\]: is chained, and lies outside")
-        bad(value(manifest, number, 1, offset=last + 4), r"outputs\[0\]: is chained, and lies outside|reserved for another entry")
+        bad(edited(manifest, donated=rows), r"outputs\[0\]: is donated, and lies outside")
+        bad(value(manifest, number, 1, offset=last + 4), r"outputs\[0\]: is donated, and lies outside|another entry donates")
 
 
 def rewritten(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, folder: Path, name: str, adds: list[Any]) -> None:
@@ -174,35 +177,23 @@ def test_a_variable_that_points_at_the_inputs(manifest: Manifest, tmp_path: Path
     state = ModuleState(image=image, symbol="table", contents=bytes(8), relocations=relocations((0, INPUTS_AT, 0)))
     (folder / "graphs/modules.bin").write_bytes(encode_states([state]))
     made = replace(manifest, module_state="graphs/modules.bin")
-    with raises("table-invalid", match="a variable points at memory inputs, and chains give calls inputs that lie elsewhere"):
+    with raises("table-invalid", match="a variable points at memory inputs, and donations give calls inputs that lie elsewhere"):
         check_tables(ArchiveOf(folder, made))
-    check_tables(ArchiveOf(folder, replace(made, chains=(), reserved=())))
+    check_tables(ArchiveOf(folder, edited(made, donations=(), donated=())))
 
 
-def test_chains_and_what_is_reserved_are_lines_of_the_manifest_where_there_are_any(manifest: Manifest) -> None:
-    written = manifest_json.encode(manifest)
-    assert manifest_json.decode(written) == manifest
-    bare = replace(manifest, chains=(), reserved=())
+def test_donations_are_lines_of_the_manifest_where_there_are_any(manifest: Manifest) -> None:
+    text = manifest_json.encode(manifest)
+    assert manifest_json.decode(text) == manifest and b'"donations"' in text and b'"donated"' in text
+    bare = edited(manifest, donations=(), donated=())
     plain = manifest_json.encode(bare)
-    assert manifest_json.decode(plain) == bare
-    assert b'"chains"' in written and b'"reserved"' in written
-    assert b'"chains"' not in plain and b'"reserved"' not in plain
-    with raises("manifest-invalid", match="format version 4 has no such field"):
-        manifest_json.encode(replace(manifest, format=4, entry="forward", entries=()))
-
-
-def test_an_empty_list_is_left_out(manifest: Manifest) -> None:
-    text = manifest_json.encode(replace(manifest, chains=(), reserved=())).replace(b'\n"call":', b'\n"chains":[],\n"call":')
-    seal = text[text.index(b'\n"sha256":"') + 11 :][:64]
-    blank = text.replace(seal, b"0" * 64)
-    with raises("manifest-invalid", match="chains: stands there, and is empty"):
-        manifest_json.decode(text.replace(seal, hashlib.sha256(blank).hexdigest().encode()))
+    assert manifest_json.decode(plain) == bare and b'"donations"' not in plain and b'"donated"' not in plain
 
 
 @pytest.mark.parametrize("most", [1, 2, 10])
 def test_what_chains_cost_is_limited(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(limits, "CHAINED", most)
     words = "2 programs" if most == 1 else "[0-9]+ (programs|pairs of programs)"
-    bad(manifest, f"chains: {words}, more than the limit of {most} in all")
-    monkeypatch.setattr(limits, "CHAINED", 3 * len(CHAINS))
-    check_chains(each_entry(manifest))
+    bad(manifest, f"donations: {words}, more than the limit of {most} in all")
+    monkeypatch.setattr(limits, "CHAINED", 3 * len(DONATIONS))
+    check_donations(manifest)

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.format import file_names, safetensors
+from cgbundle.format import file_names, manifest_json, safetensors
 from cgbundle.format.file_names import exam_entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.validate.exam import check_exam, check_exam_rows
 from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.raising import raises
 
@@ -25,7 +26,7 @@ def stateful() -> Manifest:
         Weight(name=name, tensor=name, dtype=dtype, shape=shape, strides=(1,), memory="state", offset=offset)
         for name, dtype, shape, offset in (("cache", "float32", (9,), 0), ("place", "int64", (1,), 256))
     ]
-    return replace(made, written=(0,), weights=(*made.weights, *rows))
+    return edited(made, mutated_inputs=(0,), weights=(*made.weights, *rows))
 
 
 def sound() -> Shapes:
@@ -34,7 +35,7 @@ def sound() -> Shapes:
     for size in (1, 4):
         found[exam_entry((size,), "input", 0)] = ("float32", (size, 3))
         found[exam_entry((size,), "output", 0)] = ("float32", (size, 2))
-        found[exam_entry((size,), "written", 0)] = ("float32", (size, 3))
+        found[exam_entry((size,), "mutated", 0)] = ("float32", (size, 3))
         for place, dtype in ((3, "float32"), (4, "int64")):
             found[exam_entry((size,), "state", place)] = (dtype, (size,))
             found[exam_entry((size,), "state-at", place)] = ("int64", (size, 2))
@@ -80,32 +81,42 @@ def test_a_tensor_of_no_key_is_refused(tmp_path: Path) -> None:
             check(tmp_path, {**sound(), name: ("float32", (1,))})
 
 
+def checked(made: Manifest) -> None:
+    """As a reader of the file checks it."""
+    read = manifest_json.decode(manifest_json.encode(made))
+    check_exam_rows(read, read.entries[0])
+
+
 @pytest.mark.parametrize(("calls", "fits"), [(0, False), (1, True), (2, True), (16, True), (17, False)])
 def test_an_exam_has_1_to_16_calls(calls: int, fits: bool) -> None:
     made = manifest()
-    made = replace(made, exam=replace(made.exam, calls=calls))
+    made = edited(made, self_test=replace(made.entries[0].self_test, calls=calls))
     if fits:
-        return check_exam_rows(made)
-    with raises("manifest-invalid", match=f"exam.calls: {calls} calls"):
-        check_exam_rows(made)
+        return check_exam_rows(made, made.entries[0])
+    with raises("manifest-invalid", match=f"self_test.calls: {calls} calls"):
+        check_exam_rows(made, made.entries[0])
 
 
 @pytest.mark.parametrize("method", ["replay", "interpret", "none"])
 @pytest.mark.parametrize("compare", ["bits", "tolerance"])
 def test_what_an_exam_may_be(method: str, compare: str) -> None:
     made = manifest()
-    proofs = tuple([replace(proof, method=method, error=0.0, tolerance=0.0) for proof in made.exam.proofs])
-    check_exam_rows(replace(made, exam=replace(made.exam, proofs=proofs, compare=compare)))
+    proofs = tuple([replace(proof, method=method, error=0.0, tolerance=0.0) for proof in made.entries[0].self_test.proofs])
+    checked(edited(made, self_test=replace(made.entries[0].self_test, proofs=proofs, compare=compare)))
 
 
 @pytest.mark.parametrize("place", [0, 1])
 def test_every_key_has_its_proof(place: int) -> None:
     made = manifest()
     for field, value in (("method", "looks"), ("error", -1e-9), ("tolerance", -1e-9)):
-        proofs = list(made.exam.proofs)
+        proofs = list(made.entries[0].self_test.proofs)
         proofs[place] = replace(proofs[place], **{field: value})
-        with raises("manifest-invalid", match=rf"exam\.proofs\[{place}\]\.{field}"):
-            check_exam_rows(replace(made, exam=replace(made.exam, proofs=tuple(proofs))))
-    for proofs in (made.exam.proofs[:1], made.exam.proofs[::-1], (*made.exam.proofs, made.exam.proofs[0])):
-        with raises("manifest-invalid", match=r"exam\.proofs: do not match the programs"):
-            check_exam_rows(replace(made, exam=replace(made.exam, proofs=tuple(proofs))))
+        with raises("manifest-invalid", match=rf"self_test\.proofs\[{place}\]\.{field}"):
+            checked(edited(made, self_test=replace(made.entries[0].self_test, proofs=tuple(proofs))))
+    for proofs in (
+        made.entries[0].self_test.proofs[:1],
+        made.entries[0].self_test.proofs[::-1],
+        (*made.entries[0].self_test.proofs, made.entries[0].self_test.proofs[0]),
+    ):
+        with raises("manifest-invalid", match=r"self_test\.proofs: do not match the programs"):
+            checked(edited(made, self_test=replace(made.entries[0].self_test, proofs=tuple(proofs))))

@@ -18,6 +18,7 @@ from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import Recording
 from tests.helpers.bundles import rank_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, edge
+from tests.helpers.bundles.edits import edited
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
@@ -34,7 +35,7 @@ def path(tmp_path: Path) -> Path:
 def renamed(made: Manifest) -> Manifest:
     """With an entry of another name."""
     files = [replace(file, path="programs/other.pt2") if file.path == file_names.PROGRAM else file for file in made.files]
-    return replace(made, entry="other", files=tuple(files))
+    return replace(made, entries=(replace(made.entries[0], name="other"),), files=tuple(files))
 
 
 def changed(path: Path, change: Callable[[Manifest], Manifest]) -> Archive:
@@ -47,7 +48,7 @@ def changed(path: Path, change: Callable[[Manifest], Manifest]) -> Archive:
 
 def test_ranks_that_are_alike_hold(path: Path) -> None:
     bundle = changed(path, lambda made: made)
-    assert [each.manifest.world[0].rank for each in check_ranks(bundle, "full")] == [1] and examine(bundle) == []
+    assert [each.manifest.world.rank for each in check_ranks(bundle, "full")] == [1] and examine(bundle) == []
 
 
 def test_damage_of_a_rank_is_named_with_its_folder(path: Path) -> None:
@@ -59,10 +60,16 @@ def test_damage_of_a_rank_is_named_with_its_folder(path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        (lambda made: replace(made, world=(replace(made.world[0], limit=made.world[0].limit + 8),)), "world: .*, rank 0 has "),
+        (lambda made: replace(made, world=replace(made.world, limit=made.world.limit + 8)), "world: .*, rank 0 has "),
         (lambda made: replace(made, target=replace(made.target, driver=13010)), "target: is not rank 0's"),
-        (lambda made: replace(made, inputs=(replace(made.inputs[0], name="z"),)), "inputs: of forward differ from rank 0's"),
-        (lambda made: replace(made, outputs=(replace(made.outputs[0], name="z"),)), "outputs: of forward differ from rank 0's"),
+        (
+            lambda made: edited(made, inputs=(replace(made.entries[0].inputs[0], name="z"),)),
+            "inputs: of forward differ from rank 0's",
+        ),
+        (
+            lambda made: edited(made, outputs=(replace(made.entries[0].outputs[0], name="z"),)),
+            "outputs: of forward differ from rank 0's",
+        ),
     ],
 )
 def test_a_rank_that_is_called_otherwise_is_refused(path: Path, change: Callable[[Manifest], Manifest], told: str) -> None:
@@ -76,10 +83,10 @@ def test_a_rank_that_is_called_otherwise_is_refused(path: Path, change: Callable
 
 def test_no_value_lies_in_the_memory_of_the_ranks(path: Path) -> None:
     made = archive.read_manifest(str(path))
-    (first, *values), (program, *programs) = made.programs[0].values, made.programs
+    (first, *values), (program, *programs) = made.entries[0].programs[0].values, made.entries[0].programs
     moved = replace(program, values=(replace(first, memory="peer"), *values))
-    with raises("manifest-invalid", match=r"^programs\[0\].values\[0\].memory: a value in memory peer"):
-        check_manifest(replace(made, programs=(moved, *programs)))
+    with raises("manifest-invalid", match=r"^entries\[0\].programs\[0\].values\[0\].memory: a value in memory peer"):
+        check_manifest(edited(made, programs=(moved, *programs)))
 
 
 def test_a_rank_of_other_entries_is_refused(path: Path) -> None:

@@ -19,6 +19,7 @@ from cgbundle.validate.steps import check_order
 from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.edits import edited
 from tests.helpers.raising import raises
 
 
@@ -179,10 +180,10 @@ def test_a_recording_may_read_what_its_step_names(table: Table) -> None:
 
 def test_a_bundle_with_such_a_recording_is_refused(tmp_path: Path) -> None:
     made = cuda_bundles.write(tmp_path, b"an image")
-    row = made.programs[0]
+    row = made.entries[0].programs[0]
     kept = kept_beside(cuda_bundles.SUM)
     steps = (kept.steps[0], replace(kept.steps[1], file=row.steps[0].file), kept.steps[2])
-    broken = replace(made, programs=(replace(kept, key=row.key, steps=steps),))
+    broken = edited(made, programs=(replace(kept, key=row.key, steps=steps),))
     with raises("table-invalid", match=r"^graphs/g0-4\.bin: a node uses value 1"):
         check_tables(ArchiveOf(tmp_path, broken))
 

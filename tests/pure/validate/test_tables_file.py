@@ -17,12 +17,11 @@ from cgbundle.validate.bundle import check_bundle, check_manifest, examine
 from cgbundle.weights.upload import listed
 from cgcompile.tools.diff.bundle_files import open_bundle
 from cgcompile.tools.diff.compare import compare
+from tests.helpers.bundles.edits import edited
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
-BUNDLE = GOLDEN / "v6/traced_tables.cgb"
-BEFORE = GOLDEN / "v6/traced_fixed.cgb"
-"""One of the same format version from before the file was there."""
+BUNDLE = GOLDEN / "v1/traced_tables.cgb"
 
 
 @pytest.fixture
@@ -51,7 +50,7 @@ def test_weights_hold_the_models_own_and_tables_the_rest() -> None:
     opened = Archive(str(BUNDLE))
     check_bundle(opened, "full")
     made = opened.manifest
-    tables = {made.weights[index].tensor for index in made.tables}
+    tables = {weight.tensor for weight in made.weights if weight.computed}
     assert tables == opened.tensors(TABLES).keys() == {"cgcompile.table.0", "cgcompile.table.1"}
     assert opened.tensors(WEIGHTS).keys() == {weight.tensor for weight in made.weights} - tables
     pieces = listed(opened)
@@ -60,30 +59,13 @@ def test_weights_hold_the_models_own_and_tables_the_rest() -> None:
     assert all(a[1] <= b[0] for a, b in zip(sorted(ends), sorted(ends)[1:], strict=False)), "each has its own place on the GPU"
 
 
-def test_a_bundle_without_the_file_is_read_as_before() -> None:
-    opened = Archive(str(BEFORE))
-    assert b'"tables"' not in opened.text and opened.manifest.tables == ()
-    assert listed(opened).keys() == {WEIGHTS} and manifest_json.encode(opened.manifest) == opened.text
-
-
-@pytest.mark.parametrize(
-    ("tables", "where", "message"),
-    [
-        ((0, 6), "tables[0]", "is another weight's, too"),
-        ((6, 5), "tables[1]", "not ascending"),
-        ((5, 5), "tables[1]", "not ascending"),
-        ((-1, 5), "tables[0]", "is no weight"),
-        ((5, 7), "tables[1]", "is no weight"),
-    ],
-)
-def test_tables_are_ascending_weights_that_nothing_shares(tables: tuple[int, ...], where: str, message: str) -> None:
+def test_tables_are_weights_that_nothing_shares() -> None:
     made = manifest()
-    rows = (*made.weights[:4], replace(made.weights[4], tensor="places", **_layout(made, 0)), *made.weights[5:])
-    if tables[0] == 0:
-        made = replace(made, weights=rows, fixed=())
-    with raises("manifest-invalid") as caught:
-        check_manifest(replace(made, tables=tables))
-    assert str(caught.value).startswith(f"{where}: ") and message in str(caught.value)
+    rows = list(made.weights)
+    rows[4] = replace(rows[4], tensor=rows[0].tensor, **_layout(made, 0))
+    rows[0] = replace(rows[0], computed=True)
+    with raises("manifest-invalid", match=r"^weights\[0\]\.computed: 'places' is another weight's, too"):
+        check_manifest(edited(made, weights=tuple(rows), frozen=()))
 
 
 def _layout(made: Manifest, index: int) -> dict[str, object]:

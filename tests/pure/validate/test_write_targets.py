@@ -22,6 +22,7 @@ from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import MemcpyNode, MemsetNode, Node, Recording
 from tests.helpers.bundles import conditional_rows, cuda_bundles, state_bundles
 from tests.helpers.bundles.archives import ArchiveOf
+from tests.helpers.bundles.edits import edited
 from tests.helpers.raising import raises
 
 WEIGHTS, STATE, INPUTS, ARENA, HOST, PEER = range(6)
@@ -58,7 +59,9 @@ def table_of(nodes: Sequence[Node]) -> Table:
 
 def refused(made: Manifest, node: Node) -> str:
     try:
-        check_targets(table_of([fill(ARENA, 0), copy(ARENA, 0), node]), writable(made, made.programs[0]))
+        check_targets(
+            table_of([fill(ARENA, 0), copy(ARENA, 0), node]), writable(made, made.entries[0], made.entries[0].programs[0])
+        )
     except BundleError as error:
         return str(error)
     return ""
@@ -76,21 +79,26 @@ def refused(made: Manifest, node: Node) -> str:
     ],
 )  # fmt: skip
 def test_a_write_lies_in_what_calls_change(made: Manifest, node: type, memory: int, offset: int, width: int, fits: bool) -> None:
-    changing = replace(made, written=(0,), changes=tuple(i for i, row in enumerate(made.weights) if row.memory == "state"))
+    changing = edited(
+        made, mutated_inputs=(0,), mutated_buffers=tuple(i for i, row in enumerate(made.weights) if row.memory == "state")
+    )
     assert (not refused(changing, node(memory, offset, width))) == fits
 
 
 @pytest.mark.parametrize(
     ("node", "words"),
     [
-        (fill(INPUTS, 0), r"nodes\[2\]: writes bytes 0 to 1 of memory inputs, not all of it in one input that `written` names"),
-        (copy(STATE, 0), r"nodes\[2\]: writes bytes 0 to 1 of memory state, not all of it in one buffer that `changes` names"),
+        (fill(INPUTS, 0), r"nodes\[2\]: writes bytes 0 to 1 of memory inputs, not .* in one input that `mutated_inputs` names"),
+        (copy(STATE, 0), r"nodes\[2\]: writes bytes 0 to 1 of memory state, not .* in one buffer that `mutated_buffers` names"),
         (copy(WEIGHTS, 8, 8), r"nodes\[2\]: writes bytes 8 to 16 of memory weights, which no call changes"),
     ],
 )  # fmt: skip
 def test_what_no_call_changes_is_left_alone(made: Manifest, node: Node, words: str) -> None:
     with raises("table-invalid", match=words):
-        check_targets(table_of([fill(ARENA, 0), copy(ARENA, 0), node]), writable(replace(made, changes=()), made.programs[0]))
+        check_targets(
+            table_of([fill(ARENA, 0), copy(ARENA, 0), node]),
+            writable(edited(made, mutated_buffers=()), edited(made, mutated_buffers=()).entries[0], made.entries[0].programs[0]),
+        )
 
 
 @pytest.mark.parametrize(
@@ -109,32 +117,26 @@ def test_rows_and_slices_count_to_the_last_byte(made: Manifest, node: Node, last
 
 def test_inputs_beside_each_other_and_not_declared(made: Manifest) -> None:
     """The program has three inputs; calls change the second one."""
-    program = made.programs[0]
+    program = made.entries[0].programs[0]
     more = [replace(program.values[0], offset=INPUT * place) for place in (1, 2)]
     count = len(program.values)
     several = replace(program, values=(*program.values, *more), inputs=(0, count, count + 1))
-    changing = replace(made, written=(1,), programs=(several,))
+    changing = edited(made, mutated_inputs=(1,), programs=(several,))
     assert not refused(changing, fill(INPUTS, INPUT, INPUT))
     for offset, size in ((INPUT - 1, 1), (INPUT - 1, 2), (2 * INPUT - 1, 2), (2 * INPUT, 1), (0, 3 * INPUT)):
-        assert "`written` names" in refused(changing, fill(INPUTS, offset, size))
-        assert "`written` names" in refused(changing, copy(INPUTS, offset, size))
-    assert not refused(replace(changing, written=(1, 2)), fill(INPUTS, INPUT, 2 * INPUT)), "both are written, without a gap"
+        assert "`mutated_inputs` names" in refused(changing, fill(INPUTS, offset, size))
+        assert "`mutated_inputs` names" in refused(changing, copy(INPUTS, offset, size))
+    assert not refused(edited(changing, mutated_inputs=(1, 2)), fill(INPUTS, INPUT, 2 * INPUT)), "both are written, without a gap"
 
 
 def test_what_a_copy_step_puts_among_the_inputs_is_the_programs_own(made: Manifest) -> None:
-    program = made.programs[0]
+    program = made.entries[0].programs[0]
     upload = replace(program.values[0], offset=512)
     copied = Step(kind="copy", region=0, file="", inputs=(1,), outputs=(len(program.values),))
     grown = replace(program, values=(*program.values, upload), steps=(copied, *program.steps))
-    assert refused(made, fill(INPUTS, 512)) and not refused(replace(made, programs=(grown,)), fill(INPUTS, 512, INPUT))
+    assert refused(made, fill(INPUTS, 512)) and not refused(edited(made, programs=(grown,)), fill(INPUTS, 512, INPUT))
     viewed = replace(grown, steps=(replace(copied, kind="graph"), *program.steps))
-    assert refused(replace(made, programs=(viewed,)), fill(INPUTS, 512)), "what a graph gives may be a view of an input"
-
-
-def test_before_version_5_calls_may_change_all_state(made: Manifest) -> None:
-    assert refused(replace(made, changes=()), fill(STATE, 0))
-    assert refused(replace(made, changes=(), format=5), fill(STATE, 0))
-    assert not refused(replace(made, changes=(), format=4), fill(STATE, 0))
+    assert refused(edited(made, programs=(viewed,)), fill(INPUTS, 512)), "what a graph gives may be a view of an input"
 
 
 def test_every_body_of_a_conditional_node_is_looked_into(made: Manifest) -> None:
@@ -154,7 +156,7 @@ def test_every_body_of_a_conditional_node_is_looked_into(made: Manifest) -> None
 @pytest.mark.parametrize("memory", [WEIGHTS, STATE, INPUTS, HOST, PEER])
 @pytest.mark.parametrize("node", [fill, copy])
 def test_a_bundle_whose_table_was_appended_to_is_refused(tmp_path: Path, node: type, memory: int) -> None:
-    made = replace(cuda_bundles.write(tmp_path, b"an image"), changes=())
+    made = edited(cuda_bundles.write(tmp_path, b"an image"), mutated_buffers=())
     made = replace(made, memories=tuple([(name, size or 256) for name, size in made.memories]))
     check_tables(ArchiveOf(tmp_path, made))
     file = tmp_path / "graphs" / "g0-4.bin"
@@ -167,19 +169,21 @@ def test_a_bundle_whose_table_was_appended_to_is_refused(tmp_path: Path, node: t
 @pytest.mark.parametrize(("names", "holds"), [((), False), ((3,), True), ((4,), False)])
 def test_a_copy_step_writes_to_state_that_calls_change(made: Manifest, names: tuple[int, ...], holds: bool) -> None:
     """Weight 3 is `total`: the host gives back what it changes."""
-    program = made.programs[0]
+    program = made.entries[0].programs[0]
     total = replace(program.values[0], shape=(16,), strides=(1,), memory="state", offset=0)
     source = replace(total, memory="arena", offset=0)
     at = len(program.values)
     back = Step(kind="copy", region=0, file="", inputs=(at,), outputs=(at + 1,))
     steps = (replace(program.steps[0], outputs=(1, at)), *program.steps[1:], back)
     grown = replace(program, values=(*program.values, source, total), steps=steps)
-    changing = replace(made, changes=names)
+    changing = edited(made, mutated_buffers=names)
     if holds:
-        check_steps(changing, grown, "p")
+        check_steps(changing, changing.entries[0], grown, "p")
         return
-    with raises("manifest-invalid", match=r"p\.steps\[\d\]: copies into memory state, outside of the buffers that `changes` names"):
-        check_steps(changing, grown, "p")
+    with raises(
+        "manifest-invalid", match=r"p\.steps\[\d\]: copies into memory state, outside of the buffers that `mutated_buffers` names"
+    ):
+        check_steps(changing, changing.entries[0], grown, "p")
 
 
 @given(

@@ -19,6 +19,7 @@ from cgcompile.pipeline.best.timing import TimingJob
 from tests.helpers.bundles import state_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, RESULT, inputs
+from tests.helpers.bundles.edits import edited
 from tests.helpers.drivers.fake_driver import FakeDriver
 from tests.helpers.raising import raises
 
@@ -42,9 +43,9 @@ def alone(manifest: Manifest) -> Manifest:
         values = [replace(value, offset=RESULT) if index == 2 else value for index, value in enumerate(row.values[:3])]
         return replace(row, values=tuple(values), steps=row.steps[:1], outputs=(2,))
 
-    return replace(
-        manifest, changes=(), random=-1, aliases=(), outputs=manifest.outputs[:1], result={"tensor": 0},
-        programs=tuple(map(program, manifest.programs)),
+    return edited(
+        manifest, mutated_buffers=(), random=None, aliases=(), outputs=manifest.entries[0].outputs[:1], result={"tensor": 0},
+        programs=tuple(map(program, manifest.entries[0].programs)),
         weights=tuple([replace(row, memory="weights") for row in manifest.weights]),
     )  # fmt: skip
 

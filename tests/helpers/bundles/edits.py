@@ -1,0 +1,26 @@
+"""Changed copies of records, for tests that change a manifest: its fields, and those of its first entry."""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from cgbundle.format.schema import EntrySpec, Manifest
+
+OF_ENTRY = {field.name for field in fields(EntrySpec)} - {"name"}
+
+
+def edited(record: Any, **changes: Any) -> Any:
+    """`dataclasses.replace`; of a manifest, fields that only entries have are changed in its first entry."""
+    if not isinstance(record, Manifest):
+        return replace(record, **changes)
+    own = {name: value for name, value in changes.items() if name in OF_ENTRY}
+    first, *others = changes.get("entries", record.entries)
+    entries = (replace(first, **own), *others)
+    return replace(record, **{name: value for name, value in changes.items() if name not in own} | {"entries": entries})
+
+
+def located(path: str) -> str:
+    """The path of a field in a manifest, given one of its first entry without `entries[0]`."""
+    field = path.replace("[", ".").partition(".")[0]
+    return f"entries[0].{path}" if field in OF_ENTRY else path
