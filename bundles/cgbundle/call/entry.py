@@ -286,7 +286,8 @@ class Entry:
         rows = [StaticOutput(*row) for row in zip(self.outputs, outputs, self._outputs.epochs, strict=True)]
         counts = [epoch for epoch in (self._outputs.epoch, self._outputs.own) if epoch is not None]
         line = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
-        self._known.add(tensors, Known(library.guard(tensors), line))
+        if line is not None:
+            self._known.add(tensors, Known(library.guard(tensors), line))
 
     def _check_cast(self, place: int, descriptor: Descriptor) -> None:
         """Raises input-dtype for an input of another dtype, unless `cast=True` allows the cast."""

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..format.schema import DTYPES, TensorSpec
 from ..tensors.library import Descriptor, Guard, Library
-from .locks import during
 from .outputs import View
 from .session import Epoch
 
@@ -107,34 +106,15 @@ class KnownCalls:
 
 def replay(
     backend: Backend, library: Library, program: int, outputs: Sequence[StaticOutput], counts: Sequence[Epoch], *, views: bool
-) -> Replay:
-    """Replays a program, by its number among those of all entries, and gives views or copies.  `counts`: what counts its calls."""
+) -> Replay | None:
+    """Replays a program, by its number among those of all entries, and gives views or copies; None where the backend has no fast
+    path for it.  `counts`: what counts its calls."""
     if views:
         caller = Caller(library.stream, counts, _viewing(library, outputs), None)
     else:
         fresh = _fresh(library, outputs)
         caller = Caller(library.stream, counts, _copying(backend, library, outputs, fresh), fresh)
-    return backend.fast_path(program, caller) or _by_steps(backend, program, caller)
-
-
-def _by_steps(backend: Backend, program: int, caller: Caller) -> Replay:
-    """For programs of several steps, and backends without a fast path."""
-    device = backend.device
-    assert device is not None  # where the inputs of a known call lie
-
-    def line(addresses: list[int], views: Sequence[View]) -> list[Any]:
-        return during(backend, caller.stream(device), lambda stream: replayed(addresses, views, stream))
-
-    def replayed(addresses: list[int], views: Sequence[View], stream: Any) -> list[Any]:
-        for view in views:
-            view.tensor  # noqa: B018  raises stale-view where another thread's call came between
-        for count in caller.counts:
-            count.number += 1  # from here on the outputs of the last replay may be overwritten
-        backend.run(program, addresses, device, stream)
-        outputs: list[Any] = caller.finish(stream)
-        return outputs
-
-    return line
+    return backend.fast_path(program, caller)
 
 
 def _viewing(library: Library, outputs: Sequence[StaticOutput]) -> Callable[[Any], list[Any]]:

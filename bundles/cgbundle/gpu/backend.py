@@ -207,11 +207,11 @@ class CudaBackend:
         return bound.results
 
     def fast_path(self, program: int, caller: Caller) -> Callable[..., Any] | None:
-        """`begin`, `run` and `end` in one piece, for a program of one recording and callers on the stream of the call before."""
+        """`begin`, `run` and `end` in one piece.  None for a program that is not bound, writes to inputs, or is being profiled."""
         bound = self._bound.get(program)
-        if bound is None or bound.donated or bound.written or len(bound.steps) != 1 or self._programs.watched:
+        if bound is None or bound.written or not bound.steps or self._programs.watched:
             return None
-        return fast_path(self._lock, self._forks, bound, self.order, self._context, caller)
+        return fast_path(self._lock, self._forks, self._programs, program, self.order, self._context, caller)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes of the GPU's, in the order of the stream."""
