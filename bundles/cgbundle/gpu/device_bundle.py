@@ -31,7 +31,7 @@ class DeviceBundle:
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`, whoever changes the weights, or makes a session over them, `updating`.  `hosted`:
     where the weights lie that host regions read, None where there are none.  `programs` are those of all entries, `entries` the
-    manifests of their entries, `shared_files` the recordings that several of their steps are, and `donated` where inputs of theirs
+    entry of each, `shared_files` the recordings that several of their steps are, and `donated` where inputs of theirs
     may lie: see `donated_places`.
     """
 
