@@ -323,7 +323,7 @@ def _handles(values: Sequence[int]) -> ctypes.Array[Any]:
 
 def _answering(function: Any, parameters: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
     """`function` without the parameters that point to answers; it gives its error and the answers."""
-    kinds: list[Any] = [each.kind if isinstance(each, _Out) else None for each in parameters]
+    kinds: list[Any] = [parameter.kind if isinstance(parameter, _Out) else None for parameter in parameters]
 
     def call(*arguments: Any) -> tuple[Any, ...]:
         rest, answers = iter(arguments), [kind and kind() for kind in kinds]

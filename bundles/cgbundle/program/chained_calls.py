@@ -46,15 +46,15 @@ def replay_chains(manifest: Manifest, backend: Backend, exam: Mapped, poison: in
     takers: dict[int, dict[int, list[tuple[int, int]]]] = {}
     for donation, source, target in donating_programs(manifest):
         takers.setdefault(target, {}).setdefault(source, []).append((donation.output, donation.input))
-    calls, drawn, made = _Calls(manifest, backend, exam, poison), random.Random(0), []
+    calls, drawn, results = _Calls(manifest, backend, exam, poison), random.Random(0), []
     for target, sources in takers.items():
         by_entry: dict[str, list[int]] = {}
         for source in sources:
             by_entry.setdefault(calls.rows[source][0].name, []).append(source)
         for numbers in by_entry.values():
             source = drawn.choice(numbers)
-            made.append(calls.compared((source, sources[source]), target, drawn.random()))
-    return made
+            results.append(calls.compared((source, sources[source]), target, drawn.random()))
+    return results
 
 
 class _Calls:
@@ -88,20 +88,20 @@ class _Calls:
         if self.draws:
             self.state.seed(0)
         self.backend.poison(self.byte)
-        made = self.call(number, {})
-        copies = {output: self.read(number, output, made) for output, _ in pairs}
-        own = self.rows[number][0].name
-        others = [index for index, (entry, _) in enumerate(self.rows) if entry.name != own]
+        source_results = self.call(number, {})
+        copies = {output: self.read(number, output, source_results) for output, _ in pairs}
+        source_entry = self.rows[number][0].name
+        others = [index for index, (entry, _) in enumerate(self.rows) if entry.name != source_entry]
         for _ in range(drawn.randrange(BETWEEN + 1) if others else 0):
             self.call(drawn.choice(others), {})
-        given: dict[int, Any] = {}
+        inputs: dict[int, Any] = {}
         for output, taken in pairs:
-            given[taken] = made.addresses[output] if chained else copies[output]
+            inputs[taken] = source_results.addresses[output] if chained else copies[output]
         self.backend.poison(self.byte, reserved=not chained)
-        results = self.call(target, given)
+        results = self.call(target, inputs)
         return [self.read(target, output, results) for output in range(len(self.rows[target][0].outputs))]
 
-    def call(self, number: int, given: dict[int, int | bytes]) -> Any:
+    def call(self, number: int, inputs: dict[int, int | bytes]) -> Any:
         """Replays a program; what is not given, as an address or as bytes, is of the exam."""
         entry, program = self.rows[number]
         backend = self.backend
@@ -110,7 +110,7 @@ class _Calls:
         def replayed(stream: Any) -> Any:
             addresses = []
             for index, buffer in enumerate(buffers):
-                data = given.get(index)
+                data = inputs.get(index)
                 if data is None:
                     data = bytes(stored(self.exam, exam_entry(program.key, "input", index, entry.name)))
                     data = _ordered(data, program.values[program.inputs[index]])
@@ -136,7 +136,7 @@ class _Calls:
 
 def _ordered(data: bytes, value: Value) -> bytes:
     """A row-major tensor's bytes in the order of a value, which is dense."""
-    given = from_bytes(data, value.dtype, value.shape)
+    source = from_bytes(data, value.dtype, value.shape)
     memory = empty("uint8", (len(data),))
-    copy(Tensor(memory.address, value.dtype, value.shape, value.strides, memory), given)
+    copy(Tensor(memory.address, value.dtype, value.shape, value.strides, memory), source)
     return memory.tobytes()

@@ -132,9 +132,9 @@ def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
     assert world is not None
     files = {step.file for program in all_programs(bundle.manifest) for step in program.steps if step.file}
     needed: dict[tuple[str, str, int], int] = {}
-    for each in [one for file in files for one in exchanges(Table(bundle.data(file), file), world)]:
-        kernel = each.image, each.symbol, each.threads
-        needed[kernel] = max(needed.get(kernel, 0), each.grid)
+    for exchange in [one for file in files for one in exchanges(Table(bundle.data(file), file), world)]:
+        kernel = exchange.image, exchange.symbol, exchange.threads
+        needed[kernel] = max(needed.get(kernel, 0), exchange.grid)
     context, count = backend._context, backend._context.attribute(MULTIPROCESSORS)
     for (image, symbol, threads), blocks in needed.items():
         function = backend._shared._modules.function(image, symbol, params(world.size), ())

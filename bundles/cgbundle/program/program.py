@@ -268,7 +268,7 @@ def update_all(programs: Sequence[Program], weights: object, *, partial: bool) -
 
     roots = [program._root or program for program in programs]
     sessions = [[root._session, *root._sessions.parts()] for root in roots]  # held: none is closed by the collector meanwhile
-    update(roots[0].manifest, [[each.backend for each in parts] for parts in sessions], weights, partial=partial)
+    update(roots[0].manifest, [[part.backend for part in parts] for parts in sessions], weights, partial=partial)
 
 
 def _refusal(names: Sequence[str]) -> Callable[..., Sequence[Any]]:

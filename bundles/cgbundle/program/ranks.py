@@ -77,9 +77,9 @@ class RanksBackend(ExchangingBackend):
                         if future.exception() is None:
                             undo.callback(future.result().close)
             self._others = [future.result() for future in loading]
-            for backend, own, peer in zip((self, *self._others), (bundle, *others), contexts, strict=True):
+            for backend, opened_bundle, peer in zip((self, *self._others), (bundle, *others), contexts, strict=True):
                 with peer:
-                    check_room(backend, own, [other.device for other in contexts].count(peer.device))
+                    check_room(backend, opened_bundle, [other.device for other in contexts].count(peer.device))
             self._outside = undo.pop_all()
 
     # --- running ----------------------------------------------------------------------------------------------
@@ -99,7 +99,7 @@ class RanksBackend(ExchangingBackend):
         if device is None:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
             for other in self._others:
-                during(other, None, lambda own: check("cuStreamSynchronize", cu.cuStreamSynchronize(own)))
+                during(other, None, lambda handle: check("cuStreamSynchronize", cu.cuStreamSynchronize(handle)))
             self._check_ranks()
         return results
 

@@ -63,7 +63,7 @@ class Board:
                 if word >> _NUMBER < number:
                     return  # it has not come so far
                 if word >> _NUMBER == number and word != mine_word:
-                    mine, other = [each & ((1 << _NUMBER) - 1) for each in (mine_word, word)]
+                    mine, other = [number_and_program & ((1 << _NUMBER) - 1) for number_and_program in (mine_word, word)]
                     text = f"call {number}: rank {self._rank} calls program {mine}, and rank {rank} program {other}"
                     raise CallError("ranks-unlike", text)
             self._checked = number
@@ -120,7 +120,7 @@ def _host(path: str, claim: Mapping[str, Any], part: int, until: float, timeout:
         ordered = [descriptors[number] for number in range(size)]
         for connection in others.values():
             _send(connection, {"seed": seed}, [*ordered, page])
-        return Met([os.dup(each) for each in ordered], Board(page, 0, size), seed)
+        return Met([os.dup(descriptor) for descriptor in ordered], Board(page, 0, size), seed)
 
 
 def _join(path: str, claim: Mapping[str, Any], part: int, until: float, timeout: float) -> Met:

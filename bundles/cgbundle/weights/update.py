@@ -103,14 +103,14 @@ UNPACK = (
 )
 
 
-def _unknown(name: str, given: Sequence[str], known: Collection[str]) -> CallError:
+def _unknown(name: str, listed: Sequence[str], known: Collection[str]) -> CallError:
     from difflib import get_close_matches  # only where something is wrong
 
     layer = name.partition(PACKED)[0] if PACKED in name.split(".") else name[: name.rfind(".") + 1]
     packed = [weight for weight in known if weight.startswith(f"{layer}{PACKED}.")]
     near = packed or get_close_matches(name, known, 1, 0.5)
     names = ", ".join(map(repr, near or list(known)[:3])) + ("" if near else " ...")
-    return invalid(f"the program has no weight {name!r}, but {names}", UNPACK if packed else _prefix(name, given, known))
+    return invalid(f"the program has no weight {name!r}, but {names}", UNPACK if packed else _prefix(name, listed, known))
 
 
 def _prefix(name: str, names: Sequence[str], known: Collection[str]) -> str:
