@@ -136,6 +136,9 @@ CATALOGUE: Mapping[str, Cause] = {
     "bundle-refused": Cause(BuildError, 1,
         "What was built is beyond a limit of the format, or breaks an invariant of it: nothing was published.",
         "give fewer sizes or shorter names; where no limit was passed, please report the model"),
+    "variants-differ": Cause(BuildError, 1,
+        "Two targets of one build have other weights, or expect other outputs: they cannot be variants of one bundle.",
+        "let model() give the same weights every time, or build a bundle for each target"),
     # --- a benchmark ---
     "baseline-unknown": Cause(BuildError, 2, "A benchmark is asked to compare with something that it does not know.",
         "give --against names from the list in the message"),

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
         mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
         lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
         timeout: float = 30.0, rank: int | None = None, rendezvous: str | os.PathLike[str] | None = None,
+        variant: str | None = None,
     ) -> Program: ...  # fmt: skip
 
     @overload
@@ -54,7 +55,7 @@ if TYPE_CHECKING:
         path: str | os.PathLike[str], *, device: int = 0, devices: Sequence[int] | None = None, replicas: Literal[True],
         mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
         lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
-        timeout: float = 30.0, rank: None = None, rendezvous: None = None,
+        timeout: float = 30.0, rank: None = None, rendezvous: None = None, variant: str | None = None,
     ) -> Replicas: ...  # fmt: skip
 
 
@@ -76,6 +77,7 @@ def load(
     timeout: float = 30.0,
     rank: int | None = None,
     rendezvous: str | os.PathLike[str] | None = None,
+    variant: str | None = None,
 ) -> Program | Replicas:
     """Loads the bundle at `path`.
 
@@ -103,6 +105,8 @@ def load(
     `rank` and `rendezvous`: a process for each rank instead, on `device`.  They meet at the path `rendezvous` of this host, which
     rank 0 makes and removes, and wait there for each other for `timeout` seconds.  Each calls its own program, all of them alike,
     and gets its rank's outputs.
+    `variant`: of a bundle with several, the one that is loaded: "sm_90", "x86-64-v3".  None: that of the GPU, else the one for
+    CPUs that uses most of this processor.
 
     What was checked is what runs, also when the bundle is replaced or removed later.
     Raises a CgbundleError, option-refused for `threads` where nothing runs on the CPU, for `replicas` where
@@ -111,11 +115,12 @@ def load(
     """
     _check_path(path)
     _check_kinds(
-        device=device, devices=devices, replicas=replicas, lazy=lazy, cast=cast, timeout=timeout, rank=rank, rendezvous=rendezvous
-    )
+        device=device, devices=devices, replicas=replicas, lazy=lazy, cast=cast, timeout=timeout, rank=rank, rendezvous=rendezvous,
+        variant=variant,
+    )  # fmt: skip
     options: dict[str, Any] = {
         "mode": mode, "on_miss": on_miss, "outputs": outputs, "check": check, "weights": weights, "lazy": lazy, "key": key,
-        "threads": threads, "cast": cast,
+        "threads": threads, "cast": cast, "variant": variant,
     }  # fmt: skip
     if replicas:
         return _open_replicas(path, device, devices, **options)
@@ -127,7 +132,7 @@ def open_program(
     path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
     check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool | None = None, key: Keys | None = None,
     threads: int | None = None, cast: bool = False, devices: Sequence[int] | None = None, timeout: float = 30.0,
-    meeting: tuple[int, str] | None = None,
+    meeting: tuple[int, str] | None = None, variant: str | None = None,
 ) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
     so that a replay that relies on one goes wrong.  For verification."""
@@ -141,7 +146,7 @@ def open_program(
         from .program import Program  # this while the context is made
 
         _check_options(mode, on_miss, outputs, check, weights)
-        _check(bundle, check, key)
+        _check(bundle, check, key, variant, devices[0] if devices else device)
         if threads is not None:
             _check_threads(bundle.manifest, threads)
         if devices is not None and not bundle.manifest.world:
@@ -231,7 +236,7 @@ def _open_ranks(
 
 def _open_replicas(
     path: str | os.PathLike[str], device: int, devices: Sequence[int] | None, *, mode: str, on_miss: str, outputs: str, check: str,
-    weights: str, lazy: bool | None, key: Keys | None, threads: int | None, cast: bool,
+    weights: str, lazy: bool | None, key: Keys | None, threads: int | None, cast: bool, variant: str | None,
 ) -> Replicas:  # fmt: skip
     """`load` with `replicas`: every device in a thread of its own, over one bundle that is opened and checked once."""
     from concurrent.futures import ThreadPoolExecutor  # none of these where a bundle is loaded on one device
@@ -247,7 +252,7 @@ def _open_replicas(
         raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")
     bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
     try:
-        _check(bundle, check, key)
+        _check(bundle, check, key, variant, devices[0] if devices else device)
         if bundle.manifest.target.kind != "cuda":
             text = f"replicas=True: the bundle is for {bundle.manifest.target.arch}, and nothing of it runs on a GPU"
             raise CallError("option-refused", text)
@@ -299,28 +304,46 @@ def _begin_context(path: str, device: int) -> ContextFuture:
     return ContextFuture(lambda: Context(device))
 
 
-def _check(bundle: Archive, level: str, key: Keys | None) -> None:
+def _check(bundle: Archive, level: str, key: Keys | None, variant: str | None, device: int) -> None:
     """Checks the bundle, or the one that stands in its place by now: a build may replace it while it is read."""
     for _ in range(ATTEMPTS):
         try:
-            return _check_once(bundle, level, key)
+            return _check_once(bundle, level, key, variant, device)
         except BundleError:
             if not bundle.is_replaced():
                 raise
             bundle.reopen()
-    _check_once(bundle, level, key)
+    _check_once(bundle, level, key, variant, device)
 
 
-def _check_once(bundle: Archive, level: str, key: Keys | None) -> None:
+def _check_once(bundle: Archive, level: str, key: Keys | None, variant: str | None, device: int) -> None:
     from .validate.bundle import check_bundle  # imported while the context is made
 
     if key is not None:
         from . import signatures  # late: most loads need none
 
         signatures.check(bundle, key)  # before the manifest is as much as parsed
+    if variant is not None or len(bundle.variants) > 1:
+        _choose_variant(bundle, variant, device)
     if bundle.manifest.world and bundle.manifest.world.rank:
         raise CallError("ranks-refused", f"{bundle.path}: the bundle of one rank", "load the folder that its `ranks` lies in")
     check_bundle(bundle, level if key is None else "full")
+
+
+def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
+    """Chooses the variant that was asked for, or that of this machine.  Raises option-refused, wrong-machine."""
+    from .cpu.machine import BY_NAME_ALONE, processor_flags
+    from .format.variants import fitting_variant, named_variant
+
+    targets = bundle.variants.targets()
+    if variant is not None:
+        return bundle.choose(named_variant(targets, variant))
+    gpu = ""
+    if any(target.kind == "cuda" for target in targets):
+        from .cuda.driver import device_arch
+
+        gpu = device_arch(device)
+    bundle.choose(fitting_variant(targets, gpu, os.uname().machine, processor_flags() | BY_NAME_ALONE))
 
 
 def _check_threads(manifest: Manifest, threads: int) -> None:
@@ -346,7 +369,7 @@ def _check_path(path: Any) -> None:
 
 
 def _check_kinds(
-    *, device: Any, devices: Any, replicas: Any, lazy: Any, cast: Any, timeout: Any, rank: Any, rendezvous: Any
+    *, device: Any, devices: Any, replicas: Any, lazy: Any, cast: Any, timeout: Any, rank: Any, rendezvous: Any, variant: Any
 ) -> None:
     """Raises ValueError for a value that an option does not have, and for options that contradict each other."""
     for name, value in (("replicas", replicas), ("cast", cast), *((("lazy", lazy),) if lazy is not None else ())):
@@ -363,6 +386,8 @@ def _check_kinds(
         raise _wrong("rank", rank, "the number of a rank, or None")
     if rendezvous is not None and not isinstance(rendezvous, str | os.PathLike):
         raise _wrong("rendezvous", rendezvous, "a path, or None")
+    if variant is not None and not isinstance(variant, str):
+        raise _wrong("variant", variant, "the name of a variant, or None")
     if (rank is None) != (rendezvous is None) or (rank is not None and devices is not None):
         raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
     if replicas and rank is not None:

@@ -17,7 +17,7 @@ from ..util.garbage_collection import quick_imports, unfrozen
 from ..util.progress import Stages, Watcher
 from ..util.progress_display import Progress, watcher
 from .argument_checks import check_build, check_check
-from .records import Built, Options, Report
+from .records import Built, Options, Report, split_targets
 
 PROVE_BUDGET = 120.0
 """Seconds that interpreting the int_keys of a bundle may take, whose GPU is not here."""
@@ -91,7 +91,8 @@ def build(
     `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example
     inputs, or maps each method of the module that is an entry to what makes its inputs).  `sizes`: of the declared dimensions, e.g.
     [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.  `target`: auto, cuda, sm_90 and its kind (a GPU
-    that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).
+    that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).  Several of them,
+    "sm_80,sm_90,x86-64-v3", make one bundle with a variant each, over one file of weights; GPUs are then cross-compiled.
     `strict`: findings that put operations on the host are errors.  `waive`: rules whose findings are accepted; the manifest names
     them (what is refused now cannot be waived).  One is "mismatched-integers": it accepts integers that rounding turns over, as
     far as the build sees it; indices that point at equal floats need no waiver.
@@ -136,6 +137,11 @@ def build(
                 from .world.build import build_world  # late: it imports torch
 
                 return build_world(model, options)
+        if len(split_targets(target)) > 1:
+            with with_torch(tell, f"{__package__}.variants"):
+                from .variants import build_variants  # late: it imports torch
+
+                return build_variants(model, inputs, options)
         with with_torch(tell, f"{__package__}.build"):
             from .build import build as run  # late: it imports torch
 

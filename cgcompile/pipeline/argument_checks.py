@@ -17,8 +17,7 @@ from cgbundle.validate.memories import WORLDS
 
 from ..errors import BuildError
 from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
-from ..targets.choice import ALL_LOWERINGS, asks_torch, choose, recorder_for
-from ..targets.instruction_sets import level_of
+from ..targets.choice import ALL_LOWERINGS, asks_torch, choose, is_cpu, recorder_for
 from ..targets.requirements import check_compiler, check_packages
 from ..util.explanations import explanations, nearest
 from ..util.model_file import (
@@ -34,7 +33,7 @@ from ..util.model_file import (
     undefined,
 )
 from .destination import check_free, destination_path
-from .records import Options
+from .records import Options, split_targets
 
 NO_PROOF = "--prove none leaves the proof out"
 
@@ -50,12 +49,17 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     if options.budget is not None:
         check_budget(options.budget, options.lower)
     # where torch has to be asked, `build` chooses when it is there: that it is being imported has been told
-    known = not asks_torch(options.target)
+    targets = split_targets(options.target)
+    if len(targets) > 1:
+        _check_targets(targets, options)
+    known = not any(map(asks_torch, targets))
     if options.split is not None and options.world is None:
         raise BuildError("world-refused", f"split={options.split!r} without world: over how many GPUs?", "add --world 2, or more")
     record = options.record if options.world is None else _check_world(model, options)
-    chosen = (options.target, options.lower, options.specialize, record, options.prove)
-    recorder = choose(*chosen, standalone=bool(options.standalone)).recorder if known else ""
+    recorder = ""
+    for target in targets if known else ():
+        standalone = bool(options.standalone) and (len(targets) == 1 or is_cpu(target))
+        recorder = choose(target, options.lower, options.specialize, record, options.prove, standalone=standalone).recorder
     if name:
         check_free(destination_path(options.out, name), options.force)
     if not options.prove_budget > 0:
@@ -75,7 +79,7 @@ def _check_world(model: Any, options: Options) -> str:
     if not isinstance(model, str | os.PathLike) or kind_of(os.fspath(model)) == "saved":
         text = f"world={options.world}: every rank is made in a process of its own, which a module in memory or a .pt2 cannot be"
         raise BuildError("world-refused", text, "give a model.py or package.module:attribute with model(rank, world)")
-    if options.target == "cpu" or level_of(options.target) is not None:
+    if is_cpu(options.target):
         raise BuildError("world-refused", f"world={options.world}: the target {options.target} is one device")
     if options.record == "capture":
         raise BuildError("world-refused", f"world={options.world}: NCCL's kernels cannot be recorded, the launches are traced")
@@ -100,6 +104,21 @@ def _check_waived(waive: Sequence[str]) -> None:
         if name not in known:
             near = " or ".join(nearest(name, known))
             raise BuildError("waiver-unknown", f"waive {name!r}: no such rule{f' (did you mean {near}?)' if near else ''}")
+
+
+def _check_targets(targets: Sequence[str], options: Options) -> None:
+    """Raises target-unavailable for targets that cannot be variants of one bundle."""
+    twice = next((name for name in targets if targets.count(name) > 1), None)
+    loose = next((name for name in targets if name in ("auto", "cuda", "")), None)
+    if twice is not None or loose is not None:
+        what = f"{twice} stands twice" if twice is not None else f"{loose or 'nothing'} is no single target"
+        raise BuildError("target-unavailable", f"target {options.target}: {what}", "name each one: --target sm_80,sm_90,x86-64-v3")
+    if options.world is not None:
+        raise BuildError("world-refused", f"world={options.world}: a model over several devices has no variants")
+    if options.record == "capture":
+        raise BuildError("option-invalid", "record 'capture': the GPUs of several targets are cross-compiled", "leave --record out")
+    if options.lower == ALL_LOWERINGS:
+        raise BuildError("option-invalid", "--lower best times one GPU, and several targets are named", "build one target")
 
 
 def check_check(model: Any, inputs: Any, sizes: Given, target: str) -> None:

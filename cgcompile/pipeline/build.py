@@ -68,6 +68,11 @@ def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
     return _build(model, inputs, options, None, None)
 
 
+def build_into(model: Any, inputs: Inputs | None, options: Options, folder: Path) -> Built:
+    """The same into `folder`, which is not published."""
+    return _build(model, inputs, options, None, folder)
+
+
 def build_rank(model: str, options: Options, ranks: Ranks, folder: Path) -> Built:
     """One rank of a model over several devices, beside the processes that build the others, into `folder`."""
     return _build(model, None, options, ranks, folder)

@@ -46,22 +46,32 @@ class Options:
     progress: Watcher
 
 
+def split_targets(target: str) -> list[str]:
+    """The targets of a build: `sm_80,sm_90,x86-64-v3` names three."""
+    return [name.strip() for name in target.split(",")]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Built:
-    """A published bundle, its manifest, and the seconds that each stage took.  It prints as three lines."""
+    """A published bundle, its manifest, and the seconds that each stage took.  It prints as three lines.
+
+    `variants`: the names of the variants of a build for several targets; `manifest` is then the first one's.
+    """
 
     path: Path
     manifest: Manifest
     seconds: tuple[tuple[str, float], ...]
+    variants: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         target, entry = self.manifest.target, self.manifest.entries[0]
         proofs = entry.self_test.proofs
+        own = ", ".join(self.variants) or f"{target.kind} {target.level or target.arch}"
         sizes = " x ".join(f"{each.name} {', '.join(map(str, each.sizes))}" for each in entry.dimensions)
         proved = [proof for proof in proofs if proof.method != "none"]
         error = f", largest error {max(proof.error for proof in proved):.1e}" if proved else ""
         return "\n".join([
-            f"{self.path}, {self._size()}, for {target.kind} {target.level or target.arch}, built in {self._spent():.1f} s",
+            f"{self.path}, {self._size()}, for {own}, built in {self._spent():.1f} s",
             f"{sizes or 'no dimensions'}: {len(proofs)} int_key{'s' * (len(proofs) != 1)}, {len(proved)} proved{error}",
             f"program = cgbundle.load({str(self.path)!r})",
         ])  # fmt: skip

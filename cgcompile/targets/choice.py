@@ -113,10 +113,15 @@ def asks_torch(target: str) -> bool:
     return asks_gpu(target) and "torch" not in sys.modules
 
 
+def is_cpu(target: str) -> bool:
+    """Whether a target is this processor, or a level of processors."""
+    return target == "cpu" or level_of(target) is not None
+
+
 def asks_gpu(target: str) -> bool:
     """Whether CUDA has to be started to know what `target` means here: which GPU this machine has.  Raises target-unavailable for
     a name that no target can have."""
-    if target == "cpu" or level_of(target) is not None:
+    if is_cpu(target):
         return False
     if target not in ("auto", "cuda") and not re.fullmatch(r"sm_\d+", target):
         arch(target)

@@ -14,6 +14,7 @@ from cgbundle.format.entries import FORWARD, entry_named
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, EntrySpec, Manifest, Target, TensorSpec, Weight
 from cgbundle.format.size_expressions import standing, text
+from cgbundle.format.variants import variant_name
 from cgbundle.weights.update import updatable
 from cgcompile.bundle.arguments import Constant, constants, nested, spelled
 from cgcompile.targets.instruction_sets import LEVELS
@@ -66,12 +67,24 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
         "state": [weight.name for weight in stateful(manifest)],
         "world": manifest.world.size if manifest.world else 1,
+        "variants": variant_names(path),
         "update": {"names": names, "frozen": frozen},
         "donations": donations(manifest),
         "donated": {row.entry: row.bytes for row in manifest.donated},
         "load": load_lines(path, manifest),
         "manifest": json.loads(manifest_json.encode(manifest)),
     }
+
+
+def variant_names(path: str) -> list[str]:
+    """The names of all variants of a bundle."""
+    return [variant_name(target) for target in archive.Archive(path).variants.targets()]
+
+
+def variants(path: str, manifest: Manifest) -> list[tuple[str, str]]:
+    """The field of a bundle with several variants: their names, and which one is shown."""
+    names = variant_names(path)
+    return [("variants", f"{', '.join(names)}; shown is {variant_name(manifest.target)}")] if len(names) > 1 else []
 
 
 def plain_entry(manifest: Manifest, entry: EntrySpec) -> dict[str, Any]:

@@ -69,6 +69,20 @@ def driver_version() -> int:
     return int(check("cuDriverGetVersion", cu.cuDriverGetVersion()))
 
 
+def device_arch(index: int) -> str:
+    """The compute capability of GPU number `index` as in "sm_90"; "" where there is no usable driver or no such GPU.  Makes no
+    context."""
+    try:
+        require()
+        if not 0 <= index < device_count():
+            return ""
+        device = check("cuDeviceGet", cu.cuDeviceGet(index))
+        numbers = (libcuda.COMPUTE_CAPABILITY_MAJOR, libcuda.COMPUTE_CAPABILITY_MINOR)
+        return "sm_" + "".join([str(check("cuDeviceGetAttribute", cu.cuDeviceGetAttribute(each, device))) for each in numbers])
+    except MachineError:
+        return ""
+
+
 class Context:
     """A share in the primary context of one GPU: torch, CuPy and the like in this process use the same one.
 

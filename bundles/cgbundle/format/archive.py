@@ -45,27 +45,42 @@ class Archive:
     def __init__(self, path: str, *, copy_weights: bool = False, outer: Archive | None = None) -> None:
         """`outer`: the bundle in which this one is of another rank; kernel images that it has are read there."""
         self.path, self._copy_weights, self._outer = path, copy_weights, outer
+        self._variant = 0
         self._folders: dict[str, int] = {}
         self._files: dict[str, int] = {}
         self._held: dict[str, bytes] = {}
         self._changed: dict[str, int] = {}
         self._reading = threading.RLock()  # a bundle that is loaded on several devices is read by a thread for each
+        self._variants: manifest_json.Variants | None = None
         self._manifest: Manifest | None = None
         when_gone(self, map(os.close, chain.from_iterable(map(dict.values, (self._files, self._folders)))))
         self.reopen()
 
     @property
+    def variants(self) -> manifest_json.Variants:
+        """The manifests of all variants, their hash checked.  Raises format-unsupported, manifest-invalid."""
+        if self._variants is None:
+            self._variants = manifest_json.Variants(self.text)
+        return self._variants
+
+    @property
     def manifest(self) -> Manifest:
-        """The manifest, its types and its own hash checked.  Raises format-unsupported, manifest-invalid."""
+        """The manifest, or that of the variant that `choose` chose, at first number 0; its types and its own hash are checked.
+        Raises format-unsupported, manifest-invalid."""
         if self._manifest is None:
-            self._manifest = manifest_json.decode(self.text)
+            self._manifest = self.variants.manifest(self._variant)
         return self._manifest
+
+    def choose(self, variant: int) -> None:
+        """Makes `manifest` that of number `variant` of the variants."""
+        if variant != self._variant:
+            self._variant, self._manifest = variant, None
 
     def reopen(self) -> None:
         """Begins anew with what the path names now.  Raises as the constructor."""
         self.close()
         self._held.clear()
-        self._manifest = None
+        self._variant, self._variants, self._manifest = 0, None, None
         while True:
             self._folders[""] = open_directory(self.path)
             try:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import partial
 
 from ..errors import BundleError, CgbundleError
-from ..format import archive, file_names, limits
+from ..format import file_names, limits
 from ..format.archive import Archive
 from ..format.entries import FORWARD, all_programs
-from ..format.schema import EntrySpec, Manifest
+from ..format.schema import EntrySpec, File, Manifest
+from ..format.variants import check_variants, named_variant, variant_name
 from . import host_code
 from .contents import check_host_code, check_tables, check_weights
 from .exam import check_exam, check_exam_rows
@@ -30,24 +31,29 @@ LARGE = (file_names.WEIGHTS, file_names.TABLES)
 """What only `full` hashes."""
 
 
-def checked_manifest(path: str) -> Manifest:
-    """The manifest of the bundle at `path`, every invariant of it checked.  Raises as `archive.read_manifest`."""
-    manifest = archive.read_manifest(path)
-    check_manifest(manifest)
-    return manifest
+def checked_manifest(path: str, variant: str | None = None) -> Manifest:
+    """The manifest of the bundle at `path`, by default its first variant's, every invariant of it checked.  Raises as
+    `archive.read_manifest`, and option-refused for a variant that it lacks."""
+    bundle = Archive(path)
+    if variant is not None:
+        bundle.choose(named_variant(bundle.variants.targets(), variant))
+    check_manifest(bundle.manifest)
+    return bundle.manifest
 
 
 def check_bundle(bundle: Archive, level: str = "load") -> None:
     """Raises manifest-invalid, file-damaged, weights-invalid or table-invalid for the first invariant that does not hold."""
     manifest = bundle.manifest
     check_manifest(manifest)
-    for file in manifest.files:
+    several = len(bundle.variants) > 1 and level != "full"
+    for file in _own_files(manifest) if several else manifest.files:
         later = file.path in LARGE or file.path.startswith(file_names.RANKS)
         bundle.check_hash(file) if level == "full" or not later else bundle.check_size(file)
     check_weights(bundle)
     check_host_code(bundle)
     if level == "full":
         check_exam(bundle)
+        _check_variants(bundle)
     if manifest.target.kind == CUDA:
         check_tables(bundle)
     if level == "full":
@@ -55,6 +61,35 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
             raise error
     if manifest.world and not manifest.world.rank and level == "full":
         _check_all_ranks(bundle)
+
+
+def _own_files(manifest: Manifest) -> list[File]:
+    """The files of one variant of several, but for its kernel images, whose hashes are checked when they are loaded."""
+    own = {step.file for program in all_programs(manifest) for step in program.steps} | {region.file for region in manifest.regions}
+    own |= {manifest.module_state, file_names.EXAM, *file_names.weight_files(manifest), *file_names.program_files(manifest)}
+    return [file for file in manifest.files if file.path in own]
+
+
+def _check_variants(bundle: Archive) -> None:
+    """The variants beside the one that is chosen: their manifests, tables and shared objects; and that all fit together."""
+    manifests = [bundle.variants.manifest(number) for number in range(len(bundle.variants))]
+    if len(manifests) == 1:
+        return
+    chosen = manifests.index(bundle.manifest)
+    check_variants(manifests)
+    try:
+        for number, manifest in enumerate(manifests):
+            if number == chosen:
+                continue
+            bundle.choose(number)
+            with _inside(f"variant {variant_name(manifest.target)}"):
+                check_manifest(manifest)
+                check_weights(bundle)
+                check_host_code(bundle)
+                if manifest.target.kind == CUDA:
+                    check_tables(bundle)
+    finally:
+        bundle.choose(chosen)
 
 
 def check_ranks(bundle: Archive, level: str = "load") -> list[Archive]:
@@ -75,7 +110,7 @@ def check_rank(bundle: Archive, number: int, level: str = "load") -> Archive:
     """One of them."""
     made = bundle.rank(number)
     try:
-        with _of_rank(number):
+        with _inside(file_names.rank_folder(number)):
             check_bundle(made, level)
             _check_alike(made.manifest, bundle.manifest, number)
             _check_exchanges(made, bundle)
@@ -91,11 +126,12 @@ def _check_all_ranks(bundle: Archive) -> None:
 
 
 @contextmanager
-def _of_rank(number: int) -> Iterator[None]:
+def _inside(part: str) -> Iterator[None]:
+    """Errors name the part of the bundle."""
     try:
         yield
     except BundleError as error:
-        raise BundleError(error.code, f"{file_names.rank_folder(number)}: {error}", error.hint) from None
+        raise BundleError(error.code, f"{part}: {error}", error.hint) from None
 
 
 def _check_alike(manifest: Manifest, first: Manifest, number: int) -> None:
@@ -163,6 +199,8 @@ def examine(bundle: Archive) -> list[CgbundleError]:
         holds(check_host_code, bundle)
     if not found and manifest.world and not manifest.world.rank:
         holds(_check_all_ranks, bundle)
+    if not found:
+        holds(_check_variants, bundle)
     return [*found.values(), *bundle.strays()]
 
 

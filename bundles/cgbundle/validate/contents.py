@@ -20,10 +20,11 @@ def check_weights(bundle: Archive) -> None:
     """Raises weights-invalid unless the files of weights and tables are well formed and hold what the manifest names, and nothing
     else."""
     for name, weights in file_names.weight_files(bundle.manifest).items():
-        _check_tensors(name, bundle.tensors(name), weights)
+        _check_tensors(name, bundle.tensors(name), weights, alone=len(bundle.variants) == 1)
 
 
-def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[Weight]) -> None:
+def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[Weight], *, alone: bool) -> None:
+    """`alone`: no other variant reads the file, so that every tensor is one of these weights'."""
     for weight in weights:
         entry = entries.get(weight.tensor)
         if entry is None:
@@ -36,7 +37,7 @@ def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[We
                 "weights-invalid",
                 f"{file}: tensor {weight.tensor!r} is {entry.dtype} {found}, expected {weight.dtype} {stored}",
             )
-    for name in sorted(entries.keys() - {weight.tensor for weight in weights}):
+    for name in sorted(entries.keys() - {weight.tensor for weight in weights}) if alone else ():
         raise BundleError("weights-invalid", f"{file}: tensor {name!r} is no weight's")
 
 

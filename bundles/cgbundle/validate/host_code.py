@@ -59,12 +59,17 @@ def described(manifest: Manifest, region: int) -> bytes:
 
 
 def attach(folder: str | os.PathLike[str], manifest: Manifest) -> None:
-    """Writes the rows behind every shared object of the bundle in `folder`.  Its files must be described anew."""
+    """Writes the rows behind every shared object of the bundle in `folder`, in place of what is there.  Its files must be described
+    anew."""
     for index, region in enumerate(manifest.regions):
         if region.file:
             text = described(manifest, index)
-            with open(os.path.join(folder, region.file), "ab") as file:
+            with open(os.path.join(folder, region.file), "r+b") as file:
+                data = file.read()
+                rows = read(data)
+                file.seek(len(data) if rows is None else len(data) - len(rows) - 8 - len(MAGIC))
                 file.write(text + len(text).to_bytes(8, "little") + MAGIC)
+                file.truncate()
 
 
 def read(data: bytes) -> bytes | None:

@@ -11,6 +11,7 @@ from cgbundle.format import file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import File, Manifest
+from cgbundle.format.variants import variant_name
 from cgbundle.tables.module_state import ModuleState, decode_states
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
@@ -27,6 +28,17 @@ class BundleFiles:
     bundle: Archive
     manifest: Manifest
     files: dict[str, File]
+
+    @property
+    def variants(self) -> dict[str, BundleFiles]:
+        """The bundle, opened for each of its variants, by their names.  Raises as `open_bundle`."""
+        found = {}
+        for number, target in enumerate(self.bundle.variants.targets()):
+            with _about(self.path):
+                opened = Archive(self.path)
+                opened.choose(number)
+                found[variant_name(target)] = _opened(self.path, opened)
+        return found
 
     def rank(self, number: int) -> BundleFiles:
         """The bundle of another rank of a model over several GPUs.  Raises as `open_bundle`."""

@@ -24,9 +24,24 @@ PARTS = (
 def compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
     """Everything that differs, by part; () for two builds of the same thing.
 
-    Files to which both manifests give the same SHA-256 are not read: `cgcompile verify` says whether they have it.
+    Of bundles with several variants, those of one name are compared; what differs alike in all of them is told once.  Files to
+    which both manifests give the same SHA-256 are not read: `cgcompile verify` says whether they have it.
     Raises file-damaged, table-invalid, weights-invalid for a file that has to be read and is damaged.
     """
+    if max(len(each.bundle.variants) for each in (a, b)) == 1:
+        return _compare(a, b)
+    sides = (a.variants, b.variants)
+    common = [name for name in sides[0] if name in sides[1]]
+    found = {name: _compare(sides[0][name], sides[1][name]) for name in common}
+    alike = [row for row in found[common[0]] if all(row in rows for rows in found.values())] if common else []
+    rows = [*manifests.variants(*map(list, sides)), *alike]
+    for name, own in found.items():
+        rows += [replace(row, name=" ".join(filter(None, [name, row.name]))) for row in own if row not in alike]
+    return tuple(sorted(rows, key=lambda row: PARTS.index(row.part)))
+
+
+def _compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
+    """Of one variant of each."""
     rows = [*manifests.compare(a.manifest, b.manifest), *contents.weights(a, b), *contents.exam(a, b)]
     same = recordings.same_tables(a, b)
     launched = [{} if same else recordings.launches(each) for each in (a, b)]

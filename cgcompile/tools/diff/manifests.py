@@ -61,6 +61,11 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from compare_fields("options", "", *[dict(each.provenance.options) for each in both])
 
 
+def variants(a: Sequence[str], b: Sequence[str]) -> Iterator[Difference]:
+    """Of the names of two bundles' variants."""
+    yield from _sets("target", "variants", a, b)
+
+
 def key_text(entry: EntrySpec, key: Sequence[int]) -> str:
     """An int_key for people: `batch=8, seq=128`."""
     own = ", ".join([f"{each.name}={size}" for each, size in zip(entry.dimensions, key, strict=True)]) or "no dimensions"

@@ -47,7 +47,7 @@ def build(
         typer.Option(
             "--target",
             metavar="TARGET",
-            help="auto, cpu, x86-64-v3 (CPUs of that level), cuda, or sm_90 and its like.",
+            help="auto, cpu, x86-64-v3 (CPUs of that level), cuda, or sm_90 and its like; several: sm_80,sm_90,x86-64-v3.",
             autocompletion=target_names,
         ),
     ] = "auto",
@@ -159,7 +159,7 @@ def _summary(built: Built, seconds: float) -> Table:
     findings = list(dict.fromkeys(map(_line, found)))
     fields: list[Field] = [
         ("built", f"{built.path} ({summary.bulk(manifest)}) in {duration(seconds)}"),
-        ("target", summary.target(manifest.target)),
+        ("target", ", ".join(built.variants) or summary.target(manifest.target)),
         *([("world", summary.world(manifest))] if manifest.world else []),
     ]
     for entry in manifest.entries:

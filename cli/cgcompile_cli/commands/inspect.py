@@ -46,6 +46,9 @@ def inspect(
     dot: Annotated[
         bool, typer.Option("--dot", help="Print the nodes of one int_key for Graphviz (default: the first int_key's).")
     ] = False,
+    variant: Annotated[
+        str | None, typer.Option("--variant", metavar="NAME", help="Of a bundle with several, e.g. sm_90 (default: the first).")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print it as JSON.")] = False,
 ) -> None:
     """Show what a bundle holds.
@@ -61,7 +64,7 @@ def inspect(
     from ..inspection.overview import overview
 
     _check_options(graph, {"--kernels": kernels, "--memory": memory, "--html": html is not None, "--dot": dot, "--json": as_json})
-    manifest = checked_manifest(bundle)
+    manifest = checked_manifest(bundle, variant)
     entry, chosen = manifest.entries[0], None
     if graph is not None:
         entry, chosen = int_keys.find(manifest, graph)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, json_text
 from cgbundle.format.entries import all_programs
+from cgbundle.format.variants import variant_name
 from cgbundle.tables.table import Table as Recording
 
 from ..output import safe, size
@@ -42,7 +43,7 @@ def kernels(path: str, manifest: Manifest) -> list[KernelLaunches]:
             if f"kernels/{key[0]}" not in files:
                 raise BundleError("table-invalid", f"{step.file}: kernel image {key[0]} is not in the bundle")
             launches[key] = launches.get(key, 0) + 1
-    said = _choices(path, files)
+    said = _choices(path, files, f"graphs/{variant_name(manifest.target)}/{CHOICES}")
     rows = []
     for (image, symbol), count in launches.items():
         configuration, chosen = said.get((image, symbol), ("", ""))
@@ -68,12 +69,14 @@ def kernel_table(rows: list[KernelLaunches]) -> Table:
     return made
 
 
-def _choices(path: str, files: dict[str, Any]) -> dict[tuple[str, str], tuple[str, str]]:
-    if CHOICES not in files:
+def _choices(path: str, files: dict[str, Any], own: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """`own`: the name of the file of one variant of several."""
+    name = next((name for name in (CHOICES, own) if name in files), None)
+    if name is None:
         return {}
-    data = archive.read(path, files[CHOICES])
+    data = archive.read(path, files[name])
     try:
         rows = json_text.parse(data)
         return {(str(row["image"]), str(row["symbol"])): (str(row["configuration"]), str(row["chosen"])) for row in rows}
     except (ValueError, KeyError, TypeError, RecursionError) as error:
-        raise BundleError("file-damaged", f"{CHOICES}: not a list of kernels and their configurations") from error
+        raise BundleError("file-damaged", f"{name}: not a list of kernels and their configurations") from error

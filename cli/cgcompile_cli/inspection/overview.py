@@ -37,6 +37,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
     fields: list[Field] = [
         ("bundle", f"{manifest.name}, format {manifest.version}, {summary.bulk(manifest)}"),
         ("target", summary.target(manifest.target)),
+        *summary.variants(path, manifest),
         *([("world", summary.world(manifest))] if manifest.world else []),
     ]
     for entry in manifest.entries:

@@ -1,0 +1,253 @@
+"""Several bundles of one model, each for another GPU or level of processors, made one with a variant for each.
+
+Weights, the exported program and the inputs and expected outputs of the self-test stand once.  What a variant has to itself lies in
+folders of its name: `graphs/sm_90/`, `host/x86-64-v3/`.  Kernel images are known by their hashes, and shared.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from cgbundle.errors import BundleError
+from cgbundle.format import archive, file_names, manifest_json, safetensors
+from cgbundle.format.archive import Archive
+from cgbundle.format.safetensors import Mapped
+from cgbundle.format.schema import Manifest, SelfTest, Weight
+from cgbundle.format.variants import variant_name
+from cgbundle.validate import bundle as verify
+from cgbundle.validate import host_code
+
+from ..errors import BuildError
+
+APART = (file_names.GRAPHS, file_names.HOST)
+"""Folders whose files are one variant's."""
+
+EXPLAINED = "kernels.json"
+"""For people: which configuration each kernel of a variant has."""
+
+
+def join_variants(folders: Sequence[Path], out: Path) -> tuple[Manifest, ...]:
+    """Writes the bundle in each of `folders` as a variant of the one in `out`, an empty folder; the manifests in the same order.
+
+    Raises variants-differ where weights or expected outputs are not the same for all.
+    """
+    manifests = [archive.read_manifest(str(folder)) for folder in folders]
+    with ExitStack() as stack:
+        files = [_Files(stack, folder) for folder in folders]
+        stored, names = _shared_weights(manifests, files)
+        for name, tensors in stored.items():
+            if tensors:
+                with open(out / name, "wb") as file:
+                    safetensors.write(file, tensors)
+        _write_self_test(manifests, files, out)
+        variants = [
+            _moved(_ordered(_renamed(manifest, renamed), manifests[0]), folder, out)
+            for manifest, renamed, folder in zip(manifests, names, folders, strict=True)
+        ]
+    for path in sorted(folders[0].glob("**/*.pt2")):
+        _copy(path, out / path.relative_to(folders[0]))
+    for variant in variants:
+        host_code.attach(out, variant)
+    return _sealed(variants, out)
+
+
+class _Files:
+    """The mapped safetensors files of one bundle, by name; a file that it lacks has no tensors."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.mapped: dict[str, Mapped] = {}
+        for name in (file_names.WEIGHTS, file_names.TABLES, file_names.EXAM):
+            if (folder / name).exists():
+                mapped = self.mapped[name] = Mapped(str(folder / name), name)
+                stack.callback(mapped.close)
+
+    def tensor(self, file: str, name: str) -> safetensors.Tensor:
+        mapped = self.mapped[file]
+        row = mapped.entries[name]
+        return row.dtype, row.shape, partial(mapped.data, name)
+
+    def names(self, file: str) -> list[str]:
+        return list(self.mapped[file].entries) if file in self.mapped else []
+
+
+def _shared_weights(
+    manifests: Sequence[Manifest], files: Sequence[_Files]
+) -> tuple[dict[str, dict[str, safetensors.Tensor]], list[dict[str, str]]]:
+    """The tensors of the files that all variants read, and by variant the new names of weights that others hold otherwise.
+
+    These are tables and constants of the build's: a weight that an update may change has the same contents in all.
+    """
+    stored: dict[str, dict[str, safetensors.Tensor]] = {file_names.WEIGHTS: {}, file_names.TABLES: {}}
+    renamed: list[dict[str, str]] = []
+    for manifest, own in zip(manifests, files, strict=True):
+        frozen = {manifest.weights[row.weight].tensor for row in manifest.frozen if row.reason == "constant"}
+        names: dict[str, str] = {}
+        for file, known in stored.items():
+            for name in own.names(file):
+                tensor = own.tensor(file, name)
+                if name not in known or _same(known[name], tensor):
+                    known.setdefault(name, tensor)
+                    continue
+                if name not in frozen:
+                    raise BuildError(
+                        "variants-differ",
+                        f"weight {name!r} has other values for {variant_name(manifest.target)} than for "
+                        f"{variant_name(manifests[0].target)}: every variant is built from a model of its own",
+                        "let model() give the same weights every time: load them from a file, or seed what draws them",
+                    )
+                names[name] = f"{variant_name(manifest.target)}.{name}"
+                known[names[name]] = tensor
+        renamed.append(names)
+    return stored, renamed
+
+
+def _same(one: safetensors.Tensor, other: safetensors.Tensor) -> bool:
+    return one[:2] == other[:2] and memoryview(one[2]()) == memoryview(other[2]())
+
+
+def _write_self_test(manifests: Sequence[Manifest], files: Sequence[_Files], out: Path) -> None:
+    """The first variant's self-test, which all others compare with, too."""
+    positions = [_new_positions(manifest, manifests[0]) for manifest in manifests]
+    first = _numbered(files[0], positions[0])
+    for manifest, own, moved in zip(manifests[1:], files[1:], positions[1:], strict=True):
+        tensors = _numbered(own, moved)
+        other = next((name for name in first if name not in tensors or not _same(first[name], tensors[name])), None)
+        if other is not None or first.keys() != tensors.keys():
+            raise BuildError(
+                "variants-differ",
+                f"the self-test of {variant_name(manifest.target)} expects {other or 'other tensors'} otherwise than that of "
+                f"{variant_name(manifests[0].target)}: it holds what was recorded on a GPU, or indices that are as good",
+                f"build {variant_name(manifest.target)} as a bundle of its own, or with --record trace",
+            )
+    with open(out / file_names.EXAM, "wb") as file:
+        safetensors.write(file, first)
+
+
+def _numbered(files: _Files, positions: Mapping[int, int]) -> dict[str, safetensors.Tensor]:
+    """The tensors of a self-test, with the new positions of the weights in the names of state."""
+    tensors = {}
+    for name in files.names(file_names.EXAM):
+        before, kind, index = name.rsplit("/", 2)
+        number = positions[int(index)] if kind in ("state", "state-at") else int(index)
+        tensors[f"{before}/{kind}/{number}"] = files.tensor(file_names.EXAM, name)
+    return tensors
+
+
+def _new_positions(manifest: Manifest, first: Manifest) -> dict[int, int]:
+    """Where each weight stands among those of a variant: state comes first, in the order that all variants share, since the
+    self-test names it by its position."""
+    state = [row.name for row in first.weights if row.memory == "state"]
+    order = sorted(
+        range(len(manifest.weights)),
+        key=lambda at: (state.index(manifest.weights[at].name) if manifest.weights[at].memory == "state" else len(state), at),
+    )
+    return {old: new for new, old in enumerate(order)}
+
+
+def _ordered(manifest: Manifest, first: Manifest) -> Manifest:
+    """The manifest with its weights in that order."""
+    moved = _new_positions(manifest, first)
+    state = [index for index, row in enumerate(manifest.weights) if row.memory == "state"]  # the last that a self-test compares
+    turned = [state.index(old) for old in moved if old in state]
+    weights: list[Weight] = [manifest.weights[old] for old in moved]
+    entries = [
+        replace(
+            entry,
+            mutated_buffers=tuple(sorted([moved[index] for index in entry.mutated_buffers])),
+            aliases=tuple(
+                [
+                    replace(alias, index=moved[alias.index]) if alias.memory in ("weights", "state") else alias
+                    for alias in entry.aliases
+                ]
+            ),
+            self_test=_turned(entry.self_test, turned),
+        )
+        for entry in manifest.entries
+    ]
+    regions = [
+        replace(region, constants=tuple([(name, moved[index]) for name, index in region.constants])) for region in manifest.regions
+    ]
+    frozen = sorted([replace(row, weight=moved[row.weight]) for row in manifest.frozen], key=lambda row: row.weight)
+    random = None if manifest.random is None else moved[manifest.random]
+    return replace(
+        manifest, weights=tuple(weights), entries=tuple(entries), regions=tuple(regions), frozen=tuple(frozen), random=random
+    )
+
+
+def _turned(test: SelfTest, turned: Sequence[int]) -> SelfTest:
+    """The self-test with the bounds and errors of state in the new order."""
+
+    def order(numbers: tuple[float, ...]) -> tuple[float, ...]:
+        begin = len(numbers) - len(turned)
+        return (*numbers[:begin], *[numbers[begin + old] for old in turned]) if numbers else ()
+
+    proofs = tuple([replace(proof, errors=order(proof.errors)) for proof in test.proofs])
+    return replace(test, bounds=order(test.bounds), proofs=proofs)
+
+
+def _renamed(manifest: Manifest, names: Mapping[str, str]) -> Manifest:
+    weights = [
+        replace(
+            row, name=names.get(row.name, row.name) if row.tensor in names else row.name, tensor=names.get(row.tensor, row.tensor)
+        )
+        for row in manifest.weights
+    ]
+    return replace(manifest, weights=tuple(weights))
+
+
+def _moved(manifest: Manifest, folder: Path, out: Path) -> Manifest:
+    """Copies what is the variant's alone, and the images, to `out`; the manifest with the new paths."""
+    name = variant_name(manifest.target)
+    paths = {file.path: _place(file.path, name) for file in manifest.files if file.path.startswith((*APART, file_names.KERNELS))}
+    for path, place in paths.items():
+        _copy(folder / path, out / place)
+    if (folder / EXPLAINED).exists():
+        _copy(folder / EXPLAINED, out / file_names.GRAPHS / name / EXPLAINED)
+    entries = [
+        replace(
+            entry,
+            programs=tuple(
+                [
+                    replace(program, steps=tuple([replace(step, file=paths.get(step.file, "")) for step in program.steps]))
+                    for program in entry.programs
+                ]
+            ),
+        )
+        for entry in manifest.entries
+    ]
+    regions = [replace(region, file=paths.get(region.file, "")) for region in manifest.regions]
+    state = paths.get(manifest.module_state, "")
+    return replace(manifest, entries=tuple(entries), regions=tuple(regions), module_state=state)
+
+
+def _place(path: str, name: str) -> str:
+    folder, _, rest = path.partition("/")
+    return path if f"{folder}/" == file_names.KERNELS else f"{folder}/{name}/{rest}"
+
+
+def _copy(file: Path, place: Path) -> None:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    if not place.exists():
+        shutil.copyfile(file, place)
+
+
+def _sealed(variants: Sequence[Manifest], out: Path) -> tuple[Manifest, ...]:
+    """The variants with all files of `out`, written and read back as if a stranger had written them.  Raises bundle-refused."""
+    first, described = variants[0], archive.describe_files(str(out))
+    options = dict(first.provenance.options) | {"target": ",".join([variant_name(variant.target) for variant in variants])}
+    origin = replace(first.provenance, options=tuple(options.items()))
+    sealed = tuple([replace(variant, name=first.name, provenance=origin, files=described) for variant in variants])
+    (out / file_names.MANIFEST).write_bytes(manifest_json.encode(*sealed))
+    bundle = Archive(str(out))
+    try:
+        verify.check_bundle(bundle, "full")
+    except BundleError as error:
+        raise BuildError("bundle-refused", f"the bundle that was built: {error}") from None
+    finally:
+        bundle.close()
+    return sealed

@@ -1,0 +1,91 @@
+"""A build for several targets: one after the other, each from a model of its own, then joined to one bundle with variants.
+
+GPUs are cross-compiled, be they here or not: so all variants are held to what eager PyTorch gives, and share one self-test.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgbundle.exam import fresh
+from cgbundle.format.schema import Manifest
+from cgbundle.format.variants import variant_name
+
+from ..bundle.proof import REPORT
+from ..bundle.variants import join_variants
+from ..errors import BuildError
+from ..model.declared_sizes import Inputs
+from ..targets.choice import choose
+from ..util.progress import Event, Stages, Watcher
+from ..util.scratch import scratch_folder
+from .build import build_into
+from .destination import destination_path, staged_bundle
+from .records import Built, Options, split_targets
+
+
+def build_variants(model: Any, inputs: Inputs | None, options: Options) -> Built:
+    """See `cgcompile.build`, of a target that names several.  Raises variants-differ beside what the build of one raises."""
+    drawn = _generators()
+    built: list[Built] = []
+    with scratch_folder() as scratch:
+        for number, target in enumerate(split_targets(options.target)):
+            for restore in drawn:
+                restore()
+            folder = scratch / str(number)
+            folder.mkdir()
+            built.append(build_into(model, inputs, _options_of(options, target), folder))
+        folders = [scratch / str(number) for number in range(len(built))]
+        destination = destination_path(options.out, built[0].manifest.name)
+        stages = Stages(options.progress)
+        with ExitStack() as stack:
+            place = stack.enter_context(staged_bundle(destination, options.force))
+            with stages("variants") as tell:
+                manifests = join_variants(folders, place)
+                tell.result(_verified(place, manifests))
+    seconds = [pair for each in built for pair in each.seconds]
+    return Built(
+        path=destination, manifest=manifests[0], seconds=(*seconds, *stages.seconds),
+        variants=tuple([variant_name(manifest.target) for manifest in manifests]),
+    )  # fmt: skip
+
+
+def _options_of(options: Options, target: str) -> Options:
+    """Those of the build of one target; what it tells has the target's name before it."""
+    chosen = replace(options, target=target, out=None, progress=_naming(options.progress, target))
+    if choose(target, options.lower, options.specialize, "auto", options.prove).recorder == "host":
+        return chosen
+    return replace(chosen, record="trace" if options.record == "auto" else options.record, standalone=None)
+
+
+def _naming(watcher: Watcher, target: str) -> Watcher:
+    def watch(event: Event) -> None:
+        watcher(replace(event, text=f"{target}: {event.text}" if event.text else event.text))
+
+    return watch
+
+
+def _generators() -> tuple[Callable[[], None], ...]:
+    """What puts the generators of random numbers back: a model that draws its weights draws the same ones for every target."""
+    plain, own = random.getstate(), torch.get_rng_state()
+    return (lambda: random.setstate(plain)), (lambda: torch.set_rng_state(own))
+
+
+def _verified(folder: Path, manifests: tuple[Manifest, ...]) -> str:
+    """Loads the bundle in a fresh process, as a server does, and replays the self-test of the variant that it takes there."""
+    names = ", ".join([variant_name(manifest.target) for manifest in manifests])
+    answer = fresh(str(folder))
+    if answer.get("code") == "wrong-machine":
+        return f"{names}; none runs here"
+    if "error" in answer:
+        raise BuildError("proof-failed", f"the fresh process refused the bundle: {answer['error']}", answer["hint"])
+    failed = next((row for row in answer["results"] if not row["passed"]), None)
+    if failed is not None:
+        raise BuildError("proof-failed", f"int_key {tuple(failed['key'])}: the joined bundle gives other outputs", REPORT)
+    return f"{names}; the one for this machine replayed in a fresh process"
