@@ -21,9 +21,6 @@ if TYPE_CHECKING:
 ALIGNMENT = 64
 """Bytes: a cache line, and what AOTInductor gives a constant (AOTI_CONST_ALIGNMENT)."""
 
-CHUNK = 1 << 20
-"""Bytes of initial state that are compared with zeros at a time."""
-
 
 class HostWeights:
     """The addresses of all weights at one time.  They stay while this object lives.
@@ -72,24 +69,16 @@ class StateRow(NamedTuple):
 class InitialState:
     """The initial contents of a bundle's state but that of the random numbers: `rows`, valid while this object lives.
 
-    Large state is mostly zeros (a cache to be filled), which are recognized once and not read again.  Raises weights-invalid.
+    Raises weights-invalid.
     """
 
     __slots__ = ("_mapped", "rows")
 
     def __init__(self, bundle: Archive) -> None:
         manifest = bundle.manifest
-        self.rows: list[StateRow] = []
-        self._mapped: Mapped | None = None
-        for index, weight in enumerate(manifest.weights):
-            if weight.memory == STATE and index != manifest.random:
-                source = 0 if weight.zeros else self._stored(bundle, weight.tensor)
-                self.rows.append(StateRow(weight.offset, span(weight), source))
-
-    def _stored(self, bundle: Archive, tensor: str) -> int:
-        """Where a tensor of the file lies; 0 for zeros, which older bundles store."""
-        if self._mapped is None:
-            self._mapped = bundle.mapped(WEIGHTS)
-        data, zeros = self._mapped.data(tensor), bytes(CHUNK)
-        parts = (bytes(data[begin : begin + CHUNK]) for begin in range(0, len(data), CHUNK))
-        return 0 if all(part == zeros[: len(part)] for part in parts) else self._mapped.address(tensor)
+        state = [row for index, row in enumerate(manifest.weights) if row.memory == STATE and index != manifest.random]
+        self._mapped: Mapped | None = bundle.mapped(WEIGHTS) if any(not row.zeros for row in state) else None
+        self.rows = [
+            StateRow(row.offset, span(row), 0 if row.zeros or self._mapped is None else self._mapped.address(row.tensor))
+            for row in state
+        ]
