@@ -8,6 +8,7 @@ It is replayed from the first state and compared with nothing but the standard l
 from __future__ import annotations
 
 import json
+import math
 import os
 import sys
 from collections.abc import Mapping, Sequence
@@ -26,6 +27,7 @@ from .format.schema import DTYPES, Dimension, EntrySpec, Proof
 from .format.spans import span
 from .loader import open_program
 from .program import Program
+from .tensors import condensed
 from .tensors.comparison import describe, difference, nearest
 from .tensors.exam_tensors import ExamTensor, exam_tensors, is_exact, stored
 from .tensors.exam_tensors import inputs_of as inputs_of
@@ -166,18 +168,23 @@ def _replay(exam: Mapped, program: Program, spec: EntrySpec, proof: Proof, faile
     made: Mapping[str, Sequence[Any]] = {"output": outputs, "mutated": inputs}
 
     def compared(row: ExamTensor, bound: float) -> Compared:  # one by one: state may be large
+        name = exam_entry(proof.key, row.kind, row.index, spec.name)
+        before = b""
         if row.kind == "state":
             weight = manifest.weights[row.index]
             shape: tuple[int, ...] = (prod(weight.shape),)
             before = bytes(span(weight)) if weight.zeros else first[row.index]
-            expected = _changed(exam, (proof.key, spec.name), row.index, before)
             got = program.state_bytes(row.index)
         else:
             tensor = _tensor(made[row.kind][row.index])
-            shape, expected = tensor.shape, bytes(stored(exam, exam_entry(proof.key, row.kind, row.index, spec.name)))
-            got = tensor.tobytes()
+            shape, got = tensor.shape, tensor.tobytes()
         if failed is not None:
-            given[exam_entry(proof.key, row.kind, row.index, spec.name)] = (row.dtype, tuple(shape), partial(bytes, got))
+            given[name] = (row.dtype, tuple(shape), partial(bytes, got))
+        if condensed.stand_in(exam.entries, name):
+            error, text = _beside_condensed(exam, name, row, got, before)
+            found = Compared(title=row.title, error=error, bound=bound, exact=not text, text="")
+            return found if found.passed(spec.self_test.compare) else replace(found, text=text)
+        expected = _changed(exam, name, before) if row.kind == "state" else bytes(stored(exam, name))
         exact = expected == got
         error = 0.0 if exact else difference(row.dtype, expected, got)
         found = Compared(title=row.title, error=error, bound=bound, exact=exact, text="")
@@ -195,19 +202,39 @@ def _tensor(value: Any) -> Any:
     return value.tensor if isinstance(value, View) else value
 
 
-def _changed(exam: Mapped, called: tuple[tuple[int, ...], str], index: int, first: bytes) -> bytes:
-    """What a row of state has to hold after the call: its `first` bytes, but for the runs of elements that the exam names.
-    `called`: the int_key and the entry."""
-    key, entry = called
-    made, runs = bytearray(first), memoryview(stored(exam, exam_entry(key, "state-at", index, entry))).cast("q")
-    name = exam_entry(key, "state", index, entry)
-    elements, width, taken = stored(exam, name), DTYPES[exam.entries[name].dtype], 0
-    for begin, count in zip(runs[::2], runs[1::2], strict=True):
-        if begin < 0 or count < 0 or (begin + count) * width > len(made) or (taken + count) * width > len(elements):
-            raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r}: {count} elements from {begin} on do not fit")
-        made[begin * width : (begin + count) * width] = elements[taken * width : (taken + count) * width]
-        taken += count
+def _changed(exam: Mapped, name: str, first: bytes) -> bytes:
+    """What a row of state has to hold after the call: its `first` bytes, but for the runs of elements that the exam names."""
+    made, elements, taken = bytearray(first), stored(exam, name), 0
+    for begin, end in _runs(exam, name, DTYPES[exam.entries[name].dtype], len(first)):
+        if taken + end - begin > len(elements):
+            raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r}: has {len(elements)} bytes, and more were changed")
+        made[begin:end] = elements[taken : taken + end - begin]
+        taken += end - begin
     return bytes(made)
+
+
+def _runs(exam: Mapped, name: str, width: int, size: int) -> list[tuple[int, int]]:
+    """The first byte of every run of a row of state that the call changes, and the one behind its last.  Raises weights-invalid."""
+    before, _, index = name.rpartition("/state/")
+    runs = memoryview(stored(exam, f"{before}/state-at/{index}")).cast("q")
+    found = [(begin * width, (begin + count) * width) for begin, count in zip(runs[::2], runs[1::2], strict=True)]
+    for begin, end in found:
+        if not 0 <= begin <= end <= size:
+            raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r}: bytes {begin} to {end} do not fit")
+    return found
+
+
+def _beside_condensed(exam: Mapped, name: str, row: ExamTensor, got: bytes, first: bytes) -> tuple[float, str]:
+    """(error, text) of a tensor that is condensed.  Of state the exam holds what the call changes; the rest has to be as it was
+    `first`."""
+    if row.kind == "state":
+        runs, kept = _runs(exam, name, DTYPES[row.dtype], len(got)), bytearray(got)
+        for begin, end in runs:
+            kept[begin:end] = first[begin:end]
+        if kept != first:
+            return math.inf, "elements that the call leaves as they are differ"
+        got = b"".join([got[begin:end] for begin, end in runs])
+    return condensed.compare_stored(exam, name, row.dtype, got)
 
 
 def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, Any]:

@@ -16,6 +16,7 @@ import torch
 from cgbundle.format.schema import Dimension, Finding, Manifest, Provenance
 from cgbundle.validate import host_code
 
+from ..bundle.condense import condense
 from ..bundle.emit import seal, write_programs
 from ..bundle.proof import replay
 from ..bundle.provenance import provenance
@@ -214,8 +215,9 @@ def _finished(
         host_code.attach(folder, manifest)
         sealed = seal(folder, with_mismatches(manifest))  # hashes every file: of large weights that takes longest
         if not run:
+            condense(folder, sealed)
             tell.result(f"every hash and invariant; `cgcompile verify --run` replays it where a GPU of {spec.target} is")
-            return sealed
+            return seal(folder, sealed)
         bounds = [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries]
         try:
             judges = [entry.prepared for entry in spec.entries] if spec.recorder == "host" else []
@@ -229,7 +231,9 @@ def _finished(
             replace(entry, self_test=exam, findings=found)
             for entry, exam, found in zip(sealed.entries, replayed.exams, findings, strict=True)
         ]
-        sealed = seal(folder, with_mismatches(replace(sealed, entries=tuple(examined))))
+        sealed = replace(sealed, entries=tuple(examined))
+        condense(folder, sealed)
+        sealed = seal(folder, with_mismatches(sealed))
         proofs = [proof for exam in replayed.exams for proof in exam.proofs]
         error = max(proof.error for proof in proofs)
         compared = f"{_counted(len(proofs), 'int_key')} in a fresh process, largest error {error:.1e}"

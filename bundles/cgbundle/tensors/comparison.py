@@ -1,4 +1,4 @@
-"""How far what a replay gives is from what is expected.  FORMAT.md states the rule, under "Exam"; this is its code over bytes."""
+"""How far what a replay gives is from what is expected: the rule of FORMAT.md, as code over bytes."""
 
 from __future__ import annotations
 

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from math import prod
 
 from ..errors import BundleError
 from ..format import file_names
 from ..format.archive import Archive
 from ..format.safetensors import Entry
 from ..format.schema import EntrySpec, IntKey, Manifest, Program
+from ..tensors import condensed
 from ..tensors.exam_tensors import NEAR_TIES, WAIVER, exam_tensors, is_exact
 from .require import require
 from .state import STATE
@@ -57,6 +59,9 @@ def _check_values(spec: EntrySpec, program: Program, entries: Mapping[str, Entry
     for kind, positions in (("input", enumerate(program.inputs)), ("output", enumerate(program.outputs)), ("mutated", mutated)):
         for index, position in positions:
             name, value = file_names.exam_entry(program.key, kind, index, spec.name), program.values[position]
+            if kind != "input" and (endings := condensed.stand_in(entries, name)):
+                names |= _check_condensed(entries, name, endings, value.dtype, prod(value.shape))
+                continue
             names.add(name)
             entry = _entry(entries, name)
             if (entry.dtype, entry.shape) != (value.dtype, value.shape):
@@ -73,11 +78,27 @@ def _check_state(manifest: Manifest, spec: EntrySpec, key: IntKey, entries: Mapp
         if weight.memory == STATE:
             for kind, dtype, rank in (("state", weight.dtype, 1), ("state-at", "int64", 2)):
                 name = file_names.exam_entry(key, kind, index, spec.name)
+                if kind == "state" and (endings := condensed.stand_in(entries, name)):
+                    names |= _check_condensed(entries, name, endings, dtype, None)
+                    continue
                 names.add(name)
                 entry = _entry(entries, name)
                 if entry.dtype != dtype or len(entry.shape) != rank or (rank == 2 and entry.shape[1] != 2):
                     raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}")
     return names
+
+
+def _check_condensed(entries: Mapping[str, Entry], name: str, endings: Sequence[str], dtype: str, count: int | None) -> set[str]:
+    """The names of what takes the place of a tensor of `count` elements; None where a replay shows how many there are."""
+    for shapes in condensed.expected_shapes(name, dtype, count or 0):
+        if shapes.keys() == {name + ending for ending in endings}:
+            for each, (kind, shape) in shapes.items():
+                row = _entry(entries, each)
+                fits = row.shape == shape if count is not None else (len(row.shape), row.shape[1:]) == (len(shape), shape[1:])
+                if row.dtype != kind or not fits:
+                    raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {each!r} is {row.dtype} {list(row.shape)}")
+            return set(shapes)
+    raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r}: a part of what takes its place is missing")
 
 
 def _entry(entries: Mapping[str, Entry], name: str) -> Entry:

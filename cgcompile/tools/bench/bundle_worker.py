@@ -68,11 +68,10 @@ class BundleModel:
             given = exam.inputs_of(self._exam, self._spec, int_key)
             made = [_plain(output) for output in self._program.replay(given)]
         found = [("output", index, value) for index, value in enumerate(made)]
-        found += [("written", index, given[index]) for index in self._spec.mutated_inputs]
-        expected = [
-            bytes(self._exam.data(file_names.exam_entry(int_key, kind, index, self._spec.name))) for kind, index, _ in found
-        ]
-        return difference([(value.dtype, data, value.tobytes()) for (_, _, value), data in zip(found, expected, strict=True)])
+        found += [("mutated", index, given[index]) for index in self._spec.mutated_inputs]
+        names = [file_names.exam_entry(int_key, kind, index, self._spec.name) for kind, index, _ in found]
+        rows = zip(names, found, strict=True)
+        return difference(self._exam, [(name, value.dtype, value.tobytes()) for name, (_, _, value) in rows])
 
     def prepare(self, key: int) -> Callable[[], object]:
         given = (

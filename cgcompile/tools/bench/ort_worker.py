@@ -35,6 +35,7 @@ class OnnxModel:
         self._value = onnxruntime.OrtValue
         self._exam = Mapped(f"{job['bundle']}/{file_names.EXAM}", file_names.EXAM)
         entry = entry_named(archive.read_manifest(job["bundle"]), job["entry"])
+        self._dtypes = [output.dtype for output in entry.outputs]
         names = [each.name for each in self._session.get_inputs()]
         self._given = [
             dict(zip(names, [numpy.asarray(value) for value in inputs_of(self._exam, entry, tuple(key))], strict=True))
@@ -55,8 +56,8 @@ class OnnxModel:
         found = []
         for index, value in enumerate(self._session.run(None, self._given[key])):
             name = file_names.exam_entry(self._job["keys"][key], "output", index, self._job["entry"])
-            found.append((self._exam.entries[name].dtype, bytes(self._exam.data(name)), value.tobytes()))
-        return difference(found)
+            found.append((name, self._dtypes[index], value.tobytes()))
+        return difference(self._exam, found)
 
     def prepare(self, key: int) -> Callable[[], object]:
         session, given = self._session, self._given[key]

@@ -98,7 +98,7 @@ def write_job(
         "keys": keys,
         "orders": [spec.order for spec in entry.inputs],
         "outputs": len(entry.outputs),
-        "written": entry.mutated_inputs,
+        "mutated": entry.mutated_inputs,
         "call": entry.call["call"],
         "calls": entry.self_test.calls,
         "state": any(weight.memory == "state" for weight in manifest.weights),

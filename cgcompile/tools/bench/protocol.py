@@ -5,7 +5,7 @@ Imports nothing but what every Python has loaded already: what a way to serve ne
 A job (`processes.write_job`):
 - `bundle` its folder, `target` "cpu" or "cuda", `entry` its name, `keys` int_keys in order, `call` the manifest's tree;
 - `orders` each input's axes from outermost to innermost in memory, `outputs` how many;
-- `written` positions of inputs that a call changes, `state` whether calls change buffers;
+- `mutated` positions of inputs that a call changes, `state` whether calls change buffers;
 - `calls` from the first state on until the exam's outputs are given, `compared` whether outputs can be;
 - `weights` a file, `model` the user's or "", `train` whether it stays in training mode;
 - `threads` of a call on the CPU, null for the number that each has by itself;
@@ -28,6 +28,8 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
+
+    from cgbundle.format.safetensors import Mapped
 
 SPAWNED = "CGCOMPILE_BENCH_SPAWNED"
 """Environment variable: when this process was started, in seconds of the monotonic clock, which all processes share."""
@@ -66,14 +68,24 @@ class Laps:
         self._last = now()
 
 
-def difference(found: Iterable[tuple[str, bytes, bytes]]) -> dict[str, Any]:
-    """{"errors", "exact"} of a worker that has no PyTorch; `found` holds (dtype, expected, got) of every output, then of every
-    input that the call writes to."""
-    from cgbundle.tensors import comparison
+def difference(exam: Mapped, found: Iterable[tuple[str, str, bytes]]) -> dict[str, Any]:
+    """{"errors", "exact"} of a worker that has no PyTorch.
 
-    rows = list(found)
-    errors = [0.0 if expected == got else comparison.difference(dtype, expected, got) for dtype, expected, got in rows]
-    return {"errors": errors, "exact": all(expected == got for _, expected, got in rows)}
+    `found` holds (name in the exam, dtype, contents) of every output, then of every input that the call writes to.
+    """
+    rows = [beside_stored(exam, *row) for row in found]
+    return {"errors": [error for error, _ in rows], "exact": all(exact for _, exact in rows)}
+
+
+def beside_stored(exam: Mapped, name: str, dtype: str, got: bytes) -> tuple[float, bool]:
+    """(error, whether the bits are equal) of a tensor beside the exam's, which may be condensed."""
+    from cgbundle.tensors import comparison, condensed
+
+    if condensed.stand_in(exam.entries, name):
+        error, text = condensed.compare_stored(exam, name, dtype, got)
+        return error, not text
+    expected = bytes(exam.data(name))
+    return (0.0, True) if expected == got else (comparison.difference(dtype, expected, got), False)
 
 
 def say(answer: dict[str, Any]) -> None:

@@ -13,8 +13,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .protocol import beside_stored
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
+
+    from cgbundle.format.safetensors import Mapped
 
     from .protocol import Laps
 
@@ -46,7 +50,7 @@ class TorchModel:
             torch._dynamo.config.recompile_limit = max(8, len(job["keys"]) + 1)
             self._function = torch.compile(self._function, mode="reduce-overhead" if self._gpu else None, dynamic=False)
             laps.mark("import")  # of the compiler
-        self._given = [_stored(job, key, "input") for key in range(len(job["keys"]))]
+        self._given = [_inputs(job, key) for key in range(len(job["keys"]))]
         laps.skip()
 
     def call(self, key: int) -> None:
@@ -63,22 +67,32 @@ class TorchModel:
         self.synchronize()
 
     def differs(self, key: int) -> dict[str, Any]:
-        from ...util.tolerance import compare
-
         if self._buffers is not None:
             self._buffers.restore()
         for _ in range(self._job["calls"]):
             given = self._fresh(key)
             made = [output.to("cpu", copy=True) for output in self._model.outputs(self._run(key, given))]
-        made += [given[index].to("cpu") for index in self._job["written"]]
-        expected = [*_stored(self._job, key, "output"), *_stored(self._job, key, "written")]
-        if len(made) != len(expected):
-            raise SystemExit(f"the model gave {len(made)} tensors, the bundle's exam has {len(expected)}")
-        pairs = list(zip(expected, made, strict=True))
-        return {
-            "errors": [compare(want, got).error for want, got in pairs],
-            "exact": all(torch.equal(want, got) for want, got in pairs),
-        }
+        places = [("output", index) for index in range(self._job["outputs"])]
+        places += [("mutated", index) for index in self._job["mutated"]]
+        made += [given[index].to("cpu") for index in self._job["mutated"]]
+        if len(made) != len(places):
+            raise SystemExit(f"the model gave {len(made)} tensors, the bundle's exam has {len(places)}")
+        rows = [self._beside_stored(key, *place, value) for place, value in zip(places, made, strict=True)]
+        return {"errors": [error for error, _ in rows], "exact": all(exact for _, exact in rows)}
+
+    def _beside_stored(self, key: int, kind: str, index: int, got: torch.Tensor) -> tuple[float, bool]:
+        from cgbundle.format import file_names
+        from cgbundle.format.safetensors import Mapped
+
+        from ...util.raw_bytes import raw
+        from ...util.tolerance import compare
+
+        name = file_names.exam_entry(self._job["keys"][key], kind, index, self._job["entry"])
+        with closing(Mapped(f"{self._job['bundle']}/{file_names.EXAM}", file_names.EXAM)) as exam:
+            if name not in exam.entries:  # condensed
+                return beside_stored(exam, name, str(got.dtype).removeprefix("torch."), bytes(raw(got).numpy()))
+            want = _tensor(exam, name)
+            return compare(want, got).error, torch.equal(want, got)
 
     def prepare(self, key: int) -> Callable[[], object]:
         given = self._fresh(key)
@@ -113,7 +127,7 @@ class TorchModel:
 
     def _fresh(self, key: int) -> list[torch.Tensor]:
         """The inputs on the device; copies where the model writes to them."""
-        return [tensor.to(self._device, copy=bool(self._job["written"])) for tensor in self._given[key]]
+        return [tensor.to(self._device, copy=bool(self._job["mutated"])) for tensor in self._given[key]]
 
     def _run(self, key: int, given: Sequence[torch.Tensor]) -> Any:
         if self._how == "manual":
@@ -123,7 +137,7 @@ class TorchModel:
             for own, tensor in zip(static, given, strict=True):  # as a careful user does it: copy, replay, read
                 own.copy_(tensor)
             graph.replay()
-            for index in self._job["written"]:
+            for index in self._job["mutated"]:
                 given[index].copy_(static[index])
             return outputs
         args, kwargs = self._model.arrange(given)
@@ -241,24 +255,23 @@ class UserModule:
         return [tensor for _, tensor in leaves]
 
 
-def _stored(job: dict[str, Any], key: int, kind: str) -> list[torch.Tensor]:
-    """The exam's tensors of one kind (input, output, written) at an int_key, on the CPU; inputs in the signature's layout."""
+def _inputs(job: dict[str, Any], key: int) -> list[torch.Tensor]:
+    """The exam's inputs at an int_key, on the CPU, in the signature's layout."""
     from cgbundle.format import file_names  # late: the start is measured without it
     from cgbundle.format.safetensors import Mapped
 
-    count = {"input": range(len(job["orders"])), "output": range(job["outputs"]), "written": job["written"]}[kind]
     with closing(Mapped(f"{job['bundle']}/{file_names.EXAM}", file_names.EXAM)) as exam:
         found = []
-        for index in count:
-            name = file_names.exam_entry(job["keys"][key], kind, index, job["entry"])
-            row, data = exam.entries[name], bytearray(exam.data(name))
-            dtype = getattr(torch, row.dtype)
-            value = torch.frombuffer(data, dtype=dtype).reshape(row.shape) if data else torch.empty(row.shape, dtype=dtype)
-            if kind == "input":
-                order = job["orders"][index]
-                value = value.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__))
-            found.append(value)
+        for index, order in enumerate(job["orders"]):
+            value = _tensor(exam, file_names.exam_entry(job["keys"][key], "input", index, job["entry"]))
+            found.append(value.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__)))
         return found
+
+
+def _tensor(exam: Mapped, name: str) -> torch.Tensor:
+    row, data = exam.entries[name], bytearray(exam.data(name))
+    dtype = getattr(torch, row.dtype)
+    return torch.frombuffer(data, dtype=dtype).reshape(row.shape) if data else torch.empty(row.shape, dtype=dtype)
 
 
 def _imported(path: str) -> Any:

@@ -241,7 +241,7 @@ def test_the_compilers_worker_serves_in_this_process_too(bundle: Path, model_fil
     manifest = archive.read_manifest(str(bundle))
     given = {
         "bundle": str(bundle), "target": "cpu", "entry": "forward",
-        "keys": [[4]], "orders": [[0, 1]], "outputs": 1, "written": [], "state": False,
+        "keys": [[4]], "orders": [[0, 1]], "outputs": 1, "mutated": [], "state": False,
         "calls": 1, "call": manifest.entries[0].call["call"], "model": str(model_file), "train": False,
     }  # fmt: skip
     try:

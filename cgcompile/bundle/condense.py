@@ -1,0 +1,95 @@
+"""The self-test of a bundle, kept small beside its weights: large expected outputs are condensed once they have been verified."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cgbundle.format import file_names, safetensors
+from cgbundle.format.safetensors import Mapped
+from cgbundle.format.schema import DTYPES, Manifest
+from cgbundle.tensors import condensed
+from cgbundle.tensors.exam_tensors import exam_tensors, is_exact
+
+from ..util.raw_bytes import raw
+from .exam import from_bytes
+
+LEAST, SHARE = 32 << 20, 0.05
+"""A self-test may take so many bytes, and so much of the weights."""
+
+WORTH = 1 << 20
+"""Bytes from which on a tensor is condensed."""
+
+
+def condense(stage: Path, manifest: Manifest) -> None:
+    """Condenses the largest expected tensors of the self-test in `stage` until it is small enough, or none is left to condense.
+
+    Where bits are promised, and of integers that have to be equal, hashes of blocks remain.  Floats within a tolerance have
+    samples and statistics beside them.  Integers of which some may differ stay whole, as do numbers that are not finite.
+    """
+    path = stage / file_names.EXAM
+    limit = max(LEAST, int(SHARE * sum(file.bytes for file in manifest.files if file.path == file_names.WEIGHTS)))
+    size = path.stat().st_size
+    if size <= limit:
+        return
+    stored = Mapped(str(path), path.name)
+    try:
+        tensors: dict[str, safetensors.Tensor] = {
+            name: (row.dtype, row.shape, partial(stored.data, name)) for name, row in stored.entries.items()
+        }
+        candidates = [(prod(tensors[name][1]) * DTYPES[tensors[name][0]], name, bits) for name, bits in _expected(manifest)]
+        for taken, name, bits in sorted(candidates, reverse=True):
+            if size <= limit or taken < WORTH:
+                break
+            instead = _condensed(name, tensors[name], bits=bits)
+            if instead:
+                del tensors[name]
+                tensors |= instead
+                size -= taken - sum(prod(shape) * DTYPES[dtype] for dtype, shape, _ in instead.values())
+        new = path.with_name(f"{path.name}.new")
+        with open(new, "wb") as file:
+            safetensors.write(file, tensors)
+    finally:
+        stored.close()
+    new.replace(path)
+
+
+def _expected(manifest: Manifest) -> Iterator[tuple[str, bool]]:
+    """The names of what replays are compared with, and whether the bits have to be equal; without integers that may differ."""
+    for entry in manifest.entries:
+        for proof in entry.self_test.proofs:
+            for row, bound in zip(exam_tensors(manifest, entry), entry.self_test.bounds, strict=True):
+                bits = entry.self_test.compare == "bits" or is_exact(row.dtype)
+                if entry.self_test.compare == "bits" or not (is_exact(row.dtype) and bound):
+                    yield file_names.exam_entry(proof.key, row.kind, row.index, entry.name), bits
+
+
+def _condensed(name: str, tensor: safetensors.Tensor, *, bits: bool) -> dict[str, safetensors.Tensor]:
+    """What takes the place of a tensor; {} where it has to stay."""
+    dtype, shape, contents = tensor
+    elements, data = prod(shape), bytes(contents())
+    equal, near = condensed.expected_shapes(name, dtype, elements)
+    contents_of: list[Callable[[], Any]] = [partial(condensed.block_hashes, data)]
+    if not bits:
+        rows = _statistics(from_bytes(data, dtype), condensed.BLOCK // DTYPES[dtype])
+        if not bool(rows.isfinite().all()):
+            return {}
+        contents_of += [partial(condensed.taken, dtype, data), lambda: raw(rows).numpy()]
+    shapes = equal if bits else near
+    return {part: (*shape, write) for (part, shape), write in zip(shapes.items(), contents_of, strict=True)}
+
+
+def _statistics(value: torch.Tensor, count: int) -> torch.Tensor:
+    """As `condensed.statistics`, of blocks of `count` elements, float64 [blocks, 3]."""
+    rows = []
+    for block in (torch.view_as_real(value).reshape(-1) if value.is_complex() else value).split(
+        count * condensed.parts_of(str(value.dtype).removeprefix("torch."))
+    ):
+        numbers = block.double()
+        rows.append(torch.stack([numbers.abs().max(), numbers.mean(), numbers.square().mean().sqrt()]))
+    return torch.stack(rows) if rows else torch.empty(0, 3, dtype=torch.float64)

@@ -1,0 +1,104 @@
+"""A bundle whose outputs and state are large beside its weights: its self-test is small, and notices what it has to."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+torch = pytest.importorskip("torch")
+
+import cgcompile  # noqa: E402
+from cgbundle import exam  # noqa: E402
+from cgbundle.format import archive, file_names, safetensors  # noqa: E402
+from cgcompile.bundle.emit import seal  # noqa: E402
+from cgcompile_cli.main import app  # noqa: E402
+
+ROWS, COLUMNS = 2200, 4096
+"""float32 of 34 MiB."""
+
+
+class Outer(torch.nn.Module):
+    """An outer product, which is added to state too; what is above a threshold as bool."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.linspace(-1, 1, COLUMNS))
+        self.register_buffer("total", torch.zeros(ROWS, COLUMNS))
+        self.total: torch.Tensor
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        product = x[:, None].sin() * self.weight
+        self.total += product
+        return product, product > 0.5
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch.manual_seed(0)
+    path = tmp_path_factory.mktemp("condensed") / "outer.cgb"
+    return cgcompile.build(Outer(), lambda: (torch.randn(ROWS),), out=path, target="cpu").path
+
+
+def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors.Tensor]], None]) -> Path:
+    """A copy of the bundle with another self-test."""
+    copy = shutil.copytree(bundle, folder / "changed.cgb")
+    stored = safetensors.Mapped(str(bundle / file_names.EXAM), file_names.EXAM)
+    tensors: dict[str, safetensors.Tensor] = {
+        name: (row.dtype, row.shape, lambda name=name: bytes(stored.data(name))) for name, row in stored.entries.items()
+    }
+    change(tensors)
+    with open(copy / file_names.EXAM, "wb") as file:
+        safetensors.write(file, tensors)
+    manifest = archive.read_manifest(str(copy))
+    seal(copy, replace(manifest, files=archive.describe_files(str(copy))))
+    return copy
+
+
+def test_the_self_test_is_small_and_passes(bundle: Path) -> None:
+    assert (bundle / file_names.EXAM).stat().st_size < 32 << 20
+    stored = safetensors.Mapped(str(bundle / file_names.EXAM), file_names.EXAM)
+    assert {"-/output/0.samples", "-/state/0.statistics"} <= stored.entries.keys()
+    assert "-/output/1" in stored.entries, "what is small enough stays whole"
+    done = CliRunner().invoke(app, ["verify", str(bundle), "--run", "--json"])
+    assert done.exit_code == 0, done.output
+    answer = exam.fresh(str(bundle))
+    assert answer["exit_code"] == 0 and all(row["passed"] for row in answer["results"])
+
+
+def test_a_wrong_expectation_is_named(bundle: Path, tmp_path: Path) -> None:
+    def change(tensors: dict[str, safetensors.Tensor]) -> None:
+        for name, part in (("-/output/0", ".samples"), ("-/state/0", ".statistics")):
+            dtype, shape, contents = tensors[name + part]
+            data = bytearray(contents())
+            data[3] ^= 0x40  # of the first number: its exponent as float32, a low bit as float64
+            data[7] ^= 0x40  # of the second as float32; the exponent of the first as float64
+            tensors[name + part] = (dtype, shape, lambda data=data: bytes(data))
+            hashes = tensors[name + ".hashes"]
+            tensors[name + ".hashes"] = (*hashes[:2], lambda size=len(bytes(hashes[2]())): bytes(size))
+
+    answer: dict[str, Any] = exam.fresh(str(changed(bundle, tmp_path, change)))
+    (row,) = answer["results"]
+    texts = [tensor["text"] for tensor in row["tensors"] if not tensor["passed"]]
+    assert answer["exit_code"] == 1 and len(texts) == 2, json.dumps(answer)
+    assert texts[0].startswith("sample ") and texts[1].startswith("block 0: its largest absolute value is ")
+
+
+def test_parts_that_do_not_fit_are_refused(bundle: Path, tmp_path: Path) -> None:
+    def shorter(tensors: dict[str, safetensors.Tensor]) -> None:
+        dtype, (count,), contents = tensors["-/state/0.samples"]
+        tensors["-/state/0.samples"] = (dtype, (count - 1,), lambda: bytes(contents())[:-4])
+
+    answer = exam.fresh(str(changed(bundle, tmp_path, shorter)))
+    assert answer["code"] == "weights-invalid" and "what takes its place does not fit 9011200 elements" in answer["error"]
+
+
+def test_a_part_that_is_missing_is_refused(bundle: Path, tmp_path: Path) -> None:
+    with pytest.raises(cgcompile.BuildError, match=r"'-/output/0': a part of what takes its place is missing"):
+        changed(bundle, tmp_path, lambda tensors: tensors.pop("-/output/0.hashes") and None)
