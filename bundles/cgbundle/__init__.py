@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from typing import Any
 
     from .call.entry import Entry
+    from .call.outputs import View
+    from .call.profile import Profile
     from .call.records import Record
-    from .call.views import View
     from .format.schema import Manifest, TensorSpec
     from .loader import load
     from .program import Program
     from .program.replicas import Replicas, ReplicatedEntry
-    from .session.profile import Profile
-    from .session.state import State
+    from .program.state import State
     from .tensors.tensor import Tensor
 
 __all__ = [
@@ -45,8 +45,8 @@ __all__ = [
 ]  # fmt: skip
 
 _MODULES = {
-    "load": "loader", "Program": "program", "Entry": "call.entry", "Profile": "session.profile", "Tensor": "tensors.tensor",
-    "View": "call.views", "Record": "call.records", "State": "session.state", "Manifest": "format.schema",
+    "load": "loader", "Program": "program", "Entry": "call.entry", "Profile": "call.profile", "Tensor": "tensors.tensor",
+    "View": "call.outputs", "Record": "call.records", "State": "program.state", "Manifest": "format.schema",
     "TensorSpec": "format.schema", "Replicas": "program.replicas", "ReplicatedEntry": "program.replicas",
 }  # fmt: skip
 

@@ -17,7 +17,7 @@ from functools import partial
 from math import prod
 from typing import TYPE_CHECKING, Any
 
-from .call.views import View
+from .call.outputs import View
 from .errors import BundleError, CallError, CgbundleError
 from .format import safetensors
 from .format.entries import FORWARD
@@ -34,7 +34,7 @@ from .tensors.exam_tensors import inputs_of as inputs_of
 from .validate.state import STATE
 
 if TYPE_CHECKING:
-    from .session.chained_calls import ChainResult
+    from .program.chained_calls import ChainResult
 
 POISON = 0xFF
 """Fills memory that no replay may read before it writes it: NaN as a float, -1 as an integer."""
@@ -125,7 +125,7 @@ def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None,
 
 def replay_chained(program: Program) -> list[ChainResult]:
     """Calls that take outputs where they lie beside the same calls of copies: see `session.chained_calls`."""
-    from .session.chained_calls import replay_chains  # few bundles have any
+    from .program.chained_calls import replay_chains  # few bundles have any
 
     exam = program.open_exam()
     try:

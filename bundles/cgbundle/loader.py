@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 
+from .cuda.background import ContextFuture
 from .errors import BundleError, CallError
 from .format.open_files import open_directory, open_file
-from .session.background import ContextFuture
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
@@ -332,7 +332,7 @@ def _check_once(bundle: Archive, level: str, key: Keys | None, variant: str | No
 
 def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
     """Chooses the variant that was asked for, or that of this machine.  Raises option-refused, wrong-machine."""
-    from .cpu.processor import BY_NAME_ALONE, processor_flags
+    from .cpu.machine import BY_NAME_ALONE, processor_flags
     from .format.variants import fitting_variant, named_variant
 
     targets = bundle.variants.targets()
@@ -347,7 +347,7 @@ def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
 
 
 def _check_threads(manifest: Manifest, threads: int) -> None:
-    from .cpu.threads import check_number  # few programs are given a number
+    from .cpu.machine import check_number  # few programs are given a number
 
     check_number(threads)
     if not any(region.kind == "host" for region in manifest.regions):
@@ -356,7 +356,7 @@ def _check_threads(manifest: Manifest, threads: int) -> None:
 
 
 def _check_options(mode: str, on_miss: str, outputs: str, check: str, weights: str) -> None:
-    from .call import dispatch  # while the context is made
+    from .call import plan as dispatch  # while the context is made
     from .validate import bundle as verify
 
     _check_words(verify.LEVELS, dispatch.POLICIES, mode=mode, on_miss=on_miss, outputs=outputs, check=check, weights=weights)

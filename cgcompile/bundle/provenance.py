@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 import torch
 
-from cgbundle.cpu.processor import processor_name
+from cgbundle.cpu.machine import processor_name
 from cgbundle.format.schema import Provenance
 
 from ..util.version import VERSION

@@ -8,19 +8,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cgbundle.format.schema import MEMORIES, DonatedRange, IntKey, Value
-from cgbundle.tables.recording import (
-    Address,
-    Edge,
-    EmptyNode,
-    Function,
-    KernelNode,
-    MemcpyNode,
-    MemsetNode,
-    ModuleState,
-    Node,
-    Recording,
-    Relocation,
-)
+from cgbundle.tables.module_state import Address, ModuleState, Relocation
+from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording
 
 from ..errors import BuildError
 from ..targets.cuda.bodies import Bodies

@@ -12,7 +12,7 @@ import torch
 
 from cgbundle.format import file_names
 from cgbundle.format.schema import IntKey, SelfTest
-from cgbundle.tables.module_state import encode_states
+from cgcompile.bundle.recordings import encode_states
 
 from ..bundle.emit import describe_size
 from ..bundle.exam import KeyExam, replayed_exam, write_exam

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from cgbundle.format.schema import MEMORIES, DonatedRange, IntKey
-from cgbundle.tables.recording import Address
+from cgbundle.tables.module_state import Address
 
 from ..errors import ModelError
 from ..targets.cuda.chains import reserved_end, reserved_parts

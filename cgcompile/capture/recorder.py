@@ -18,7 +18,7 @@ import torch
 
 from cgbundle.format import file_names
 from cgbundle.format.schema import DonatedRange, IntKey, Weight
-from cgbundle.tables.recording import ModuleState
+from cgbundle.tables.module_state import ModuleState
 
 from ..bundle.exam import ReplayedBytes
 from ..errors import ModelError

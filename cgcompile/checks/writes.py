@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch.fx import Node
 
+from cgbundle.call.mutated_inputs import folds, reach, shared
 from cgbundle.format.schema import Finding
-from cgbundle.tensors.overlap import folds, reach, shared
 
 from ..export.functionalization import state_buffers
 from ..export.weights import weight_placeholders

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 from cgbundle.exam import key_text
 from cgbundle.format import file_names
 from cgbundle.format.schema import IntKey, SelfTest, Weight

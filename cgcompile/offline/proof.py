@@ -14,7 +14,7 @@ from cgbundle.exam import key_text
 from cgbundle.format import file_names
 from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Dimension, IntKey, Program, Proof, Value, Weight
-from cgbundle.tables.recording import Recording
+from cgcompile.bundle.recordings import Recording
 
 from ..bundle.exam import KeyExam, state_after
 from ..bundle.proof import REPORT, accepted, measured

@@ -13,7 +13,8 @@ import torch
 
 from cgbundle.format.schema import MEMORIES, IntKey, Weight, World
 from cgbundle.format.spans import HOST
-from cgbundle.tables.recording import Address, Function
+from cgbundle.tables.module_state import Address
+from cgcompile.bundle.recordings import Function
 
 from ..export.programs import Programs
 from ..targets.architectures import Arch

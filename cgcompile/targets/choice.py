@@ -8,7 +8,7 @@ import sys
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 
 from ..errors import BuildError
 from .architectures import arch

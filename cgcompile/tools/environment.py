@@ -15,7 +15,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from cgbundle.cpu import libtorch
-from cgbundle.cpu.processor import processor_flags, processor_name
+from cgbundle.cpu.machine import processor_flags, processor_name
 from cgbundle.errors import CgbundleError
 
 from ..targets.architectures import ARCHES

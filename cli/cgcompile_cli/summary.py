@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from cgbundle import signatures
-from cgbundle.call.arguments import Constant, constants, nested, spelled
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names, manifest_json
 from cgbundle.format.entries import FORWARD, entry_named
@@ -16,7 +15,8 @@ from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, EntrySpec, Manifest, Target, TensorSpec, Weight
 from cgbundle.format.size_expressions import standing, text
 from cgbundle.format.variants import variant_name
-from cgbundle.session.update import updatable
+from cgbundle.weights.update import updatable
+from cgcompile.bundle.arguments import Constant, constants, nested, spelled
 from cgcompile.targets.instruction_sets import LEVELS
 
 from .output import count, first_lines, first_rows, listed, shortened, size, table

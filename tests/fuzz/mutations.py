@@ -19,11 +19,10 @@ from typing import Any
 
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import MEMORIES
-from cgbundle.tables.codec import decode, encode
-from cgbundle.tables.column_file import pack, unpack
-from cgbundle.tables.module_state import STATES
-from cgbundle.tables.recording import Address, MemcpyNode, MemsetNode, Node
+from cgbundle.tables.column_file import unpack
+from cgbundle.tables.module_state import STATES, Address
 from cgbundle.tables.table import BRANCHING, RECORDING
+from cgcompile.bundle.recordings import MemcpyNode, MemsetNode, Node, decode, encode, pack
 
 INTEGERS = (
     0, 1, -1, 2, 3, 7, 8, 16, 63, 64, 65, 72, 127, 128, 255, 256, 4096, 65535, 1 << 20, 2**31 - 1, 2**31, 2**32, 10**9, 2**40,

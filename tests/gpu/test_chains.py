@@ -17,7 +17,9 @@ import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle.cuda import memory  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
-from cgbundle.gpu import backend, binding, shared  # noqa: E402
+from cgbundle.gpu import backend  # noqa: E402
+from cgbundle.gpu import device_bundle as shared  # noqa: E402
+from cgbundle.gpu import programs as binding  # noqa: E402
 from tests.gpu.helpers.exams import passed  # noqa: E402
 from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
 from tests.helpers.models.chain_models import (  # noqa: E402

@@ -15,8 +15,7 @@ from cgbundle.cuda import driver
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.errors import CgbundleError
 from cgbundle.loader import MODES
-from cgbundle.tables.codec import decode
-from cgbundle.tables.recording import ConditionalNode
+from cgcompile.bundle.recordings import ConditionalNode, decode
 from tests.gpu.helpers.counting import Counting
 from tests.helpers.bundles.conditional_rows import WAYS, expected, several, switching
 from tests.helpers.drivers.conditional_bench import CASES, Bench

@@ -11,9 +11,8 @@ import pytest
 import cgbundle
 from cgbundle.cuda import driver
 from cgbundle.loader import MODES
-from cgbundle.tables.codec import decode
-from cgbundle.tables.recording import ConditionalNode, Recording
 from cgbundle.tables.table import RECORDING
+from cgcompile.bundle.recordings import ConditionalNode, Recording, decode
 from tests.gpu.helpers.counting import Counting
 from tests.helpers.drivers.fake_driver import install
 

@@ -55,7 +55,7 @@ def test_every_way_to_call_answers_alike(program: Any) -> None:
     values = [given(program, key, seed) for seed in range(3)]
     expected = [wanted(program, value) for value in values]
     program(values[0])
-    direct = len(program._direct)
+    direct = len(program._known)
     assert direct == 1
 
     def check(seed: int, value: Any) -> None:
@@ -80,7 +80,7 @@ def test_every_way_to_call_answers_alike(program: Any) -> None:
                 check(seed, value)
                 check(seed, value)
             torch.cuda.current_stream().wait_stream(side)
-    assert 1 < len(program._direct) <= 8
+    assert 1 < len(program._known) <= 8
 
 
 def test_copies_are_part_of_the_launch(program: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,10 +23,10 @@ from cgbundle.cuda.stream_executor import StreamExecutor
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.loader import MODES
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Function, MemsetNode, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Function, MemsetNode, Recording
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import ARENA_AT, FLOATS, KEYS, edge, expected, inputs, launch, relocations

@@ -14,7 +14,8 @@ from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.exam import inputs_of
 from cgbundle.format.file_names import EXAM
 from cgbundle.format.safetensors import Mapped
-from cgbundle.gpu import host_copies
+from cgbundle.gpu import outputs as gpu_outputs
+from cgbundle.gpu import threaded_copies
 from tests.helpers.places import GOLDEN
 
 torch = pytest.importorskip("torch")
@@ -110,8 +111,8 @@ def test_large_inputs_and_outputs_of_the_host(bundle: Path, monkeypatch: pytest.
         asked: list[int] = []
         call = driver.cu.cuMemHostRegister
         monkeypatch.setattr(driver.cu, "cuMemHostRegister", lambda *given: asked.append(1) or call(*given))
-        monkeypatch.setattr(host_copies, "CHUNK", 4096)
-        monkeypatch.setattr(host_copies, "LARGE", 16)
+        monkeypatch.setattr(threaded_copies, "CHUNK", 4096)
+        monkeypatch.setattr(gpu_outputs, "LARGE", 16)
         for turn in range(10):
             for key, row in given.items():
                 values = [each.pin_memory() for each in row] if turn == 5 else row

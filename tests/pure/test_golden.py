@@ -21,12 +21,12 @@ from cgbundle.errors import BundleError, CgbundleError, MachineError
 from cgbundle.format import archive, file_names, manifest_json
 from cgbundle.format.entries import all_programs
 from cgbundle.format.schema import MEMORIES, VERSION, Manifest
-from cgbundle.tables import codec as tables
-from cgbundle.tables.module_state import decode_states, encode_states
-from cgbundle.tables.recording import Address, ConditionalNode, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording
+from cgbundle.tables.module_state import Address, decode_states
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.recordings import check_module_states, check_recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import ConditionalNode, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording, encode_states
 from cgcompile.targets.cuda.elf import read_cubin
 from cgcompile.targets.instruction_sets import LEVELS, common_level
 from cgcompile_cli import main

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 import cgbundle
-from cgbundle.call.views import View
+from cgbundle.call.outputs import View
 from cgbundle.errors import CallError, ProgramClosed, SessionBusy
 
 from .models import Answer, Case

@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from ..format.schema import EntrySpec
-from ..session.backend import Backend
-from ..session.locks import during
-from ..tensors.detection import library_of
 from ..tensors.dlpack import LEGACY_STREAM
+from ..tensors.library import library_of
 from ..tensors.tensor import Tensor
-from .views import View
+from .backend import Backend
+from .locks import during
+from .outputs import View
 
 
 class DataSizes:
@@ -50,7 +50,7 @@ def _part(value: Any, slices: tuple[slice, ...]) -> Any:
     if type(value) is View:
         return value.part(slices)
     part = value[slices]
-    if all(each == slice(None) for each in slices[1:]):
+    if all(part_of_axis == slice(None) for part_of_axis in slices[1:]):
         return part
     library = library_of(part)
     return library.copy(library.take(part, "")[0]) if library.name != "dlpack" or type(part) is Tensor else part

@@ -1,5 +1,5 @@
-"""An entry of a loaded bundle: one method of the model, ready to be called.  A call is guards -> plan -> inputs -> replay ->
-outputs."""
+"""An entry of a loaded bundle: one method of the model, ready to be called.  This file makes a call: the fast path where its guard
+passes, else guards -> plan -> inputs -> replay -> outputs."""
 
 from __future__ import annotations
 
@@ -8,22 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import CallError, CgbundleError
 from ..format.schema import EntrySpec, Manifest
-from ..tensors.detection import library_of
-from ..tensors.library import Descriptor, Library
-from ..tensors.tensor import Tensor
-from .direct import Direct, DirectCalls, Output, replay
-from .guards import common_device, unreadable, wrong_dtype
-from .inputs import cut, lay_out
-from .outputs import Call, Outputs, Session
-from .plan import Plan, number_of_key, plan
+from ..tensors.library import Descriptor, Library, library_of
+from ..tensors.tensor import Tensor, is_dense
+from .fast_path import Known, KnownCalls, StaticOutput, replay
+from .outputs import Call, Outputs, View
+from .plan import Part, Plan, common_device, number_of_key, plan
+from .session import Epoch, Session
 from .structure import builder, flat_arguments, flattener
-from .views import Epoch, View
 
 if TYPE_CHECKING:
-    from ..session.profile import Profile
+    from .aliasing import OutputAliases
     from .data_sizes import DataSizes
-    from .output_aliases import OutputAliases
-    from .written_inputs import WrittenInputs
+    from .mutated_inputs import MutatedInputs
+    from .profile import Profile
 
 PLANS = 4096
 """Shapes of calls whose plans are remembered; beyond that all are forgotten and made again as needed."""
@@ -57,20 +54,20 @@ class Entry:
             self._build = self._data_sizes.builder(self._build)
         self._flat = flat_arguments(spec.call, spec.parameters)  # of a call that is taken as it comes
         self._ends = (self._flatten, self._build, self._flat)
-        self._row_major = [each.order == tuple(range(len(each.order))) for each in spec.inputs]
+        self._row_major = [tensor.order == tuple(range(len(tensor.order))) for tensor in spec.inputs]
         self._plans: dict[tuple[Any, ...], Plan] = {}
-        self._direct = DirectCalls()
+        self._known = KnownCalls()
         self._libraries: dict[type, Library] = {}
         self._aliases: OutputAliases | None = None
-        self._written: WrittenInputs | None = None
+        self._mutated: MutatedInputs | None = None
         if spec.aliases:
-            from .output_aliases import OutputAliases  # likewise
+            from .aliasing import OutputAliases  # likewise
 
             self._aliases = OutputAliases(manifest, spec, session.backend, views=self._views)
         if spec.mutated_inputs:
-            from .written_inputs import WrittenInputs  # likewise
+            from .mutated_inputs import MutatedInputs  # likewise
 
-            self._written = WrittenInputs(spec)
+            self._mutated = MutatedInputs(spec)
         donated = {donation.output for donation in manifest.donations if donation.source == spec.name}
         self._outputs = Outputs(spec, session, first, self._aliases, donated, views=self._views)
         self._held: Sequence[Any] = ()
@@ -88,96 +85,145 @@ class Entry:
 
     def replay(self, tensors: Sequence[Any]) -> list[Any]:
         """The call with its inputs and outputs flat, in the order of the signature.  Raises as a call does."""
-        made = self.replay_whole(tensors)
-        return made if self._data_sizes is None else self._data_sizes.cut(made)
+        outputs = self.replay_whole(tensors)
+        return outputs if self._data_sizes is None else self._data_sizes.cut(outputs)
 
     def replay_whole(self, tensors: Sequence[Any]) -> list[Any]:
         """As `replay`; outputs whose sizes depend on data are as they were recorded, with zeros behind what counts."""
-        direct = self._direct.last
-        if direct is not None:
-            same = direct.like(tensors)
-            if same is not None:
-                return direct.replay(same[0], ())
-            views = [each for each in tensors if type(each) is View] if self._views else []
-            bare = [each.tensor if type(each) is View else each for each in tensors] if views else tensors
-            found = self._direct.find(bare)
-            if found is not None:
-                direct, same = found
-                return direct.replay(same[0], views)
+        known = self._known.last
+        if known is not None:
+            passed = known.guard(tensors)
+            if passed is not None:
+                return known.replay(passed[0], ())
+            views = [tensor for tensor in tensors if type(tensor) is View] if self._views else []
+            match = self._known.find(_bare(tensors) if views else tensors)
+            if match is not None:
+                known, passed = match
+                return known.replay(passed[0], views)
         return self._replay(tensors)
 
     def _replay(self, tensors: Sequence[Any]) -> list[Any]:
-        """A call of any kind; one that can be direct is the next time."""
+        """A call of any kind; one that can take the fast path does the next time."""
         if len(tensors) != len(self.inputs):
             raise CallError("input-structure", f"expected {len(self.inputs)} inputs, got {len(tensors)}")
-        views = {}
-        if self._views and View in [type(each) for each in tensors]:
-            views = {index: each for index, each in enumerate(tensors) if type(each) is View}
-            tensors = [each.tensor if type(each) is View else each for each in tensors]
+        views: dict[int, View] = {}
+        if self._views and View in [type(tensor) for tensor in tensors]:
+            views = {index: tensor for index, tensor in enumerate(tensors) if type(tensor) is View}
+            tensors = _bare(tensors)
         first = tensors[0] if tensors else None
         library = self._libraries.get(type(first))
         if library is None:
             library = self._libraries[type(first)] = library_of(first)
+        values, descriptors, casts = self._taken(library, tensors)
+        backend = self._backend
+        device = common_device(self.inputs, descriptors, backend.device) if descriptors else None
+        shapes = tuple([descriptor[1] for descriptor in descriptors])
+        plan = self._plans.get(shapes) or self._plan(shapes)
+        for place in casts:  # behind the plan, which refuses what would fill the memory
+            values[place] = value = library.cast(values[place], self.inputs[place].dtype)
+            descriptors[place] = library.describe(value)
+            tensors = [*tensors[:place], value, *tensors[place + 1 :]]
+        outputs, aliases, mutated = self._outputs, self._aliases, self._mutated
+        shared = None if aliases is None else aliases.of_inputs(library, plan, tensors, values, descriptors)
+        targets = None if mutated is None else mutated.targets(library, tensors, values, descriptors)
+        try:
+            with backend.turn:
+                stream = backend.begin(None if device is None else library.stream(device))
+                try:
+                    if views:
+                        _bare(views.values())  # which raises stale-view where another thread's call came between
+                    outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
+                    if outputs.own is not None:
+                        outputs.own.number += 1
+                    results = self._run((library, device, stream), plan, tensors, values, descriptors)
+                finally:
+                    backend.end(stream)
+        except CgbundleError as error:
+            from ..tensors.input_errors import explained  # only where a call has failed
+
+            changed = set(self.spec.mutated_buffers) - {self.manifest.random}
+            raise explained(error, self.inputs, descriptors, writes=bool(changed)) from None
+        if library.name == "dlpack" and tensors and not self._views:
+            results = [library.converted(value, first) for value in results]
+        if mutated is not None and targets is not None:
+            # an output of the CPU may lie in an input's memory: a view of it lasts until the next call, and so does the input
+            self._held = values if self._views else ()
+            mutated.copy_back(targets, values)
+        if shared is not None:
+            for index, value in shared.items():
+                results[index] = next((view for place, view in views.items() if tensors[place] is value), value)
+        return results
+
+    def _taken(self, library: Library, tensors: Sequence[Any]) -> tuple[list[Any], list[Descriptor], list[int]]:
+        """(the inputs as the library's tensors, their descriptors, the positions of those that are to be cast)."""
         values: list[Any] = []
-        found, shapes, casts = [], [], []
+        descriptors: list[Descriptor] = []
+        casts, take = [], library.take
         for tensor, spec in zip(tensors, self.inputs, strict=True):
             try:
-                value, descriptor = library.take(tensor, spec.name)
+                value, descriptor = take(tensor, spec.name)
             except CallError as error:
+                from ..tensors.input_errors import unreadable  # only where a call has failed
+
                 raise unreadable(error, spec, tensor) from None
             if descriptor[2] != spec.dtype:
                 self._check_cast(len(values), descriptor)
                 casts.append(len(values))
             values.append(value)
-            found.append(descriptor)
-            shapes.append(descriptor[1])
-        device = common_device(self.inputs, found, self._backend.device) if found else None
-        plan = self._plans.get(tuple(shapes)) or self._plan(tuple(shapes))
-        for place in casts:  # behind the plan, which refuses what would fill the memory
-            values[place] = value = library.cast(values[place], self.inputs[place].dtype)
-            found[place] = library.describe(value)
-            tensors = [*tensors[:place], value, *tensors[place + 1 :]]
-        outputs, aliases, written = self._outputs, self._aliases, self._written
-        shared = None if aliases is None else aliases.of_inputs(library, plan, tensors, values, found)
-        targets = None if written is None else written.targets(library, tensors, values, found)
-        try:
-            backend = self._backend
-            with backend.turn:
-                stream = backend.begin(None if device is None else library.stream(device))
-                try:
-                    if views:
-                        _check_views(views.values())
-                    outputs.epoch.number += 1  # from here on the outputs of the last replay may be overwritten
-                    if outputs.own is not None:
-                        outputs.own.number += 1
-                    call = (library, device, stream)
-                    if plan.exact:
-                        addresses = []
-                        for index, (address, shape, _, strides, _) in enumerate(found):
-                            if strides is not None or not self._row_major[index]:
-                                address = lay_out(library, self.inputs[index].order, values, index, address, shape, strides)
-                            addresses.append(address)
-                        made = outputs.replay(call, plan.parts[0].program, addresses, None)
-                        self._remember(library, plan, tensors, found)
-                    else:
-                        made = self._pieces(call, plan, values)
-                finally:
-                    backend.end(stream)
-        except CgbundleError as error:
-            from ..tensors.index_ranges import explained  # only where a call has failed
+            descriptors.append(descriptor)
+        return values, descriptors, casts
 
-            changed = set(self.spec.mutated_buffers) - {self.manifest.random}
-            raise explained(error, self.inputs, found, writes=bool(changed)) from None
-        if library.name == "dlpack" and tensors and not self._views:
-            made = [library.converted(value, first) for value in made]
-        if written is not None and targets is not None:
-            # an output of the CPU may lie in an input's memory: a view of it lasts until the next call, and so does the input
-            self._held = values if self._views else ()
-            written.copy_back(targets, values)
-        if shared is not None:
-            for index, value in shared.items():
-                made[index] = next((view for place, view in views.items() if tensors[place] is value), value)
-        return made
+    def _run(
+        self, call: Call, plan: Plan, tensors: Sequence[Any], values: list[Any], descriptors: Sequence[Descriptor]
+    ) -> list[Any]:
+        """The replays of a plan, inside of the session's turn."""
+        library, device, _ = call
+        outputs = self._outputs
+        if plan.exact:
+            addresses = []
+            for index, (address, shape, _, strides, _) in enumerate(descriptors):
+                if strides is not None or not self._row_major[index]:
+                    address = self._laid_out(library, values, index, address, shape, strides)
+                addresses.append(address)
+            results = outputs.replay(call, plan.parts[0].program, addresses, None)
+            self._remember(library, plan, tensors, descriptors)
+            return results
+        if len(plan.parts) == 1:
+            (part,) = plan.parts
+            kept, addresses = self._piece(library, device, part, values)
+            return outputs.replay(call, part.program, addresses, part.outputs)
+        whole = [library.empty(spec.dtype, shape, device) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
+        for part in plan.parts:
+            kept, addresses = self._piece(library, device, part, values)
+            outputs.replay_into(whole, call, part, addresses)
+            del kept  # the inputs had to live until the replay was done with them
+        return outputs.guard(library, whole) if self._views else whole
+
+    def _piece(self, library: Library, device: int | None, part: Part, values: Sequence[Any]) -> tuple[list[Any], list[int]]:
+        """The inputs of a part of the call, padded with zeros to the recorded shapes, and their addresses; the tensors must outlive
+        the replay."""
+        pieces: list[Any] = []
+        addresses = []
+        for index, (value, (slices, shape)) in enumerate(zip(values, part.inputs, strict=True)):
+            piece = value[slices] if slices else value  # NumPy makes a number of array[()], in memory of its own
+            if tuple(piece.shape) != shape:
+                padded = library.empty(self.inputs[index].dtype, shape, device)
+                padded[tuple([slice(0, size) for size in piece.shape])] = piece
+                piece = padded
+            pieces.append(piece)
+            address, sizes, _, strides, _ = library.describe(piece)
+            addresses.append(self._laid_out(library, pieces, index, address, sizes, strides))
+        return pieces, addresses
+
+    def _laid_out(
+        self, library: Library, values: list[Any], index: int, address: int, shape: Any, strides: Sequence[int] | None
+    ) -> int:
+        """The address of input `index` with its axes as recorded: its own, or that of a copy that takes its place in `values`."""
+        order = self.inputs[index].order
+        if is_dense(shape, library.strides(values[index]) if strides is None else strides, order):
+            return address
+        values[index] = library.ordered(values[index], order)
+        return library.describe(values[index])[0]
 
     def buffers(self, int_key: tuple[int, ...]) -> list[Tensor]:
         """The static input buffers of a recorded key, in the order of the signature, on the program's device, without gaps.  A call
@@ -196,15 +242,13 @@ class Entry:
     def warmup(self, *int_keys: tuple[int, ...]) -> None:
         """`Program.warmup` for this entry: calls of each of `int_keys`, of all its recorded ones where none is given.  Raises
         key-missing, and what a call raises."""
-        from ..session.warmup import warm_up  # what does not need it loads faster
-
         for key in int_keys:
             number_of_key(self.spec, key)
-        warm_up(self._session, self.manifest, [(self.spec, key, self.replay) for key in int_keys or self.int_keys])
+        self._session.warm_up(self.manifest, [(self.spec, key, self.replay) for key in int_keys or self.int_keys])
 
     def watch(self, profile: Profile | None) -> None:
         """From now on calls are told to a profile; None ends it."""
-        self._direct.clear()  # they go round the steps that a profile times
+        self._known.clear()  # they go round the steps that a profile times
         self._flatten, self._build, self._flat = self._ends
         if profile is not None:
             self._flatten, self._build, self._flat = profile.begin(self._flatten), profile.end(self._build), -1
@@ -217,7 +261,7 @@ class Entry:
     def forget(self) -> None:
         """Lets go of what calls have kept; for a session that is closed."""
         self._outputs.close()
-        self._direct.clear()
+        self._known.clear()
         self._held = ()
 
     def __repr__(self) -> str:
@@ -227,49 +271,35 @@ class Entry:
     def _plan(self, shapes: tuple[Any, ...]) -> Plan:
         if len(self._plans) >= PLANS:
             self._plans.clear()
-        made = self._plans[shapes] = plan(self.spec, shapes, self._on_miss)
-        return made
+        fresh = self._plans[shapes] = plan(self.spec, shapes, self._on_miss)
+        return fresh
 
-    def _remember(self, library: Library, plan: Plan, tensors: Sequence[Any], found: Sequence[Descriptor]) -> None:
-        """Puts down what calls with inputs like these need, where they can be direct."""
+    def _remember(self, library: Library, plan: Plan, tensors: Sequence[Any], descriptors: Sequence[Descriptor]) -> None:
+        """Makes the fast path of calls with inputs like these, where there is one."""
         program = plan.parts[0].program
         outputs = self._outputs.static(library, program)
         converted = library.name == "dlpack" and not self._views
-        if outputs is None or not found or found[0][4] is None or self._aliases or self._written or converted:
+        if outputs is None or not descriptors or descriptors[0][4] is None or self._aliases or self._mutated or converted:
             return
-        if not all(self._row_major) or any(descriptor[3] is not None for descriptor in found):
+        if not all(self._row_major) or any(descriptor[3] is not None for descriptor in descriptors):
             return
-        rows = [Output(*row) for row in zip(self.outputs, outputs, self._outputs.epochs, strict=True)]
-        counts = [each for each in (self._outputs.epoch, self._outputs.own) if each is not None]
+        rows = [StaticOutput(*row) for row in zip(self.outputs, outputs, self._outputs.epochs, strict=True)]
+        counts = [epoch for epoch in (self._outputs.epoch, self._outputs.own) if epoch is not None]
         line = replay(self._backend, library, self._first + program, rows, counts, views=self._views)
-        self._direct.add(tensors, Direct(library.like(tensors), line))
+        if line is not None:
+            self._known.add(tensors, Known(library.guard(tensors), line))
 
-    def _check_cast(self, place: int, found: Descriptor) -> None:
+    def _check_cast(self, place: int, descriptor: Descriptor) -> None:
         """Raises input-dtype for an input of another dtype, unless `cast=True` allows the cast."""
-        from ..tensors.casts import is_safe  # few calls need one
+        from ..tensors.numbers import is_safe  # few calls need one
 
         spec, written = self.inputs[place], place in self.spec.mutated_inputs
-        if written or not self._cast or not is_safe(found[2], spec.dtype):
-            raise wrong_dtype(spec, found[2], written=written)
+        if written or not self._cast or not is_safe(descriptor[2], spec.dtype):
+            from ..tensors.input_errors import wrong_dtype
 
-    def _pieces(self, call: Call, plan: Plan, values: list[Any]) -> list[Any]:
-        """The outputs of a call that is padded or cut."""
-        library, device, _ = call
-        outputs = self._outputs
-        if len(plan.parts) == 1:
-            (part,) = plan.parts
-            kept, addresses = cut(library, device, self.inputs, part, values)
-            return outputs.replay(call, part.program, addresses, part.outputs)
-        whole = [library.empty(spec.dtype, shape, device) for spec, shape in zip(self.outputs, plan.shapes, strict=True)]
-        for part in plan.parts:
-            kept, addresses = cut(library, device, self.inputs, part, values)
-            outputs.replay_into(whole, call, part, addresses)
-            del kept  # the inputs had to live until the replay was done with them
-        return outputs.guard(library, whole) if self._views else whole
+            raise wrong_dtype(spec, descriptor[2], written=written)
 
 
-def _check_views(tensors: Iterable[Any]) -> None:
-    """Raises stale-view where another thread's call came between a view's check and this call, which has the lock by now."""
-    for each in tensors:
-        if type(each) is View:
-            each.tensor  # noqa: B018
+def _bare(tensors: Iterable[Any]) -> list[Any]:
+    """The tensors, those of views in place of these.  Raises stale-view."""
+    return [tensor.tensor if type(tensor) is View else tensor for tensor in tensors]

@@ -5,28 +5,102 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..format.schema import EntrySpec
+from ..errors import CallError
+from ..format.schema import EntrySpec, TensorSpec, Value
 from ..format.spans import span
 from ..tensors.library import Library, Wrapper
 from ..tensors.tensor import dense, is_dense
 from .plan import Part, Slices
-from .views import Epoch, View
+from .session import Epoch, Session
 
 if TYPE_CHECKING:
-    from ..format.open_files import KeptFile
-    from ..session.backend import Backend, Results
-    from .output_aliases import OutputAliases
+    from .aliasing import OutputAliases
+    from .backend import Results
 
 LARGE = 128 << 10
 """Bytes from which on a caller is given an output's own memory, where no replay writes there again.  A copy of less takes no longer
 than the question whether that is so, 1 us (two cores)."""
 
 Call = tuple[Library, int | None, Any]
-"""The caller's library, the device that its tensors lie on, and what the backend's `locked` gave.  A plain tuple: every call makes
+"""The caller's library, the device that its tensors lie on, and the `stream` of the backend.  A plain tuple: every call makes
 one."""
 
 
-class Spans(NamedTuple):
+class View:
+    """An output of call number `call`, handed out without a copy (`outputs="view"`).  `tensor` is the caller's kind of tensor over
+    the runtime's memory; `clone()` a copy that stays.
+
+    Shape and dtype may be read at any time; everything else raises stale-view once the session has been called again.  One that
+    is donated to another entry (`Manifest.donations`) stays until its own entry is called again.  A view is an input as the tensor
+    is.
+    """
+
+    __slots__ = ("_epoch", "_library", "_spec", "_value", "call")
+
+    def __init__(self, spec: TensorSpec, value: Any, library: Library, epoch: Epoch, call: int) -> None:
+        self._spec, self._value, self._library, self._epoch, self.call = spec, value, library, epoch, call
+
+    @property
+    def name(self) -> str:
+        """The output's name in the signature."""
+        return self._spec.name
+
+    @property
+    def dtype(self) -> str:
+        """As the signature spells it: "float32"."""
+        return self._spec.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of this call's output."""
+        return tuple(self._value.shape)
+
+    @property
+    def tensor(self) -> Any:
+        """The output itself, valid until the next call."""
+        epoch = self._epoch
+        if epoch.number != self.call or epoch.closed:
+            of = f" of {epoch.entry!r}" if epoch.entry else ""
+            after = "the program was closed" if epoch.closed else f"call {epoch.number}{of}"
+            raise CallError("stale-view", f"output {self.name!r} of call {self.call}{of} was read after {after}")
+        return self._value
+
+    def clone(self) -> Any:
+        """A copy of the caller's kind that no later call touches."""
+        return self._library.copy(self.tensor)
+
+    def part(self, slices: tuple[slice, ...]) -> View:
+        """A view of a part of this one, good as long as this is.  Raises stale-view."""
+        return View(self._spec, self.tensor[slices], self._library, self._epoch, self.call)
+
+    def __getitem__(self, index: Any) -> Any:
+        """A part of the tensor, as its library gives it.  Raises stale-view."""
+        return self.tensor[index]
+
+    def __len__(self) -> int:
+        if not self.shape:
+            raise TypeError(f"output {self.name!r} has no axes")
+        return int(self.shape[0])
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        import numpy
+
+        value = self.tensor
+        array = value.__array__() if hasattr(value, "__array__") else value
+        return numpy.array(array, dtype) if copy else numpy.asarray(array, dtype)
+
+    def __dlpack__(self, **options: Any) -> object:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        device: tuple[int, int] = self.tensor.__dlpack_device__()
+        return device
+
+    def __repr__(self) -> str:
+        return f"cgbundle.View({self.name!r}, {self.dtype}, {list(self.shape)}, call {self.call})"
+
+
+class Extents(NamedTuple):
     """Of a program's outputs and inputs the bytes from the first to the last; `large`: which outputs a caller may be given."""
 
     outputs: Sequence[int]
@@ -36,49 +110,24 @@ class Spans(NamedTuple):
     def apart(self, outputs: Sequence[int], inputs: Sequence[int]) -> list[int]:
         """The large outputs that share no byte with another output, or with an input, which lie at these addresses."""
         places = sorted(zip((*outputs, *inputs), (*self.outputs, *self.inputs), range(len(outputs) + len(inputs)), strict=True))
-        found, furthest = [], 0
+        alone, furthest = [], 0
         for row, (begin, size, index) in enumerate(places):
             end = begin + size
-            alone = begin >= furthest and (row + 1 == len(places) or places[row + 1][0] >= end)
-            if alone and index in self.large:
-                found.append(index)
+            if begin >= furthest and (row + 1 == len(places) or places[row + 1][0] >= end) and index in self.large:
+                alone.append(index)
             furthest = max(furthest, end)
-        return found
-
-
-class Session:
-    """What the entries of one session share: its memories and programs, the count of its calls, and the bundle's exam.  It is
-    closed when the last who holds it goes."""
-
-    __slots__ = ("__weakref__", "backend", "epoch", "exam")
-
-    def __init__(self, backend: Backend, exam: KeptFile | None = None) -> None:
-        self.backend, self.epoch, self.exam = backend, Epoch(), exam
+        return alone
 
 
 class Outputs:
     """Runs programs for calls; `views`: what it hands out is guarded, and the next replay overwrites it.
 
-    `aliases` is None for a bundle whose outputs share no memory with anything; `epoch` counts the session's replays.
-    `own` those of the entry, None where none of its outputs is in a chain, and `epochs` has the one of each output.  `first` is the
-    number of the entry's first program among those of all entries.
+    `aliases` is None for an entry whose outputs share no memory with anything; `epoch` counts the session's replays, `own` those of
+    the entry, None where none of its outputs is donated, and `epochs` has the one of each output.
     """
 
-    __slots__ = (
-        "_aliases",
-        "_backend",
-        "_first",
-        "_inputs",
-        "_rows",
-        "_spans",
-        "_specs",
-        "_static",
-        "_views",
-        "_wrappers",
-        "epoch",
-        "epochs",
-        "own",
-    )
+    __slots__ = ("_aliases", "_backend", "_extents", "_first", "_programs", "_specs", "_static", "_views", "_wrappers", "epoch",
+                 "epochs", "own")  # fmt: skip
 
     def __init__(
         self,
@@ -90,40 +139,40 @@ class Outputs:
         *,
         views: bool,
     ) -> None:
-        """`first`: the number of the entry's first program; `donated`: its outputs that a later call may take where they lie."""
+        """`first`: the number of the entry's first program among those of all entries; `donated`: its outputs that a later call may
+        take where they lie."""
         self._backend, self._aliases, self._views, self._specs = session.backend, aliases, views, entry.outputs
-        self._first, self.epoch = first, session.epoch
-        self.own = own = Epoch(entry.name) if donated else None
-        self.epochs = [own if own and index in donated else self.epoch for index in range(len(entry.outputs))]
-        self._rows = [tuple([program.values[index] for index in program.outputs]) for program in entry.programs]
+        self._first, self._programs, self.epoch = first, entry.programs, session.epoch
+        self.own = counter = Epoch(entry.name) if donated else None
+        self.epochs = [counter if counter and index in donated else self.epoch for index in range(len(entry.outputs))]
         self._static: dict[tuple[str, int], list[Any]] = {}  # by library and program, of outputs that stay in place
         self._wrappers: dict[tuple[str, int], list[Wrapper]] = {}  # likewise, of outputs that do not
-        self._spans: dict[int, Spans] = {}  # by program
-        self._inputs = [[program.values[index] for index in program.inputs] for program in entry.programs]
+        self._extents: dict[int, Extents] = {}  # by program
 
     def replay(self, call: Call, program: int, addresses: list[int], parts: Sequence[tuple[Slices, Slices]] | None) -> list[Any]:
         """Replays on inputs at `addresses`; `parts` are the slices of the outputs that count (None: they count whole)."""
         library, views, aliases = call[0], self._views, self._aliases
         if aliases is None and parts is None and not views:
-            return self._given(call, program, addresses)
-        made = self._wrapped(call, program, addresses)
+            return self._copied(call, program, addresses)
+        values = self._wrapped(call, program, addresses)
         if aliases is not None:
-            made = aliases.wrap(call, program, made, addresses)
-            made, bare = aliases.share(library, call[1], program, made, parts)
-            if views:
-                guarded = self.guard(library, made)
-                return [value if index in bare else view for index, (value, view) in enumerate(zip(made, guarded, strict=True))]
-            return [value if index in bare else library.copy(value) for index, value in enumerate(made)]
+            values = aliases.wrap(call, program, values, addresses)
+            values, bare = aliases.share(library, call[1], program, values, parts)
+            handed = self.guard(library, values) if views else values
+            return [
+                value if index in bare else other if views else library.copy(value)
+                for index, (value, other) in enumerate(zip(values, handed, strict=True))
+            ]
         if parts is not None:
-            made = [value[taken] if taken else value for value, (taken, _) in zip(made, parts, strict=True)]
-        return self.guard(library, made) if views else [library.copy(value) for value in made]
+            values = [value[taken] if taken else value for value, (taken, _) in zip(values, parts, strict=True)]
+        return self.guard(library, values) if views else [library.copy(value) for value in values]
 
     def replay_into(self, whole: Sequence[Any], call: Call, part: Part, addresses: list[int]) -> None:
-        """Replays a part of a call that was cut, and copies its outputs to their places in the call's."""
-        made = self._wrapped(call, part.program, addresses)
+        """Replays a part of a call that was chunked, and copies its outputs to their places in the call's."""
+        values = self._wrapped(call, part.program, addresses)
         if self._aliases is not None:
-            made = self._aliases.wrap(call, part.program, made, addresses)
-        for output, value, (taken, placed) in zip(whole, made, part.outputs, strict=True):
+            values = self._aliases.wrap(call, part.program, values, addresses)
+        for output, value, (taken, placed) in zip(whole, values, part.outputs, strict=True):
             output[placed] = value[taken]
 
     def static(self, library: Library, program: int) -> list[Any] | None:
@@ -133,26 +182,31 @@ class Outputs:
     def guard(self, library: Library, values: Sequence[Any]) -> list[Any]:
         """The values as views of the replay that was the last to begin."""
         rows = zip(self._specs, values, self.epochs, strict=True)
-        return [View(spec, value, library, each, each.number) for spec, value, each in rows]
+        return [View(spec, value, library, epoch, epoch.number) for spec, value, epoch in rows]
 
     def close(self) -> None:
         self._static.clear()
 
-    def _given(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
+    def _copied(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
         """Replays, and gives tensors that are the caller's: copies, or large outputs in memory that nothing else uses."""
         library, device, stream = call
-        results = self._backend.run(self._first + program, addresses, device, stream)
-        copy = library.copy
+        results, copy = self._backend.run(self._first + program, addresses, device, stream), library.copy
         if results.static:
             return [copy(value) for value in self._over(library, program, results)]
-        spans = self._spans.get(program) or self._spans_of(program)
-        own = spans.apart(results.addresses, addresses) if spans.large else ()
-        given = []
+        extents = self._extents.get(program)
+        if extents is None:
+            row = self._programs[program]
+            outputs, inputs = [[row.values[index] for index in indices] for indices in (row.outputs, row.inputs)]
+            sizes = [span(value) for value in outputs]
+            large = [at for at, value in enumerate(outputs) if sizes[at] >= LARGE and is_dense(value.shape, value.strides)]
+            extents = self._extents[program] = Extents(sizes, [span(value) for value in inputs], large)
+        alone = extents.apart(results.addresses, addresses) if extents.large else ()
+        values = []
         for index, (wrap, address) in enumerate(zip(self._wrappers_of(library, program), results.addresses, strict=True)):
-            owner = results.own(index) if index in own else None
-            given.append(copy(wrap(address, results)) if owner is None else wrap(address, owner))
+            owner = results.own(index) if index in alone else None
+            values.append(copy(wrap(address, results)) if owner is None else wrap(address, owner))
         results.release()
-        return given
+        return values
 
     def _wrapped(self, call: Call, program: int, addresses: list[int]) -> list[Any]:
         """Replays, and gives the outputs as the caller's tensors over the runtime's memory."""
@@ -162,31 +216,27 @@ class Outputs:
     def _over(self, library: Library, program: int, results: Results) -> list[Any]:
         """The caller's tensors over the memory of a replay."""
         if not results.static:
-            return [
-                wrap(address, results) for wrap, address in zip(self._wrappers_of(library, program), results.addresses, strict=True)
+            wrappers = self._wrappers_of(library, program)
+            return [wrap(address, results) for wrap, address in zip(wrappers, results.addresses, strict=True)]
+        values = self._static.get((library.name, program))
+        if values is None:
+            row = self._programs[program]
+            values = self._static[library.name, program] = [
+                library.wrap(address, value.dtype, value.shape, value.strides, results, results.device)
+                for address, value in zip(results.addresses, [row.values[index] for index in row.outputs], strict=True)
             ]
-        key = (library.name, program)
-        known = self._static.get(key)
-        if known is None:
-            known = self._static[key] = [
-                library.wrap(address, row.dtype, row.shape, row.strides, results, results.device)
-                for address, row in zip(results.addresses, self._rows[program], strict=True)
-            ]
-        return known
+        return values
 
     def _wrappers_of(self, library: Library, program: int) -> list[Wrapper]:
-        key = (library.name, program)
-        wrappers = self._wrappers.get(key)
+        wrappers = self._wrappers.get((library.name, program))
         if wrappers is None:
-            wrappers = self._wrappers[key] = [
-                library.wrapper(row.dtype, row.shape, dense(row.shape) if is_dense(row.shape, row.strides) else row.strides)
-                for row in self._rows[program]
+            row = self._programs[program]
+            wrappers = self._wrappers[library.name, program] = [
+                library.wrapper(value.dtype, value.shape, _strides(value)) for value in [row.values[index] for index in row.outputs]
             ]
         return wrappers
 
-    def _spans_of(self, program: int) -> Spans:
-        rows = self._rows[program]
-        outputs = [span(row) for row in rows]
-        large = [place for place, row in enumerate(rows) if outputs[place] >= LARGE and is_dense(row.shape, row.strides)]
-        made = self._spans[program] = Spans(outputs, [span(row) for row in self._inputs[program]], large)
-        return made
+
+def _strides(value: Value) -> Sequence[int]:
+    """Of a dense value those of a row-major tensor: an axis of one element may have any."""
+    return dense(value.shape) if is_dense(value.shape, value.strides) else value.strides

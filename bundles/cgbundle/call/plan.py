@@ -1,16 +1,22 @@
-"""From the shapes of a call to the replays that serve it, with the slices of every input and output.  Pure."""
+"""From the shapes of a call to the replays that serve it, with the slices of every input and output.  Pure.
+
+Guards compare dtypes, devices and shapes with the signature, and give the sizes of the declared dimensions.  Every dimension is
+planned by itself: the recorded keys are the product of the dimensions' sizes, and a call's plan is the product of their chunks.
+Errors name the input, the axis, what was expected and what came.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from itertools import accumulate, product
+from math import prod
 from typing import NamedTuple
 
 from ..errors import CallError
-from ..format.schema import EntrySpec, Size
-from ..format.size_expressions import evaluate, linear
-from . import dispatch
-from .guards import call_sizes, where_declared
+from ..format.schema import Dimension, EntrySpec, Size, TensorSpec
+from ..format.size_expressions import evaluate, linear, text
+from ..tensors.library import Descriptor
 
 Slices = tuple[slice, ...]
 Shape = tuple[int, ...]
@@ -35,46 +41,220 @@ class Plan(NamedTuple):
 
 def plan(entry: EntrySpec, shapes: Sequence[Sequence[int]], on_miss: str) -> Plan:
     """The plan for inputs of `shapes`.  Raises input-shape, dimension-disagrees, key-missing."""
-    sizes = call_sizes(entry, shapes)
-    dimensions = entry.dimensions
-    named = {dimension.name: size for dimension, size in zip(dimensions, sizes, strict=True)}
+    sizes, names = call_sizes(entry, shapes), [dimension.name for dimension in entry.dimensions]
     keys = {program.key: index for index, program in enumerate(entry.programs)}
     parts = []
-    for piece in dispatch.plan(dimensions, sizes, on_miss, partial(where_declared, entry)):
-        starts = {dimension.name: cut.start for dimension, cut in zip(dimensions, piece, strict=True)}
-        lengths = {dimension.name: cut.length for dimension, cut in zip(dimensions, piece, strict=True)}
-        recorded = {dimension.name: cut.size for dimension, cut in zip(dimensions, piece, strict=True)}
-        inputs = tuple(
-            [
-                (_ranges(spec.shape, starts, lengths), tuple([evaluate(size, recorded) for size in spec.shape]))
-                for spec in entry.inputs
-            ]
-        )
-        outputs = tuple(
-            [
-                (tuple([slice(0, evaluate(size, lengths)) for size in spec.shape]), _ranges(spec.shape, starts, lengths))
-                for spec in entry.outputs
-            ]
-        )
-        parts.append(Part(keys[tuple(recorded.values())], inputs, outputs))
+    for piece in pieces(entry.dimensions, sizes, on_miss, partial(where_declared, entry)):
+        starts, lengths, recorded = [{name: chunk[field] for name, chunk in zip(names, piece, strict=True)} for field in range(3)]
+        inputs = [(_ranges(spec.shape, starts, lengths), _shape(spec, recorded)) for spec in entry.inputs]
+        outputs = [
+            (tuple([slice(0, size) for size in _shape(spec, lengths)]), _ranges(spec.shape, starts, lengths))
+            for spec in entry.outputs
+        ]
+        parts.append(Part(keys[tuple(recorded.values())], tuple(inputs), tuple(outputs)))
+    whole = dict(zip(names, sizes, strict=True))
     exact = len(parts) == 1 and sizes in keys
-    return Plan(exact, tuple([tuple([evaluate(size, named) for size in spec.shape]) for spec in entry.outputs]), tuple(parts))
+    return Plan(exact, tuple([_shape(spec, whole) for spec in entry.outputs]), tuple(parts))
 
 
 def number_of_key(entry: EntrySpec, key: tuple[int, ...]) -> int:
     """The position of the program of an int_key.  Raises key-missing, with the keys that there are."""
     keys = [program.key for program in entry.programs]
     if not isinstance(key, tuple) or key not in keys:
-        listed = ", ".join(map(str, keys[:12])) + (", ..." if len(keys) > 12 else "")
-        raise CallError("key-missing", f"expected a recorded int_key ({listed}), got {key!r}")
+        known = ", ".join(map(str, keys[:12])) + (", ..." if len(keys) > 12 else "")
+        raise CallError("key-missing", f"expected a recorded int_key ({known}), got {key!r}")
     return keys.index(key)
 
 
+def _shape(spec: TensorSpec, sizes: dict[str, int]) -> Shape:
+    return tuple([evaluate(size, sizes) for size in spec.shape])
+
+
 def _ranges(shape: Sequence[Size], starts: dict[str, int], lengths: dict[str, int]) -> Slices:
-    """Where a piece lies in a whole tensor.  Only sizes that are a multiple of one dimension are ever cut (the build proves it)."""
+    """Where a piece lies in a whole tensor.  Only sizes that are a multiple of one dimension are chunked (the build proves it)."""
     ranges = []
     for size in shape:
         rule = linear(size)
         start = rule[1] * starts[rule[0]] if rule else 0
         ranges.append(slice(start, start + evaluate(size, lengths)))
     return tuple(ranges)
+
+
+# --- guards ---------------------------------------------------------------------------------------------------------
+
+
+def call_sizes(entry: EntrySpec, shapes: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    """The sizes of the declared dimensions, in declared order, for inputs of `shapes` (one per input of the signature).
+
+    Raises input-shape or dimension-disagrees.
+    """
+    sizes: dict[str, tuple[int, str]] = {}
+    for spec, shape in zip(entry.inputs, shapes, strict=True):
+        if len(shape) != len(spec.shape):
+            expected = f"expected {len(spec.shape)} axes {signature(spec)}"
+            raise CallError("input-shape", f"input {spec.name!r}: {expected}, got {len(shape)}: {list(shape)}")
+        for axis, (size, actual) in enumerate(zip(spec.shape, shape, strict=True)):
+            rule, where = linear(size), f"input {spec.name!r}, axis {axis}"
+            if rule is None:
+                if actual != size:
+                    raise CallError("input-shape", f"{where}: expected {text(size)}, got {actual}; the input is {signature(spec)}")
+                continue
+            name, scale, offset = rule
+            value, rest = divmod(actual - offset, scale)
+            if rest or value < 0:
+                raise CallError("input-shape", f"{where}: expected {text(size)}, which no {name} makes {actual}")
+            first = sizes.setdefault(name, (value, where))
+            if first[0] != value:
+                message = f"{where}: expected {name}={first[0]} as in {first[1]}, got {value}"
+                axes = f"the axes of {spec.name!r} that are {name} have to be equal"
+                raise CallError("dimension-disagrees", message, axes if f"input {spec.name!r}," in first[1] else "")
+    return tuple([sizes[dimension.name][0] for dimension in entry.dimensions])
+
+
+def where_declared(entry: EntrySpec, dimension: str) -> str:
+    """Where a declared dimension first shows in a call: `input 'ids', axis 0`."""
+    for spec in entry.inputs:
+        for axis, size in enumerate(spec.shape):
+            rule = linear(size)
+            if rule and rule[0] == dimension:
+                return f"input {spec.name!r}, axis {axis}"
+    return dimension
+
+
+def common_device(inputs: Sequence[TensorSpec], descriptors: Sequence[Descriptor], expected: int | None) -> int | None:
+    """Where all inputs lie: on the CPU (None), or on CUDA device `expected`, which is the program's.  Raises input-device."""
+    device = descriptors[0][4]
+    alike = device is None or device == expected
+    for descriptor in descriptors:
+        if descriptor[4] != device:
+            alike = False
+    if not alike:
+        from ..tensors.input_errors import wrong_device  # only where a call has failed
+
+        raise wrong_device(inputs, descriptors, expected)
+    return device
+
+
+def signature(spec: TensorSpec) -> str:
+    """The input's shape as a person would write it: `[batch, 64]`."""
+    return "[" + ", ".join(text(size) for size in spec.shape) + "]"
+
+
+# --- which recorded keys serve a call --------------------------------------------------------------------------------
+
+POLICIES = ("pad", "chunk", "error")
+
+MOST_PIECES = 1 << 20
+"""Replays of one call: a call of more rows, as a broadcast array may have, would fill the memory with its plan alone."""
+
+
+class Chunk(NamedTuple):
+    """Along one dimension: `length` of the call's size from `start` on, served by the recorded `size` >= length."""
+
+    start: int
+    length: int
+    size: int
+
+
+Replay = tuple[Chunk, ...]
+"""One replay: a chunk of every dimension, in declared order."""
+
+_LARGE = "call it with parts of its inputs"
+_EMPTY = "answer an empty call yourself: a size of 1 is the least that a bundle can have"
+_NO_POLICY = 'call with a recorded size, or load the bundle with on_miss="pad" or "chunk"'
+
+
+def pieces(
+    dimensions: Sequence[Dimension], sizes: Sequence[int], on_miss: str, where: Callable[[str], str] = str
+) -> tuple[Replay, ...]:
+    """The replays that serve a call whose dimensions have `sizes`; one exact piece when the key was recorded.
+
+    `where` says where a dimension shows in the call ("input 'ids', axis 0"), for messages.  Raises key-missing, naming that
+    place and the sizes recorded; its hint says why the build does not allow padding or chunks.
+    """
+    chunks = []
+    for dimension, size in zip(dimensions, sizes, strict=True):
+        try:
+            chunks.append(_chunks(dimension, size, on_miss))
+        except CallError as error:
+            raise CallError("key-missing", f"{where(dimension.name)}: {error}", error.hint) from None
+    if prod(map(len, chunks)) > MOST_PIECES:
+        raise CallError("key-missing", f"the call would take more than {MOST_PIECES} replays", _LARGE)
+    return tuple(product(*chunks))
+
+
+def _chunks(dimension: Dimension, size: int, on_miss: str) -> list[Chunk]:
+    name, recorded = dimension.name, dimension.sizes
+    smallest, largest, pads = recorded[0], recorded[-1], dimension.pad != "no"
+    if size in recorded:
+        return [Chunk(0, size, size)]
+    if size < 1:
+        raise CallError("key-missing", f"got {name}={size}: there is nothing to run", _EMPTY)
+    if on_miss == "error":
+        raise CallError("key-missing", f"expected a recorded {name} ({_list(dimension)}), got {size}", _NO_POLICY)
+    most = MOST_PIECES * largest
+    if size > most:
+        raise CallError("key-missing", f"expected at most {name}={most}, {MOST_PIECES} replays, got {size}", _LARGE)
+    if dimension.chunk and size > smallest and (on_miss == "chunk" or size > largest or not pads):
+        if on_miss == "pad" and pads:  # the largest first
+            whole, rest = divmod(size, largest)
+            steps = [largest] * whole + ([_holding(recorded, rest)] if rest else [])
+        else:
+            steps = _fewest_wasted(recorded, size, exact=not pads)
+        if steps:
+            starts = accumulate(steps, initial=0)
+            return [Chunk(start, min(step, size - start), step) for start, step in zip(starts, steps, strict=False)]
+    if size <= largest and pads:
+        return [Chunk(0, size, _holding(recorded, size))]
+    raise _refusal(dimension, size)
+
+
+def _holding(recorded: Sequence[int], size: int) -> int:
+    """The smallest recorded size that holds `size`."""
+    return next(step for step in recorded if step >= size)
+
+
+def _fewest_wasted(sizes: Sequence[int], size: int, *, exact: bool) -> list[int]:
+    """Recorded sizes, largest first, that add up to at least `size` with the least excess, then the fewest pieces; [] when `exact`
+    and no sum fits exactly.
+
+    Dynamic programming over the last `largest**2` rows: above that an optimal sum always holds the largest size (of any `largest`
+    smaller pieces some add up to a multiple of it).  Pieces of the smallest size waste less than one of them: beyond that no sum
+    is of interest, however large the largest size is.
+    """
+    smallest, largest = sizes[0], sizes[-1]
+    bulk = max(0, (size - largest * largest) // largest)
+    rest = size - bulk * largest
+    last = rest if exact else rest + smallest - 1
+    never = (last + 1, 0)
+    best: list[tuple[int, int]] = [(0, 0)] + [never] * last  # total -> (pieces, last piece)
+    for total in range(1, last + 1):
+        for piece in sizes:
+            if piece <= total and best[total - piece][0] + 1 < best[total][0]:
+                best[total] = (best[total - piece][0] + 1, piece)
+    reached = next((total for total in range(rest, last + 1) if best[total] != never), None)
+    if reached is None:
+        return []
+    steps = [largest] * bulk
+    while reached > 0:
+        steps.append(best[reached][1])
+        reached -= best[reached][1]
+    return sorted(steps, reverse=True)
+
+
+def _refusal(dimension: Dimension, size: int) -> CallError:
+    """The reason, which may quote the model's source, is the hint's: a server sends the message to its clients."""
+    name, largest, why = dimension.name, dimension.sizes[-1], dimension.reason
+    if dimension.chunk:
+        expected, refused = f"a sum of recorded {name} ({_list(dimension)})", f"{name} cannot be padded"
+    elif size > largest:
+        expected, refused, why = f"at most {name}={largest}", f"a call cannot be cut along {name}", dimension.not_chunked or why
+    else:
+        expected, refused = f"a recorded {name} ({_list(dimension)})", f"{name} cannot be padded"
+    more = ", or more" if dimension.pad != "no" and size > largest else ""
+    hint = f"build the bundle with {name}={size} among its --sizes{more} ({refused}: {why})"
+    return CallError("key-missing", f"expected {expected}, got {size}, and {refused}", hint)
+
+
+def _list(dimension: Dimension) -> str:
+    return ", ".join(map(str, dimension.sizes))

@@ -22,9 +22,9 @@ class Record:
     @classmethod
     def of(cls, values: Sequence[Any]) -> Record:
         """A record of the fields' values, in order."""
-        made = cls()
-        made.__dict__.update(zip(cls.__fields__, values, strict=True))
-        return made
+        record = cls()
+        record.__dict__.update(zip(cls.__fields__, values, strict=True))
+        return record
 
     def __getitem__(self, key: Any) -> Any:
         """A field by name; by position, or a slice of positions, as in a tuple of all."""
@@ -47,8 +47,8 @@ class MappingRecord(Record, Mapping[str, Any]):
     __hash__: Any = None
 
     def __getitem__(self, key: Any) -> Any:
-        found = {name: value for name, value in zip(self.__fields__, _values(self), strict=True) if value is not None}
-        return found[key] if isinstance(key, str) else tuple(found.values())[key]
+        present = {name: value for name, value in zip(self.__fields__, _values(self), strict=True) if value is not None}
+        return present[key] if isinstance(key, str) else tuple(present.values())[key]
 
     def __iter__(self) -> Iterator[str]:
         return iter([name for name, value in zip(self.__fields__, _values(self), strict=True) if value is not None])

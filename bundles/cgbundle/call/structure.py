@@ -41,8 +41,8 @@ class _Names:
 
     def __init__(self, call: Tree, parameters: Sequence[Parameter]) -> None:
         self.trees: dict[str, Tree] = {name: tree for name, tree in call["call"]}
-        self.positional = sum(not each.keyword for each in parameters)
-        self.defaults = {name: each.default for name, each in zip(self.trees, parameters, strict=True)}
+        self.positional = sum(not parameter.keyword for parameter in parameters)
+        self.defaults = {name: parameter.default for name, parameter in zip(self.trees, parameters, strict=True)}
         self.optional = {
             name: recorded_constant(tree) for name, tree in self.trees.items() if may_be_left_out(tree, self.defaults[name])
         }
@@ -202,9 +202,9 @@ def builder(tree: Tree) -> Callable[[Sequence[Any]], Any]:
         parts = [builder(child) for _, child in body]
         return lambda tensors: {key: part(tensors) for key, part in zip(keys, parts, strict=True)}
     if kind == "namedtuple":
-        made: Callable[..., Any] = namedtuple(body[0], body[1])  # type: ignore[misc]
+        fields: Callable[..., Any] = namedtuple(body[0], body[1])  # type: ignore[misc]
         parts = [builder(child) for child in body[2]]
-        return lambda tensors: made(*[part(tensors) for part in parts])
+        return lambda tensors: fields(*[part(tensors) for part in parts])
     if kind == "record":
         from .records import record_class  # few results have any: a load without them stays light
 

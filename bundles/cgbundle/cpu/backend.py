@@ -10,30 +10,27 @@ from ctypes import addressof
 from threading import RLock
 from typing import TYPE_CHECKING, Any
 
+from ..call.forks import forked
+from ..call.locks import ExclusiveLock, Inside, SharedLock, Turn, closed, locked
 from ..errors import MachineError
 from ..format.archive import Archive
 from ..format.entries import all_programs
 from ..format.file_names import WEIGHTS
 from ..format.schema import Target
 from ..format.spans import span
-from ..session.forks import forked
-from ..session.initial_state import InitialState
-from ..session.locks import ExclusiveLock, Inside, SharedLock, Turn, closed, locked
 from ..validate.elf import SHARED_OBJECT, check_elf
 from ..validate.state import STATE
+from ..weights.host import HostWeights, InitialState, anonymous
 from . import libtorch
 from .host_region import INSTANCES, HostRegion, layout_of, open_region
-from .output_layouts import OutputLayouts
-from .processor import HINT, check_features
-from .quota import memory_of_quota
-from .region_outputs import RegionOutputs
-from .weights import Weights, anonymous
+from .machine import HINT, check_features, memory_of_quota
+from .region_outputs import OutputLayouts, RegionOutputs
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ..session.profile import Profile
-    from ..session.weight_contents import Contents, OpenFile
+    from ..call.profile import Profile
+    from ..weights.contents import Contents, OpenFile
 
 
 def check_machine(target: Target) -> None:
@@ -55,7 +52,7 @@ class BoundPrograms:
 
     __slots__ = ("regions", "runs", "weights")
 
-    def __init__(self, runs: list[Run], regions: list[HostRegion], weights: Weights) -> None:
+    def __init__(self, runs: list[Run], regions: list[HostRegion], weights: HostWeights) -> None:
         self.runs, self.regions, self.weights = runs, regions, weights
 
 
@@ -64,7 +61,7 @@ KEPT = 0.25
 laid out for them.  The mapped file beside them is the system's to drop."""
 
 
-class Shared:
+class HostBundle:
     """What all sessions of a bundle use: torch's libraries, the weights, what state holds at first.  As in eager, a caller may
     write to weights that the model hands out: this process's pages become its own.
 
@@ -77,7 +74,7 @@ class Shared:
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
         handed = any(alias.memory == "weights" for entry in manifest.entries for alias in entry.aliases)
-        self.weights = Weights(bundle.mapped(WEIGHTS, writable=handed))
+        self.weights = HostWeights(bundle.mapped(WEIGHTS, writable=handed))
         known = not handed and not manifest.target.torch  # libtorch keeps none
         self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
         self.updating, self.updated = RLock(), False
@@ -92,13 +89,13 @@ def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
         return libtorch.load(target.torch, threads)
     file = regions[0].file
     code = bundle.data(file)
-    own = libtorch.of_code(code, file, threads)
-    if own is None:
+    interface = libtorch.of_code(code, file, threads)
+    if interface is None:
         check_elf(code, file, SHARED_OBJECT)  # of a damaged one this says what is wrong
         raise MachineError(
             "library-refused", f"{file}: does not bring what the bundle says that it brings", "build the bundle again"
         )
-    return own
+    return interface
 
 
 class CpuBackend:
@@ -110,17 +107,17 @@ class CpuBackend:
     code_bytes = 0
 
     def __init__(self, bundle: Archive, threads: int | None = None) -> None:
-        self._open(Shared(bundle, threads), alone=False)
+        self._open(HostBundle(bundle, threads), alone=False)
 
     def session(self) -> CpuBackend:
         """A further session: its own state, static input buffers and host regions.  One thread at a time may use it."""
-        made = object.__new__(CpuBackend)
-        made._open(self._use(), alone=True)
-        return made
+        session = object.__new__(CpuBackend)
+        session._open(self._use(), alone=True)
+        return session
 
-    def _open(self, shared: Shared, *, alone: bool) -> None:
+    def _open(self, shared: HostBundle, *, alone: bool) -> None:
         manifest = shared.manifest
-        self._shared: Shared | None = shared  # None: closed
+        self._shared: HostBundle | None = shared  # None: closed
         self._name = manifest.name
         self._torch, self._weights, self._initial = shared.torch, manifest.weights, shared.initial
         one_by_one = alone or shared.state > 0
@@ -139,7 +136,7 @@ class CpuBackend:
             self.close()
             raise
 
-    def _over(self, weights: Weights) -> BoundPrograms:
+    def _over(self, weights: HostWeights) -> BoundPrograms:
         """The programs of this session over these weights."""
         shared = self._use()
         manifest = shared.manifest
@@ -194,14 +191,14 @@ class CpuBackend:
         library-refused where they are not."""
         run, outputs, layouts, free = stream.runs[program]
         try:
-            made = free.pop()
+            results = free.pop()
         except IndexError:
-            made = RegionOutputs(self._torch, outputs, free)
-        run(addresses, self._inputs[program], made.handles)
-        made.addresses = layouts.addresses(made.handles)
-        return made
+            results = RegionOutputs(self._torch, outputs, free)
+        run(addresses, self._inputs[program], results.handles)
+        results.addresses = layouts.addresses(results.handles)
+        return results
 
-    def direct(self, program: int, caller: object) -> None:
+    def fast_path(self, program: int, caller: object) -> None:
         """None: a call on the CPU takes a thousand times as long."""
 
     def copy(self, target: int, source: int, size: int, stream: object = None) -> None:
@@ -246,18 +243,18 @@ class CpuBackend:
             weights = shared.weights.updated([self._weights[index] for index in contents], list(contents.values()))
             for file in files:
                 file.check_unchanged()
-            made: list[tuple[CpuBackend, BoundPrograms]] = []
+            bindings: list[tuple[CpuBackend, BoundPrograms]] = []
             try:
                 for session in sessions:
                     if session._shared is not None:  # nor will it be closed before this is done: that takes `updating`
-                        made.append((session, session._over(weights)))
+                        bindings.append((session, session._over(weights)))
                 ready()
             except BaseException:
-                for _, bound in made:
+                for _, bound in bindings:
                     _close(bound)
                 raise
             shared.weights, shared.updated = weights, True
-            for session, bound in made:
+            for session, bound in bindings:
                 session._take(bound)
 
     @property
@@ -270,7 +267,7 @@ class CpuBackend:
         kept = self._buffers.get(program)
         if kept is None:
             kept = self._buffers.setdefault(program, [anonymous(span(row.values[index])) for index in row.inputs])
-        return [addressof(each) for each in kept], kept
+        return [addressof(memory) for memory in kept], kept
 
     def populate(self) -> None:
         self._use().weights.populate()
@@ -288,7 +285,7 @@ class CpuBackend:
         profile = self._profile
         if profile is None:
             return bound
-        from ..session.profile import step_names  # few programs are profiled
+        from ..call.profile import step_names  # few programs are profiled
 
         manifest = self._use().manifest
         names = [step_names(manifest, entry, program)[0] for entry in manifest.entries for program in entry.programs]
@@ -318,7 +315,7 @@ class CpuBackend:
         self._buffers.clear()
         self._state = anonymous(0)
 
-    def _use(self) -> Shared:
+    def _use(self) -> HostBundle:
         if self._lock.inherited:
             raise forked(self._name)
         if self._shared is None:

@@ -8,18 +8,17 @@ from collections.abc import Callable, Mapping, Sequence
 from ctypes import POINTER, addressof, byref, c_bool, c_char_p, c_int32, c_size_t, c_void_p
 from itertools import chain
 
+from ..call.forks import FORKS
 from ..errors import CallError, MachineError, OutOfMemory
 from ..format.archive import Archive
 from ..format.open_files import make_calls, when_gone
 from ..format.schema import Region, Value, Weight
 from ..format.spans import span
-from ..session.forks import FORKS
 from ..validate.state import STATE
-from .libtorch import LibTorch, numbers
+from ..weights.host import HostWeights
+from .libtorch import LibTorch, load_shared_object, numbers
 from .libtorch import built_with as version_of
 from .region_outputs import handles_type
-from .shared_object import load_shared_object
-from .weights import Weights
 
 CPU_DEVICE = 0
 """c10::DeviceType::CPU."""
@@ -84,7 +83,7 @@ def open_region(
     bundle: Archive,
     region: Region,
     weights: Sequence[Weight],
-    placed: Weights | None,
+    placed: HostWeights | None,
     torch: LibTorch,
     state: int = 0,
     instances: int = INSTANCES,
@@ -157,15 +156,15 @@ class HostRegion:
         """(the shared object's name, the name in the model) of every constant."""
         count = c_size_t()
         self._check(self._library.AOTInductorModelContainerGetNumConstants(self._container, byref(count)))
-        found = []
+        names = []
         for index in range(count.value):
-            own, model = c_char_p(), c_char_p()
-            self._check(self._library.AOTInductorModelContainerGetConstantName(self._container, c_size_t(index), byref(own)))
+            inner, model = c_char_p(), c_char_p()
+            self._check(self._library.AOTInductorModelContainerGetConstantName(self._container, c_size_t(index), byref(inner)))
             self._check(
                 self._library.AOTInductorModelContainerGetConstantOriginalFQN(self._container, c_size_t(index), byref(model))
             )
-            found.append(((own.value or b"").decode(), (model.value or b"").decode()))
-        return found
+            names.append(((inner.value or b"").decode(), (model.value or b"").decode()))
+        return names
 
     def check_constants(self, bound: Sequence[tuple[str, Weight]]) -> None:
         """Raises library-refused unless `bound`, pairs of the code's own name of a constant and a weight, has each constant once.
@@ -175,20 +174,22 @@ class HostRegion:
         """
         library, container, rows = self._library, self._container, dict(bound)
         names = self.constants()
-        if len(rows) != len(bound) or rows.keys() != {own for own, _ in names}:
-            odd = sorted(rows.keys() ^ {own for own, _ in names}) or [own for own, _ in bound]
+        if len(rows) != len(bound) or rows.keys() != {inner for inner, _ in names}:
+            odd = sorted(rows.keys() ^ {inner for inner, _ in names}) or [inner for inner, _ in bound]
             raise self._other_constants(f"{odd[0]!r} is bound and no constant of the code, or one and not bound")
         dtype, size = c_int32(), c_size_t()
-        for index, (own, model) in enumerate(names):
-            row = rows[own]
+        for index, (inner, model) in enumerate(names):
+            row = rows[inner]
             if row.name != model.removeprefix(MODEL_PREFIX):
-                raise self._other_constants(f"{own!r} is weight {model.removeprefix(MODEL_PREFIX)!r}, the bundle says {row.name!r}")
+                raise self._other_constants(
+                    f"{inner!r} is weight {model.removeprefix(MODEL_PREFIX)!r}, the bundle says {row.name!r}"
+                )
             self._check(library.AOTInductorModelContainerGetConstantDtype(container, c_size_t(index), byref(dtype)))
             self._check(library.AOTInductorModelContainerGetConstantDataSize(container, c_size_t(index), byref(size)))
             rounded = -(-span(row) // CONSTANT_BYTES) * CONSTANT_BYTES
             if dtype.value != self._torch.dtype(row.dtype) or rounded > size.value:
                 expected = f"the bundle says {row.dtype} {list(row.shape)}"
-                raise self._other_constants(f"{own!r} has another dtype or size ({size.value} bytes), {expected}")
+                raise self._other_constants(f"{inner!r} has another dtype or size ({size.value} bytes), {expected}")
 
     def _other_constants(self, text: str) -> MachineError:
         return MachineError("library-refused", f"{self._where}: constant {text}", "build the bundle again")
@@ -223,16 +224,16 @@ class HostRegion:
     def check_counts(self, inputs: int, outputs: int) -> None:
         """Raises library-refused unless the region takes and gives so many tensors: `run` with another number ends the process."""
         for kind, count, name in (("inputs", inputs, "GetNumInputs"), ("outputs", outputs, "GetNumOutputs")):
-            found = c_size_t()
-            self._check(self._library[f"AOTInductorModelContainer{name}"](self._container, byref(found)))
-            if found.value != count:
-                raise MachineError("library-refused", f"{self._where}: has {found.value} {kind}, the bundle says {count}")
+            number = c_size_t()
+            self._check(self._library[f"AOTInductorModelContainer{name}"](self._container, byref(number)))
+            if number.value != count:
+                raise MachineError("library-refused", f"{self._where}: has {number.value} {kind}, the bundle says {count}")
 
     def run(self, addresses: Sequence[int], layouts: Sequence[Layout], outputs: ctypes.Array[c_void_p]) -> None:
         """Runs on CPU memory; puts the handles of output tensors into `outputs`, for the caller to delete.  Raises what the model's
         code says: assertion-failed, operation-refused; and out-of-memory."""
-        given = handles_type(len(addresses))()
-        place = addressof(given)
+        inputs = handles_type(len(addresses))()
+        place = addressof(inputs)
         for address, layout in zip(addresses, layouts, strict=True):
             code = self._torch.create(
                 address, layout.rank, layout.shape_at, layout.strides_at, 0, layout.dtype, CPU_DEVICE, 0, place
@@ -241,7 +242,7 @@ class HostRegion:
                 raise MachineError("library-refused", f"{self._where}: torch refused an input tensor")
             place += POINTER_BYTES
         FORKS.threads = True
-        if self._run(self._container, given, len(addresses), outputs, len(outputs), None, None):
+        if self._run(self._container, inputs, len(addresses), outputs, len(outputs), None, None):
             raise self._failed_call()
 
     def close(self) -> None:
@@ -257,7 +258,7 @@ class HostRegion:
         message = self._last_error()
         if ASSERTS in message:
             return CallError("assertion-failed", message.removeprefix("Expected "))
-        if any(each in message for each in NO_MEMORY):
+        if any(text in message for text in NO_MEMORY):
             return OutOfMemory(
                 "out-of-memory", f"{self._where}: {message}", "give memory of this machine back, or call smaller sizes"
             )

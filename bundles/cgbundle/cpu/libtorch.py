@@ -7,15 +7,18 @@ declared in torch/csrc/inductor/aoti_torch/c/shim.h.  Tested with torch 2.13 (CP
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import os
 import sys
 from collections.abc import Callable
 from ctypes import POINTER, byref, c_int32, c_int64, c_void_p
+from hashlib import sha256
+from threading import RLock
 
+from ..call.forks import FORKS
 from ..errors import MachineError
-from ..session.forks import FORKS
-from .quota import threads_of_quota
-from .shared_object import load_shared_object
+from ..validate.elf import SHARED_OBJECT, check_elf
+from .machine import threads_of_quota
 
 LIBRARIES = ("libc10.so", "libtorch_cpu.so")
 VARIABLE = "CGBUNDLE_TORCH_LIB"
@@ -137,10 +140,10 @@ def _load_openmp() -> None:
     try:
         _loaded(OPENMP)
     except OSError:
-        found = [path for entry in sys.path if os.path.exists(path := os.path.join(entry or ".", "torch", "lib", OPENMP))]
-        if not found:
+        paths = [path for entry in sys.path if os.path.exists(path := os.path.join(entry or ".", "torch", "lib", OPENMP))]
+        if not paths:
             raise MachineError("library-missing", f"{OPENMP} not found: OpenMP's library", "apt install libgomp1") from None
-        _loaded(found[0])
+        _loaded(paths[0])
 
 
 class LibTorch:
@@ -163,7 +166,7 @@ class LibTorch:
         """A function of a shared object, run with the number of threads that was asked for.  Raises library-refused."""
         if self._threads is None:
             return run
-        from .threads import with_threads  # few programs are given a number
+        from .machine import with_threads  # few programs are given a number
 
         return with_threads(run, self._library, self._threads)
 
@@ -187,9 +190,63 @@ class LibTorch:
         rank, dtype = c_int64(), c_int32()
         self._library.aoti_torch_get_dim(c_void_p(handle), byref(rank))
         self._library.aoti_torch_get_dtype(c_void_p(handle), byref(dtype))
-        found = []
+        columns = []
         for function in (self._library.aoti_torch_get_sizes, self.strides):
             numbers = POINTER(c_int64)()
             function(c_void_p(handle), byref(numbers))
-            found.append(tuple(numbers[: rank.value]))
-        return dtype.value, found[0], found[1]
+            columns.append(tuple(numbers[: rank.value]))
+        return dtype.value, columns[0], columns[1]
+
+
+# --- shared objects by what they hold -------------------------------------------------------------------------------
+#
+# The dynamic loader takes a path, or a file, that it knows for the object that it has loaded from there.  A bundle that was built
+# again in its place would run the code of the one before.  So the bytes that were checked go into memory of their own, which no one
+# else can write to or cut, and are loaded from there; equal bytes once in a process.
+
+_LOADED: dict[str, ctypes.CDLL] = {}
+"""What this process has loaded, by SHA-256.  It stays: to unload C++ code is not safe."""
+
+_LOADING = RLock()  # the handler of a signal may load a bundle in the middle of a load
+
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
+
+
+def load_shared_object(data: bytes, where: str, needed: tuple[str, ...]) -> ctypes.CDLL:
+    """The shared object whose file holds `data`; `where` is its name for messages, `needed` the functions that it must have.
+
+    Raises image-invalid for a file that is cut off, library-refused when the dynamic loader refuses it or a function is missing.
+    """
+    digest = sha256(data).hexdigest()
+    with _LOADING:
+        library = _LOADED.get(digest)
+        if library is None:
+            check_elf(data, where, SHARED_OBJECT)
+            library = _LOADED[digest] = _load(data, digest, where)
+    for name in needed:
+        if not hasattr(library, name):
+            raise MachineError("library-refused", f"{where}: has no function {name}: not the code of a region")
+    return library
+
+
+def _load(data: bytes, digest: str, where: str) -> ctypes.CDLL:
+    try:
+        descriptor = os.memfd_create(f"cgbundle-{os.path.basename(where)}-{digest[:16]}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    except OSError as error:
+        raise MachineError("library-refused", f"{where}: the system gives no memory to load code from: {error.strerror}") from None
+    try:
+        written = 0
+        while written < len(data):
+            written += os.write(descriptor, memoryview(data)[written:])
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, SEALS)
+        return ctypes.CDLL(_unique_path(descriptor, digest))
+    except OSError as error:
+        raise MachineError("library-refused", f"{where}: cannot be loaded: {str(error).rpartition(': ')[2]}") from None
+    finally:
+        os.close(descriptor)
+
+
+def _unique_path(descriptor: int, digest: str) -> str:
+    """A path of the descriptor that no other contents ever have in this process, though descriptors are numbered anew: the digest
+    is spelled in it, a bit as `/` or `/.`, which mean nothing to the system."""
+    return "/proc/self/fd" + "".join("/." if bit == "1" else "/" for bit in f"{int(digest, 16):0256b}") + f"/{descriptor}"

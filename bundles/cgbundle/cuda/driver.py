@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import _thread
 
+from ..call.forks import FORKS
 from ..errors import MachineError, OutOfMemory
-from ..session.forks import FORKS
 from . import libcuda
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
@@ -56,8 +56,8 @@ def check(call: str, result: int | tuple[Any, ...], detail: str = "") -> Any:
 
 
 def _name(error: int) -> str:
-    found, text = cu.cuGetErrorName(error)
-    return f"error {error}" if found or not text else str(text.decode())
+    failed, text = cu.cuGetErrorName(error)
+    return f"error {error}" if failed or not text else str(text.decode())
 
 
 def device_count() -> int:
@@ -143,9 +143,9 @@ class Context:
             from contextlib import ExitStack  # a context is made before it is imported
 
             try:
-                with self, ExitStack() as each:
+                with self, ExitStack() as closing:
                     for stream in self._streams:
-                        each.callback(_destroy, stream)
+                        closing.callback(_destroy, stream)
             finally:
                 check("cuDevicePrimaryCtxRelease", cu.cuDevicePrimaryCtxRelease(self.device))
 
@@ -215,11 +215,11 @@ def check_driver(target: Target) -> None:
             "copy it to a machine with such a GPU; here `cgcompile verify` without --run checks it; or build for this machine "
             "with --target cpu",
         ) from None
-    found = driver_version()
-    if found < target.driver:
+    version = driver_version()
+    if version < target.driver:
         raise MachineError(
             "driver-too-old",
-            f"the bundle needs a driver for CUDA {_version(target.driver)}, this machine's is for {_version(found)}",
+            f"the bundle needs a driver for CUDA {_version(target.driver)}, this machine's is for {_version(version)}",
             "upgrade the NVIDIA driver, or build the bundle on this machine",
         )
 

@@ -1,6 +1,9 @@
 """The rows of a table as one CUDA graph: one driver call per run, whatever the number of nodes.
 
 Conditional nodes are nodes of the driver's own, whose bodies are graphs that it makes.
+
+Output copy nodes stand behind all others, and each launch patches their destinations: setting one takes 1.6 us of the CPU, a copy
+by itself takes 6 (tests/gpu/REPORT.md).  They are switched off for launches without destinations, and cost the GPU nothing then.
 """
 
 from __future__ import annotations
@@ -17,15 +20,17 @@ from .libcuda import (
     CONDITION_SWITCH,
     CONDITION_WHILE,
     INSTANTIATE_USE_NODE_PRIORITY,
+    INVALID_VALUE,
+    MEMORY_TYPE_DEVICE,
     NODE_TYPE_CONDITIONAL,
     SET_CAPTURE_DEPENDENCIES,
     ConditionalNodeParams,
     EdgeData,
     KernelNodeParams,
+    Memcpy3D,
     MemsetNodeParams,
 )
 from .modules import Modules
-from .output_copies import COPIES, OutputCopies
 
 PRIORITY = 8
 """A launch attribute with a meaning beyond its value."""
@@ -33,14 +38,18 @@ PRIORITY = 8
 READERS = 6
 """Kernels whose parameters are set for an input rather than the input copied: 0.8 us each against 6 (tests/gpu/REPORT.md)."""
 
+COPIES = 8
+"""Outputs of a program that are copied by nodes; of one with more, none is: each is a node to be switched."""
+
 
 class GraphExecutor:
     """A recording as one executable CUDA graph of the context.  Raises table-invalid, driver-failed, OutOfMemory.
 
-    `outputs`: what the launch of `copying` copies, (address, bytes).
+    `outputs`: what the launch of `copying` copies, (address, bytes).  `readers`: its kernels that are given addresses of memory
+    inputs, all of them, where they can be given others.
     """
 
-    __slots__ = ("_build", "_copies", "_exec", "_graph", "readers")
+    __slots__ = ("_build", "_context", "_copying", "_exec", "_graph", "_nodes", "_params", "readers")
 
     def __init__(
         self,
@@ -53,24 +62,24 @@ class GraphExecutor:
         outputs: Sequence[tuple[int, int]] = (),
     ) -> None:
         build = _Build(context, table, Launches(table, modules, bases, poison), bases)
-        graph = check("cuGraphCreate", cu.cuGraphCreate(0))
+        self._context, self._build = context.handle, build if table.counts["conditionals"] else None
+        self._nodes: list[Any] = []  # the output copy nodes, and their parameters
+        self._params: list[Memcpy3D] = []
+        self._copying: bool | None = False  # whether launches copy outputs, None where a switch failed
+        self._graph = check("cuGraphCreate", cu.cuGraphCreate(0))  # the executable one has copies of all; this is for `join`
         try:
-            nodes = build.into(graph)
-            copied = 0 < len(outputs) <= COPIES and not table.counts["conditionals"]
-            self._copies = OutputCopies(context, graph, table, nodes, outputs) if copied else None
-            priorities = PRIORITY in table.attribute_id.tolist()
-            flags = INSTANTIATE_USE_NODE_PRIORITY if priorities else 0
-            self._exec = check("cuGraphInstantiate", cu.cuGraphInstantiate(graph, flags), table.where)
+            nodes = build.into(self._graph)
+            if len(outputs) <= COPIES and self._build is None:
+                self._add_copies(table, nodes, outputs)
+            flags = INSTANTIATE_USE_NODE_PRIORITY if PRIORITY in table.attribute_id.tolist() else 0
+            self._exec = check("cuGraphInstantiate", cu.cuGraphInstantiate(self._graph, flags), table.where)
         except BaseException:
-            cu.cuGraphDestroy(graph)
+            cu.cuGraphDestroy(self._graph)
             raise
-        self._build = build if table.counts["conditionals"] else None
-        self._graph = graph  # the executable one holds copies of everything; this one is for `join`
         try:
             self.readers: Sequence[Reader] = build.readers(nodes, self._exec)
-            if self._copies is not None:
-                self._copies.executable = self._exec
-                self._copies.off()
+            if self._nodes:
+                self._switch(False)
             check("cuGraphUpload", cu.cuGraphUpload(self._exec, stream), table.where)
         except BaseException:
             self.close()
@@ -78,27 +87,33 @@ class GraphExecutor:
 
     def launch(self, stream: Any) -> None:
         """Runs the recording in the order of the stream; returns before it is done."""
-        copies = self._copies
-        if copies is not None and copies.on is not False:
-            copies.off()
+        if self._copying is not False:
+            self._switch(False)
         error = cu.cuGraphLaunch(self._exec, stream)
         if error:
             check("cuGraphLaunch", error)
 
     def copying(self) -> CopyingLaunch | None:
-        copies, executable = self._copies, self._exec
-        if copies is None:
-            return None
+        """A launch that copies the outputs too; None where there is none."""
+        executable, context, nodes = self._exec, self._context, list(zip(self._params, self._nodes, strict=True))
 
         def launch(targets: Sequence[int], stream: Any) -> bool:
-            if not copies.aim(targets):
-                return False
+            if self._copying is not True:
+                self._switch(True)
+            for (params, node), target in zip(nodes, targets):  # noqa: B905  as many: checked at every call it costs 0.1 us
+                params.dstDevice = target
+                error = cu.cuGraphExecMemcpyNodeSetParams(executable, node, params, context)
+                if error:
+                    self._switch(False)
+                    if error == INVALID_VALUE:
+                        return False
+                    check("cuGraphExecMemcpyNodeSetParams", error)
             error = cu.cuGraphLaunch(executable, stream)
             if error:
                 check("cuGraphLaunch", error)
             return True
 
-        return launch
+        return launch if nodes else None
 
     def join(self, stream: Any) -> None:
         """Adds the recording to the graph that is being captured on the stream, behind what is there: as a child graph, which one
@@ -107,14 +122,13 @@ class GraphExecutor:
         graph, nodes = check("cuStreamGetCaptureInfo", cu.cuStreamGetCaptureInfo(stream))
         if self._build is not None:
             last = self._build.behind(graph, nodes)
-        elif self._copies is not None:
-            own = self._copies.without(self._graph)
-            try:
-                last = [check("cuGraphAddChildGraphNode", cu.cuGraphAddChildGraphNode(graph, nodes, own))]
-            finally:
-                cu.cuGraphDestroy(own)
         else:
-            last = [check("cuGraphAddChildGraphNode", cu.cuGraphAddChildGraphNode(graph, nodes, self._graph))]
+            child = self._without_copies() if self._nodes else self._graph
+            try:
+                last = [check("cuGraphAddChildGraphNode", cu.cuGraphAddChildGraphNode(graph, nodes, child))]
+            finally:
+                if child is not self._graph:
+                    cu.cuGraphDestroy(child)
         answer = cu.cuStreamUpdateCaptureDependencies(stream, last, SET_CAPTURE_DEPENDENCIES)
         check("cuStreamUpdateCaptureDependencies", answer)
 
@@ -123,52 +137,91 @@ class GraphExecutor:
         cu.cuGraphDestroy(self._graph)
         check("cuGraphExecDestroy", cu.cuGraphExecDestroy(self._exec))
 
+    def _add_copies(self, table: Table, nodes: Sequence[Any], outputs: Sequence[tuple[int, int]]) -> None:
+        """Each copies an output to itself until a launch names a destination.
+
+        To run behind the last nodes is enough, as for a copy that is captured behind a recording's last launch: a kernel that
+        begins before the one in front of it has ended must wait for that itself (PTX ISA, griddepcontrol)."""
+        followed = set(table.edge_source)
+        last = [node for index, node in enumerate(nodes) if index not in followed]
+        for address, size in outputs:
+            params = Memcpy3D()
+            params.srcMemoryType = params.dstMemoryType = MEMORY_TYPE_DEVICE
+            params.srcDevice = params.dstDevice = address
+            params.WidthInBytes = params.srcPitch = params.dstPitch = size
+            params.Height = params.Depth = params.srcHeight = params.dstHeight = 1
+            added = cu.cuGraphAddMemcpyNode(self._graph, None, 0, params, self._context)
+            node = check("cuGraphAddMemcpyNode", added, f"{table.where}: copies of outputs")
+            answer = cu.cuGraphAddDependencies(self._graph, last, [node] * len(last), None)
+            check("cuGraphAddDependencies", answer, table.where)
+            self._params.append(params)
+            self._nodes.append(node)
+
+    def _without_copies(self) -> Any:
+        """A copy of the graph that lacks the output copy nodes; the caller's to destroy."""
+        clone = check("cuGraphClone", cu.cuGraphClone(self._graph))
+        try:
+            for node in self._nodes:
+                copied = check("cuGraphNodeFindInClone", cu.cuGraphNodeFindInClone(node, clone))
+                check("cuGraphDestroyNode", cu.cuGraphDestroyNode(copied))
+        except BaseException:
+            cu.cuGraphDestroy(clone)
+            raise
+        return clone
+
+    def _switch(self, on: bool) -> None:
+        self._copying = None  # where one of the nodes fails
+        for node in self._nodes:
+            error = cu.cuGraphNodeSetEnabled(self._exec, node, on)
+            if error:
+                check("cuGraphNodeSetEnabled", error)
+        self._copying = on
+
 
 class _Build:
     """How a table's nodes and edges get into a graph."""
 
-    __slots__ = ("_bases", "_context", "_kernel_params", "_launches", "_rows", "_spans", "_table")
+    __slots__ = ("_bases", "_context", "_fill", "_launches", "_rows", "_spans", "_table")
 
     def __init__(self, context: Context, table: Table, launches: Launches, bases: Sequence[int]) -> None:
         self._context, self._table, self._launches, self._bases = context, table, launches, bases
-        self._kernel_params = _kernel_params(table, launches)
-        self._rows, self._spans = list(rows(table)), table.spans()
+        self._fill, self._rows, self._spans = _kernel_params(table, launches), list(rows(table)), table.spans()
 
     def into(self, graph: Any) -> list[Any]:
         """Adds everything to a graph; returns the nodes, those of bodies too."""
-        nodes: list[Any] = []
+        table, nodes = self._table, list[Any]()
         graphs = [graph]  # and the bodies: a body's graph is made with the conditional node, which stands in an earlier one
         for number, (begin, end) in enumerate(self._spans):
             if number == len(graphs):
-                raise invalid(f"{self._table.where}: bodies", f"body {number - 1} belongs to no node before it")
-            own = self._rows[begin:end]
-            handles = {row: self._handle(graphs[number], row) for kind, row in own if kind == CONDITIONAL}
-            for kind, row in own:
+                raise invalid(f"{table.where}: bodies", f"body {number - 1} belongs to no node before it")
+            graph, span = graphs[number], self._rows[begin:end]
+            handles = {row: self._handle(graph, row) for kind, row in span if kind == CONDITIONAL}
+            for kind, row in span:
                 if kind == CONDITIONAL:
-                    node, bodies = self._conditional(graphs[number], row, handles[row], len(nodes))
+                    node, bodies = self._conditional(graph, row, handles[row], len(nodes))
                     nodes.append(node)
                     graphs += bodies
                 else:
-                    nodes.append(self._add(graphs[number], kind, row, len(nodes)))
-        _connect(graphs, self._table, nodes)
+                    nodes.append(self._add(graph, kind, row, len(nodes)))
+        self._connect(graphs, nodes)
         return nodes
 
     def readers(self, nodes: Sequence[Any], executable: Any) -> list[Reader]:
         """Of the executable graph; none where a copy or a body takes part, whose parameters are not set here, or too many do."""
-        table = self._table
+        table, launches = self._table, self._launches
         if table.counts["conditionals"] or INPUTS in table.memcpy_memory.tolist():
             return []
-        found = [row for row in range(table.counts["kernels"]) if self._reads(row)]
-        if len(found) > READERS:
+        memories, bounds = table.relocation_memory, table.relocation_bounds
+        kernels = range(table.counts["kernels"])
+        reading = [row for row in kernels if INPUTS in memories[slice(*bounds[row : row + 2])].tolist()]
+        if len(reading) > READERS:
             return []
         positions = [position for position, (kind, _) in enumerate(self._rows) if kind == KERNEL]
-        fill = [_kernel_params(table, self._launches)(row) for row in found]
-        rows = zip(found, fill, strict=True)
-        return [Reader(table, row, self._launches, params, _setter(executable, nodes[positions[row]])) for row, params in rows]
-
-    def _reads(self, row: int) -> bool:
-        table = self._table
-        return INPUTS in table.relocation_memory[slice(*table.relocation_bounds[row : row + 2])].tolist()
+        params = [_kernel_params(table, launches)(row) for row in reading]  # an object for each
+        return [
+            Reader(table, row, launches, filled, _setter(executable, nodes[positions[row]]))
+            for row, filled in zip(reading, params, strict=True)
+        ]
 
     def behind(self, graph: Any, after: Sequence[Any]) -> list[Any]:
         """Adds everything to a graph, behind the nodes `after`; returns the nodes that none of it waits for."""
@@ -176,21 +229,21 @@ class _Build:
         waiting, leading = set(self._table.edge_target), set(self._table.edge_source)
         pairs = [(source, nodes[index]) for source in after for index in main if index not in waiting]
         if pairs:
-            sources, targets = [list(each) for each in zip(*pairs, strict=True)]
+            sources, targets = [list(ends) for ends in zip(*pairs, strict=True)]
             answer = cu.cuGraphAddDependencies(graph, sources, targets, None)
             check("cuGraphAddDependencies", answer, self._table.where)
         return [nodes[index] for index in main if index not in leading]
 
     def _add(self, graph: Any, kind: int, row: int, position: int) -> Any:
-        table = self._table
+        table, context = self._table, self._context.handle
         if kind == KERNEL:
-            call, result = "cuGraphAddKernelNode", cu.cuGraphAddKernelNode(graph, None, 0, self._kernel_params(row))
+            call, result = "cuGraphAddKernelNode", cu.cuGraphAddKernelNode(graph, None, 0, self._fill(row))
         elif kind == MEMSET:
-            fill = _memset_params(table, row, self._bases)
-            call, result = "cuGraphAddMemsetNode", cu.cuGraphAddMemsetNode(graph, None, 0, fill, self._context.handle)
+            filled = _memset_params(table, row, self._bases)
+            call, result = "cuGraphAddMemsetNode", cu.cuGraphAddMemsetNode(graph, None, 0, filled, context)
         elif kind == MEMCPY:
             copied = copy_params(table, row, self._bases)
-            call, result = "cuGraphAddMemcpyNode", cu.cuGraphAddMemcpyNode(graph, None, 0, copied, self._context.handle)
+            call, result = "cuGraphAddMemcpyNode", cu.cuGraphAddMemcpyNode(graph, None, 0, copied, context)
         else:
             call, result = "cuGraphAddEmptyNode", cu.cuGraphAddEmptyNode(graph, None, 0)
         if result[0]:
@@ -206,32 +259,47 @@ class _Build:
         """The handle of a conditional node that the graph will have, which its kernels are given."""
         answer = cu.cuGraphConditionalHandleCreate(graph, self._context.handle, 0, 0)
         handle = check("cuGraphConditionalHandleCreate", answer, self._table.where)
-        self._launches.give_handle(row, int(handle))
+        self._launches.set_handle(row, int(handle))
         return handle
 
     def _conditional(self, graph: Any, row: int, handle: Any, position: int) -> tuple[Any, list[Any]]:
         """The node, and the empty graphs of its bodies."""
-        params = ConditionalNodeParams(type=NODE_TYPE_CONDITIONAL)
-        params.conditional.handle = handle
-        types = CONDITION_IF, CONDITION_WHILE, CONDITION_SWITCH
-        params.conditional.type = types[self._table.conditional_type[row]]
-        first, last = self._table.conditional_bounds[row : row + 2]
+        params, table = ConditionalNodeParams(type=NODE_TYPE_CONDITIONAL), self._table
+        first, last = table.conditional_bounds[row : row + 2]
+        params.conditional.handle, params.conditional.ctx = handle, self._context.handle
+        params.conditional.type = (CONDITION_IF, CONDITION_WHILE, CONDITION_SWITCH)[table.conditional_type[row]]
         params.conditional.size = last - first
-        params.conditional.ctx = self._context.handle
-        where = describe(self._table, position, CONDITIONAL, row)
-        node = check("cuGraphAddNode", cu.cuGraphAddConditionalNode(graph, None, 0, params), where)
+        answer = cu.cuGraphAddConditionalNode(graph, None, 0, params)
+        node = check("cuGraphAddNode", answer, describe(table, position, CONDITIONAL, row))
         return node, params.conditional.phGraph_out[: last - first]
+
+    def _connect(self, graphs: Sequence[Any], nodes: Sequence[Any]) -> None:
+        """Adds the edges, those of each graph apart."""
+        table = self._table
+        edges: list[list[int]] = [[] for _ in graphs]
+        for row, source in enumerate(table.edge_source):
+            edges[0 if len(graphs) == 1 else table.graph(source)].append(row)
+        ports = any(table.edge_type) or any(table.edge_from_port) or any(table.edge_to_port)
+        columns = list(zip(table.edge_from_port, table.edge_to_port, table.edge_type, strict=True))
+        for graph, chosen in zip(graphs, edges, strict=True):
+            if not chosen:
+                continue
+            sources, targets = [[nodes[ends[row]] for row in chosen] for ends in (table.edge_source, table.edge_target)]
+            data = None
+            if ports:
+                data = [EdgeData(from_port=out, to_port=into, type=kind) for out, into, kind in [columns[row] for row in chosen]]
+            check("cuGraphAddDependencies", cu.cuGraphAddDependencies(graph, sources, targets, data), table.where)
 
 
 def _setter(executable: Any, node: Any) -> Callable[[KernelNodeParams], None]:
     """Sets the parameters of a kernel of an executable graph."""
 
-    def give(params: KernelNodeParams) -> None:
+    def set(params: KernelNodeParams) -> None:
         error = cu.cuGraphExecKernelNodeSetParams(executable, node, params)
         if error:
             check("cuGraphExecKernelNodeSetParams", error)
 
-    return give
+    return set
 
 
 def _kernel_params(table: Table, launches: Launches) -> Callable[[int], Any]:
@@ -257,27 +325,3 @@ def _memset_params(table: Table, row: int, bases: Sequence[int]) -> MemsetNodePa
     params.value, params.elementSize = memset_value(table, row), table.memset_element[row]
     params.width, params.height, params.pitch = table.memset_width[row], table.memset_height[row], table.memset_pitch[row]
     return params
-
-
-def _connect(graphs: Sequence[Any], table: Table, nodes: list[Any]) -> None:
-    """Adds the edges, those of each graph apart."""
-    if not table.counts["edges"]:
-        return
-    data = None
-    if any(table.edge_type) or any(table.edge_from_port) or any(table.edge_to_port):
-        data = []
-        for out, into, kind in zip(table.edge_from_port, table.edge_to_port, table.edge_type, strict=True):
-            data.append(EdgeData(from_port=out, to_port=into, type=kind))
-    sources, targets = ([nodes[index] for index in ends] for ends in (table.edge_source, table.edge_target))
-    if len(graphs) == 1:
-        answer = cu.cuGraphAddDependencies(graphs[0], sources, targets, data)
-        check("cuGraphAddDependencies", answer, table.where)
-        return
-    edges: list[list[int]] = [[] for _ in graphs]
-    for row, source in enumerate(table.edge_source):
-        edges[table.graph(source)].append(row)
-    for graph, own in zip(graphs, edges, strict=True):
-        ends = [[each[row] for row in own] for each in (sources, targets)]
-        among = None if data is None else [data[row] for row in own]
-        if own:
-            check("cuGraphAddDependencies", cu.cuGraphAddDependencies(graph, *ends, among), table.where)

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from struct import Struct
-from typing import Any, Protocol
+from typing import Any
 
 from ..format.schema import MEMORIES
 from ..tables.table import KERNEL, Table
@@ -26,121 +26,96 @@ takes no such address: nothing was launched then."""
 _WORD = Struct("<Q")
 
 
-class Executor(Protocol):
-    """A recording, ready to run at the addresses it was made for.
+class Launches:
+    """The kernels' functions, and parameter blocks that hold this process's addresses.
 
-    `readers`: its kernels that are given addresses of memory inputs, all of them, where they can be given others.
+    `params[row]` is the address of the array of pointers to the parameters of kernel `row`; it is valid while this object lives.
+    Bytes of undefined ranges are `poison`, or zero when that is None.
     """
 
-    readers: Sequence[Reader]
+    __slots__ = ("_blocks", "_pointers", "_table", "functions", "params")
 
-    def launch(self, stream: Any) -> None:
-        """Runs the recording in the order of the stream; returns before it is done."""
+    def __init__(self, table: Table, modules: Modules, bases: Sequence[int], poison: int | None) -> None:
+        layouts: list[list[int]] = []
+        self._table = table
+        self.functions: list[Any] = []
+        for row, (image, symbol) in enumerate(zip(table.images, table.symbols, strict=True)):
+            span = slice(*table.param_bounds[row : row + 2])
+            layouts.append(table.param_offset[span].tolist())
+            params = list(zip(layouts[-1], table.param_size[span], strict=True))
+            span = slice(*table.function_attribute_bounds[row : row + 2])
+            settings = zip(table.function_attribute_id[span], table.function_attribute_value[span], strict=True)
+            self.functions.append(modules.function(image, symbol, params, settings))
+        self._blocks, self._pointers = patch(table, bases, poison), array("Q")
+        start, counts = self._blocks.buffer_info()[0], []
+        for function, offset in zip(table.function, table.block_offset, strict=True):
+            counts.append(8 * len(self._pointers))
+            self._pointers.extend([start + offset + param for param in layouts[function]])
+        first = self._pointers.buffer_info()[0]
+        self.params = [first + count for count in counts]
 
-    def copying(self) -> CopyingLaunch | None:
-        """A launch that copies outputs too; None where there is none."""
+    def block(self, row: int) -> bytes:
+        """The parameters of kernel `row`."""
+        begin = self._table.block_offset[row]
+        return self._blocks[begin : begin + self._table.block_size[row]].tobytes()
 
-    def join(self, stream: Any) -> None:
-        """Makes the recording a part of what is being captured on the stream."""
-
-    def close(self) -> None:
-        """Gives the driver's objects back."""
+    def set_handle(self, number: int, handle: int) -> None:
+        """Writes the handle of conditional node `number` into the blocks of the kernels that set its condition."""
+        table = self._table
+        for kernel, at, conditional in zip(table.handle_kernel, table.handle_at, table.handle_conditional, strict=True):
+            if conditional == number:
+                _WORD.pack_into(self._blocks, table.block_offset[kernel] + at, handle)
 
 
 class Reader:
     """A kernel of an executable graph that is given addresses of memory inputs, with parameters of its own.
 
-    `words`: by offset in memory inputs, where such an address stands among the parameters.  `give` hands them to the driver: for
+    `words`: by offset in memory inputs, where such an address stands among the parameters.  `set` hands them to the driver: for
     launches from then on, not for those that were made.
     """
 
-    __slots__ = ("_block", "_pointers", "give", "words")
+    __slots__ = ("_block", "_pointers", "set", "words")
 
-    def __init__(self, table: Table, row: int, launches: Launches, params: KernelNodeParams, give: Callable[[Any], None]) -> None:
+    def __init__(self, table: Table, row: int, launches: Launches, params: KernelNodeParams, set: Callable[[Any], None]) -> None:
         """`params`: the kernel's, whose pointers become those of this object."""
         self._block = (ctypes.c_ubyte * max(1, table.block_size[row])).from_buffer_copy(launches.block(row).ljust(1, b"\0"))
         start, function = ctypes.addressof(self._block), table.function[row]
         offsets = table.param_offset[slice(*table.param_bounds[function : function + 2])]
         self._pointers = (ctypes.c_uint64 * max(1, len(offsets)))(*[start + offset for offset in offsets])
         params.kernelParams = ctypes.addressof(self._pointers)
-        self.words: list[tuple[int, ctypes.c_uint64]] = []
-        for index in range(*table.relocation_bounds[row : row + 2]):
-            if table.relocation_memory[index] == INPUTS:
-                word = ctypes.c_uint64.from_buffer(self._block, table.relocation_at[index])
-                self.words.append((table.relocation_offset[index], word))
-        self.give = partial(give, params)
-
-
-class Launches:
-    """What both executors need of the kernels: functions, and parameter blocks that hold this process's addresses.
-
-    `params[row]` is the address of the array of pointers to the parameters of kernel `row`; it is valid while this object lives.
-    Bytes of undefined ranges are `poison`, or zero when that is None.  `handles`: by conditional node where its handle goes, as
-    positions in the blocks.
-    """
-
-    __slots__ = ("_blocks", "_offsets", "_pointers", "_sizes", "functions", "handles", "params")
-
-    def __init__(self, table: Table, modules: Modules, bases: Sequence[int], poison: int | None) -> None:
-        layouts: list[list[int]] = []
-        self.functions: list[Any] = []
-        for row, (image, symbol) in enumerate(zip(table.images, table.symbols, strict=True)):
-            own = slice(table.param_bounds[row], table.param_bounds[row + 1])
-            layouts.append(table.param_offset[own].tolist())
-            params = list(zip(layouts[-1], table.param_size[own], strict=True))
-            own = slice(table.function_attribute_bounds[row], table.function_attribute_bounds[row + 1])
-            settings = zip(table.function_attribute_id[own], table.function_attribute_value[own], strict=True)
-            self.functions.append(modules.function(image, symbol, params, settings))
-        self._blocks, self._offsets, self._sizes = patch(table, bases, poison), table.block_offset, table.block_size
-        start = self._blocks.buffer_info()[0]
-        self._pointers = array("Q")
-        counts = []
-        for function, offset in zip(table.function, table.block_offset, strict=True):
-            counts.append(8 * len(self._pointers))
-            self._pointers.extend([start + offset + param for param in layouts[function]])
-        first = self._pointers.buffer_info()[0]
-        self.params = [first + count for count in counts]
-        self.handles: dict[int, list[int]] = {}
-        for kernel, at, number in zip(table.handle_kernel, table.handle_at, table.handle_conditional, strict=True):
-            self.handles.setdefault(number, []).append(table.block_offset[kernel] + at)
-
-    def block(self, row: int) -> bytes:
-        """The parameters of kernel `row`."""
-        begin = self._offsets[row]
-        return self._blocks[begin : begin + self._sizes[row]].tobytes()
-
-    def give_handle(self, number: int, handle: int) -> None:
-        """Writes the handle of conditional node `number` into the blocks of the kernels that set its condition."""
-        for at in self.handles[number]:
-            _WORD.pack_into(self._blocks, at, handle)
+        self.words = [
+            (table.relocation_offset[index], ctypes.c_uint64.from_buffer(self._block, table.relocation_at[index]))
+            for index in range(*table.relocation_bounds[row : row + 2])
+            if table.relocation_memory[index] == INPUTS
+        ]
+        self.set = partial(set, params)
 
 
 def patch(table: Table, bases: Sequence[int], poison: int | None) -> array[int]:
     """The table's parameter blocks with every relocated word the address of its target: `bases` are the memories' addresses."""
-    blocks = array("B", table.blocks.tobytes())
-    write = _WORD.pack_into
+    blocks, write = array("B", table.blocks.tobytes()), _WORD.pack_into
     limits = table.relocation_bounds.tolist()
-    rows = list(zip(table.relocation_at, table.relocation_memory, table.relocation_offset, strict=True))
+    targets = list(zip(table.relocation_at, table.relocation_memory, table.relocation_offset, strict=True))
     for kernel, begin in enumerate(table.block_offset):
-        for at, memory, offset in rows[limits[kernel] : limits[kernel + 1]]:
+        for at, memory, offset in targets[limits[kernel] : limits[kernel + 1]]:
             write(blocks, begin + at, bases[memory] + offset)
         if poison is not None:
-            own = slice(table.undefined_bounds[kernel], table.undefined_bounds[kernel + 1])
-            for offset, size in zip(table.undefined_offset[own], table.undefined_size[own], strict=True):
+            span = slice(*table.undefined_bounds[kernel : kernel + 2])
+            for offset, size in zip(table.undefined_offset[span], table.undefined_size[span], strict=True):
                 blocks[begin + offset : begin + offset + size] = array("B", [poison]) * size
     return blocks
 
 
 def attributes(table: Table, row: int) -> list[tuple[int, LaunchAttributeValue]]:
     """The launch attributes of kernel `row`: (number, value)."""
-    found = []
-    for index in range(table.attribute_bounds[row], table.attribute_bounds[row + 1]):
+    values = []
+    for index in range(*table.attribute_bounds[row : row + 2]):
         number = table.attribute_id[index]
         words = table.attribute_value[3 * index : 3 * index + 3]
         size = 1 if number == MEMORY_SYNC_DOMAIN_MAP else 4
         data = b"".join((word % (1 << 8 * size)).to_bytes(size, "little") for word in words)
-        found.append((number, LaunchAttributeValue.from_buffer_copy(data.ljust(64, b"\0"))))
-    return found
+        values.append((number, LaunchAttributeValue.from_buffer_copy(data.ljust(64, b"\0"))))
+    return values
 
 
 def copy_params(table: Table, row: int, bases: Sequence[int]) -> Memcpy3D:

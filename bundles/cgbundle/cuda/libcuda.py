@@ -234,7 +234,7 @@ ANSWERING = ("cuDeviceGetName", "cuThreadExchangeStreamCaptureMode", "cuStreamGe
 
 def answers(name: str) -> bool:
     """Whether a function gives more than its error."""
-    return name in ANSWERING if name not in FUNCTIONS else any(isinstance(each, _Out) for each in FUNCTIONS[name][1])
+    return name in ANSWERING if name not in FUNCTIONS else any(isinstance(kind, _Out) for kind in FUNCTIONS[name][1])
 
 
 class Driver:
@@ -261,7 +261,7 @@ class Driver:
         except AttributeError:
             text = f"the CUDA driver of this machine has no {symbol}, which the bundle needs"
             raise MachineError("driver-too-old", text, "upgrade the NVIDIA driver") from None
-        function.argtypes = [_Pointer if isinstance(each, _Out) else each for each in parameters]
+        function.argtypes = [_Pointer if isinstance(kind, _Out) else kind for kind in parameters]
         return function
 
     def held(self, name: str) -> Callable[..., int]:
@@ -285,7 +285,7 @@ class Driver:
         """The graph that is being captured on the stream, and the nodes that what comes next depends on."""
         status, number, graph, count = _Int(), ctypes.c_uint64(), _Address(), _Size()
         nodes, edges = POINTER(_Address)(), _Pointer()
-        places = [byref(each) for each in (status, number, graph, nodes, edges, count)]
+        places = [byref(answer) for answer in (status, number, graph, nodes, edges, count)]
         error = self._function("cuStreamGetCaptureInfo_v3", (_Pointer,) * 7)(stream, *places)
         return error, graph.value, nodes[: count.value] if count.value else []
 
@@ -323,11 +323,11 @@ def _handles(values: Sequence[int]) -> ctypes.Array[Any]:
 
 def _answering(function: Any, parameters: Sequence[Any]) -> Callable[..., tuple[Any, ...]]:
     """`function` without the parameters that point to answers; it gives its error and the answers."""
-    kinds: list[Any] = [each.kind if isinstance(each, _Out) else None for each in parameters]
+    kinds: list[Any] = [parameter.kind if isinstance(parameter, _Out) else None for parameter in parameters]
 
-    def call(*given: Any) -> tuple[Any, ...]:
-        rest, made = iter(given), [kind and kind() for kind in kinds]
-        error = function(*[next(rest) if each is None else byref(each) for each in made])
-        return (error, *[each.value for each in made if each is not None])
+    def call(*arguments: Any) -> tuple[Any, ...]:
+        rest, answers = iter(arguments), [kind and kind() for kind in kinds]
+        error = function(*[next(rest) if answer is None else byref(answer) for answer in answers])
+        return (error, *[answer.value for answer in answers if answer is not None])
 
     return call

@@ -6,13 +6,14 @@ import ctypes
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
-from typing import Any
+from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
+from typing import Any, NamedTuple
 
 from ..errors import CgbundleError, OutOfMemory
 from ..format.schema import MEMORIES
-from ..session.initial_state import InitialState
 from ..validate.state import STATE
 from .driver import Context, check, cu, free_bytes
+from .libcuda import STREAM_NON_BLOCKING
 
 SMALLEST = 256
 """Bytes allocated for an empty memory, so that its address is one: a zero-size tensor may be passed to a kernel."""
@@ -35,20 +36,20 @@ class Memories:
 
     __slots__ = ("bases", "host", "sizes")
 
-    def __init__(self, sizes: Mapping[str, int], given: Mapping[str, int], cleanup: ExitStack, stream: Any) -> None:
+    def __init__(self, sizes: Mapping[str, int], lent: Mapping[str, int], cleanup: ExitStack, stream: Any) -> None:
         self.sizes = dict(sizes)
-        found = []
+        bases = []
         for name in MEMORIES:
             if name not in sizes or name == HOST:
-                found.append(given.get(name, 0))
+                bases.append(lent.get(name, 0))
                 continue
             size = max(sizes[name], SMALLEST)
             base = allocate(size, f"memory {name}")
             cleanup.callback(free, base)
             if name in FILLED:
                 fill(base, size, 0, stream)
-            found.append(base)
-        self.bases = tuple(found)
+            bases.append(base)
+        self.bases = tuple(bases)
         self.host = 0
         if HOST in sizes:
             self.host = allocate_pinned(max(sizes[HOST], SMALLEST), f"memory {HOST}")
@@ -73,19 +74,6 @@ class Memories:
         if self.host:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))  # copies of the last replay may still read there
             ctypes.memset(self.host, byte, self.sizes[HOST])
-
-    def fill_state(self, initial: InitialState, stream: Any) -> None:
-        """Puts the initial contents into a memory state of zeros, in the order of the stream."""
-        for row in initial.rows:
-            if row.source:
-                copy(self.address(STATE, row.offset), row.source, row.size, stream, source_on_device=False)
-
-    def reset_state(self, initial: InitialState, stream: Any) -> None:
-        """Brings the initial contents back, whatever memory state holds, in the order of the stream."""
-        for row in initial.rows:
-            if not row.source:
-                fill(self.address(STATE, row.offset), row.size, 0, stream)
-        self.fill_state(initial, stream)
 
 
 def allocate(size: int, what: str) -> int:
@@ -167,3 +155,52 @@ class Output:
             return
         with suppress(CgbundleError):  # after a fault of a kernel, which was reported where it happened
             self.free()
+
+
+# --- staging memory: pinned memory of the host that copies pass through ---------------------------------------------
+
+HUGE = 2 << 20
+"""Bytes of a huge page."""
+
+
+class Slot(NamedTuple):
+    """A part of the staging memory, its address, and the stream that alone reads it: to wait for the stream is to wait for the
+    slot."""
+
+    view: memoryview
+    address: int
+    stream: Any
+
+
+def staging(size: int, cleanup: ExitStack, *, pages: bool) -> memoryview:
+    """Memory for slots, from a huge page on; with `pages` in huge pages, where the system has them.  `cleanup` keeps it."""
+    memory = huge_pages(size + HUGE) if pages else mmap(-1, size + HUGE, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    begin = -_host_address(memoryview(memory)) % HUGE
+    cleanup.callback(lambda memory: None, memory)
+    return memoryview(memory)[begin : begin + size]
+
+
+def huge_pages(size: int) -> mmap:
+    """Memory that the system gives when it is first used, in huge pages where it has them."""
+    memory = mmap(-1, size, flags=MAP_PRIVATE | MAP_ANONYMOUS)
+    with suppress(OSError):  # a system that knows none
+        memory.madvise(MADV_HUGEPAGE)
+    return memory
+
+
+def pin(memory: memoryview, cleanup: ExitStack) -> None:
+    """What cannot be pinned works as it is, only slower."""
+    if not cu.cuMemHostRegister(address := _host_address(memory), len(memory), 0):
+        cleanup.callback(cu.cuMemHostUnregister, address)
+
+
+def new_slot(view: memoryview, cleanup: ExitStack) -> Slot:
+    """With a stream, which `cleanup` waits for before the memory goes, also when a read failed."""
+    stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
+    cleanup.callback(cu.cuStreamDestroy, stream)
+    cleanup.callback(cu.cuStreamSynchronize, stream)
+    return Slot(view, _host_address(view), stream)
+
+
+def _host_address(memory: memoryview) -> int:
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

@@ -15,7 +15,7 @@ from ..validate.elf import check_elf
 from .driver import check, cu
 
 if TYPE_CHECKING:
-    from ..tables.recording import ModuleState
+    from ..tables.module_state import ModuleState
 
 GROWING = (8, 14)
 """Function attributes of which the largest value serves all recordings: dynamic shared memory, non-portable cluster size."""
@@ -53,21 +53,21 @@ class Modules:
         """The CUfunction, its attributes set to `settings`; `params` must be the (offset, size) of its parameters."""
         if self._common is not None and image not in self._states:
             return self._common.function(image, symbol, params, settings)
-        found = self._functions.get((image, symbol))
-        if found is None:
+        function = self._functions.get((image, symbol))
+        if function is None:
             module = self._module(image)
-            found = check("cuModuleGetFunction", cu.cuModuleGetFunction(module, symbol.encode()), f"{symbol} of {image[:16]}...")
-            _check_params(found, image, symbol, params)
-            self._functions[image, symbol] = found
+            function = check("cuModuleGetFunction", cu.cuModuleGetFunction(module, symbol.encode()), f"{symbol} of {image[:16]}...")
+            _check_params(function, image, symbol, params)
+            self._functions[image, symbol] = function
         for number, value in settings:
-            self._set(found, (image, symbol, number), value)
-        return found
+            self._set(function, (image, symbol, number), value)
+        return function
 
     def close(self) -> None:
         """Unloads every module, the others too when one fails."""
-        with ExitStack() as each:
+        with ExitStack() as closing:
             for module in self._modules.values():
-                each.callback(_unload, module)
+                closing.callback(_unload, module)
             self._modules, self._functions = {}, {}
 
     def _set(self, function: Any, key: tuple[str, str, int], value: int) -> None:
@@ -112,19 +112,19 @@ def states(bundle: Archive) -> tuple[ModuleState, ...]:
     from ..tables.module_state import decode_states  # few bundles have any
     from ..validate.recordings import check_module_states
 
-    found = decode_states(bundle.data(name), name)
-    check_module_states(found, name, graph_memories(manifest.memories), kernel_images(manifest))
-    return found
+    rows = decode_states(bundle.data(name), name)
+    check_module_states(rows, name, graph_memories(manifest.memories), kernel_images(manifest))
+    return rows
 
 
 def _check_params(function: Any, image: str, symbol: str, params: Sequence[tuple[int, int]]) -> None:
     """The driver reads as many parameters as the image declares: fewer in the table would be read past their end."""
-    found: list[tuple[int, int]] = []
-    while not (answer := cu.cuFuncGetParamInfo(function, len(found)))[0]:
-        found.append((int(answer[1]), int(answer[2])))
-    if found != list(params):
+    taken: list[tuple[int, int]] = []
+    while not (answer := cu.cuFuncGetParamInfo(function, len(taken)))[0]:
+        taken.append((int(answer[1]), int(answer[2])))
+    if taken != list(params):
         raise BundleError(
-            "table-invalid", f"{symbol} of {image[:16]}...: the image takes parameters {found}, the table says {list(params)}"
+            "table-invalid", f"{symbol} of {image[:16]}...: the image takes parameters {taken}, the table says {list(params)}"
         )
 
 

@@ -80,8 +80,8 @@ class StreamExecutor:
 
 def _condition_step(table: Table, row: int, bases: Sequence[int], conditions: list[int], number: int) -> Step:
     """Where a graph sets a condition, the byte that it depends on is copied to the host."""
-    own = table.relocation_bounds[row]
-    address = bases[table.relocation_memory[own]] + table.relocation_offset[own]
+    first = table.relocation_bounds[row]
+    address = bases[table.relocation_memory[first]] + table.relocation_offset[first]
     byte = ctypes.c_uint8()
 
     def step(stream: Any) -> None:
@@ -98,10 +98,10 @@ def _conditional_step(bodies: Sequence[list[Step]], kind: int, conditions: list[
     def step(stream: Any) -> None:
         chosen = int(not conditions[number]) if kind == IF else conditions[number]
         while kind == WHILE and conditions[number]:
-            for each in bodies[0]:
-                each(stream)
-        for each in bodies[chosen] if kind != WHILE and chosen < len(bodies) else ():
-            each(stream)
+            for launch in bodies[0]:
+                launch(stream)
+        for launch in bodies[chosen] if kind != WHILE and chosen < len(bodies) else ():
+            launch(stream)
 
     return step
 

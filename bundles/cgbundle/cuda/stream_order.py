@@ -1,4 +1,4 @@
-"""The order of calls that share one arena but come on different streams, calls that join a caller's stream capture, and times.
+"""The order of calls that share one arena but come on different streams, and calls that join a caller's stream capture.
 
 A stream that is being captured must not wait for an event of outside (CUDA_ERROR_STREAM_CAPTURE_ISOLATION), and whoever waits for
 one of inside joins the capture.  So calls inside, which the caller launches later, take no part in the order at all.
@@ -6,17 +6,12 @@ one of inside joins the capture.  So calls inside, which the caller launches lat
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import ExitStack
-from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import CallError
 from .driver import check, cu
-from .libcuda import EVENT_DEFAULT, EVENT_DISABLE_TIMING
-
-if TYPE_CHECKING:
-    from ..session.profile import Profile
+from .libcuda import EVENT_DISABLE_TIMING
 
 LASTING = (0, 1)
 """Handles of the legacy default stream, which no one can destroy, nor capture: NULL and CU_STREAM_LEGACY."""
@@ -26,9 +21,6 @@ PER_THREAD = 2
 
 NONE = -1
 """No stream's handle."""
-
-PENDING = 4096
-"""Steps that a profile has timed and not read yet: each keeps two events."""
 
 
 class StreamOrder:
@@ -104,56 +96,6 @@ class StreamOrder:
         self.last, self._passing = (key, NONE) if lasting else (NONE, NONE if key == PER_THREAD else key)
         self._handle, self._lasting, self._unmarked = handle, lasting, not lasting
         return handle
-
-
-class StepClock:
-    """Times what is enqueued on streams, by an event before it and one behind, for a profile.
-
-    The GPU's clock is tied to the CPU's once, when this is made: the context must be current, and is waited for.
-    """
-
-    __slots__ = ("_first", "_pending", "_zero", "profile")
-
-    def __init__(self, stream: Any, profile: Profile) -> None:
-        self.profile = profile
-        self._first = _mark(stream)
-        check("cuEventSynchronize", cu.cuEventSynchronize(self._first))
-        self._zero = perf_counter()
-        self._pending: list[tuple[str, Any, Any]] = []
-
-    def timed(self, name: str, step: Callable[[Any], None]) -> Callable[[Any], None]:
-        """`step`, a function of a stream, which is timed there under a name."""
-
-        def timed(stream: Any) -> None:
-            if len(self._pending) >= PENDING:
-                self._read()
-            before = _mark(stream)
-            step(stream)
-            self._pending.append((name, before, _mark(stream)))
-
-        return timed
-
-    def settle(self) -> None:
-        """Waits for what was timed, and adds it to the profile.  Nothing is timed any more."""
-        self._read()
-        _destroy(self._first)
-
-    def _read(self) -> None:
-        for name, before, after in self._pending:
-            check("cuEventSynchronize", cu.cuEventSynchronize(after))
-            start = self._zero + check("cuEventElapsedTime", cu.cuEventElapsedTime(self._first, before)) / 1e3
-            taken = check("cuEventElapsedTime", cu.cuEventElapsedTime(before, after)) / 1e3
-            self.profile.add(name, start, start + taken, self.profile.GPU)
-            _destroy(before)
-            _destroy(after)
-        self._pending.clear()
-
-
-def _mark(stream: Any) -> Any:
-    """A new event with a time, behind what the stream holds."""
-    event = check("cuEventCreate", cu.cuEventCreate(EVENT_DEFAULT))
-    check("cuEventRecord", cu.cuEventRecord(event, stream))
-    return event
 
 
 def _destroy(event: Any) -> None:

@@ -13,30 +13,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from ..call.forks import FORKS, forked
+from ..call.locks import ExclusiveLock, Inside, Turn, closed, during, locked
 from ..cuda import driver, memory
+from ..cuda.background import Background
 from ..cuda.driver import Context, Relaxed, cu
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
+from ..errors import CallError
 from ..format.archive import Archive
 from ..format.schema import KERNEL_CODE
 from ..format.spans import span
-from ..session.background import Background
-from ..session.forks import FORKS, forked
-from ..session.locks import ExclusiveLock, Inside, Turn, closed, during, locked
-from . import calls
-from .binding import DeviceOutputs, Executors, HostOutputs, static_buffers
-from .host_copies import HostCopies
-from .programs import Programs
-from .shared import Shared
+from ..tensors.library import caller_captures
+from ..validate.state import STATE
+from .device_bundle import DeviceBundle
+from .fast_path import fast_path
+from .outputs import DeviceOutputs, HostCopies, HostOutputs
+from .programs import Executors, Programs, static_buffers
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
-    from ..cpu.weights import Weights
-    from ..cuda.weight_update import Copy
-    from ..session.backend import Caller
-    from ..session.profile import Profile
-    from ..session.weight_contents import Contents, OpenFile
+    from ..call.fast_path import Caller
+    from ..call.profile import Profile
+    from ..weights.contents import Contents, OpenFile
     from .host_steps import HostSteps
 
 SHARED = (WEIGHTS, KERNEL_CODE, PEER)
@@ -76,7 +76,7 @@ class CudaBackend:
         threads: int | None = None,
         peer: int = 0,
     ) -> None:
-        self._start(Shared(bundle, device, mode, poison, context, threads, peer), alone=False, lazy=lazy)
+        self._start(DeviceBundle(bundle, device, mode, poison, context, threads, peer), alone=False, lazy=lazy)
 
     @property
     def code_bytes(self) -> int:
@@ -88,17 +88,17 @@ class CudaBackend:
         it, another one raises SessionBusy.  Whichever is closed last gives back what they share."""
         self._check_fork()
         with self._shared.updating:
-            with self._gate:
+            with self.gate:
                 self._current()
                 self._shared.retain()
-            made = object.__new__(CudaBackend)
-            made._start(self._shared, alone=True, lazy=self._lazy or False)
-        return made
+            session = object.__new__(CudaBackend)
+            session._start(self._shared, alone=True, lazy=self._lazy or False)
+        return session
 
-    def _start(self, shared: Shared, *, alone: bool, lazy: bool | None) -> None:
+    def _start(self, shared: DeviceBundle, *, alone: bool, lazy: bool | None) -> None:
         """Begins with one share of what sessions share, which is given back where this fails."""
         self._lock = ExclusiveLock(shared.manifest.name, alone=alone, updates=shared.updating)
-        self._gate, self._forks, self._left = self._lock.inner, FORKS.number, False
+        self.gate, self._forks, self._left = self._lock.inner, FORKS.number, False
         self._shared, self._context, self._manifest, self._lazy = shared, shared.context, shared.manifest, lazy
         self.device: int | None = shared.context.index
         self._context_handle = shared.context.handle
@@ -113,9 +113,9 @@ class CudaBackend:
                 self._open(self._cleanup, alone=alone)
                 self._programs.bind(range(now))
                 if now == count:
-                    self._programs.bind_chained()
+                    self._programs.bind_donated()
                 shared.settle()  # and zeroed memories and state
-                driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self._order.default))
+                driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self.order.default))
             undo.pop_all()
         if lazy is None and now < count:
             self._background = Background(self._rest())
@@ -127,27 +127,27 @@ class CudaBackend:
             cleanup.callback(context.back, stream)
         hosted = any(region.kind == "host" for region in self._manifest.regions)
         sized = any(entry.data_sizes for entry in self._manifest.entries)
-        self._order = StreamOrder(stream, cleanup, HOSTED if hosted else SIZED if sized else "")
-        own = {name: size for name, size in shared.sizes.items() if name not in SHARED}
-        self._memories = Memories(own, {WEIGHTS: shared.base, PEER: shared.peer}, cleanup, stream)
-        self._memories.fill_state(shared.initial, stream)
+        self.order = StreamOrder(stream, cleanup, HOSTED if hosted else SIZED if sized else "")
+        sizes = {name: size for name, size in shared.sizes.items() if name not in SHARED}
+        self._memories = Memories(sizes, {WEIGHTS: shared.base, PEER: shared.peer}, cleanup, stream)
+        self._fill_state(stream)
         self._copies = HostCopies(context, cleanup)
         with shared.lock:
             modules = shared.modules(self._memories, cleanup)
-        self._executors = Executors(shared, modules, self._memories.bases, stream)
+        self._executors = Executors()
         cleanup.callback(self._executors.close)
-        self._host: HostSteps | None = None
+        self.host: HostSteps | None = None
         if hosted:
             from .host_steps import HostSteps  # few bundles have any, and torch's libraries with them
 
-            self._host = HostSteps(shared.bundle, shared.hosted, self._memories, shared.threads)
-            cleanup.callback(self._host.close)
+            self.host = HostSteps(shared.bundle, shared.hosted, self._memories, shared.threads)
+            cleanup.callback(self.host.close)
         if shared.poison is not None:
             self._memories.poison(shared.poison, stream)
-        cleanup.callback(self._order.wait)
+        cleanup.callback(self.order.wait)
         late = self._lazy is not None
-        self._programs = Programs(shared, self._memories, self._executors, self._host, self._order, self.copy_out, late=late)
-        self._bound, self._results = self._programs.ready, self._programs.results
+        self._programs = Programs(shared, self._memories, modules, self._executors, self.host, self.order, self.copy_out, late=late)
+        self._bound = self._programs.ready
         cleanup.callback(self._programs.clear)
 
     # --- running ----------------------------------------------------------------------------------------------
@@ -168,7 +168,7 @@ class CudaBackend:
         if error:
             driver.check("cuCtxPushCurrent", error)
         try:
-            return self._order.begin(stream)
+            return self.order.begin(stream)
         except BaseException:
             cu.cuCtxPopCurrent(None)
             raise
@@ -176,7 +176,7 @@ class CudaBackend:
     def end(self, stream: Any) -> None:
         """Gives the context back."""
         try:
-            self._order.end(stream)
+            self.order.end(stream)
         finally:
             error = cu.cuCtxPopCurrent(None)
             if error:
@@ -189,32 +189,29 @@ class CudaBackend:
         """Replays, and copies back to the caller's memory the inputs that the model writes to, in the order of the stream.  Inputs
         of the CPU (device None) are copied to the GPU, the outputs back, and all copies waited for.  Those that are outputs of the
         entries that `Manifest.donations` name are read where they lie."""
-        if device is None:
-            calls.refuse_host_inputs()
-            bound = self._bound.get(program) or self._programs.first_used(program, stream)
-            return calls.run_from_host(bound, addresses, self._order, self._copies, stream)
+        if device is None and caller_captures():
+            text = "inputs on the CPU cannot become part of the CUDA graph that is being captured"
+            raise CallError("capture-refused", text, "pass tensors of the GPU")
         bound = self._bound.get(program) or self._programs.first_used(program, stream)
-        if bound.chained:
-            bound = self._programs.chained(program, bound, addresses, stream)
-        if self._order.captured:
-            calls.join(bound, addresses, stream)
+        if device is None:
+            return bound.replay_from_host(addresses, self._copies, stream, captured=self.order.captured)
+        if bound.donated:
+            bound = self._programs.over_donated(program, bound, addresses, stream)
+        if self.order.captured:
+            bound.join(addresses, stream)
         else:
-            for address, place in zip(addresses, bound.inputs):  # noqa: B905  as many: asked at every call it costs 0.1 us
-                if address != place.at:
-                    place.take(address, stream)
-            for step in bound.steps:
-                step(stream)
+            bound.replay(addresses, stream)
         for index, source, size in bound.written:
             if addresses[index] != source:
                 memory.copy(addresses[index], source, size, stream)
-        return self._results[program]
+        return bound.results
 
-    def direct(self, program: int, caller: Caller) -> Callable[..., Any] | None:
-        """`begin`, `run` and `end` in one piece, for a program of one recording and callers on the stream of the call before."""
+    def fast_path(self, program: int, caller: Caller) -> Callable[..., Any] | None:
+        """`begin`, `run` and `end` in one piece.  None for a program that is not bound, writes to inputs, or is being profiled."""
         bound = self._bound.get(program)
-        if bound is None or bound.chained or bound.written or len(bound.steps) != 1 or self._programs.watched:
+        if bound is None or bound.written or not bound.steps or self._programs.watched:
             return None
-        return calls.in_one_piece(self._lock, self._forks, bound, self._order, self._context, caller)
+        return fast_path(self._lock, self._forks, self._programs, program, self.order, self._context, caller)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
         """Copies bytes of the GPU's, in the order of the stream."""
@@ -242,9 +239,9 @@ class CudaBackend:
         where other calls leave them, which `lazy` put off, are built."""
         if self._shared.hosted is not None:
             self._shared.hosted.populate()
-        if self._lazy and self._shared.chained:
+        if self._lazy and self._shared.donated:
             with self.turn, self._context, Relaxed():
-                self._programs.bind_chained()
+                self._programs.bind_donated()
         if self._background is not None:
             self._background.stop()
             for _ in self._rest():
@@ -253,7 +250,7 @@ class CudaBackend:
     def steps(self, program: int) -> Sequence[Callable[[Any], None]]:
         """What a replay of the program runs between its inputs and its outputs, functions of a stream: for measurements, inside of
         `locked`."""
-        return (self._bound.get(program) or self._programs.first_used(program, self._order.default)).steps
+        return (self._bound.get(program) or self._programs.first_used(program, self.order.default)).steps
 
     def watch(self, profile: Profile | None) -> None:
         self._check_fork()
@@ -301,43 +298,20 @@ class CudaBackend:
         files: Sequence[OpenFile],
         ready: Callable[[], None],
     ) -> None:
-        """The new weights are brought to the GPU first.  Then the sessions stop for a moment: their calls are waited for, and the
-        weights copied to their places, since graphs know no others."""
+        """The new weights are brought to the GPU before any of them changes."""
+        from .update import update  # few programs are updated
+
         self._check_fork()
-        shared = self._shared
         with ExitStack() as last:
-            with self._gate:
+            with self.gate:
                 self._current()
-                shared.retain()
-            last.callback(shared.release)
-            with shared.updating, self._context, Relaxed(), ExitStack() as cleanup:
-                copies, weights = shared.staged(contents, cleanup), shared.host_weights(contents)
-                for file in files:
-                    file.check_unchanged()
-                for each in sessions:
-                    each._gate.acquire()
-                    cleanup.callback(each._gate.release)
-                ready()
-                self._replace([each for each in sessions if not each.closed], copies, weights)
+                self._shared.retain()
+            last.callback(self._shared.release)
+            update(self._shared, contents, sessions, files, ready)
 
     @property
     def updated(self) -> bool:
         return self._shared.updated
-
-    def _replace(self, sessions: Sequence[CudaBackend], copies: Sequence[Copy], weights: Weights | None) -> None:
-        """Puts other weights in their places; no session begins a call meanwhile."""
-        stream = self._context.stream
-        regions = [(each._host, each._host.over(weights)) for each in sessions if each._host is not None and weights is not None]
-        for each in sessions:
-            each._order.wait()
-        for copy in copies:
-            copy.enqueue(stream)
-        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "update")
-        if weights is not None:
-            self._shared.hosted = weights
-            for host, made in regions:
-                host.take(made, weights)
-        self._shared.updated = True
 
     def write(self, address: int, data: bytes, stream: Any) -> None:
         """Copies bytes to the GPU."""
@@ -353,7 +327,10 @@ class CudaBackend:
         return buffer.raw[:size]
 
     def reset(self, stream: Any) -> None:
-        self._memories.reset_state(self._shared.initial, stream)
+        for row in () if self._shared.initial is None else self._shared.initial.rows:
+            if not row.source:
+                memory.fill(self._memories.address(STATE, row.offset), row.size, 0, stream)
+        self._fill_state(stream)
 
     def close(self) -> None:
         """Waits for what runs and gives back what is the session's own, and with the last session the rest, but Outputs not freed
@@ -366,7 +343,7 @@ class CudaBackend:
             self._background.stop()
         if not self._lock.close():
             return
-        with self._gate:
+        with self.gate:
             if self._left:
                 return
             self._left = True
@@ -384,6 +361,13 @@ class CudaBackend:
         with self._context, Relaxed(), self._cleanup:
             pass
 
+    def _fill_state(self, stream: Any) -> None:
+        """Puts the initial contents that are no zeros into memory state, in the order of the stream."""
+        for row in () if self._shared.initial is None else self._shared.initial.rows:
+            if row.source:
+                place = self._memories.address(STATE, row.offset)
+                memory.copy(place, row.source, row.size, stream, source_on_device=False)
+
     def _check_fork(self) -> None:
         """Before any lock is waited for: who held it when the process was forked never lets it go."""
         if self._forks != FORKS.number:
@@ -400,8 +384,8 @@ class CudaBackend:
 
     def _rest(self) -> Iterator[None]:
         """Binds what is not bound yet, a program at a step; calls come between them.  Ends when this is closed."""
-        for number, elsewhere in self._programs.wanted():
-            with self._gate:
+        for number, elsewhere in self._programs.unbound():
+            with self.gate:
                 if self.closed:
                     return
                 with self._context, Relaxed():

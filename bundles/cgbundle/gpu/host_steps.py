@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cpu import libtorch
 from ..cpu.host_region import HostRegion, layout_of, open_region
-from ..cpu.output_layouts import Found, check_layout
-from ..cpu.region_outputs import RegionOutputs
+from ..cpu.region_outputs import Found, RegionOutputs, check_layout
 from ..cuda.driver import check, cu
 from ..cuda.memory import Memories
 from ..format.archive import Archive
 from ..format.schema import Program, Step, Value
 from ..format.spans import span
+from ..weights.host import HostWeights
 
 if TYPE_CHECKING:
-    from ..cpu.weights import Weights
+    pass
 
 
 class _Place(NamedTuple):
@@ -38,7 +38,7 @@ class HostSteps:
     """The host regions of a bundle, each loaded at its first use; their constants are used in place, where the `weights`
     lie (None where no region has any).  Raises library-missing or library-refused without torch's shared libraries."""
 
-    def __init__(self, bundle: Archive, weights: Weights | None, memories: Memories, threads: int | None = None) -> None:
+    def __init__(self, bundle: Archive, weights: HostWeights | None, memories: Memories, threads: int | None = None) -> None:
         self._bundle, self._manifest, self._weights, self._memories = bundle, bundle.manifest, weights, memories
         self._torch = libtorch.load(bundle.manifest.target.torch, threads)
         self._regions: dict[int, HostRegion] = {}
@@ -62,29 +62,29 @@ class HostSteps:
             error = cu.cuStreamSynchronize(stream)
             if error:
                 check("cuStreamSynchronize", error, f"before {where}")
-            made = RegionOutputs(torch, len(places))
+            results = RegionOutputs(torch, len(places))
             try:
-                regions[number].run(addresses, layouts, made.handles)
-                for handle, place in zip(made.handles, places, strict=True):
+                regions[number].run(addresses, layouts, results.handles)
+                for handle, place in zip(results.handles, places, strict=True):
                     _take(torch, handle or 0, place, where)
             finally:
-                del made  # which the trace of an error would keep
+                del results  # which the trace of an error would keep
 
         return call
 
-    def over(self, weights: Weights) -> dict[int, HostRegion]:
+    def over(self, weights: HostWeights) -> dict[int, HostRegion]:
         """The regions that are loaded, once more, over other weights."""
-        made: dict[int, HostRegion] = {}
+        opened: dict[int, HostRegion] = {}
         try:
             for index in self._regions:
-                made[index] = self._opened(index, weights)
+                opened[index] = self._opened(index, weights)
         except BaseException:
-            for region in made.values():
+            for region in opened.values():
                 region.close()
             raise
-        return made
+        return opened
 
-    def take(self, regions: dict[int, HostRegion], weights: Weights) -> None:
+    def take(self, regions: dict[int, HostRegion], weights: HostWeights) -> None:
         """Runs these from now on, which `over` made, and closes those before; no step runs meanwhile."""
         before = list(self._regions.values())
         self._regions.update(regions)
@@ -94,9 +94,9 @@ class HostSteps:
 
     def close(self) -> None:
         """Closes the regions; no step may run any more."""
-        with ExitStack() as each:
+        with ExitStack() as closing:
             for region in self._regions.values():
-                each.callback(region.close)
+                closing.callback(region.close)
             self._regions.clear()
             self._weights = None
 
@@ -110,16 +110,16 @@ class HostSteps:
             region = self._regions[index] = self._opened(index, self._weights)
         return region
 
-    def _opened(self, index: int, weights: Weights | None) -> HostRegion:
+    def _opened(self, index: int, weights: HostWeights | None) -> HostRegion:
         row = self._manifest.regions[index]
         return open_region(self._bundle, row, self._manifest.weights, weights, self._torch)
 
 
 def _take(torch: libtorch.LibTorch, handle: int, place: _Place, where: str) -> None:
     """Copies a tensor of the region's to its place."""
-    found = torch.layout(handle)
-    if found != place.layout:
-        check_layout(found, place.layout[0], place.value, f"{where}: an output")
+    layout = torch.layout(handle)
+    if layout != place.layout:
+        check_layout(layout, place.layout[0], place.value, f"{where}: an output")
     if place.bytes:
         source = ctypes.c_void_p()
         torch.data_pointer(handle, ctypes.byref(source))

@@ -1,45 +1,163 @@
-"""The programs of a session: each bound to its memories when it is first needed, and timed while a profile watches."""
+"""The programs of a session: each bound to the addresses of its memories when it is first needed, and replayed by calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from ctypes import c_uint64
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from ..cuda.driver import Relaxed
-from ..cuda.memory import Memories, Output
-from ..cuda.stream_order import StepClock, StreamOrder
+from ..cuda import memory
+from ..cuda.driver import Relaxed, check, cu
+from ..cuda.graph_executor import GraphExecutor
+from ..cuda.launches import CopyingLaunch, Reader
+from ..cuda.memory import HOST, Memories, Output
+from ..cuda.modules import Modules
+from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
-from .binding import BoundProgram, DeviceOutputs, Elsewhere, Executors, bind
-from .shared import Shared
+from ..format.schema import MEMORIES, EntrySpec, Program, Step
+from ..format.spans import extent, span
+from ..tables.table import Move, Table
+from ..validate.state import STATE
+from .device_bundle import DeviceBundle
+from .outputs import DeviceOutputs, HostCopies, HostOutputs
 
 if TYPE_CHECKING:
-    from ..session.profile import Profile
+    from ..call.profile import Profile
+    from ..cuda.stream_executor import StreamExecutor
     from .host_steps import HostSteps
+    from .step_times import StepClock
+
+INPUTS = "inputs"
+
+ALIGNMENT = 256
+"""Bytes.  What was recorded is right for static buffers, which are aligned so, and for inputs elsewhere that are."""
+
+Places = tuple[tuple[int, int], ...]
+"""Inputs that a launch reads where another entry's call has left them: (position, offset in memory arena), by position."""
+
+
+class Input:
+    """An input of a program: `size` bytes that its launches read `at` an address, which is its static buffer's, `target`, at first.
+
+    `words` are the parameters of `readers` that stand for it: they are set where that is cheaper than a copy, and right.  `written`
+    are the session's memories that launches write to, (begin, end): what lies there is copied, as it was before the launch.
+    """
+
+    __slots__ = ("_readers", "_words", "_written", "at", "size", "target")
+
+    def __init__(
+        self, target: int, size: int, readers: Sequence[Reader], words: Sequence[tuple[int, c_uint64]],
+        written: Sequence[tuple[int, int]],
+    ) -> None:  # fmt: skip
+        self.target = self.at = target
+        self.size, self._readers, self._words, self._written = size, readers, words, written
+
+    def take(self, address: int, stream: Any) -> None:
+        """The next launch reads what lies at `address` of the GPU."""
+        if self._readers and not address % ALIGNMENT and not any([begin <= address < end for begin, end in self._written]):
+            self._set(address)
+            return
+        self.restore()
+        if address != self.target and self.size:
+            error = cu.cuMemcpyDtoDAsync(self.target, address, self.size, stream)
+            if error:
+                check("cuMemcpyDtoDAsync", error)
+
+    def restore(self) -> None:
+        """The next launch reads what lies in the static buffer."""
+        if self.at != self.target:
+            self._set(self.target)
+
+    def _set(self, address: int) -> None:
+        self.at = -1  # where it fails
+        for begin, word in self._words:
+            word.value = address + begin
+        for reader in self._readers:
+            reader.set()
+        self.at = address
+
+
+class Executors(dict[tuple[str, tuple[Move, ...]], "GraphExecutor | StreamExecutor"]):
+    """The recordings that are ready, by the file of their table, and what lies elsewhere for them."""
+
+    def close(self) -> None:
+        """Gives the driver's objects back, the others' too when one fails."""
+        with ExitStack() as closing:
+            for executor in {id(executor): executor for executor in self.values()}.values():
+                closing.callback(executor.close)
+            self.clear()
+
+
+class BoundProgram(NamedTuple):
+    """A program with its addresses.  `results`: its outputs; `sizes`: their bytes from the first to the last.
+
+    `steps` are functions of the stream in whose order they work; `joins` the same on a stream that is being captured.  `written`:
+    (position, address, bytes) of the mutated inputs, which go back to the caller.  `copying`: all steps in one launch, which copies
+    the outputs too.  `donated`: by position of an input, where outputs lie that it may be, as offset in memory arena by address.
+    """
+
+    inputs: list[Input]
+    steps: list[Callable[[Any], None]]
+    joins: list[Callable[[Any], None]]
+    written: list[tuple[int, int, int]]
+    results: DeviceOutputs
+    sizes: list[int]
+    donated: list[tuple[int, dict[int, int]]]
+    copying: CopyingLaunch | None
+
+    def replay(self, addresses: Sequence[int], stream: Any) -> None:
+        """Replays on inputs at addresses of the GPU, in the order of the stream."""
+        for address, place in zip(addresses, self.inputs):  # noqa: B905  as many: checked at every call it costs 0.1 us
+            if address != place.at:
+                place.take(address, stream)
+        for step in self.steps:
+            step(stream)
+
+    def join(self, addresses: Sequence[int], stream: Any) -> None:
+        """Adds the call to a caller's capture, which outlasts the caller's tensors: the inputs are copied."""
+        for address, place in zip(addresses, self.inputs, strict=True):
+            if address != place.target:
+                memory.copy(place.target, address, place.size, stream)
+        for step in self.joins:
+            step(stream)
+
+    def replay_from_host(self, addresses: Sequence[int], copies: HostCopies, stream: Any, *, captured: bool) -> HostOutputs:
+        """Replays on inputs of the CPU: they are copied to the GPU, the outputs back, and all copies waited for."""
+        for address, place in zip(addresses, self.inputs, strict=True):
+            place.restore()
+            copies.to_device(place.target, address, place.size, stream)
+        for step in self.joins if captured else self.steps:
+            step(stream)
+        results = HostOutputs(self.sizes)
+        for target, source, size in zip(results.addresses, self.results.addresses, self.sizes, strict=True):
+            copies.to_host(target, source, size, stream)
+        check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        if self.written:
+            for index, source, size in self.written:
+                copies.to_host(addresses[index], source, size, stream)
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        return results
 
 
 class Programs:
     """By number, the programs of `shared` over a session's memories.  The context must be current.
 
-    `ready` and `results`: those that are bound, and the outputs that each gives.  `late`: a call may come before its program is
-    bound; it is refused inside a capture then, where binding cannot be.  `copy_out` as `DeviceOutputs` has it.
+    `ready`: those that are bound.  `late`: a call may come before its program is bound; it is refused inside a capture then, where
+    binding cannot be.  `copy_out` as `DeviceOutputs` has it.  Raises table-invalid, file-damaged, driver-failed, OutOfMemory,
+    and as `HostSteps.step`.
     """
 
     def __init__(
-        self,
-        shared: Shared,
-        memories: Memories,
-        executors: Executors,
-        host: HostSteps | None,
-        order: StreamOrder,
-        copy_out: Callable[[int, int, int], Output],
-        *,
-        late: bool,
-    ) -> None:
-        self._shared, self._memories, self._executors, self._host = shared, memories, executors, host
+        self, shared: DeviceBundle, memories: Memories, modules: Modules, executors: Executors, host: HostSteps | None,
+        order: StreamOrder, copy_out: Callable[[int, int, int], Output], *, late: bool,
+    ) -> None:  # fmt: skip
+        self._shared, self._memories, self._modules, self._host = shared, memories, modules, host
         self._order, self._copy_out, self._late = order, copy_out, late
         self.ready: dict[int, BoundProgram] = {}
-        self.results: dict[int, DeviceOutputs] = {}
-        self._elsewhere: dict[tuple[int, Elsewhere], BoundProgram] = {}  # programs over inputs that lie where a call left them
+        self._executors = executors
+        self._elsewhere: dict[tuple[int, Places], BoundProgram] = {}  # programs over donated inputs
         self._unwatched: dict[int, BoundProgram] = {}
         self._clock: StepClock | None = None
 
@@ -49,29 +167,28 @@ class Programs:
         return self._clock is not None
 
     def bind(self, numbers: Iterable[int]) -> None:
-        """Binds programs, for calls to find.  Raises as `binding.bind`."""
+        """Binds programs, for calls to find."""
         for number in numbers:
             bound = self._bound(number)
-            self.results[number] = DeviceOutputs(bound.outputs, self._shared.context.index, self._copy_out)
             if self._clock is not None:
                 self._unwatched[number], bound = bound, self._timed(number, bound)
             self.ready[number] = bound
 
-    def bind_chained(self) -> None:
-        """Binds every program over all that it may take of one program of another entry; other mixtures when a call has one."""
-        for number, rows in self._chainable():
-            if (number, rows) not in self._elsewhere:
-                self._bind_elsewhere(number, rows)
+    def bind_donated(self) -> None:
+        """Binds every program over all that it may be donated by one program of another entry; other mixtures when a call has
+        one."""
+        for number, places in self._donations():
+            self.bind_one(number, places)
 
-    def wanted(self) -> list[tuple[int, Elsewhere]]:
-        """All that can be bound before calls ask for it, for `bind_one`."""
-        return [*[(number, ()) for number in range(len(self._shared.programs))], *self._chainable()]
+    def unbound(self) -> list[tuple[int, Places]]:
+        """All that can be bound before calls need it, for `bind_one`."""
+        return [*[(number, ()) for number in range(len(self._shared.programs))], *self._donations()]
 
-    def bind_one(self, number: int, elsewhere: Elsewhere) -> None:
-        """Binds what is wanted, unless it has been meanwhile."""
-        if elsewhere and (number, elsewhere) not in self._elsewhere:
-            self._bind_elsewhere(number, elsewhere)
-        elif not elsewhere and number not in self.ready:
+    def bind_one(self, number: int, places: Places) -> None:
+        """Binds the program if it is not bound yet."""
+        if places and (number, places) not in self._elsewhere:
+            self._bind_elsewhere(number, places)
+        elif not places and number not in self.ready:
             self.bind((number,))
 
     def first_used(self, number: int, stream: Any) -> BoundProgram:
@@ -81,17 +198,17 @@ class Programs:
             self.bind((number,))
         return self.ready[number]
 
-    def chained(self, number: int, bound: BoundProgram, addresses: Sequence[int], stream: Any) -> BoundProgram:
+    def over_donated(self, number: int, bound: BoundProgram, addresses: Sequence[int], stream: Any) -> BoundProgram:
         """The program over those of its inputs that lie where another entry's call has left them; raises as `first_used`."""
-        found = [(position, places.get(addresses[position], -1)) for position, places in bound.chained]
-        elsewhere = tuple([each for each in found if each[1] >= 0])
-        if not elsewhere:
+        offsets = [(position, places.get(addresses[position], -1)) for position, places in bound.donated]
+        places = tuple([place for place in offsets if place[1] >= 0])
+        if not places:
             return bound
-        known = self._elsewhere.get((number, elsewhere))
+        known = self._elsewhere.get((number, places))
         if known is None:
             self._refuse_late(number, stream)
             with Relaxed():
-                known = self._bind_elsewhere(number, elsewhere)
+                known = self._bind_elsewhere(number, places)
         return known
 
     def watch(self, profile: Profile | None) -> None:
@@ -102,6 +219,8 @@ class Programs:
             self._unwatched, self._clock = {}, None
         self._elsewhere.clear()
         if profile is not None:
+            from .step_times import StepClock  # few programs are profiled
+
             self._clock = StepClock(self._order.default, profile)
             for number, bound in list(self.ready.items()):
                 self._unwatched[number], self.ready[number] = bound, self._timed(number, bound)
@@ -110,7 +229,8 @@ class Programs:
         """Ends what watches, and forgets every program."""
         self.watch(None)
         self.ready.clear()
-        self.results.clear()
+
+    # --- inside -----------------------------------------------------------------------------------------------
 
     def _refuse_late(self, number: int, stream: Any) -> None:
         if self._late and self._order.capturing(stream):
@@ -120,38 +240,129 @@ class Programs:
                 "call it once before the capture, or load the bundle with lazy=False",
             )
 
-    def _chainable(self) -> Iterator[tuple[int, Elsewhere]]:
-        for number, inputs in self._shared.chained.items():
-            sources = dict.fromkeys([source for places in inputs.values() for source in places.values()])
-            for chosen in sources:
-                yield (
-                    number,
-                    tuple([(at, offset) for at, places in inputs.items() for offset, source in places.items() if source == chosen]),
-                )
+    def _donations(self) -> Iterator[tuple[int, Places]]:
+        for number, inputs in self._shared.donated.items():
+            for chosen in dict.fromkeys([source for places in inputs.values() for source in places.values()]):
+                rows = [(at, offset, source) for at, places in inputs.items() for offset, source in places.items()]
+                yield number, tuple([(at, offset) for at, offset, source in rows if source == chosen])
 
-    def _bind_elsewhere(self, number: int, elsewhere: Elsewhere) -> BoundProgram:
-        bound = self._bound(number, elsewhere)
-        self._elsewhere[number, elsewhere] = made = bound if self._clock is None else self._timed(number, bound)
-        return made
-
-    def _bound(self, number: int, elsewhere: Elsewhere = ()) -> BoundProgram:
-        shared = self._shared
-        chained = shared.chained.get(number, {})
-        with shared.lock:
-            return bind(
-                shared.programs[number], shared.entries[number], self._memories, self._executors, self._host, chained, elsewhere,
-                exchanging=shared.manifest.world is not None,
-            )  # fmt: skip
+    def _bind_elsewhere(self, number: int, places: Places) -> BoundProgram:
+        bound = self._bound(number, places)
+        timed = self._elsewhere[number, places] = bound if self._clock is None else self._timed(number, bound)
+        return timed
 
     def _timed(self, number: int, bound: BoundProgram) -> BoundProgram:
         """A program whose steps are timed for the profile that watches."""
-        from ..session.profile import step_names  # few programs are profiled
-
         assert self._clock is not None
-        program = self._shared.programs[number]
-        rows = zip(
-            step_names(self._shared.manifest, self._shared.entries[number], program), program.steps, bound.steps, strict=True
+        return bound._replace(
+            steps=self._clock.steps(self._shared.manifest, self._shared.entries[number], self._shared.programs[number], bound.steps)
         )
-        clock = self._clock
-        timed = [clock.profile.timed(name, run) if step.kind == "host" else clock.timed(name, run) for name, step, run in rows]
-        return bound._replace(steps=timed)
+
+    def _bound(self, number: int, places: Places = ()) -> BoundProgram:
+        shared, memories = self._shared, self._memories
+        program, entry, donated = shared.programs[number], shared.entries[number], shared.donated.get(number, {})
+        moves: tuple[Move, ...] = ()
+        if places:
+            program, moves = with_inputs_at(program, places)
+        buffers = static_buffers(program, memories)
+        rows = [program.values[index] for index in program.outputs]
+        outputs = [(memories.address(row.memory, row.offset), span(row)) for row in rows]
+        files = [step.file for step in program.steps if step.kind == "graph"]
+        alone = not donated and not places and len(files) == 1 and files[0] not in shared.shared_files
+        # calls of such a program take the fast path, and its outputs are copied by the launch
+        one_step = alone and len(program.steps) == 1 and not (shared.manifest.world or entry.mutated_inputs or entry.aliases)
+        copied = outputs if one_step and all(size for _, size in outputs) else []
+        with shared.lock:
+            steps, joins = [[self._step(program, step, moves, copied, join) for step in program.steps] for join in (False, True)]
+            graph = self._executor(files[0], moves, copied) if alone else None
+        readers = graph.readers if graph is not None and _inputs_are_read(program, entry) else ()
+        return BoundProgram(
+            inputs=_inputs(program, buffers, readers, memories),
+            steps=steps,
+            joins=joins,
+            written=[(index, *buffers[index]) for index in entry.mutated_inputs],
+            results=DeviceOutputs([address for address, _ in outputs], shared.context.index, self._copy_out),
+            sizes=[size for _, size in outputs],
+            donated=[(at, {memories.address("arena", offset): offset for offset in offsets}) for at, offsets in donated.items()],
+            copying=graph.copying() if graph is not None and copied else None,
+        )
+
+    def _step(
+        self, program: Program, step: Step, moves: tuple[Move, ...], copied: Sequence[tuple[int, int]], join: bool
+    ) -> Callable[[Any], None]:
+        if step.kind == "graph":
+            executor = self._executor(step.file, moves, copied)
+            return executor.join if join else executor.launch
+        if step.kind == "copy":  # the two values are laid out alike, which the verifier checks
+            source, target = program.values[step.inputs[0]], program.values[step.outputs[0]]
+            start, end = [self._memories.address(value.memory, value.offset) for value in (source, target)]
+            size, out, into = span(source), source.memory != HOST, target.memory != HOST
+            return lambda stream: memory.copy(end, start, size, stream, target_on_device=into, source_on_device=out)
+        assert self._host is not None  # a host step's region is of kind host, and so there are host regions
+        return self._host.step(program, step)
+
+    def _executor(self, file: str, moves: tuple[Move, ...], copied: Sequence[tuple[int, int]]) -> GraphExecutor | StreamExecutor:
+        """The recording of a file, made ready at its first use; with `moves` memory lies elsewhere, where the recording uses it.
+        `copied`: the outputs that its launch can copy, (address, bytes)."""
+        executor = self._executors.get((file, moves))
+        if executor is not None:
+            return executor
+        shared, bases = self._shared, self._memories.bases
+        table: Table | None = Table(shared.bundle.data(file), file)
+        if moves and table is not None:
+            table = table.moved(moves)
+        if table is None:
+            executor = self._executor(file, (), ())
+        elif shared.mode == "graph":
+            executor = GraphExecutor(shared.context, table, self._modules, bases, self._order.default, shared.poison, copied)
+        else:
+            from ..cuda.stream_executor import StreamExecutor  # what serves launches graphs
+
+            executor = StreamExecutor(table, self._modules, bases, shared.poison)
+        self._executors[file, moves] = executor
+        return executor
+
+
+def static_buffers(program: Program, memories: Memories) -> list[tuple[int, int]]:
+    """(address, bytes) of the static buffer of each input."""
+    rows = [program.values[index] for index in program.inputs]
+    return [(memories.address(row.memory, row.offset), span(row)) for row in rows]
+
+
+def with_inputs_at(program: Program, places: Places) -> tuple[Program, tuple[Move, ...]]:
+    """The program with inputs in memory arena, and what its recordings find elsewhere.
+
+    A kernel may hold the address behind an input's last byte.  It moves along where no other input begins there.
+    """
+    arena, inputs = MEMORIES.index("arena"), MEMORIES.index(INPUTS)
+    begins = {program.values[index].offset for index in program.inputs}
+    values, moves = list(program.values), []
+    for position, offset in places:
+        index = program.inputs[position]
+        begin, end = extent(values[index])
+        moves.append(Move(inputs, begin, end + (end not in begins), arena, offset))
+        values[index] = replace(values[index], memory="arena", offset=offset)
+    return replace(program, values=tuple(values)), tuple(moves)
+
+
+def _inputs_are_read(program: Program, entry: EntrySpec) -> bool:
+    """Whether recordings are all that touches the inputs, and read them, and no output lies among them."""
+    others = [step for step in program.steps if step.kind != "graph"]
+    named = [*program.outputs, *[index for step in others for index in (*step.inputs, *step.outputs)]]
+    return not entry.mutated_inputs and not entry.aliases and all(program.values[index].memory != INPUTS for index in named)
+
+
+def _inputs(program: Program, buffers: Sequence[tuple[int, int]], readers: Sequence[Reader], memories: Memories) -> list[Input]:
+    """The inputs with the kernels that read them.  A kernel may hold the address behind an input's last byte, where no other input
+    begins."""
+    rows = [program.values[index] for index in program.inputs]
+    begins = {row.offset for row in rows}
+    written = [memories.range(name) for name in (INPUTS, "arena", STATE)] if readers else []
+    inputs = []
+    for row, (target, size) in zip(rows, buffers, strict=True):
+        begin, end = extent(row)
+        end += end not in begins
+        reading = [reader for reader in readers if any([begin <= offset < end for offset, _ in reader.words])] if size else []
+        words = [(offset - row.offset, word) for reader in reading for offset, word in reader.words if begin <= offset < end]
+        inputs.append(Input(target, size, reading, words, written))
+    return inputs

@@ -1,27 +1,40 @@
-"""What a backend has that exchanges data with other ranks: memory peer, and how it learns that a rank has waited in vain."""
+"""What a backend has that exchanges data with other ranks: memory `peer`, and how it learns that a rank has waited in vain.
+
+Memory `peer` is one range of addresses in which every rank's part lies on its own device, and all ranks may write to all parts.  A
+part is memory of `cuMemCreate`, mapped into the range of every process.  In one process the range serves all devices.
+"""
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
+from ..call.locks import during
 from ..cuda import memory
-from ..cuda.driver import Context, check, cu
-from ..cuda.libcuda import MULTIPROCESSORS
-from ..errors import CallError, CgbundleError, MachineError
+from ..cuda.driver import Context, check, cu, free_bytes
+from ..cuda.libcuda import (
+    MEM_ACCESS_READ_WRITE,
+    MEM_DEVICE,
+    MEM_FILE_DESCRIPTOR,
+    MEM_PINNED,
+    MULTIPROCESSORS,
+    AccessDesc,
+    AllocationProp,
+)
+from ..errors import CallError, CgbundleError, MachineError, OutOfMemory
 from ..format.archive import Archive
 from ..format.entries import all_programs
+from ..format.schema import World
 from ..gpu.backend import CudaBackend
 from ..tables.collectives import exchanges, params
 from ..tables.table import Table
-from .peer_memory import within
+from ..validate.memories import GRANULARITY
 
 if TYPE_CHECKING:
-    from ..format.schema import World
-    from ..session.backend import Caller
-    from ..session.weight_contents import Contents, OpenFile
+    from ..call.fast_path import Caller
+    from ..weights.contents import Contents, OpenFile
 
 SECOND = 10**9
 
@@ -55,14 +68,25 @@ class ExchangingBackend(CudaBackend):
         if self._failed is not None:
             raise type(self._failed)(self._failed.code, str(self._failed), self._failed.hint)
         handle = super().begin(stream)
-        if self._order.captured:
+        if self.order.captured:
             super().end(handle)
             text = "a call over several GPUs cannot become part of a CUDA graph, which is of one"
             raise CallError("capture-refused", text, "call it outside the capture")
         return handle
 
-    def direct(self, program: int, caller: Caller) -> None:
-        """None: every call begins with a look at the other ranks."""
+    def fast_path(self, program: int, caller: Caller) -> Callable[..., Any]:
+        """By way of `run`, which begins with a look at the other ranks."""
+
+        def replayed(addresses: list[int], views: Sequence[Any], stream: Any) -> Any:
+            for view in views:
+                view.tensor  # noqa: B018  raises stale-view where another thread's call came between
+            for count in caller.counts:
+                count.number += 1  # from here on the outputs of the last replay may be overwritten
+            self.run(program, addresses, self.device, stream)
+            return caller.finish(stream)
+
+        device = self._context.index
+        return lambda addresses, views: during(self, caller.stream(device), lambda stream: replayed(addresses, views, stream))
 
     def _note(self, rank: int, stream: Any) -> None:
         """Copies a rank's status to where this process reads it, in the order of its stream."""
@@ -108,9 +132,9 @@ def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
     assert world is not None
     files = {step.file for program in all_programs(bundle.manifest) for step in program.steps if step.file}
     needed: dict[tuple[str, str, int], int] = {}
-    for each in [one for file in files for one in exchanges(Table(bundle.data(file), file), world)]:
-        kernel = each.image, each.symbol, each.threads
-        needed[kernel] = max(needed.get(kernel, 0), each.grid)
+    for exchange in [one for file in files for one in exchanges(Table(bundle.data(file), file), world)]:
+        kernel = exchange.image, exchange.symbol, exchange.threads
+        needed[kernel] = max(needed.get(kernel, 0), exchange.grid)
     context, count = backend._context, backend._context.attribute(MULTIPROCESSORS)
     for (image, symbol, threads), blocks in needed.items():
         function = backend._shared._modules.function(image, symbol, params(world.size), ())
@@ -125,3 +149,73 @@ def check_room(backend: CudaBackend, bundle: Archive, ranks: int) -> None:
 
 def refused(what: str) -> CallError:
     return CallError("ranks-refused", f"a model over several GPUs has no {what}")
+
+
+# --- memory peer ----------------------------------------------------------------------------------------------------
+
+
+def create_part(world: World, context: Context, cleanup: ExitStack, *, shared: bool = False) -> int:
+    """The handle of a rank's part, on the context's device.  `shared`: other processes get it, too.  Raises OutOfMemory."""
+    prop = AllocationProp()
+    prop.type, prop.location.type, prop.location.id = MEM_PINNED, MEM_DEVICE, context.device
+    prop.requestedHandleTypes = MEM_FILE_DESCRIPTOR if shared else 0
+    try:
+        handle = int(check("cuMemCreate", cu.cuMemCreate(world.stride, prop, 0), "memory peer"))
+    except OutOfMemory:
+        text = f"memory peer: needs {world.stride:,} bytes, the GPU has {free_bytes():,} free"
+        raise OutOfMemory("out-of-memory", text) from None
+    cleanup.callback(within, context, "cuMemRelease", handle)
+    return handle
+
+
+def export_part(handle: int) -> int:
+    """A file descriptor for a shared part, the caller's to close."""
+    return int(check("cuMemExportToShareableHandle", cu.cuMemExportToShareableHandle(handle, MEM_FILE_DESCRIPTOR, 0)))
+
+
+def import_part(descriptor: int, context: Context, cleanup: ExitStack) -> int:
+    """The handle of another process's part."""
+    answer = cu.cuMemImportFromShareableHandle(descriptor, MEM_FILE_DESCRIPTOR)
+    handle = int(check("cuMemImportFromShareableHandle", answer, "memory peer"))
+    cleanup.callback(within, context, "cuMemRelease", handle)
+    return handle
+
+
+def reserve(world: World, context: Context, cleanup: ExitStack) -> int:
+    """Addresses for memory peer, nothing behind them yet."""
+    size = world.stride * world.size
+    base = int(check("cuMemAddressReserve", cu.cuMemAddressReserve(size, GRANULARITY, 0, 0)))
+    cleanup.callback(within, context, "cuMemAddressFree", base, size)
+    return base
+
+
+def map_part(world: World, at: int, handle: int, contexts: Iterable[Context], cleanup: ExitStack) -> None:
+    """Puts a part at an address, and lets the devices of `contexts` write to it.  The context of one of them is current.  Raises
+    wrong-machine for one that cannot."""
+    size, users = world.stride, {context.device: context for context in contexts}
+    check("cuMemMap", cu.cuMemMap(at, size, 0, handle, 0))
+    cleanup.callback(within, next(iter(users.values())), "cuMemUnmap", at, size)
+    for device, context in users.items():
+        access = AccessDesc()
+        access.location.type, access.location.id, access.flags = MEM_DEVICE, device, MEM_ACCESS_READ_WRITE
+        if cu.cuMemSetAccess(at, size, access, 1):
+            raise MachineError(
+                "wrong-machine",
+                f"device {context.index} cannot write to the memory of another rank's device",
+                "the GPUs of a model have to reach each other, by NVLink or PCIe: `nvidia-smi topo -p2p w` shows which do",
+            )
+
+
+def begin_part(world: World, at: int, limit: int, stream: Any) -> None:
+    """Fills a rank's part with zeros, but for the nanoseconds that its kernels wait; done when this returns.  The context of its
+    device is current."""
+    memory.fill(at, world.stride, 0, stream)
+    number = ctypes.c_uint64(limit)
+    memory.copy(at + world.limit, ctypes.addressof(number), 8, stream, source_on_device=False)
+    check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+
+
+def within(context: Context, name: str, *arguments: Any) -> None:
+    """A function of the driver that gives something back, where the context is current."""
+    with context:
+        check(name, getattr(cu, name)(*arguments))

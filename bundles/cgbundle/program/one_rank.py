@@ -12,10 +12,9 @@ from ..cuda.driver import Context, check, check_device, cu
 from ..errors import CallError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
-from ..gpu.binding import DeviceOutputs, HostOutputs
-from ..tensors.detection import caller_captures
-from .exchanging import SECOND, ExchangingBackend, check_room
-from .peer_memory import begin_part, create_part, export_part, import_part, map_part, reserve
+from ..gpu.outputs import DeviceOutputs, HostOutputs
+from ..tensors.library import caller_captures
+from .exchanging import SECOND, ExchangingBackend, begin_part, check_room, create_part, export_part, import_part, map_part, reserve
 from .rendezvous import meet
 
 
@@ -37,16 +36,16 @@ class OneRankBackend(ExchangingBackend):
         assert world is not None
         self._world, self._timeout = world, timeout
         with ExitStack() as undo:
-            own = context or Context(device)
-            undo.callback(own.release)
-            check_device(bundle.manifest.target, own)
+            mine = context or Context(device)
+            undo.callback(mine.release)
+            check_device(bundle.manifest.target, mine)
             outside = undo.enter_context(ExitStack())
-            with own:
-                self._base = reserve(world, own, outside)
-                self._begin_statuses(own, outside)
-                handle = create_part(world, own, outside, shared=True)
-                map_part(world, self._part(world.rank), handle, [own], outside)
-                begin_part(world, self._part(world.rank), int(timeout * SECOND), own.stream)
+            with mine:
+                self._base = reserve(world, mine, outside)
+                self._begin_statuses(mine, outside)
+                handle = create_part(world, mine, outside, shared=True)
+                map_part(world, self._part(world.rank), handle, [mine], outside)
+                begin_part(world, self._part(world.rank), int(timeout * SECOND), mine.stream)
                 descriptor = export_part(handle)
                 try:
                     digest = hashlib.sha256(whole.text).hexdigest()
@@ -57,14 +56,14 @@ class OneRankBackend(ExchangingBackend):
                 try:
                     for rank, part in enumerate(parts):
                         if rank != world.rank:
-                            map_part(world, self._part(rank), import_part(part, own, outside), [own], outside)
+                            map_part(world, self._part(rank), import_part(part, mine, outside), [mine], outside)
                 finally:
                     for part in parts:
                         os.close(part)
-            own.retain()
-            CudaBackend.__init__(self, bundle, device, mode, context=own, lazy=False, threads=threads, peer=self._base)
+            mine.retain()
+            CudaBackend.__init__(self, bundle, device, mode, context=mine, lazy=False, threads=threads, peer=self._base)
             undo.callback(CudaBackend.close, self)
-            with own:
+            with mine:
                 check_room(self, bundle, 1)
             self._outside = undo.pop_all()
 
@@ -75,12 +74,12 @@ class OneRankBackend(ExchangingBackend):
         if device is None and caller_captures():
             return super().run(program, addresses, device, stream)  # which refuses it
         self._board.call(program)
-        made = super().run(program, addresses, device, stream)
+        results = super().run(program, addresses, device, stream)
         self._note(self._world.rank, stream)
         if device is None:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
             self._check()
-        return made
+        return results
 
     def _check(self) -> None:
         """Raises ranks-unlike or rank-timeout; from then on every call does."""

@@ -5,23 +5,59 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
+from threading import RLock
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 from ..call.entry import Entry
-from ..call.outputs import Session
+from ..call.locks import closed
+from ..call.session import Session
 from ..errors import EntryMissing
 from ..format.entries import FORWARD, missing_attribute, missing_entry
 from ..format.schema import KERNEL_CODE, Manifest
-from ..session.locks import closed
-from ..session.sessions import PER_SESSION, Sessions
-from ..session.state import State
 
 if TYPE_CHECKING:
+    from ..call.backend import Backend
+    from ..call.profile import Profile
     from ..format.open_files import KeptFile
     from ..format.safetensors import Mapped
-    from ..session.backend import Backend
-    from ..session.profile import Profile
+    from .state import State
+
+
+PER_SESSION = ("state", "inputs", "arena", "host")
+"""Memories that every session has for itself."""
+
+
+class Sessions:
+    """The sessions that a program has opened.  It does not keep them: a forgotten one is collected."""
+
+    __slots__ = ("_closed", "_lock", "_open", "_parts")
+
+    def __init__(self) -> None:
+        self._lock, self._closed = RLock(), False
+        self._open: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._parts: weakref.WeakSet[Any] = weakref.WeakSet()
+
+    def add(self, session: Any, part: Any) -> bool:
+        """`part` is what a session's entries share, which may outlive it.  False after `close`: whoever opened the session has to
+        close it."""
+        with self._lock:
+            self._open.add(session)
+            self._parts.add(part)
+            return not self._closed
+
+    def parts(self) -> list[Any]:
+        """The parts of those that are open.  None of them is collected while the list is held."""
+        with self._lock:
+            return list(self._parts)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            sessions = list(self._open)
+        for session in sessions:
+            session.close()
 
 
 class Program(Entry):
@@ -52,7 +88,6 @@ class Program(Entry):
             self._others[other.name] = Entry(manifest, other, self._session, number, on_miss, outputs, cast)
             number += len(other.programs)
         self.memory = dict(manifest.memories)
-        self.state = State(manifest, backend)
         self._root: Program | None = None
         self._sessions = Sessions()
         self._finalizer = weakref.finalize(self._session, backend.close)
@@ -64,6 +99,13 @@ class Program(Entry):
                 self.close()
                 raise
 
+    @cached_property
+    def state(self) -> State:
+        """What the model keeps from call to call, by name."""
+        from .state import State  # few models keep any
+
+        return State(self.manifest, self._backend)
+
     @property
     def entries(self) -> Mapping[str, Entry]:
         """All entries by name, in the order of the manifest."""
@@ -71,17 +113,17 @@ class Program(Entry):
 
     def __getitem__(self, name: str) -> Entry:
         """An entry by its name.  Raises EntryMissing, which is a KeyError."""
-        found = self._others.get(name)
-        if found is None and name == self.name:
+        entry = self._others.get(name)
+        if entry is None and name == self.name:
             return self
-        if found is None:
+        if entry is None:
             raise missing_entry(name, self.entries)
-        return found
+        return entry
 
     def __getattr__(self, name: str) -> Entry:
         """An entry by its name.  Raises AttributeError."""
-        own = self.__dict__
-        others, first = own.get("_others", {}), own.get("name", "")
+        attributes = self.__dict__
+        others, first = attributes.get("_others", {}), attributes.get("name", "")
         if name in others:
             return self._others[name]
         if name == first:
@@ -99,12 +141,12 @@ class Program(Entry):
         """
         root = self._root or self
         policies = (root._on_miss, "view" if root._views else "copy", root._cast)
-        made = Program(root.manifest, root._backend.session(), *policies, root._session.exam)
-        made._root = root
-        if not root._sessions.add(made, made._session):
-            made.close()
+        session = Program(root.manifest, root._backend.session(), *policies, root._session.exam)
+        session._root = root
+        if not root._sessions.add(session, session._session):
+            session.close()
             raise closed(root.manifest.name)
-        return made
+        return session
 
     @property
     def session_memory(self) -> dict[str, int]:
@@ -163,10 +205,8 @@ class Program(Entry):
             raise _no_forward("warmup", self.entries)
         if int_keys:
             return super().warmup(*int_keys)
-        from ..session.warmup import warm_up  # what does not need it loads faster
-
         entries = self.entries.values()
-        warm_up(self._session, self.manifest, [(each.spec, key, each.replay) for each in entries for key in each.int_keys])
+        self._session.warm_up(self.manifest, [(entry.spec, key, entry.replay) for entry in entries for key in entry.int_keys])
 
     def profile(self) -> Profile:
         """Times the calls that are made inside `with program.profile() as profile:`, and every step of theirs.
@@ -174,7 +214,7 @@ class Program(Entry):
         `print(profile)` shows a table, `profile.save("trace.json")` writes a Chrome trace, which chrome://tracing and Perfetto
         read, `profile.rows()` and `profile.spans` are the numbers.  On a GPU steps are timed there, by two events each.
         """
-        from ..session.profile import Profile  # few programs are profiled
+        from ..call.profile import Profile  # few programs are profiled
 
         return Profile(self.manifest.name, self._watch_all)
 
@@ -224,11 +264,11 @@ class Program(Entry):
 
 def update_all(programs: Sequence[Program], weights: object, *, partial: bool) -> None:
     """`Program.update` of copies of a program, and of their sessions: of all or of none."""
-    from ..session.update import update  # few programs are
+    from ..weights.update import update  # few programs are
 
     roots = [program._root or program for program in programs]
     sessions = [[root._session, *root._sessions.parts()] for root in roots]  # held: none is closed by the collector meanwhile
-    update(roots[0].manifest, [[each.backend for each in parts] for parts in sessions], weights, partial=partial)
+    update(roots[0].manifest, [[part.backend for part in parts] for parts in sessions], weights, partial=partial)
 
 
 def _refusal(names: Sequence[str]) -> Callable[..., Sequence[Any]]:

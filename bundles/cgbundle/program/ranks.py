@@ -8,17 +8,16 @@ from contextlib import ExitStack
 from functools import partial
 from typing import Any
 
+from ..call.locks import during
 from ..cuda import memory
 from ..cuda.driver import Context, check, check_device, cu
 from ..cuda.libcuda import EVENT_DISABLE_TIMING, PEER_ENABLED_BEFORE
 from ..errors import CallError, MachineError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
-from ..gpu.binding import DeviceOutputs, HostOutputs
-from ..session.locks import during
-from ..tensors.detection import caller_captures
-from .exchanging import SECOND, ExchangingBackend, check_room, refused
-from .peer_memory import begin_part, create_part, map_part, reserve, within
+from ..gpu.outputs import DeviceOutputs, HostOutputs
+from ..tensors.library import caller_captures
+from .exchanging import SECOND, ExchangingBackend, begin_part, check_room, create_part, map_part, refused, reserve, within
 
 
 class RanksBackend(ExchangingBackend):
@@ -45,12 +44,12 @@ class RanksBackend(ExchangingBackend):
             with contexts[0]:
                 self._base = base = reserve(world, contexts[0], outside)
                 self._begin_statuses(contexts[0], outside)
-            for rank, each in enumerate(contexts):
-                with each:
-                    map_part(world, self._part(rank), create_part(world, each, outside), contexts, outside)
-                    begin_part(world, self._part(rank), int(timeout * SECOND), each.stream)
+            for rank, peer in enumerate(contexts):
+                with peer:
+                    map_part(world, self._part(rank), create_part(world, peer, outside), contexts, outside)
+                    begin_part(world, self._part(rank), int(timeout * SECOND), peer.stream)
             self._ready = _event(contexts[0], outside)
-            self._done = [_event(each, outside) for each in contexts[1:]]
+            self._done = [_event(peer, outside) for peer in contexts[1:]]
 
             def opened(rank: int) -> CudaBackend:
                 contexts[rank].retain()
@@ -78,9 +77,9 @@ class RanksBackend(ExchangingBackend):
                         if future.exception() is None:
                             undo.callback(future.result().close)
             self._others = [future.result() for future in loading]
-            for backend, own, each in zip((self, *self._others), (bundle, *others), contexts, strict=True):
-                with each:
-                    check_room(backend, own, [other.device for other in contexts].count(each.device))
+            for backend, opened_bundle, peer in zip((self, *self._others), (bundle, *others), contexts, strict=True):
+                with peer:
+                    check_room(backend, opened_bundle, [other.device for other in contexts].count(peer.device))
             self._outside = undo.pop_all()
 
     # --- running ----------------------------------------------------------------------------------------------
@@ -95,40 +94,40 @@ class RanksBackend(ExchangingBackend):
             self._give_inputs(program, addresses, stream)
         for number, other in enumerate(self._others):
             self._follow(number, other, program, addresses if device is None else None)
-        made = super().run(program, addresses, device, stream)
+        results = super().run(program, addresses, device, stream)
         self._note(0, stream)
         if device is None:
             check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
             for other in self._others:
-                during(other, None, lambda own: check("cuStreamSynchronize", cu.cuStreamSynchronize(own)))
+                during(other, None, lambda handle: check("cuStreamSynchronize", cu.cuStreamSynchronize(handle)))
             self._check_ranks()
-        return made
+        return results
 
     def _give_inputs(self, program: int, addresses: Sequence[int], stream: Any) -> None:
         """Copies inputs on rank 0's device to the static buffers of the others, in the order of its stream, when these are done
         with the call before; and marks that they are there."""
         for number, other in enumerate(self._others):
             check("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, self._done[number], 0))
-            theirs, own = self._ranks[number + 1].handle, self._ranks[0].handle
+            theirs, first = self._ranks[number + 1].handle, self._ranks[0].handle
             for address, place in zip(addresses, other._bound[program].inputs, strict=True):
                 if place.size:
-                    check("cuMemcpyPeerAsync", cu.cuMemcpyPeerAsync(place.target, theirs, address, own, place.size, stream))
+                    check("cuMemcpyPeerAsync", cu.cuMemcpyPeerAsync(place.target, theirs, address, first, place.size, stream))
         check("cuEventRecord", cu.cuEventRecord(self._ready, stream))
 
     def _follow(self, number: int, other: CudaBackend, program: int, addresses: Sequence[int] | None) -> None:
         """A replay on a rank behind rank 0; `addresses` of inputs on the CPU, None where they were copied before."""
 
-        def replay(own: Any) -> None:
+        def replay(stream: Any) -> None:
             bound = other._bound[program]
             if addresses is None:
-                check("cuStreamWaitEvent", cu.cuStreamWaitEvent(own, self._ready, 0))
+                check("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, self._ready, 0))
             else:
                 for address, place in zip(addresses, bound.inputs, strict=True):
-                    memory.copy(place.target, address, place.size, own, source_on_device=False)
+                    memory.copy(place.target, address, place.size, stream, source_on_device=False)
             for step in bound.steps:
-                step(own)
-            self._note(number + 1, own)
-            check("cuEventRecord", cu.cuEventRecord(self._done[number], own))
+                step(stream)
+            self._note(number + 1, stream)
+            check("cuEventRecord", cu.cuEventRecord(self._done[number], stream))
 
         during(other, None, replay)
 
@@ -165,26 +164,26 @@ def _contexts(bundle: Archive, devices: Sequence[int], first: Context | None, cl
             first.release()
         text = f"the model is over {world.size} GPUs, devices={list(devices)} are {len(devices)}"
         raise CallError("ranks-refused", text, f"devices={list(range(world.size))}, or leave devices out")
-    made: list[Context] = []
+    contexts: list[Context] = []
     for rank, device in enumerate(devices):
-        made.append(first if first is not None and not rank else Context(device))
-        cleanup.callback(made[-1].release)
-        check_device(bundle.manifest.target, made[-1])
-    for each in made:
-        with each:
-            for other in made:
-                if other.device != each.device:
+        contexts.append(first if first is not None and not rank else Context(device))
+        cleanup.callback(contexts[-1].release)
+        check_device(bundle.manifest.target, contexts[-1])
+    for context in contexts:
+        with context:
+            for other in contexts:
+                if other.device != context.device:
                     error = cu.cuCtxEnablePeerAccess(other.handle, 0)
                     if error not in (0, PEER_ENABLED_BEFORE):
                         raise MachineError(
-                            "wrong-machine", f"device {each.index} cannot reach the memory of device {other.index}",
+                            "wrong-machine", f"device {context.index} cannot reach the memory of device {other.index}",
                             "`nvidia-smi topo -p2p w` shows which GPUs of this machine reach each other",
                         )  # fmt: skip
-    return made
+    return contexts
 
 
 def _event(context: Context, cleanup: ExitStack) -> Any:
     with context:
-        made = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
-    cleanup.callback(within, context, "cuEventDestroy", made)
-    return made
+        event = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
+    cleanup.callback(within, context, "cuEventDestroy", event)
+    return event

@@ -57,13 +57,13 @@ class Board:
         """Raises ranks-unlike where another rank has called something else than this one, as far as it has called."""
         while self._checked < self._calls:
             number = self._checked + 1
-            own = self._word(self._rank, number)
+            mine_word = self._word(self._rank, number)
             for rank in range(self._size):
                 word = self._word(rank, number)
                 if word >> _NUMBER < number:
                     return  # it has not come so far
-                if word >> _NUMBER == number and word != own:
-                    mine, other = [each & ((1 << _NUMBER) - 1) for each in (own, word)]
+                if word >> _NUMBER == number and word != mine_word:
+                    mine, other = [number_and_program & ((1 << _NUMBER) - 1) for number_and_program in (mine_word, word)]
                     text = f"call {number}: rank {self._rank} calls program {mine}, and rank {rank} program {other}"
                     raise CallError("ranks-unlike", text)
             self._checked = number
@@ -92,12 +92,12 @@ def meet(path: str, rank: int, size: int, bundle: str, part: int, timeout: float
     Raises rank-timeout where not all have come after so many seconds, ranks-unlike for another bundle or a rank that comes twice.
     """
     until = time.monotonic() + timeout
-    own = {"rank": rank, "size": size, "bundle": bundle}
-    return _host(path, own, part, until, timeout) if not rank else _join(path, own, part, until, timeout)
+    claim = {"rank": rank, "size": size, "bundle": bundle}
+    return _host(path, claim, part, until, timeout) if not rank else _join(path, claim, part, until, timeout)
 
 
-def _host(path: str, own: Mapping[str, Any], part: int, until: float, timeout: float) -> Met:
-    size: int = own["size"]
+def _host(path: str, claim: Mapping[str, Any], part: int, until: float, timeout: float) -> Met:
+    size: int = claim["size"]
     with ExitStack() as stack:
         listener = stack.enter_context(socket.socket(socket.AF_UNIX))
         _listen(listener, path)
@@ -106,13 +106,13 @@ def _host(path: str, own: Mapping[str, Any], part: int, until: float, timeout: f
         while len(descriptors) < size:
             missing = [number for number in range(size) if number not in descriptors]
             connection = stack.enter_context(_accepted(listener, until, missing, timeout))
-            told, given = _received(connection, until, missing, timeout)
-            stack.callback(_close_all, given)
-            reason = _reason(own, told, descriptors) if len(given) == 1 else "it sent no memory"
+            told, received = _received(connection, until, missing, timeout)
+            stack.callback(_close_all, received)
+            reason = _reason(claim, told, descriptors) if len(received) == 1 else "it sent no memory"
             if reason:
                 _send(connection, {"error": reason})
                 raise CallError("ranks-unlike", f"{path}: {reason}")
-            descriptors[told["rank"]], others[told["rank"]] = given[0], connection
+            descriptors[told["rank"]], others[told["rank"]] = received[0], connection
         seed = int.from_bytes(os.urandom(8), "little") >> 1
         page = os.memfd_create("cgbundle-ranks")
         stack.callback(os.close, page)
@@ -120,30 +120,30 @@ def _host(path: str, own: Mapping[str, Any], part: int, until: float, timeout: f
         ordered = [descriptors[number] for number in range(size)]
         for connection in others.values():
             _send(connection, {"seed": seed}, [*ordered, page])
-        return Met([os.dup(each) for each in ordered], Board(page, 0, size), seed)
+        return Met([os.dup(descriptor) for descriptor in ordered], Board(page, 0, size), seed)
 
 
-def _join(path: str, own: Mapping[str, Any], part: int, until: float, timeout: float) -> Met:
-    rank, size = own["rank"], own["size"]
+def _join(path: str, claim: Mapping[str, Any], part: int, until: float, timeout: float) -> Met:
+    rank, size = claim["rank"], claim["size"]
     with ExitStack() as stack:
         connection = stack.enter_context(_connected(path, until, timeout))
-        _send(connection, own, [part])
-        told, given = _received(connection, until, [0], timeout)
-        if "error" in told or len(given) != size + 1:
-            _close_all(given)
+        _send(connection, claim, [part])
+        told, received = _received(connection, until, [0], timeout)
+        if "error" in told or len(received) != size + 1:
+            _close_all(received)
             raise CallError("ranks-unlike", f"{path}: rank 0 says: {told.get('error', 'nothing')}")
-        *parts, page = given
+        *parts, page = received
         stack.callback(os.close, page)
         return Met(parts, Board(page, rank, size), int(told["seed"]))
 
 
-def _reason(own: Mapping[str, Any], told: Mapping[str, Any], known: Mapping[int, int]) -> str:
+def _reason(claim: Mapping[str, Any], told: Mapping[str, Any], known: Mapping[int, int]) -> str:
     """Why a process cannot take part, or ""."""
     rank = told.get("rank")
-    if told.get("bundle") != own["bundle"]:
+    if told.get("bundle") != claim["bundle"]:
         return f"rank {rank} has loaded another bundle than rank 0"
-    if not isinstance(rank, int) or told.get("size") != own["size"] or not 0 < rank < own["size"]:
-        return f"a process says that it is rank {rank} of {told.get('size')}, the model has {own['size']}"
+    if not isinstance(rank, int) or told.get("size") != claim["size"] or not 0 < rank < claim["size"]:
+        return f"a process says that it is rank {rank} of {told.get('size')}, the model has {claim['size']}"
     return f"two processes say that they are rank {rank}" if rank in known else ""
 
 
@@ -173,16 +173,16 @@ def _accepted(listener: socket.socket, until: float, missing: Sequence[int], tim
 
 def _connected(path: str, until: float, timeout: float) -> socket.socket:
     while True:
-        made = socket.socket(socket.AF_UNIX)
+        connection = socket.socket(socket.AF_UNIX)
         try:
-            made.connect(path)
+            connection.connect(path)
         except OSError:
-            made.close()
+            connection.close()
             if time.monotonic() > until:
                 raise _late([0], timeout) from None
             time.sleep(PAUSE)
             continue
-        return made
+        return connection
 
 
 def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Sequence[int] = ()) -> None:
@@ -193,7 +193,7 @@ def _send(connection: socket.socket, message: Mapping[str, Any], descriptors: Se
 def _received(connection: socket.socket, until: float, missing: Sequence[int], timeout: float) -> tuple[dict[str, Any], list[int]]:
     connection.settimeout(max(0.001, until - time.monotonic()))
     try:
-        data, given, _, _ = socket.recv_fds(connection, LONGEST, 16)
+        data, descriptors, _, _ = socket.recv_fds(connection, LONGEST, 16)
     except OSError:
         raise _late(missing, timeout) from None
     if not data:
@@ -202,7 +202,7 @@ def _received(connection: socket.socket, until: float, missing: Sequence[int], t
         told = json.loads(data)
     except ValueError:
         told = None
-    return told if isinstance(told, dict) else {}, list(given)
+    return told if isinstance(told, dict) else {}, list(descriptors)
 
 
 def _late(missing: Sequence[int], timeout: float) -> MachineError:
@@ -211,9 +211,9 @@ def _late(missing: Sequence[int], timeout: float) -> MachineError:
 
 
 def _close_all(descriptors: Sequence[int]) -> None:
-    for each in descriptors:
+    for descriptor in descriptors:
         with suppress(OSError):
-            os.close(each)
+            os.close(descriptor)
 
 
 def _remove(path: str) -> None:

@@ -10,11 +10,11 @@ from types import TracebackType
 from typing import Any
 
 from ..call.entry import Entry
+from ..call.outputs import View
 from ..call.structure import flattener
-from ..call.views import View
 from ..errors import CallError
 from ..format.entries import FORWARD, missing_attribute, missing_entry
-from ..tensors.detection import library_of
+from ..tensors.library import library_of
 from .program import Program, update_all
 
 
@@ -51,10 +51,10 @@ class Replicas:
 
     def __getitem__(self, name: str) -> ReplicatedEntry:
         """An entry by its name.  Raises EntryMissing, which is a KeyError."""
-        found = self._entries.get(name)
-        if found is None:
+        entry = self._entries.get(name)
+        if entry is None:
             raise missing_entry(name, self._entries)
-        return found
+        return entry
 
     def __getattr__(self, name: str) -> ReplicatedEntry:
         """An entry by its name.  Raises AttributeError."""
@@ -92,9 +92,9 @@ class Replicas:
 
     def close(self) -> None:
         """Closes every copy and its sessions, after waiting for their calls.  Closing twice does nothing."""
-        with ExitStack() as each:  # all of them, also where one fails
+        with ExitStack() as closing:  # all of them, also where one fails
             for program in self.programs:
-                each.callback(program.close)
+                closing.callback(program.close)
 
     def __enter__(self) -> Replicas:
         return self
@@ -109,10 +109,10 @@ class Replicas:
 class ReplicatedEntry:
     """An entry of a bundle on several devices: `name`, `int_keys`, `inputs` and `outputs` are those of each."""
 
-    def __init__(self, each: Sequence[Entry], load: _Load) -> None:
-        first = each[0]
+    def __init__(self, entries: Sequence[Entry], load: _Load) -> None:
+        first = entries[0]
         self.name, self.int_keys, self.inputs, self.outputs = first.name, first.int_keys, first.inputs, first.outputs
-        self._each, self._load = tuple(each), load
+        self._each, self._load = tuple(entries), load
         self._flatten = flattener(first.spec.call, first.spec.parameters)
         manifest = first.manifest
         self._state = [row.name for place, row in enumerate(manifest.weights) if row.memory == "state" and place != manifest.random]

@@ -49,8 +49,8 @@ def packed(world: int, stride: int, pieces: int, rank: int, senders: int) -> byt
 
 def unpacked(world: int, block: bytes) -> tuple[int, int, int, int]:
     """(stride, pieces, rank, senders) of a parameter block."""
-    found: tuple[int, int, int, int] = _REST.unpack_from(block, FIRST_PEER + 8 * world)
-    return found
+    numbers: tuple[int, int, int, int] = _REST.unpack_from(block, FIRST_PEER + 8 * world)
+    return numbers
 
 
 def exchanges(table: Table, world: World | None) -> list[Exchange]:
@@ -61,7 +61,7 @@ def exchanges(table: Table, world: World | None) -> list[Exchange]:
     """
     if PEER not in bytes(table.relocation_memory):
         return []
-    bounds, found, kernel = table.relocation_bounds.tolist(), [], -1
+    bounds, launches, kernel = table.relocation_bounds.tolist(), [], -1
     for position, kind in enumerate(bytes(table.kind)):
         kernel += kind == KERNEL
         if kind != KERNEL:
@@ -74,12 +74,12 @@ def exchanges(table: Table, world: World | None) -> list[Exchange]:
             raise BundleError("table-invalid", f"{where}: memory peer, in a bundle for one device")
         if table.graph(position):
             raise BundleError("table-invalid", f"{where}: an exchange between ranks in a branch or a loop")
-        found.append(_exchange(table, kernel, rows, world, where))
+        launches.append(_exchange(table, kernel, rows, world, where))
     nodes = table.counts["nodes"]
     edges = sorted(zip(table.edge_source, table.edge_target, strict=True))
     if edges != list(pairwise(range(nodes))):
         raise BundleError("table-invalid", f"{table.where}: edges: with exchanges between ranks the nodes run one after the other")
-    return found
+    return launches
 
 
 def _exchange(table: Table, kernel: int, rows: range, world: World, where: str) -> Exchange:
@@ -87,8 +87,8 @@ def _exchange(table: Table, kernel: int, rows: range, world: World, where: str) 
     peers = [(FIRST_PEER + 8 * rank, PEER, rank * world.stride) for rank in range(world.size)]
     function = table.function[kernel]
     first, last = table.param_bounds[function], table.param_bounds[function + 1]
-    own = tuple(zip(table.param_offset[first:last], table.param_size[first:last], strict=True))
-    known = own == params(world.size) and [at for at, _, _ in places[:2]] == [INPUT, OUTPUT] and places[2:] == peers
+    layout = tuple(zip(table.param_offset[first:last], table.param_size[first:last], strict=True))
+    known = layout == params(world.size) and [at for at, _, _ in places[:2]] == [INPUT, OUTPUT] and places[2:] == peers
     if not known or any([memory == PEER for _, memory, _ in places[:2]]):
         raise BundleError("table-invalid", f"{where}.relocations: not those of an exchange between {world.size} ranks")
     begin, size = table.block_offset[kernel], table.block_size[kernel]

@@ -8,9 +8,7 @@ On a big-endian machine, where CUDA does not run, the version word does not matc
 
 from __future__ import annotations
 
-from array import array
-from collections.abc import Iterable, Mapping
-from itertools import accumulate
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from ..errors import BundleError
@@ -44,36 +42,13 @@ class Layout(NamedTuple):
         return 8 * (3 + len(self.counts))
 
 
-def pack(layout: Layout, counts: Mapping[str, int], contents: Mapping[str, Data | Iterable[int]]) -> bytes:
-    """The file.  Raises table-invalid where a number does not fit its column, and for a file beyond the limits."""
-    _check_counts(counts, "table")
-    out = bytearray(layout.header)
-    for column in layout.columns:
-        content = contents[column.name]
-        if isinstance(content, (bytes, bytearray, memoryview)):
-            data = bytes(content)
-        else:
-            try:
-                data = array(column.format, content).tobytes()
-            except (OverflowError, TypeError) as error:
-                raise invalid(column.name, str(error)) from None
-        if len(data) != _bytes(column, counts):
-            raise invalid(column.name, f"{len(data)} bytes, expected {_bytes(column, counts)}")
-        out += data
-        out += bytes(-len(data) % 8)
-    _check_length(len(out), "table")
-    words = array("Q", [layout.version, len(out), *(counts[name] for name in layout.counts)])
-    out[: layout.header] = layout.magic + words.tobytes()
-    return bytes(out)
-
-
 def unpack(layout: Layout, data: Data, where: str) -> tuple[dict[str, int], dict[str, memoryview]]:
     """The counts, and views of the columns into `data` (not copied).
 
     Raises table-invalid, its message starting with `where`, unless the header and the columns cover `data` exactly.
     """
     view = memoryview(data).cast("B")
-    _check_length(len(view), where)
+    check_length(len(view), where)
     if bytes(view[:8]) != layout.magic:
         raise invalid(where, f"begins with {bytes(view[:8])!r}, expected {layout.magic!r}")
     if len(view) < layout.header:
@@ -84,11 +59,11 @@ def unpack(layout: Layout, data: Data, where: str) -> tuple[dict[str, int], dict
     if size != len(view):
         raise invalid(where, f"{len(view)} bytes, its header says {size}")
     counts = dict(zip(layout.counts, numbers, strict=True))
-    _check_counts(counts, where)
+    check_counts(counts, where)
     columns: dict[str, memoryview] = {}
     begin = layout.header
     for column in layout.columns:
-        end = begin + _bytes(column, counts)
+        end = begin + column_bytes(column, counts)
         after = end + -end % 8
         if after > len(view):
             raise invalid(where, f"column {column.name} ends at byte {after}, the file at {len(view)}")
@@ -101,14 +76,16 @@ def unpack(layout: Layout, data: Data, where: str) -> tuple[dict[str, int], dict
     return counts, columns
 
 
-def _check_counts(counts: Mapping[str, int], where: str) -> None:
+def check_counts(counts: Mapping[str, int], where: str) -> None:
+    """Raises table-invalid for a count beyond the limits."""
     for name, number in counts.items():
         limit = TABLE_BYTES if name.endswith("_bytes") else TABLE_ROWS
         if number > limit:
             raise invalid(where, f"{number} {name}, more than the limit of {limit}")
 
 
-def _check_length(size: int, where: str) -> None:
+def check_length(size: int, where: str) -> None:
+    """Raises table-invalid for a file beyond the limits."""
     if size > TABLE_BYTES:
         raise invalid(where, f"{size} bytes, more than the limit of {TABLE_BYTES}")
 
@@ -123,11 +100,6 @@ def check_bounds(bounds: memoryview, total: int, where: str) -> None:
     values = bounds.tolist()
     if values[0] != 0 or values[-1] != total or any(map(int.__gt__, values, values[1:])):
         raise invalid(where, f"bounds must rise from 0 to {total}")
-
-
-def bounds(lengths: Iterable[int]) -> list[int]:
-    """The column of bounds for rows of these lengths."""
-    return list(accumulate(lengths, initial=0))
 
 
 def check_below(values: memoryview | bytes, limit: int, where: str) -> None:
@@ -146,7 +118,8 @@ def symbols(images: memoryview, data: memoryview, limits: memoryview, where: str
         raise invalid(where, "a symbol is not UTF-8") from None
 
 
-def _bytes(column: Column, counts: Mapping[str, int]) -> int:
+def column_bytes(column: Column, counts: Mapping[str, int]) -> int:
+    """The bytes of a column, without its padding."""
     return (counts[column.rows] * column.width + column.extra) * _ITEM[column.format]
 
 

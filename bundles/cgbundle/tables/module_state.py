@@ -2,12 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
 
 from ..format.schema import MEMORIES
-from .column_file import Column, Data, Layout, bounds, check_below, check_bounds, invalid, pack, symbols, unpack
-from .recording import Address, Function, ModuleState, Relocation
+from .column_file import Column, Data, Layout, check_below, check_bounds, invalid, symbols, unpack
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Address:
+    """A place: position of a memory in MEMORIES, and bytes into it."""
+
+    memory: int
+    offset: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Relocation:
+    """The 8 bytes at `at` of a parameter block hold the address of `target`."""
+
+    at: int
+    target: Address
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModuleState:
+    """A data symbol of an image whose contents had changed when it was recorded: written back after the module is loaded."""
+
+    image: str
+    symbol: str
+    contents: bytes
+    relocations: tuple[Relocation, ...]
+
 
 STATES = Layout(
     magic=b"cgstate\0",
@@ -25,21 +50,6 @@ STATES = Layout(
         Column("contents", "B", "content_bytes"),
     ),
 )
-
-
-def encode_states(states: Sequence[ModuleState]) -> bytes:
-    """The bytes of `graphs/modules.bin`, in the order given.  Raises table-invalid where a field has no place in the format."""
-    relocations = [item for state in states for item in state.relocations]
-    contents = b"".join(state.contents for state in states)
-    columns = {
-        **symbol_columns(states),
-        "content_bounds": bounds(len(state.contents) for state in states),
-        "relocation_bounds": bounds(len(state.relocations) for state in states),
-        **relocation_columns(relocations),
-        "contents": contents,
-    }
-    sizes = len(states), len(relocations), len(columns["symbols"]), len(contents)
-    return pack(STATES, dict(zip(STATES.counts, sizes, strict=True)), columns)
 
 
 def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]:
@@ -66,31 +76,3 @@ def decode_states(data: Data, where: str = "modules") -> tuple[ModuleState, ...]
         data = bytes(contents[begin:end])
         states.append(ModuleState(image=image, symbol=symbol, contents=data, relocations=tuple(relocations)))
     return tuple(states)
-
-
-def symbol_columns(rows: Sequence[ModuleState | Function]) -> dict[str, Any]:
-    """The columns of symbols and their images, whose names both kinds of file share.  Raises table-invalid."""
-    try:
-        names = [row.symbol.encode() for row in rows]
-    except UnicodeEncodeError as error:
-        raise invalid(f"symbol {error.object[:80]!r}", "not UTF-8") from None
-    return {"symbol_bounds": bounds(map(len, names)), "symbols": b"".join(names), "image": b"".join(map(_image_bytes, rows))}
-
-
-def _image_bytes(row: ModuleState | Function) -> bytes:
-    try:
-        data = bytes.fromhex(row.image)
-    except ValueError:
-        data = b""
-    if len(data) != 32 or data.hex() != row.image:
-        raise invalid(f"image {row.image[:80]!r}", "expected a SHA-256 of 64 lower-case digits")
-    return data
-
-
-def relocation_columns(relocations: Sequence[Relocation]) -> dict[str, list[int]]:
-    """As `symbol_columns`, of relocations."""
-    return {
-        "relocation_at": [item.at for item in relocations],
-        "relocation_memory": [item.target.memory for item in relocations],
-        "relocation_offset": [item.target.offset for item in relocations],
-    }

@@ -177,16 +177,16 @@ class Table:
 
     def moved(self, moves: Sequence[Move]) -> Table | None:
         """The same recording with what lies in `moves` elsewhere; None where it uses none of that."""
-        made, found = copy(self), False
+        table, changed = copy(self), False
         for memories, offsets in (("relocation_memory", "relocation_offset"), ("memcpy_memory", "memcpy_offset")):
             places, begins = array("B", getattr(self, memories).tobytes()), array("Q", getattr(self, offsets).tobytes())
             for move in moves:
                 for row, (memory, begin) in enumerate(zip(getattr(self, memories), getattr(self, offsets), strict=True)):
                     if memory == move.memory and move.begin <= begin < move.end:
-                        places[row], begins[row], found = move.to, move.offset + begin - move.begin, True
-            setattr(made, memories, memoryview(places))
-            setattr(made, offsets, memoryview(begins))
-        return made if found else None
+                        places[row], begins[row], changed = move.to, move.offset + begin - move.begin, True
+            setattr(table, memories, memoryview(places))
+            setattr(table, offsets, memoryview(begins))
+        return table if changed else None
 
     def spans(self) -> list[tuple[int, int]]:
         """(first node, behind the last) of the recording's own graph and of each body, in order."""

@@ -8,7 +8,7 @@ from typing import Any
 
 from ..format.schema import DTYPES
 from .exam_tensors import is_exact
-from .tensor import decode
+from .numbers import decode
 
 BLOCK = 1 << 16
 """Bytes that are decoded at a time, a multiple of every element: a cache of 0.5 GB as Python's numbers would take 16."""
@@ -24,13 +24,13 @@ def difference(dtype: str, expected: bytes, got: bytes) -> float:
     if len(expected) != len(got):
         return inf
     if is_exact(dtype):
-        differ = sum([x != y for _, wanted, found in _blocks(dtype, expected, got) for x, y in zip(wanted, found, strict=True)])
+        differ = sum([x != y for _, wanted, actual in _blocks(dtype, expected, got) for x, y in zip(wanted, actual, strict=True)])
         return float(differ * DTYPES[dtype] / max(1, len(expected)))
     largest, furthest = 0.0, 0.0
-    for _, wanted, found in _blocks(dtype, expected, got, alike=True):
+    for _, wanted, actual in _blocks(dtype, expected, got, alike=True):
         largest = max(largest, max((abs(x) for x in wanted if x - x == 0), default=0.0))
-        if wanted is not found:
-            furthest = max(furthest, max(map(_apart, wanted, found), default=0.0))
+        if wanted is not actual:
+            furthest = max(furthest, max(map(_apart, wanted, actual), default=0.0))
     return furthest / (largest or 1.0)
 
 
@@ -41,8 +41,8 @@ def describe(dtype: str, shape: Sequence[int], expected: bytes, got: bytes) -> s
     parts = 2 if dtype.startswith("complex") else 1
     total, count = len(expected) * parts // DTYPES[dtype], 0
     worst: tuple[float, int, object, object] = (0.0, 0, None, None)
-    for first, wanted, found in _blocks(dtype, expected, got):
-        for place, (x, y) in enumerate(zip(wanted, found, strict=True), first):
+    for first, wanted, actual in _blocks(dtype, expected, got):
+        for place, (x, y) in enumerate(zip(wanted, actual, strict=True), first):
             if x == y or (x != x and y != y):
                 continue
             count += 1

@@ -17,7 +17,7 @@ from ..format.file_names import EXAM
 from ..format.safetensors import Entry, Mapped
 from ..format.schema import DTYPES
 from .exam_tensors import is_exact, stored
-from .tensor import decode
+from .numbers import decode
 
 BLOCK = 1 << 16
 """Bytes of a block, a multiple of every element."""

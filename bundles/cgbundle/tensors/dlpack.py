@@ -1,40 +1,22 @@
-"""DLPack through ctypes: capsules in (looked at, not consumed) and out.  Layouts from dlpack.h, version 0.8 (DLManagedTensor)."""
+"""`cgbundle.Tensor`, and through it every library that speaks DLPack (JAX and others): capsules are looked at, not consumed."""
 
 from __future__ import annotations
 
 import ctypes
 import operator
 import sys
-from collections.abc import Callable, Sequence
-from math import prod
+from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 from ..errors import CallError
 from ..format.schema import DTYPES
-
-CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
-"""DLDeviceType."""
+from ..format.spans import span_of
+from .library import Descriptor, Library, Wrapper, kind_of
+from .tensor import CODES, CPU, CUDA, CUDA_HOST, CUDA_MANAGED, Managed, Tensor, copy, dense, empty, from_bytes
 
 LEGACY_STREAM = 1
 """CU_STREAM_LEGACY: producers are asked to make their data ready on it, and replays then run in its order."""
-
-_CODES = {(0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64", (1, 8): "uint8", (1, 16): "uint16",
-          (1, 32): "uint32", (1, 64): "uint64", (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
-          (4, 16): "bfloat16", (5, 64): "complex64", (5, 128): "complex128", (6, 8): "bool",
-          (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2"}  # fmt: skip
-_NAMES = {name: code for code, name in _CODES.items()}
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
-    )  # fmt: skip
-
-
-class _Managed(ctypes.Structure):
-    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
 class _Versioned(ctypes.Structure):
@@ -58,15 +40,11 @@ MOST_AXES, ADDRESSES = 64, 1 << 57
 REFUSALS = (BufferError, RuntimeError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError)
 """What methods of a caller's class raise where they do not do what DLPack says."""
 
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
 _api = ctypes.pythonapi
 _capsule_pointer = _api.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
 _capsule_is = _api["PyCapsule_IsValid"]  # of its own: `_destroy` declares others' arguments
 _capsule_is.restype, _capsule_is.argtypes = ctypes.c_int, (ctypes.py_object, ctypes.c_char_p)
-_capsule_new = _api.PyCapsule_New
-_capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
 
 
 def read(value: Any, name: str) -> tuple[int, str, Sequence[int], Sequence[int] | None, object, int | None]:
@@ -87,8 +65,8 @@ def read(value: Any, name: str) -> tuple[int, str, Sequence[int], Sequence[int] 
         kind = type(capsule).__name__
         what = "one that is used up, or of another kind" if kind == "PyCapsule" else kind
         raise CallError("input-kind", f"input {name!r}: expected a DLPack capsule called dltensor, got {what}")
-    source = _Managed.from_address(_capsule_pointer(capsule, b"dltensor")).tensor
-    dtype = _CODES.get((source.code, source.bits))
+    source = Managed.from_address(_capsule_pointer(capsule, b"dltensor")).tensor
+    dtype = CODES.get((source.code, source.bits))
     if dtype is None or source.lanes != 1:
         raise CallError(
             "input-kind",
@@ -120,18 +98,13 @@ def check_place(address: int, dtype: str, shape: Sequence[int], strides: Sequenc
     """Raises input-kind for a shape, strides or an address that no memory can have."""
     fine = all(size >= 0 for size in shape) and (strides is None or len(strides) == len(shape))
     if fine and 0 not in shape:
-        steps = zip(shape, dense_strides(shape) if strides is None else strides, strict=True)
+        steps = zip(shape, dense(shape) if strides is None else strides, strict=True)
         ends = [(size - 1) * stride * DTYPES[dtype] for size, stride in steps]
         first, last = address + sum(min(0, end) for end in ends), address + sum(max(0, end) for end in ends)
         fine = first > 0 and last < ADDRESSES
     if not fine:
         told = f"shape {list(shape)}, strides {None if strides is None else list(strides)}, address {address:#x}"
         raise CallError("input-kind", f"input {name!r}: no memory has {told}")
-
-
-def dense_strides(shape: Sequence[int]) -> list[int]:
-    """The strides of a row-major tensor."""
-    return [prod(shape[axis + 1 :]) for axis in range(len(shape))]
 
 
 def check_writable(value: Any, name: str) -> None:
@@ -154,46 +127,110 @@ def _unwritable(name: str, reason: str) -> CallError:
     return CallError("input-unwritable", f"input {name!r}: the model writes to it, and {reason}", hint)
 
 
-def export(
-    address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: tuple[int, int]
-) -> object:
-    """A capsule over memory that `owner` keeps, until its consumer lets go; `device` as `__dlpack_device__` gives it.
-
-    A consumer that refuses drops the capsule with its exception set, which a callback written in Python would lose.  So a tensor
-    holds its last capsule itself and lets go in `__del__`, where Python has put exceptions aside.  NumPy, whose callbacks are
-    written in C, is preferred where the caller uses it.
-    """
-    rank = len(shape)
-    managed = _Managed()
-    sizes, steps = (ctypes.c_int64 * rank)(*shape), (ctypes.c_int64 * rank)(*strides)
-    managed.tensor = _DLTensor(
-        address, *device, rank, *_NAMES[dtype], 1,
-        ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64)), ctypes.cast(steps, ctypes.POINTER(ctypes.c_int64)), 0,
-    )  # fmt: skip
-    managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
-    kept = (managed, sizes, steps, owner)
-    _api.Py_IncRef(ctypes.py_object(kept))
-    managed.context = id(kept)
-    return _capsule_new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destroy, ctypes.c_void_p).value)
+def _check(value: Tensor, name: str) -> None:
+    """Raises input-kind for a tensor that the caller has made of what is none."""
+    numbers = [value.address, *value.shape, *value.strides, *(() if value.device is None else (value.device,))]
+    if value.dtype not in DTYPES or any([type(number) is not int for number in numbers]):
+        raise CallError("input-kind", f"input {name!r}: a cgbundle.Tensor of numbers and a dtype that are none")
+    if value.device is None:
+        check_place(value.address, value.dtype, value.shape, value.strides, name)
 
 
-@_Deleter
-def _delete(address: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """The consumer is done: drop the reference that `export` took (after this the structure itself is gone).  While the interpreter
-    ends, modules' names are None, and nothing is dropped."""
-    if ending():
-        return
-    _api.Py_DecRef(ctypes.cast(_Managed.from_address(address).context, ctypes.py_object))
+def can_be_asked(value: Any) -> bool:
+    """Whether an object of the caller's says without raising which attributes it has."""
+    try:
+        hasattr(value, "__dlpack__")
+    except REFUSALS:
+        return False
+    return True
 
 
-@_Deleter
-def _destroy(capsule: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """The capsule dies; when nobody consumed it (it still has its first name) the tensor is released here."""
-    if ending():
-        return
-    _is_valid = _api.PyCapsule_IsValid
-    _is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
-    if _is_valid(capsule, b"dltensor"):
-        pointer = _api["PyCapsule_GetPointer"]
-        pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_char_p)
-        _delete(pointer(capsule, b"dltensor"))
+class DLPack(Library):
+    """Tensors of our own; results go back to another library through its `from_dlpack`."""
+
+    name = "dlpack"
+
+    def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
+        if isinstance(value, Tensor):
+            _check(value, name)
+            return value, self.describe(value)
+        if can_be_asked(value) and hasattr(value, "__dlpack__") and hasattr(value, "__dlpack_device__"):
+            taken = Tensor(*read(value, name))
+            return taken, self.describe(taken)
+        raise CallError(
+            "input-kind", f"input {name!r}: expected a NumPy array, a torch tensor or a DLPack tensor, got {kind_of(value)}"
+        )
+
+    def describe(self, value: Tensor) -> Descriptor:
+        return value.address, value.shape, value.dtype, None if value.contiguous else value.strides, value.device
+
+    def strides(self, value: Tensor) -> Sequence[int]:
+        return value.strides
+
+    def byte_strides(self, value: Tensor) -> Sequence[int]:
+        return [stride * DTYPES[value.dtype] for stride in value.strides]
+
+    def ordered(self, value: Tensor, order: Sequence[int]) -> Tensor:
+        fresh: Tensor = self.empty(value.dtype, value.shape, value.device)
+        fresh.strides = dense(value.shape, order)
+        copy(fresh, value)
+        return fresh
+
+    def wrapper(self, dtype: str, shape: Sequence[int], strides: Sequence[int]) -> Wrapper:
+        return lambda address, owner: Tensor(address, dtype, shape, strides, owner)
+
+    def wrap(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Tensor:
+        return Tensor(address, dtype, shape, strides, owner, device)
+
+    def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Tensor:
+        if device is not None:
+            raise CallError(
+                "input-device",
+                "a DLPack tensor on a GPU can only be replayed at a recorded size and laid out as recorded",
+                "pass torch or CuPy tensors",
+            )
+        return empty(dtype, shape)
+
+    def as_strided(self, value: Tensor, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Tensor:
+        return Tensor(value.address + offset, dtype, shape, strides, value.owner, value.device)
+
+    def stream(self, device: int) -> int | None:
+        return LEGACY_STREAM
+
+    def copy(self, value: Tensor) -> Tensor:
+        if value.device is None:
+            return value.clone()
+        size = max(1, span_of(value.dtype, value.shape, value.strides))
+        output = value.owner.copy_out(value.address, size, LEGACY_STREAM)  # of the runtime's own: no library copies it for us
+        return Tensor(output.address, value.dtype, value.shape, value.strides, output, value.device)
+
+    def cast(self, value: Tensor, dtype: str) -> Tensor:
+        return cast(value, dtype)
+
+    def writable(self, value: Any, name: str) -> Any:
+        if isinstance(value, Tensor):
+            return value
+        check_writable(value, name)
+        return Tensor(*read(value, name))
+
+    def converted(self, value: Tensor, like: Any) -> Any:
+        if isinstance(like, Tensor):
+            return value
+        module: Any = sys.modules.get(type(like).__module__.partition(".")[0])
+        space: Any = like.__array_namespace__() if hasattr(like, "__array_namespace__") else module
+        return space.from_dlpack(value) if hasattr(space, "from_dlpack") else value
+
+
+def cast(value: Tensor, dtype: str) -> Tensor:
+    """A row-major copy with elements of `dtype`, to which the cast is safe.  Raises input-device for memory of a GPU."""
+    if value.device is not None:
+        hint = "cast it before the call, or pass torch or CuPy tensors"
+        raise CallError("input-device", "a DLPack tensor on a GPU is not cast", hint)
+    from .numbers import PARTS, decode, encoded  # few calls need a cast
+
+    numbers = decode(value.dtype, value.tobytes())
+    if dtype in PARTS and value.dtype not in PARTS:
+        numbers = list(chain.from_iterable((number, 0) for number in numbers))
+    return from_bytes(encoded(numbers, PARTS.get(dtype, dtype)), dtype, value.shape)

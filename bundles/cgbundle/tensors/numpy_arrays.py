@@ -1,4 +1,4 @@
-"""numpy.ndarray, without importing NumPy."""
+"""numpy.ndarray and cupy.ndarray, without importing NumPy or CuPy."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 from ..errors import CallError
 from ..format.schema import DTYPES
 from ..format.spans import span_of
-from .library import Descriptor, Likeness, Wrapper, array_type, kind_of, likeness
+from .library import Descriptor, Library, Wrapper, array_type, kind_of
+from .tensor import Tensor
 
 
-class Numpy:
+class Numpy(Library):
     """Tensors of NumPy.  bfloat16 and float8 arrays are those of the `ml_dtypes` package."""
 
     name = "numpy"
@@ -41,9 +42,6 @@ class Numpy:
         strides = None if value.flags.c_contiguous else self.strides(value)
         return value.__array_interface__["data"][0], value.shape, name, strides, None
 
-    def like(self, values: Sequence[Any]) -> Likeness:
-        return likeness(self.take, values)
-
     def strides(self, value: Any) -> Sequence[int]:
         size = value.dtype.itemsize
         # a stride that is no whole number of elements (a field of a structured array) never looks dense: -1
@@ -61,16 +59,11 @@ class Numpy:
         memory, steps = array_type(span_of(dtype, shape, strides)), [stride * size for stride in strides]
 
         def alias(address: int, owner: object) -> Any:
-            made = memory.from_address(address)
-            made.owner = owner
-            return array(shape, kind, made, 0, steps)
+            view = memory.from_address(address)
+            view.owner = owner
+            return array(shape, kind, view, 0, steps)
 
         return alias
-
-    def wrap(
-        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
-    ) -> Any:
-        return self.wrapper(dtype, shape, strides)(address, owner)
 
     def empty(self, dtype: str, shape: Sequence[int], device: int | None = None) -> Any:
         return self.module.zeros(shape, self._dtype(dtype))
@@ -82,14 +75,8 @@ class Numpy:
         borrowed = _Borrowed(at, not value.flags.writeable, f"|V{size}", tuple(shape), steps, value)
         return self.module.asarray(borrowed).view(self._dtype(dtype))
 
-    def stream(self, device: int) -> int | None:
-        return None
-
     def copy(self, value: Any) -> Any:
         return value.copy()
-
-    def empty_like(self, value: Any) -> None:
-        return None
 
     def cast(self, value: Any, dtype: str) -> Any:
         return value.astype(self._dtype(dtype))
@@ -101,15 +88,42 @@ class Numpy:
             )
         return value
 
-    def converted(self, value: Any, like: Any) -> Any:
-        return value
-
     def _dtype(self, name: str) -> Any:
         if name in ("bfloat16", "float8_e4m3fn", "float8_e5m2"):
             import ml_dtypes  # type: ignore[import-not-found, unused-ignore]
 
             return getattr(ml_dtypes, name)
         return getattr(self.module, name if name != "bool" else "bool_")
+
+
+class Cupy(Numpy):
+    """NumPy's interface over GPU memory."""
+
+    name = "cupy"
+
+    def take(self, value: Any, name: str) -> tuple[Any, Descriptor]:
+        if not isinstance(value, self.module.ndarray):
+            raise CallError("input-kind", f"input {name!r}: expected a CuPy array like the first input, got {kind_of(value)}")
+        return value, self.describe(value)
+
+    def describe(self, value: Any) -> Descriptor:
+        dtype = value.dtype
+        strides = None if value.flags.c_contiguous else self.strides(value)
+        return value.data.ptr, value.shape, str(dtype.name), strides, value.device.id
+
+    def wrap(
+        self, address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: int | None = None
+    ) -> Any:
+        return self.module.from_dlpack(Tensor(address, dtype, shape, strides, owner, device))
+
+    def as_strided(self, value: Any, dtype: str, shape: Sequence[int], strides: Sequence[int], offset: int) -> Any:
+        return self.wrap(value.data.ptr + offset, dtype, shape, strides, value, value.device.id)
+
+    def stream(self, device: int) -> int | None:
+        return int(self.module.cuda.get_current_stream().ptr)
+
+    def writable(self, value: Any, name: str) -> Any:
+        return value
 
 
 class _Borrowed:

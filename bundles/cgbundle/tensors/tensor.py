@@ -1,18 +1,39 @@
-"""A tensor without a tensor library: an address, a dtype, a shape and whoever keeps the memory alive.
+"""A tensor without a tensor library: an address, a dtype, a shape and whoever keeps the memory alive; and its way out by DLPack.
 
-The runtime takes DLPack inputs apart with these, and hands them out when the caller uses neither NumPy nor torch.
+The runtime takes DLPack inputs apart with these, and hands them out when the caller uses neither NumPy nor torch.  Layouts of
+structures are those of dlpack.h, version 0.8 (DLManagedTensor).
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
 from ..format.schema import DTYPES
-from . import dlpack
+
+CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
+"""DLDeviceType."""
+
+CODES = {(0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64", (1, 8): "uint8", (1, 16): "uint16",
+          (1, 32): "uint32", (1, 64): "uint64", (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
+          (4, 16): "bfloat16", (5, 64): "complex64", (5, 128): "complex128", (6, 8): "bool",
+          (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2"}  # fmt: skip
+_NAMES = {name: code for code, name in CODES.items()}
+
+
+class _DLTensor(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
+        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
+    )  # fmt: skip
+
+
+class Managed(ctypes.Structure):
+    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
 class Tensor:
@@ -64,6 +85,8 @@ class Tensor:
 
     def tolist(self) -> Any:
         """Nested lists of Python numbers; bfloat16, float16 and float8 as floats."""
+        from .numbers import decode  # few tensors are read as Python's numbers
+
         numbers = decode(self.dtype, self.tobytes())
         if self.dtype.startswith("complex"):
             numbers = list(map(complex, numbers[::2], numbers[1::2]))
@@ -85,20 +108,20 @@ class Tensor:
         source = self.clone() if copy else self
         numpy = sys.modules.get("numpy")
         if numpy is not None and hasattr(source, "__array_interface__"):
-            return numpy.asarray(source).__dlpack__()  # lets go in C: see `dlpack.export`
+            return numpy.asarray(source).__dlpack__()  # lets go in C: see `export`
         owner = source.owner  # not the tensor itself, which holds the capsule
-        capsule = dlpack.export(source.address, source.dtype, source.shape, source.strides, owner, source.__dlpack_device__())
+        capsule = export(source.address, source.dtype, source.shape, source.strides, owner, source.__dlpack_device__())
         source._capsule = _Kept(capsule)
         return capsule
 
     def __dlpack_device__(self) -> tuple[int, int]:
-        return (dlpack.CPU, 0) if self.device is None else (dlpack.CUDA, self.device)
+        return (CPU, 0) if self.device is None else (CUDA, self.device)
 
     def __repr__(self) -> str:
         """One line, with values where they lie in CPU memory: nobody waits for a GPU to see a tensor's name."""
         if self.device is not None:
             return f"cgbundle.Tensor({_kind(self)})"
-        from .printing import values  # few tensors are printed
+        from .numbers import values  # few tensors are printed
 
         def read(at: int) -> Any:
             return Tensor(self.address + at * DTYPES[self.dtype], self.dtype, (), (), self.owner).tolist()
@@ -107,7 +130,7 @@ class Tensor:
 
 
 class _Kept:
-    """Keeps a capsule, and lets go of it here: see `dlpack.export`.  Only a tensor that is exported has one: an interrupt that
+    """Keeps a capsule, and lets go of it here: see `export`.  Only a tensor that is exported has one: an interrupt that
     comes in `__del__` is lost."""
 
     __slots__ = ("capsule",)
@@ -197,35 +220,6 @@ def memory_order(shape: Sequence[int], strides: Sequence[int]) -> tuple[int, ...
     return tuple(axes) if is_dense(shape, strides) else tuple(sorted(axes, key=lambda axis: (-strides[axis], axis)))
 
 
-def decode(dtype: str, data: bytes) -> list[Any]:
-    """Python numbers from little-endian bytes; complex numbers as their two parts."""
-    import array
-    import struct
-
-    if dtype == "bfloat16":
-        return array.array("f", array.array("I", [half << 16 for half in array.array("H", data)]).tobytes()).tolist()
-    if dtype == "float8_e5m2":  # the upper half of a float16
-        return decode("float16", bytes([half for byte in data for half in (0, byte)]))
-    if dtype == "float8_e4m3fn":
-        return [_e4m3fn(byte) for byte in data]
-    if dtype == "float16":
-        return list(struct.unpack(f"<{len(data) // 2}e", data))
-    codes = {"float64": "d", "float32": "f", "int64": "q", "int32": "i", "int16": "h", "int8": "b",
-             "uint64": "Q", "uint32": "I", "uint16": "H", "uint8": "B", "complex64": "f", "complex128": "d"}  # fmt: skip
-    if dtype == "bool":
-        return [bool(byte) for byte in data]
-    return array.array(codes[dtype], data).tolist()
-
-
-def _e4m3fn(byte: int) -> float:
-    """4 bits of exponent, 3 of fraction, no infinity."""
-    exponent, fraction = byte >> 3 & 15, byte & 7
-    if byte & 127 == 127:
-        return float("nan")
-    size = (8 + fraction) * 2.0 ** (exponent - 10) if exponent else fraction * 2.0**-9
-    return -size if byte & 128 else size
-
-
 def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
     if not shape:
         return flat[0]
@@ -233,3 +227,57 @@ def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
         return flat
     step = prod(shape[1:])
     return [_nest(flat[index * step : (index + 1) * step], shape[1:]) for index in range(shape[0])]
+
+
+# --- out by DLPack --------------------------------------------------------------------------------------------------
+
+_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+
+_api = ctypes.pythonapi
+_capsule_new = _api.PyCapsule_New
+_capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
+
+
+def export(
+    address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: tuple[int, int]
+) -> object:
+    """A capsule over memory that `owner` keeps, until its consumer lets go; `device` as `__dlpack_device__` gives it.
+
+    A consumer that refuses drops the capsule with its exception set, which a callback written in Python would lose.  So a tensor
+    holds its last capsule itself and lets go in `__del__`, where Python has put exceptions aside.  NumPy, whose callbacks are
+    written in C, is preferred where the caller uses it.
+    """
+    rank = len(shape)
+    managed = Managed()
+    sizes, steps = (ctypes.c_int64 * rank)(*shape), (ctypes.c_int64 * rank)(*strides)
+    managed.tensor = _DLTensor(
+        address, *device, rank, *_NAMES[dtype], 1,
+        ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64)), ctypes.cast(steps, ctypes.POINTER(ctypes.c_int64)), 0,
+    )  # fmt: skip
+    managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
+    kept = (managed, sizes, steps, owner)
+    _api.Py_IncRef(ctypes.py_object(kept))
+    managed.context = id(kept)
+    return _capsule_new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destroy, ctypes.c_void_p).value)
+
+
+@_Deleter
+def _delete(address: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    """The consumer is done: drop the reference that `export` took (after this the structure itself is gone).  While the interpreter
+    ends, modules' names are None, and nothing is dropped."""
+    if ending():
+        return
+    _api.Py_DecRef(ctypes.cast(Managed.from_address(address).context, ctypes.py_object))
+
+
+@_Deleter
+def _destroy(capsule: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
+    """The capsule dies; when nobody consumed it (it still has its first name) the tensor is released here."""
+    if ending():
+        return
+    _is_valid = _api.PyCapsule_IsValid
+    _is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
+    if _is_valid(capsule, b"dltensor"):
+        pointer = _api["PyCapsule_GetPointer"]
+        pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_char_p)
+        _delete(pointer(capsule, b"dltensor"))

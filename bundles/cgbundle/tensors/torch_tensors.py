@@ -6,16 +6,16 @@ beside them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from ..errors import CallError
 from ..format.spans import span_of
-from .library import Descriptor, Likeness, Wrapper, array_type, kind_of, likeness
+from .library import Descriptor, Guard, Library, Wrapper, array_type, kind_of
 from .tensor import Tensor
 
 
-class Torch:
+class Torch(Library):
     name = "torch"
 
     def __init__(self, module: Any) -> None:
@@ -23,8 +23,7 @@ class Torch:
         self.names: dict[Any, str] = {}
         self._tensor, self._strided, self._empty_like = module.Tensor, module.strided, module.empty_like
         # what torch's own generated code calls: the public way makes a Stream object, 3 us a call
-        self.stream: Callable[[int], int | None]
-        self.stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream
+        self.stream = getattr(module._C, "_cuda_getCurrentRawStream", None) or self._public_stream  # type: ignore[method-assign]
         # what a compiled function asks of its inputs: type, dtype, device, layout, sizes and strides in one call
         self._guards = getattr(getattr(getattr(module._C, "_dynamo", None), "guards", None), "TensorGuards", None)
 
@@ -39,13 +38,13 @@ class Torch:
         if value.requires_grad:
             value = value.detach()
         try:
-            found = self.describe(value)
+            descriptor = self.describe(value)
         except RuntimeError as error:  # a nested tensor
             reason = (str(error).splitlines() or [""])[0]
             raise CallError("input-kind", f"input {name!r}: torch does not say where it lies: {reason}") from None
-        if not found[0] and value.numel():
+        if not descriptor[0] and value.numel():
             raise CallError("input-kind", f"input {name!r}: expected a tensor with values, got {kind_of(value)} without memory")
-        return value, found
+        return value, descriptor
 
     def describe(self, value: Any) -> Descriptor:
         dtype = value.dtype
@@ -55,25 +54,25 @@ class Torch:
         device = value.get_device() if value.is_cuda else None if value.is_cpu else -1
         return value.data_ptr(), value.shape, name, None if value.is_contiguous() else value.stride(), device
 
-    def like(self, values: Sequence[Any]) -> Likeness:
+    def guard(self, values: Sequence[Any]) -> Guard:
         if self._guards is None or any([value.is_neg() or value.is_conj() for value in values]):
-            return likeness(self.take, values)
+            return super().guard(values)
         checks = []
         for value in values:
             sizes, strides = list(value.shape), list(value.stride())
             checks.append(self._guards(value, dynamic_dims_sizes=[sizes], dynamic_dims_strides=[strides]).check)
         check, count = checks[0], len(checks)
 
-        def like_one(given: Sequence[Any]) -> tuple[list[int], Any] | None:
-            return ([given[0].data_ptr()], None) if len(given) == 1 and check(given[0]) else None
+        def like_one(inputs: Sequence[Any]) -> tuple[list[int], Any] | None:
+            return ([inputs[0].data_ptr()], None) if len(inputs) == 1 and check(inputs[0]) else None
 
-        def like_all(given: Sequence[Any]) -> tuple[list[int], Any] | None:
-            if len(given) != count:
+        def like_all(inputs: Sequence[Any]) -> tuple[list[int], Any] | None:
+            if len(inputs) != count:
                 return None
-            for same, value in zip(checks, given, strict=True):
+            for same, value in zip(checks, inputs, strict=True):
                 if not same(value):
                     return None
-            return [value.data_ptr() for value in given], None
+            return [value.data_ptr() for value in inputs], None
 
         return like_one if count == 1 else like_all
 
@@ -95,9 +94,9 @@ class Torch:
         frombuffer, size, steps = self.module.frombuffer, tuple(shape), tuple(strides)
 
         def alias(address: int, owner: object) -> Any:
-            made = memory.from_address(address)
-            made.owner = owner
-            return frombuffer(made, dtype=kind).as_strided(size, steps)
+            view = memory.from_address(address)
+            view.owner = owner
+            return frombuffer(view, dtype=kind).as_strided(size, steps)
 
         return alias
 
@@ -128,14 +127,11 @@ class Torch:
         return value.clone(memory_format=self.module.contiguous_format)
 
     def empty_like(self, value: Any) -> tuple[Any, int]:
-        made = self._empty_like(value)  # torch's `clone` asks more of the dispatcher than this and the driver's copy take
-        return made, made.data_ptr()
+        room = self._empty_like(value)  # torch's `clone` asks more of the dispatcher than this and the driver's copy take
+        return room, room.data_ptr()
 
     def cast(self, value: Any, dtype: str) -> Any:
         return value.to(getattr(self.module, dtype))
 
     def writable(self, value: Any, name: str) -> Any:
         return value.detach()
-
-    def converted(self, value: Any, like: Any) -> Any:
-        return value

@@ -17,7 +17,7 @@ from ..tables.table import KERNEL, MEMCPY, MEMSET, Table, launch_order
 from .conditionals import check_conditionals
 
 if TYPE_CHECKING:
-    from ..tables.recording import ModuleState
+    from ..tables.module_state import ModuleState
 
 LAUNCH_ATTRIBUTES = {
     2: "cooperative", 4: "cluster dimension", 5: "cluster scheduling policy", 8: "priority", 9: "memory sync domain map",

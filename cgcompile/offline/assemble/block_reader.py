@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import struct
 
-from cgbundle.tables.recording import Address, Function, KernelNode, Recording
+from cgbundle.tables.module_state import Address
+from cgcompile.bundle.recordings import Function, KernelNode, Recording
 
 from ...errors import BuildError
 from ..lowered import KernelVariant

@@ -7,18 +7,9 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cgbundle.format.schema import MEMORIES, Value
-from cgbundle.tables.recording import (
-    Address,
-    Edge,
-    Function,
-    KernelNode,
-    MemcpyNode,
-    MemsetNode,
-    Node,
-    Recording,
-    Relocation,
-)
+from cgbundle.tables.module_state import Address, Relocation
 from cgbundle.validate.recordings import EDGE_PROGRAMMATIC, KERNEL_PORT_PROGRAMMATIC
+from cgcompile.bundle.recordings import Edge, Function, KernelNode, MemcpyNode, MemsetNode, Node, Recording
 
 from ...errors import BuildError
 from ...targets.collectives.exchange_nodes import ExchangeKernels, exchange_node, transfer

@@ -13,7 +13,7 @@ from typing import TypeVar
 import numpy as np
 
 from cgbundle.format.schema import IntKey
-from cgbundle.tables.recording import KernelNode
+from cgcompile.bundle.recordings import KernelNode
 
 from ...errors import ModelError
 from ...targets.collectives.exchange_nodes import Transfer

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cgbundle.format.schema import IntKey, Value, Weight
-from cgbundle.tables.recording import Function, KernelNode, MemcpyNode, MemsetNode, Recording
+from cgcompile.bundle.recordings import Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
 from ...targets.kernels.fills import memset_of
 from ...util.content_cache import cache_path, recall, remember

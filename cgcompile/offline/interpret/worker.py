@@ -14,16 +14,8 @@ import numpy as np
 from cgbundle.format import safetensors
 from cgbundle.format.schema import DTYPES, MEMORIES, Value
 from cgbundle.format.spans import HOST, span
-from cgbundle.tables.recording import (
-    Address,
-    ConditionalNode,
-    EmptyNode,
-    Function,
-    KernelNode,
-    MemcpyNode,
-    MemsetNode,
-    Recording,
-)
+from cgbundle.tables.module_state import Address
+from cgcompile.bundle.recordings import ConditionalNode, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
 from ...errors import BuildError
 from ...targets.collectives.exchange_nodes import transfer_of

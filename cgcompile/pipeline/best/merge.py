@@ -10,7 +10,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cgbundle.format.schema import MEMORIES, DonatedRange, IntKey, Value
-from cgbundle.tables.recording import Address, KernelNode, MemcpyNode, MemsetNode, ModuleState, Node, Relocation
+from cgbundle.tables.module_state import Address, ModuleState, Relocation
+from cgcompile.bundle.recordings import KernelNode, MemcpyNode, MemsetNode, Node
 
 from ...capture.placement import SEGMENT_ALIGN
 from ...capture.recorder import Recorded

@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from statistics import median
 
+from cgbundle.call.profile import Profile, step_names
 from cgbundle.cuda.driver import check, cu
 from cgbundle.errors import CgbundleError
 from cgbundle.exam import inputs_of
@@ -13,7 +14,6 @@ from cgbundle.format.schema import EntrySpec, Program
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.loader import open_program
 from cgbundle.program import Program as LoadedProgram
-from cgbundle.session.profile import Profile, step_names
 
 from ...errors import BuildError
 from ...util.workers import serve

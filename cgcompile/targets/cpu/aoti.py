@@ -21,7 +21,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils._pytree import tree_leaves
 
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 
 from ...errors import BuildError
 from ...export.assertions import spell_conditions

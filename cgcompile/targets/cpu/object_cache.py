@@ -18,7 +18,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_leaves
 
-from cgbundle.cpu.processor import processor_flags, processor_name
+from cgbundle.cpu.machine import processor_flags, processor_name
 
 from ...util.content_cache import cache_folder, cache_optional, cache_path, recall, remember
 from ..instruction_sets import Level

@@ -11,7 +11,7 @@ from torch.export import ExportedProgram
 from torch.fx import GraphModule, Node
 from torch.utils._pytree import tree_leaves
 
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 
 from ..instruction_sets import X86_64, Level
 

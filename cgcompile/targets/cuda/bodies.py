@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
-from cgbundle.tables.recording import ConditionalNode, Edge, KernelNode, Node
+from cgcompile.bundle.recordings import ConditionalNode, Edge, KernelNode, Node
 
 
 @dataclass(slots=True)

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cgbundle.format.schema import KERNEL_CODE, IntKey, Program, Region, Target, Weight
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Recording
 
 from ...bundle.rows import WHOLE, whole_program, whole_region
 from ..build_spec import key_label, own_key

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from cgbundle.format.schema import IntKey, Value, Weight
-from cgbundle.tables.recording import Recording
+from cgcompile.bundle.recordings import Recording
 
 from ..memory_layout import Table
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import hashlib
 
-from cgbundle.tables.recording import Address, Function, Handle, KernelNode, Relocation
+from cgbundle.tables.module_state import Address, Relocation
 from cgbundle.tables.table import SET_CONDITION
 from cgbundle.validate.conditionals import PARAMS
+from cgcompile.bundle.recordings import Function, Handle, KernelNode
 
 from .ptxas import assemble
 

@@ -12,7 +12,8 @@ import struct
 from collections.abc import Iterable
 from dataclasses import replace
 
-from cgbundle.tables.recording import Function, KernelNode, MemsetNode, Node, Recording, Relocation
+from cgbundle.tables.module_state import Relocation
+from cgcompile.bundle.recordings import Function, KernelNode, MemsetNode, Node, Recording
 
 from .ptxas import assemble
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from cgbundle.tables.recording import ConditionalNode, Recording
+from cgcompile.bundle.recordings import ConditionalNode, Recording
 
 EDGES, LOOPS, BRANCHES = 12030, 12040, 12080
 """The lowest drivers that take an edge with data; a loop, or an "if" with one body in a body; an "if" with two bodies or a "switch"

@@ -77,7 +77,7 @@ class BundleModel:
         given = (
             [self._upload(tensor, index) for index, tensor in enumerate(self._given[key])] if self._context else self._given[key]
         )
-        from cgbundle.call.arguments import arranged
+        from cgcompile.bundle.arguments import arranged
 
         args, kwargs = arranged(self._spec, given)
         program = self._program

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Any
 
-from cgbundle.cpu.processor import processor_name
+from cgbundle.cpu.machine import processor_name
 from cgbundle.format.schema import IntKey
 
 from ...util.version import VERSION

@@ -12,13 +12,12 @@ from cgbundle.format.archive import Archive
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import File, Manifest
 from cgbundle.format.variants import variant_name
-from cgbundle.tables.codec import decode
-from cgbundle.tables.module_state import decode_states
-from cgbundle.tables.recording import ModuleState, Recording
+from cgbundle.tables.module_state import ModuleState, decode_states
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
 from cgbundle.validate.exam import check_exam
+from cgcompile.bundle.recordings import Recording, decode
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

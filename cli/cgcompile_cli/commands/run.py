@@ -78,9 +78,9 @@ def run(
     cgcompile run gpt.cgb --inputs in.safetensors --outputs out.safetensors
     """
     import cgbundle
-    from cgbundle.call.arguments import constants
     from cgbundle.format.entries import entry_named
     from cgbundle.validate.bundle import checked_manifest
+    from cgcompile.bundle.arguments import constants
 
     from ..summary import cut
 
@@ -179,7 +179,7 @@ def _row(name: str, value: Tensor) -> dict[str, Any]:
 
 def preview(value: Tensor) -> list[complex | float | int | bool]:
     """The first elements along the last axis; nothing for a dtype without numbers."""
-    from cgbundle.tensors.tensor import decode
+    from cgbundle.tensors.numbers import decode
 
     last = len(value.shape) - 1
     first = value[tuple([slice(0, VALUES if axis == last else 1) for axis in range(last + 1)])]

@@ -15,10 +15,9 @@ import threading
 import time
 from collections.abc import Callable
 
-from cgbundle.cuda.weight_pieces import Piece, chunks, place
-from cgbundle.cuda.weight_upload import AHEAD, Way, way
-from cgbundle.session import weight_reads
-from cgbundle.session.weight_reads import WeightReader
+from cgbundle.weights import reads as weight_reads
+from cgbundle.weights.reads import Piece, WeightReader, place
+from cgbundle.weights.upload import AHEAD, Way, chunks, way
 
 ROUNDS = 4
 

@@ -14,10 +14,10 @@ WATCHED = {
     "cgbundle.format.archive": (("read_manifest", "manifest"),),
     "cgbundle.validate.bundle": (("check_bundle", "checks and hashes"),),
     "cgbundle.validate.recordings": (("check_recording", "checks of the tables"),),
-    "cgbundle.session.background": (("ContextFuture.take", "waiting for the context"),),
+    "cgbundle.cuda.background": (("ContextFuture.take", "waiting for the context"),),
     "cgbundle.cuda.driver": (("Context.__init__", "context"),),
     "cgbundle.cuda.memory": (("Memories.__init__", "memories"),),
-    "cgbundle.cuda.weight_upload": (("Upload.__init__", "start of the weights"), ("Upload.wait", "waiting for the weights")),
+    "cgbundle.weights.upload": (("Upload.__init__", "start of the weights"), ("Upload.wait", "waiting for the weights")),
     "cgbundle.cuda.modules": (("Modules.function", "modules"),),
     "cgbundle.cuda.graph_executor": (("GraphExecutor.__init__", "graphs"),),
 }

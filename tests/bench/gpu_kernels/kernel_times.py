@@ -36,7 +36,7 @@ def main(bundle: str) -> None:
         for program in entry.programs:
             file = program.steps[0].file
             table = Table((archive_file(bundle, file)), file)
-            found["x".join(map(str, program.key))] = timed(table, backend._executors[file], stream, room)
+            found["x".join(map(str, program.key))] = timed(table, backend._executors[file, ()], stream, room)
         check("cuMemFree", cu.cuMemFree(room))
     backend.close()
     print(json.dumps(found))

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 import cgbundle
-from cgbundle.gpu import host_copies
+from cgbundle.gpu import outputs
 from tests.bench.common import children
 
 ROUNDS = 12
@@ -53,7 +53,7 @@ def main() -> int:
         right = True
         for copies in ("threads", "driver"):
             if copies == "driver":
-                host_copies.LARGE = 1 << 62
+                outputs.LARGE = 1 << 62
             with cgbundle.load(path) as program:
                 print(f"large copies by {'the driver alone' if copies == 'driver' else copies}:", flush=True)
                 right = measure(lora, program, adapters) and right

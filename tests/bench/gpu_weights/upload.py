@@ -18,9 +18,9 @@ from cuda.bindings import driver as bindings
 
 from cgbundle.cuda.driver import Context, check, cu
 from cgbundle.cuda.memory import allocate
-from cgbundle.cuda.weight_pieces import Piece
-from cgbundle.cuda.weight_upload import Upload, Way
 from cgbundle.format.safetensors import _address
+from cgbundle.weights.reads import Piece
+from cgbundle.weights.upload import Upload, Way
 
 
 def pageable(path: str, size: int, base: int) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
 from tests.helpers.bundles import tiny_bundle
@@ -24,7 +24,7 @@ import json, sys, torch
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 import cgbundle
 from cgbundle import exam
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 from cgcompile.targets.instruction_sets import macros
 
 def answer(path):

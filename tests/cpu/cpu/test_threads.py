@@ -10,7 +10,7 @@ import pytest
 
 import cgbundle
 from cgbundle.cpu import libtorch
-from cgbundle.cpu.threads import with_threads
+from cgbundle.cpu.machine import with_threads
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
 

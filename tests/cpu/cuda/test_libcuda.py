@@ -17,9 +17,9 @@ import pytest
 
 from cgbundle.cuda import driver, graph_executor, launches, libcuda, stream_executor
 from cgbundle.errors import MachineError
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import KernelNode
 from cgbundle.tables.table import Table
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import KernelNode
 from cgcompile.targets.requirements import compiler
 from tests.helpers.bundles import cuda_bundles
 

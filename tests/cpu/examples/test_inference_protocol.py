@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from cgbundle.tensors.tensor import decode
+from cgbundle.tensors.numbers import decode
 from tests.helpers.places import ROOT
 
 SHAPES = st.lists(st.integers(0, 4), max_size=3).map(tuple)

@@ -19,9 +19,9 @@ from tests.helpers.raising import raises
 
 pytest.importorskip("triton")
 
-from cgbundle.tables import codec as tables
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
+from cgcompile.bundle import recordings as tables
 from cgcompile.offline.assemble.arena import plan
 from cgcompile.offline.assemble.plan_check import check_plan
 from cgcompile.offline.compile import kernels

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from cgbundle.tables.recording import ConditionalNode, MemcpyNode, Recording
+from cgcompile.bundle.recordings import ConditionalNode, MemcpyNode, Recording
 from cgcompile.export.higher_order.conditionals import obstacle
 from cgcompile.offline.interpret.interpret import Stage, interpret
 from tests.cpu.offline.test_interpret_lowered import task_of

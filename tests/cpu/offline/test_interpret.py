@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from cgbundle.format.schema import Value, Weight
-from cgbundle.tables.recording import Address, EmptyNode, MemcpyNode, MemsetNode
+from cgbundle.tables.module_state import Address
+from cgcompile.bundle.recordings import EmptyNode, MemcpyNode, MemsetNode
 from cgcompile.errors import BuildError
 from cgcompile.offline.interpret.interpret import Outcome, Task, estimate, interpret
 from tests.cpu.offline.written_rows import Sheet, address, raw, tensor_of

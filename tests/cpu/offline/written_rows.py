@@ -13,7 +13,8 @@ import torch
 
 from cgbundle.format.safetensors import write
 from cgbundle.format.schema import MEMORIES, Value, Weight
-from cgbundle.tables.recording import Address, Edge, Function, KernelNode, Node, Recording, Relocation
+from cgbundle.tables.module_state import Address, Relocation
+from cgcompile.bundle.recordings import Edge, Function, KernelNode, Node, Recording
 from cgcompile.offline.interpret.interpret import Stage, Task
 from cgcompile.offline.lowered import KernelVariant
 

@@ -16,9 +16,10 @@ import torch
 import cgcompile
 from cgbundle.format import file_names
 from cgbundle.format.schema import MEMORIES, DonatedRange, Manifest, Value
-from cgbundle.tables import codec
-from cgbundle.tables.recording import Address, MemcpyNode, ModuleState, Recording, Relocation
+from cgbundle.tables.module_state import Address, ModuleState, Relocation
+from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.exam import ReplayedBytes
+from cgcompile.bundle.recordings import MemcpyNode, Recording
 from cgcompile.capture import build as capture_build
 from cgcompile.capture.recordable import Recordable
 from cgcompile.capture.recorder import Recorded, Replay

@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 
 import cgbundle
 import cgcompile
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
 from cgbundle.validate import bundle as verify

@@ -21,14 +21,14 @@ from tests.helpers.uncompiled import uncompiled
 pytest.importorskip("triton")
 
 import cgcompile
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Dimension, IntKey, Manifest, Program, Proof
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import KernelNode, Recording
 from cgbundle.tensors.exam_tensors import WAIVER
 from cgbundle.validate import bundle as verify
+from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.exam import KeyExam
+from cgcompile.bundle.recordings import KernelNode, Recording
 from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source

@@ -11,7 +11,7 @@ from torch import nn
 
 import cgbundle
 import cgcompile
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 from cgcompile.errors import BuildError
 from cgcompile.pipeline import build as pipeline
 from cgcompile.targets.cpu.products import VECTORS, suits

@@ -11,7 +11,7 @@ from torch import nn
 import cgbundle
 import cgcompile
 from cgbundle.errors import CallError, OutOfMemory
-from cgbundle.tensors.index_ranges import WRITTEN
+from cgbundle.tensors.input_errors import WRITTEN
 from tests.helpers.raising import raises
 
 GOOD, BAD = torch.tensor([0, 1, 2, 3]), torch.tensor([0, 1, 2, 7])

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 import cgbundle
-from cgbundle.session.profile import CALL
+from cgbundle.call.profile import CALL
 from cgbundle.tensors.tensor import from_bytes
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 from cgcompile.targets.cpu.aoti import compile_cpu
 from cgcompile.targets.cpu.compilations import unprobed
 from cgcompile.targets.cpu.compiler import HEADERS, ask_compilers, wrap

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 import cgbundle
 import cgcompile
 from cgbundle.cpu import libtorch
-from cgbundle.cpu.processor import processor_flags
+from cgbundle.cpu.machine import processor_flags
 from cgcompile.targets.kernels import standalone
 from cgcompile.targets.requirements import compiler
 from tests.helpers.own_functions import Code, own_functions

@@ -42,7 +42,7 @@ def test_what_differs_is_told_apart(library: Torch, other: Callable[[], Any]) ->
     first = values()
     for count in (1, 2):
         given = [first] * count
-        like = library.like(given)
+        like = library.guard(given)
         assert like(given) is not None
         last = like([*given[1:], other()])
         assert last is None or last[0] != [first.data_ptr()] * count  # what is resolved lies elsewhere
@@ -51,16 +51,16 @@ def test_what_differs_is_told_apart(library: Torch, other: Callable[[], Any]) ->
 
 def test_addresses_are_those_of_the_call(library: Torch) -> None:
     first, second = values(), values()
-    found = library.like([first, second])([second, second])
+    found = library.guard([first, second])([second, second])
     assert found is not None and found[0] == [second.data_ptr()] * 2
-    found = library.like([first])((second,))
+    found = library.guard([first])((second,))
     assert found is not None and found[0] == [second.data_ptr()]
 
 
 def test_numbers_that_memory_does_not_hold_are_resolved() -> None:
     library = Torch(torch)
     for value in (torch._neg_view(values()), torch.ones(3, dtype=torch.complex64).conj()):
-        found = library.like([value])([value])
+        found = library.guard([value])([value])
         assert found is not None and found[0] != [value.data_ptr()]
         ((kept, descriptor),) = found[1]
         assert [kept.data_ptr()] == found[0] == [descriptor[0]] and torch.equal(kept, value)
@@ -69,10 +69,10 @@ def test_numbers_that_memory_does_not_hold_are_resolved() -> None:
 def test_every_mode_of_torch_has_a_likeness_of_its_own() -> None:
     """One that was made in another mode says no, and that costs time alone."""
     library = Torch(torch)
-    outside = library.like([values()])
+    outside = library.guard([values()])
     for mode in (torch.no_grad, torch.inference_mode, lambda: torch.autocast("cpu")):
         with mode():
             given = [values()]
-            inside = library.like(given)
+            inside = library.guard(given)
             assert inside(given) is not None
             assert outside(given) in (None, ([given[0].data_ptr()], None))

@@ -17,7 +17,7 @@ sys.path[:0] = [str(Path(__file__).parents[3] / "bundles")]
 from cuda.bindings import driver  # noqa: E402
 
 from cgbundle.format.schema import DTYPES, MEMORIES  # noqa: E402
-from cgbundle.tables.recording import KernelNode, MemcpyNode, MemsetNode  # noqa: E402
+from cgcompile.bundle.recordings import KernelNode, MemcpyNode, MemsetNode  # noqa: E402
 
 POISON = 0xFF  # NaN as a float, -1 as an integer
 

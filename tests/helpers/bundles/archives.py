@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cgbundle.format import archive
+from cgbundle.format import archive, manifest_json
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import File, Manifest
 
@@ -13,11 +13,12 @@ class ArchiveOf(Archive):
     """The bundle in `folder` with `manifest`; its files are taken as they are."""
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:
+        self._text = manifest_json.encode(manifest)
         super().__init__(str(folder))
         self._manifest = manifest
 
     def _read_manifest(self) -> bytes:
-        return b""
+        return self._text
 
     def _row(self, name: str) -> File:
         path = Path(self.path, name)

@@ -17,8 +17,8 @@ from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import EXAM, WEIGHTS, exam_entry, whole_program_file
 from cgbundle.format.schema import DonatedRange, Donation, EntrySpec, Manifest, Program, Region, Step, TensorSpec, Value
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Function, Recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Function, Recording
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import ADD, ARENA_AT, INPUTS_AT, edge, launch, relocations
 from tests.helpers.bundles.tiny_bundle import POSITIONAL

@@ -10,20 +10,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from cgbundle.tables.recording import (
-    Address,
-    ConditionalNode,
-    Edge,
-    Function,
-    Handle,
-    KernelNode,
-    MemcpyNode,
-    MemsetNode,
-    Node,
-    Recording,
-    Relocation,
-)
+from cgbundle.tables.module_state import Address, Relocation
 from cgbundle.tables.table import SET_CONDITION
+from cgcompile.bundle.recordings import ConditionalNode, Edge, Function, Handle, KernelNode, MemcpyNode, MemsetNode, Node, Recording
 
 ARENA = 3
 ROW = 32

@@ -22,20 +22,9 @@ from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import WEIGHTS
 from cgbundle.format.schema import VERSION, EntrySpec, Manifest, Program, Provenance, Region, SelfTest, Step, Target, Value, Weight
-from cgbundle.tables import codec as tables
-from cgbundle.tables.module_state import encode_states
-from cgbundle.tables.recording import (
-    Address,
-    Edge,
-    EmptyNode,
-    Function,
-    KernelNode,
-    MemcpyNode,
-    MemsetNode,
-    ModuleState,
-    Recording,
-    Relocation,
-)
+from cgbundle.tables.module_state import Address, ModuleState, Relocation
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording, encode_states
 
 SOURCE = r"""
 struct Args { const float *x; float factor; int unused; };

@@ -16,12 +16,12 @@ from hashlib import sha256
 from itertools import product
 from typing import Any
 
+from cgbundle.call.locks import ExclusiveLock, SharedLock, locked
 from cgbundle.format.entries import all_programs
 from cgbundle.format.file_names import EXAM
 from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import evaluate
-from cgbundle.session.locks import ExclusiveLock, SharedLock, locked
 from cgbundle.tensors.tensor import dense
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.edits import edited

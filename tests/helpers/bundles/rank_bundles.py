@@ -18,8 +18,8 @@ from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import EXAM, PROGRAM, WEIGHTS, exam_entry
 from cgbundle.format.schema import MEMORIES, Dimension, Manifest, Program, SelfTest, Step, TensorSpec, Value, Weight
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Function, Recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Function, Recording
 from cgcompile.targets.collectives.exchange_nodes import ExchangeKernels, exchange_node, needed_memory, transfer
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import ADD, FLOATS, KEYS, address, edge, launch, relocations

@@ -4,18 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from cgbundle.tables.recording import (
-    Address,
-    Edge,
-    EmptyNode,
-    Function,
-    KernelNode,
-    MemcpyNode,
-    MemsetNode,
-    ModuleState,
-    Recording,
-    Relocation,
-)
+from cgbundle.tables.module_state import Address, ModuleState, Relocation
+from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
 
 IMAGE = "ab" * 32
 IMAGES = {IMAGE}

@@ -25,8 +25,8 @@ from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import PROGRAM, WEIGHTS
 from cgbundle.format.schema import Alias, Dimension, Manifest, SelfTest, TensorSpec, Value, Weight
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import MemsetNode
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import MemsetNode
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, OUTPUT, STATE_AT, address, edge, launch, relocations
 from tests.helpers.bundles.edits import edited
@@ -62,16 +62,16 @@ def write(folder: Path, image: bytes = b"an image", arch: str = "sm_90") -> Mani
         "offsets": ("float32", (len(offsets),), lambda: offsets),
         "small": ("uint8", (3,), lambda: b"abc"),
         "total": ("float32", (FLOATS,), lambda: array("f", FIRST)),
-        "marks": ("uint8", (8,), lambda: bytes(8)),
         "random": ("int64", (2,), lambda: bytes(16)),
     }
     with open(folder / WEIGHTS, "wb") as out:
         safetensors.write(out, contents)
     (folder / PROGRAM).write_bytes(b"PK, but not really\n")
     rows = [
-        Weight(name=name, tensor=name, dtype=dtype, shape=(size,), strides=(1,), memory="state", offset=offset)
-        for name, dtype, size, offset in (
-            ("total", "float32", FLOATS, TOTAL), ("marks", "uint8", 8, MARKS), ("random", "int64", 2, RANDOM),
+        Weight(name=name, tensor=name, dtype=dtype, shape=(size,), strides=(1,), memory="state", offset=offset, zeros=zeros)
+        for name, dtype, size, offset, zeros in (
+            ("total", "float32", FLOATS, TOTAL, False), ("marks", "uint8", 8, MARKS, True),
+            ("random", "int64", 2, RANDOM, False),
         )
     ]  # fmt: skip
     weights = (*made.weights, *rows)

@@ -14,9 +14,9 @@ from cgbundle.cuda.graph_executor import GraphExecutor
 from cgbundle.cuda.memory import Memories
 from cgbundle.cuda.modules import Modules
 from cgbundle.cuda.stream_executor import StreamExecutor
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Recording
 from cgbundle.tables.table import Table
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Recording
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.conditional_rows import OUTPUT, RESULT, ROW, arena, recording
 from tests.helpers.bundles.cuda_bundles import write

@@ -16,24 +16,12 @@ from struct import unpack
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.cuda import (
-    driver,
-    graph_executor,
-    memory,
-    modules,
-    output_copies,
-    stream_executor,
-    weight_lanes,
-    weight_slots,
-)
-from cgbundle.cuda import stream_order as order
-from cgbundle.cuda import weight_update as update
-from cgbundle.cuda import weight_upload as upload
+from cgbundle.cuda import driver, graph_executor, memory, modules, stream_executor, stream_order
 from cgbundle.cuda.libcuda import Driver, Memcpy3D, answers
-from cgbundle.gpu import backend, binding, calls, host_copies
-from cgbundle.gpu import host_steps as hoststeps
-from cgbundle.program import exchanging, one_rank, peer_memory, ranks
+from cgbundle.gpu import backend, fast_path, host_steps, programs, step_times, threaded_copies, update
+from cgbundle.program import exchanging, one_rank, ranks
 from cgbundle.tables.table import SET_CONDITION
+from cgbundle.weights import lanes, upload
 from tests.helpers.bundles.cuda_bundles import ADD, COMBINE
 
 if TYPE_CHECKING:
@@ -47,28 +35,10 @@ FLAT = {"cuMemsetD8Async": 1, "cuMemsetD16Async": 2, "cuMemsetD32Async": 4}
 
 def install(monkeypatch: pytest.MonkeyPatch, fake: FakeDriver | Driver) -> None:
     """Puts a driver under the backend."""
-    for module in (
-        backend,
-        driver,
-        graph_executor,
-        output_copies,
-        host_copies,
-        stream_executor,
-        hoststeps,
-        memory,
-        modules,
-        order,
-        binding,
-        calls,
-        upload,
-        weight_lanes,
-        weight_slots,
-        update,
-        ranks,
-        one_rank,
-        exchanging,
-        peer_memory,
-    ):
+    of_cuda = (driver, graph_executor, memory, modules, stream_executor, stream_order, lanes, upload)
+    of_gpu = (backend, fast_path, host_steps, programs, step_times, threaded_copies, update)
+    of_ranks = (ranks, one_rank, exchanging)
+    for module in (*of_cuda, *of_gpu, *of_ranks):
         monkeypatch.setattr(module, "cu", fake)
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.call.views import View
+from cgbundle.call.outputs import View
 from cgbundle.errors import CallError
 from cgbundle.format import manifest_json
 from cgbundle.format.schema import Alias, DataSize, Manifest

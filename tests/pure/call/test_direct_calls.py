@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from cgbundle.call import direct
-from cgbundle.call.direct import Direct, DirectCalls
+from cgbundle.call import fast_path as direct
+from cgbundle.call.fast_path import Known, KnownCalls
 from cgbundle.errors import CallError, MachineError
 from cgbundle.format.schema import Dimension, TensorSpec
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.tensors.dlpack_tensors import DLPack
+from cgbundle.tensors.dlpack import DLPack
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
@@ -55,7 +55,7 @@ def test_the_answers_are_those_of_a_first_call(program: Program) -> None:
         view = program(on_gpu(key, seed))
         assert array("f", ctypes.string_at(view.tensor.address, 4 * key * FLOATS)) == expected(inputs(key, seed))
         assert view.shape == (key, FLOATS)
-    assert len(program._direct) == len(KEYS)
+    assert len(program._known) == len(KEYS)
 
 
 def test_it_is_a_copy_and_a_launch(program: Program, fake: FakeDriver) -> None:
@@ -69,7 +69,7 @@ def test_it_is_a_copy_and_a_launch(program: Program, fake: FakeDriver) -> None:
 
 def test_what_differs_takes_the_other_way(program: Program, monkeypatch: pytest.MonkeyPatch) -> None:
     program.replay([on_gpu(KEYS[0], 0)])
-    monkeypatch.setattr(DirectCalls, "add", remembered)
+    monkeypatch.setattr(KnownCalls, "add", remembered)
     with raises("input-dtype"):
         program.replay([Tensor(1 << 20, "int32", (KEYS[0], FLOATS), (FLOATS, 1), None, 0)])
     with raises("input-device"):
@@ -106,7 +106,7 @@ def test_views_are_guarded(program: Program) -> None:
         program.replay([value])
     with raises("stale-view"):
         third[0].tensor  # noqa: B018
-    assert not len(program._direct)
+    assert not len(program._known)
 
 
 def test_a_driver_that_fails_lets_go_of_everything(program: Program, fake: FakeDriver) -> None:
@@ -129,7 +129,7 @@ def test_only_so_many_are_remembered(program: Program, monkeypatch: pytest.Monke
     monkeypatch.setattr(direct, "KEPT", 1)
     for key in (*KEYS, *KEYS):
         program.replay([on_gpu(key, 0)])
-        assert len(program._direct) == 1
+        assert len(program._known) == 1
 
 
 def test_another_threads_session_is_busy(program: Program) -> None:
@@ -185,11 +185,11 @@ def test_copies_are_the_drivers_where_the_library_gives_the_memory(
 
 
 def test_of_one_shape_few_kinds_are_kept() -> None:
-    calls, value = DirectCalls(), Tensor(1 << 20, "float32", (4,), (1,), None, 0)
+    calls, value = KnownCalls(), Tensor(1 << 20, "float32", (4,), (1,), None, 0)
     chosen = [0]
 
-    def known(number: int) -> Direct:
-        return Direct(lambda given: ([number], None) if chosen[0] == number else None, lambda addresses, views: [number])
+    def known(number: int) -> Known:
+        return Known(lambda given: ([number], None) if chosen[0] == number else None, lambda addresses, views: [number])
 
     for number in range(3 * direct.LIKE):
         chosen[0] = number

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.call import dispatch
-from cgbundle.call.dispatch import Cut, plan
+from cgbundle.call import plan as dispatch
+from cgbundle.call.plan import Chunk, pieces
 from cgbundle.errors import CallError
 from cgbundle.format.schema import Dimension
 from tests.helpers.bundles.fabricate import dimension
@@ -23,8 +23,8 @@ dimensions = st.lists(
 ).map(lambda rows: [dimension(f"d{index}", *sizes, pad=pad, chunk=chunk) for index, (sizes, pad, chunk) in enumerate(rows)])
 
 
-def cuts(each: Dimension, size: int, on_miss: str) -> list[Cut]:
-    return [piece[0] for piece in plan([each], [size], on_miss)]
+def cuts(each: Dimension, size: int, on_miss: str) -> list[Chunk]:
+    return [piece[0] for piece in pieces([each], [size], on_miss)]
 
 
 def best(sizes: tuple[int, ...], size: int, *, exact: bool) -> tuple[int, int] | None:
@@ -43,12 +43,12 @@ def best(sizes: tuple[int, ...], size: int, *, exact: bool) -> tuple[int, int] |
 def test_pieces_cover_the_call_exactly_once_with_recorded_sizes(each: list[Dimension], data: st.DataObject, on_miss: str) -> None:
     sizes = [data.draw(st.integers(1, 30)) for _ in each]
     try:
-        pieces = plan(each, sizes, on_miss)
+        made = pieces(each, sizes, on_miss)
     except CallError:
         return
-    places = [place for piece in pieces for place in product(*[range(cut.start, cut.start + cut.length) for cut in piece])]
+    places = [place for piece in made for place in product(*[range(cut.start, cut.start + cut.length) for cut in piece])]
     assert sorted(places) == sorted(product(*map(range, sizes)))
-    for piece in pieces:
+    for piece in made:
         assert len(piece) == len(each)
         for cut, one in zip(piece, each, strict=True):
             assert cut.size in one.sizes
@@ -60,7 +60,7 @@ def test_pieces_cover_the_call_exactly_once_with_recorded_sizes(each: list[Dimen
 @given(dimensions, st.data(), st.sampled_from(dispatch.POLICIES))
 def test_a_recorded_key_is_served_by_itself(each: list[Dimension], data: st.DataObject, on_miss: str) -> None:
     sizes = [data.draw(st.sampled_from(one.sizes)) for one in each]
-    assert plan(each, sizes, on_miss) == (tuple(Cut(0, size, size) for size in sizes),)
+    assert pieces(each, sizes, on_miss) == (tuple(Chunk(0, size, size) for size in sizes),)
 
 
 @given(recorded, st.integers(1, 12))
@@ -68,7 +68,7 @@ def test_pad_takes_the_smallest_recorded_size_that_holds_the_call(sizes: tuple[i
     for chunk in (True, False):
         if size <= sizes[-1]:
             expected = min(each for each in sizes if each >= size)
-            assert cuts(dimension("batch", *sizes, chunk=chunk), size, "pad") == [Cut(0, size, expected)]
+            assert cuts(dimension("batch", *sizes, chunk=chunk), size, "pad") == [Chunk(0, size, expected)]
 
 
 @given(recorded, st.integers(1, 60))
@@ -79,7 +79,7 @@ def test_pad_cuts_a_larger_call_into_the_largest_size_and_pads_the_rest(sizes: t
         assert [cut.size for cut in made[:-1]] == [largest] * (len(made) - 1)
         assert len(made) == -(-size // largest)
         rest = size - largest * (len(made) - 1)
-        assert made[-1] == Cut(size - rest, rest, min(each for each in sizes if each >= rest))
+        assert made[-1] == Chunk(size - rest, rest, min(each for each in sizes if each >= rest))
 
 
 @settings(max_examples=150, deadline=None)
@@ -122,12 +122,12 @@ def test_a_huge_call_is_planned_quickly() -> None:
 
 def test_a_model_without_dimensions_is_one_piece() -> None:
     for on_miss in dispatch.POLICIES:
-        assert plan([], [], on_miss) == ((),)
+        assert pieces([], [], on_miss) == ((),)
 
 
 def test_two_dimensions_are_cut_into_their_product() -> None:
     each = [dimension("batch", 1, 4), dimension("seq", 8, chunk=False)]
-    assert plan(each, [5, 6], "pad") == ((Cut(0, 4, 4), Cut(0, 6, 8)), (Cut(4, 1, 1), Cut(0, 6, 8)))
+    assert pieces(each, [5, 6], "pad") == ((Chunk(0, 4, 4), Chunk(0, 6, 8)), (Chunk(4, 1, 1), Chunk(0, 6, 8)))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ def test_two_dimensions_are_cut_into_their_product() -> None:
 
 def refused(each: list[Dimension], sizes: list[int], on_miss: str) -> CallError:
     with raises("key-missing") as caught:
-        plan(each, sizes, on_miss)
+        pieces(each, sizes, on_miss)
     assert "\n" not in str(caught.value)
     return caught.value
 
@@ -144,7 +144,7 @@ def refused(each: list[Dimension], sizes: list[int], on_miss: str) -> CallError:
 def test_the_error_policy_serves_recorded_keys_only(each: list[Dimension], data: st.DataObject) -> None:
     sizes = [data.draw(st.integers(1, 14)) for _ in each]
     if all(size in one.sizes for one, size in zip(each, sizes, strict=True)):
-        assert len(plan(each, sizes, "error")) == 1
+        assert len(pieces(each, sizes, "error")) == 1
     else:
         refused(each, sizes, "error")
 
@@ -157,7 +157,7 @@ def test_the_error_policy_names_the_dimension_its_recorded_sizes_and_what_to_do(
 
 def test_the_place_where_a_dimension_shows_can_be_named() -> None:
     with raises("key-missing", match=r"^input 'ids', axis 0 of batch: expected a recorded batch \(1, 8\), got 3$"):
-        plan([dimension("batch", 1, 8)], [3], "error", lambda name: f"input 'ids', axis 0 of {name}")
+        pieces([dimension("batch", 1, 8)], [3], "error", lambda name: f"input 'ids', axis 0 of {name}")
 
 
 def test_a_size_that_cannot_be_padded_names_the_dimension_and_the_reason() -> None:
@@ -194,7 +194,7 @@ def test_a_call_of_too_many_replays_is_refused(monkeypatch: pytest.MonkeyPatch) 
     assert str(error) == "batch: expected at most batch=1048576, 1048576 replays, got 1048577"
     monkeypatch.setattr(dispatch, "MOST_PIECES", 6)
     batch, rows = dimension("batch", 2, 3), dimension("rows", 1)
-    assert len(plan([batch], [18], "chunk")) == len(plan([batch, rows], [9, 2], "chunk")) == 6
+    assert len(pieces([batch], [18], "chunk")) == len(pieces([batch, rows], [9, 2], "chunk")) == 6
     assert str(refused([batch], [19], "chunk")) == "batch: expected at most batch=18, 6 replays, got 19"
     assert str(refused([batch, rows], [12, 2], "chunk")) == "the call would take more than 6 replays"
 

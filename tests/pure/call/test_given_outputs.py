@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.call import outputs as call_outputs
-from cgbundle.call.outputs import Spans
+from cgbundle.call.outputs import Extents
 from cgbundle.program import Program
 from cgbundle.tensors import tensor
 from cgbundle.tensors.tensor import Tensor
@@ -112,7 +112,7 @@ def test_others_are_copied(monkeypatch: pytest.MonkeyPatch, size: int, outputs: 
 
 @given(begin=st.integers(0, 40), other=st.integers(0, 40), source=st.integers(0, 40), sizes=st.tuples(*[st.integers(1, 20)] * 3))
 def test_what_shares_a_byte_is_not_apart(begin: int, other: int, source: int, sizes: tuple[int, int, int]) -> None:
-    spans = Spans(outputs=sizes[:2], inputs=sizes[2:], large=(0, 1))
+    spans = Extents(outputs=sizes[:2], inputs=sizes[2:], large=(0, 1))
     one, two, read = [set(range(at, at + size)) for at, size in zip((begin, other, source), sizes, strict=True)]
     wanted = [place for place, own, rest in ((0, one, two | read), (1, two, one | read)) if not own & rest]
     assert sorted(spans.apart((begin, other), (source,))) == wanted

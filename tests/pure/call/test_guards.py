@@ -8,9 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.call import guards
+from cgbundle.call import plan as guards
 from cgbundle.call import plan as plans
 from cgbundle.errors import CallError
+from cgbundle.tensors import input_errors
 from tests.helpers.bundles.fabricate import dimension, signature, spec
 from tests.helpers.raising import raises
 
@@ -70,7 +71,7 @@ def test_two_axes_of_one_input_may_disagree_too() -> None:
 
 
 def test_a_dtype_names_both_and_what_to_do() -> None:
-    error = guards.wrong_dtype(MODEL.entries[0].inputs[0], "float32", written=False)
+    error = input_errors.wrong_dtype(MODEL.entries[0].inputs[0], "float32", written=False)
     assert (error.code, str(error)) == ("input-dtype", "input 'ids': expected dtype int64, got float32")
     assert error.hint.startswith("convert it to int64 before the call")
 
@@ -139,7 +140,7 @@ def test_a_plan_refuses_what_dispatch_and_guards_refuse() -> None:
 
 def test_the_hint_of_an_input_that_calls_write_to_is_another_one() -> None:
     spec = MODEL.entries[0].inputs[0]
-    written, read = [guards.wrong_dtype(spec, "int8", written=written).hint for written in (True, False)]
+    written, read = [input_errors.wrong_dtype(spec, "int8", written=written).hint for written in (True, False)]
     assert written.endswith("before the call: the model writes to it, so it is never cast") and "never cast" not in read
 
 
@@ -152,12 +153,12 @@ def test_the_hint_of_an_input_that_calls_write_to_is_another_one() -> None:
 )  # fmt: skip
 def test_numbers_become_a_tensor_of_a_library_that_has_the_dtype(dtype: str, make: str) -> None:
     spec = replace(MODEL.entries[0].inputs[0], dtype=dtype)
-    assert guards.unreadable(CallError("input-kind", "no"), spec, [1, 2]).hint == f"make a tensor of it: {make}"
+    assert input_errors.unreadable(CallError("input-kind", "no"), spec, [1, 2]).hint == f"make a tensor of it: {make}"
 
 
 def test_tensors_in_a_container_are_passed_one_by_one() -> None:
     tensor = memoryview(bytes(4))  # has a shape
     for value, call in (([1, tensor], "program(*inputs)"), ((tensor,), "program(*inputs)"), ({"x": tensor}, "program(**inputs)")):
-        hint = guards.unreadable(CallError("input-kind", "no"), MODEL.entries[0].inputs[0], value).hint
+        hint = input_errors.unreadable(CallError("input-kind", "no"), MODEL.entries[0].inputs[0], value).hint
         assert hint == f"every input is an argument of its own: {call}"
-    assert guards.unreadable(CallError("input-kind", "no", "why"), MODEL.entries[0].inputs[0], "text").hint == "why"
+    assert input_errors.unreadable(CallError("input-kind", "no", "why"), MODEL.entries[0].inputs[0], "text").hint == "why"

@@ -12,8 +12,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.call.output_aliases import AliasLayout, rebase
-from cgbundle.call.views import View
+from cgbundle.call.aliasing import AliasLayout, rebase
+from cgbundle.call.outputs import View
 from cgbundle.errors import CATALOGUE
 from cgbundle.format import manifest_json
 from cgbundle.format.schema import Alias, Manifest, Value

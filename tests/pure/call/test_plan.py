@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.call import guards
+from cgbundle.call import plan as guards
 from cgbundle.call.plan import number_of_key, plan
 from cgbundle.tensors.library import Descriptor
 from tests.helpers.bundles.edits import edited

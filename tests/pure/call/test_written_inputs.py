@@ -14,15 +14,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle import exam
+from cgbundle.call.mutated_inputs import apart, folds, reach, shared
 from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Address, MemsetNode
-from cgbundle.tensors.overlap import apart, folds, reach, shared
-from cgbundle.tensors.tensor import Tensor, from_bytes
+from cgbundle.tables.module_state import Address
+from cgbundle.tensors.tensor import Tensor, _capsule_new, from_bytes
 from cgbundle.validate.bundle import check_manifest
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import MemsetNode
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, inputs
@@ -245,7 +246,7 @@ def test_a_capsule_that_says_read_only_is_refused() -> None:
     from cgbundle.tensors import dlpack
 
     managed = dlpack._Versioned(1, 0, None, None, dlpack.READ_ONLY)
-    capsule = dlpack._capsule_new(ctypes.addressof(managed), b"dltensor_versioned", None)
+    capsule = _capsule_new(ctypes.addressof(managed), b"dltensor_versioned", None)
 
     class ReadOnly:
         def __dlpack__(self, max_version: Any = None) -> object:

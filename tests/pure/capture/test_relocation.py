@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.tables.recording import Address, KernelNode, MemcpyNode, MemsetNode, Relocation
+from cgbundle.tables.module_state import Address, Relocation
+from cgcompile.bundle.recordings import KernelNode, MemcpyNode, MemsetNode
 from cgcompile.capture.assemble import assemble
 from cgcompile.capture.placement import SEGMENT_ALIGN
 from cgcompile.capture.take import (

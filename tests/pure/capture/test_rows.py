@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.tables import codec
-from cgbundle.tables.recording import Address, ConditionalNode, KernelNode, MemsetNode, Recording
+from cgbundle.tables.module_state import Address
 from cgbundle.tables.table import Table, launch_order
 from cgbundle.validate.recordings import check_recording
+from cgcompile.bundle import recordings as codec
+from cgcompile.bundle.recordings import ConditionalNode, KernelNode, MemsetNode, Recording
 from cgcompile.capture.assemble import assemble, has_conditions
 from cgcompile.capture.rows import Mark, Piece, join, marks_and_graphs
 from cgcompile.capture.take import (

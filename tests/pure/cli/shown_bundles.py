@@ -13,8 +13,8 @@ from pathlib import Path
 
 from cgbundle.format import archive, file_names, safetensors
 from cgbundle.format.schema import Dimension, Manifest, Program, Provenance, SelfTest, TensorSpec, Value
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Edge, Recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Edge, Recording
 from tests.helpers.bundles import cuda_bundles, tiny_bundle
 from tests.helpers.bundles.edits import edited
 

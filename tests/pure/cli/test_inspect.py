@@ -30,8 +30,8 @@ from cgbundle.format.schema import (
     Weight,
 )
 from cgbundle.format.spans import span
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Edge, KernelNode, Recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Edge, KernelNode, Recording
 from cgcompile.pipeline.records import Built
 from cgcompile.targets.instruction_sets import LEVELS
 from cgcompile_cli import main, summary

@@ -12,8 +12,8 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import KernelNode
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import KernelNode
 from cgcompile_cli import main
 from cgcompile_cli.inspection.kernels import CHOICES, KernelLaunches, kernels
 from tests.helpers.bundles import tiny_bundle

@@ -21,8 +21,8 @@ from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive
 from cgbundle.format.schema import Finding, Manifest, Weight
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Edge
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Edge
 from cgcompile_cli import main
 from cgcompile_cli.output import safe
 from cgcompile_cli.page import file as pagefile

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from cgbundle.tables.recording import ConditionalNode, KernelNode, Recording
+from cgcompile.bundle.recordings import ConditionalNode, KernelNode, Recording
 from cgcompile.tools.diff.nodes import changes
 from cgcompile.tools.diff.recordings import compare_recordings
 from cgcompile_cli.main import app

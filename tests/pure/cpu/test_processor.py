@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from cgbundle.cpu import processor
-from cgbundle.cpu.processor import HINT, check_features, processor_flags
+from cgbundle.cpu import machine as processor
+from cgbundle.cpu.machine import HINT, check_features, processor_flags
 from tests.helpers.raising import raises
 
 
@@ -27,7 +27,7 @@ def test_vectors_of_another_length_are_another_processor(monkeypatch: pytest.Mon
 
 def test_what_no_compiler_writes_by_itself_is_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processors that differ in nothing else serve each other's bundles."""
-    monkeypatch.setattr("cgbundle.cpu.processor.processor_flags", lambda: frozenset({"avx2"}))
+    monkeypatch.setattr("cgbundle.cpu.machine.processor_flags", lambda: frozenset({"avx2"}))
     check_features(("avx2", "rdseed", "clwb"))
     with raises("wrong-machine", match="this processor lacks avx512f, which"):
         check_features(("avx2", "rdseed", "avx512f"))

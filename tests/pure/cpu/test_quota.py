@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cpu.quota import NUMBER, memory_of_quota, threads_of_quota
+from cgbundle.cpu.machine import NUMBER, memory_of_quota, threads_of_quota
 
 
 @pytest.fixture(autouse=True)

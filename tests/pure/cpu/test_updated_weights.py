@@ -6,9 +6,9 @@ import ctypes
 from dataclasses import replace
 from typing import Any
 
-from cgbundle.cpu.weights import ALIGNMENT, Weights
-from cgbundle.session.weight_contents import contents_of
 from cgbundle.tensors.tensor import Tensor
+from cgbundle.weights.contents import contents_of
+from cgbundle.weights.host import ALIGNMENT, HostWeights
 from tests.helpers.bundles.tiny_bundle import manifest
 
 
@@ -30,7 +30,7 @@ def test_updated_weights_begin_at_cache_lines_and_lie_apart() -> None:
     rows = [replace(row, name=f"w{i}", tensor=f"w{i}", shape=(size,)) for i, size in enumerate(sizes)]
     given = contents_of({f"w{i}": tensor(size, i + 1) for i, size in enumerate(sizes)})
     mapped: Any = Mapped()
-    first = Weights(mapped)
+    first = HostWeights(mapped)
     second = first.updated(rows, [given[row.name] for row in rows])
     places = [second.address(row.tensor) for row in rows]
     assert [place % ALIGNMENT for place in places] == [0] * len(sizes) and ALIGNMENT == 64

@@ -11,18 +11,17 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda import driver, launches, libcuda, memory, stream_order
-from cgbundle.cuda import weight_pieces as pieces
-from cgbundle.cuda import weight_upload as upload
+from cgbundle.call.profile import Profile, step_names
+from cgbundle.cuda import driver, launches, libcuda, memory
 from cgbundle.errors import BundleError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
-from cgbundle.gpu import shared
+from cgbundle.gpu import device_bundle as shared
+from cgbundle.gpu import step_times
 from cgbundle.loader import MODES
-from cgbundle.session import weight_reads
-from cgbundle.session.profile import Profile, step_names
 from cgbundle.tables.table import Table
 from cgbundle.validate import contents, recordings
+from cgbundle.weights import lanes, reads, upload
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
@@ -136,7 +135,7 @@ def test_steps_are_timed_by_events_while_a_profile_watches(fake: FakeDriver, bun
 
 
 def test_a_long_profile_keeps_few_events(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(stream_order, "PENDING", 3)
+    monkeypatch.setattr(step_times, "PENDING", 3)
     backend = opened(*bundle)
     given = inputs(KEYS[0])
     before = len(fake.live)
@@ -319,7 +318,7 @@ def test_parameters_that_differ_from_the_images(
 
 def test_weights_that_end_early(fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     manifest, folder = bundle
-    monkeypatch.setattr(shared, "listed", lambda bundle: {"weights.safetensors": [pieces.Piece(0, 4096, 0)]})
+    monkeypatch.setattr(shared, "listed", lambda bundle: {"weights.safetensors": [upload.Piece(0, 4096, 0)]})
     with raises("weights-invalid", match="ends too early"):
         opened(manifest, folder)
 
@@ -341,26 +340,26 @@ ENTRIES = {
 
 def test_adjacent_weights_are_one_piece() -> None:
     rows = [weight("w", "b", 256), weight("v", "a", 0), weight("tied", "a", 0), weight("x", "c", 512), weight("e", "empty", 768)]
-    assert pieces.pieces(rows, ENTRIES, 1024) == [pieces.Piece(1000, 356, 0), pieces.Piece(1356, 10, 512)]
+    assert upload.pieces(rows, ENTRIES, 1024) == [upload.Piece(1000, 356, 0), upload.Piece(1356, 10, 512)]
 
 
 def test_weights_must_exist_and_fit() -> None:
     with raises("weights-invalid", match="no tensor 'z', which weight 'w' names"):
-        pieces.pieces([weight("w", "z", 0)], ENTRIES, 1024)
+        upload.pieces([weight("w", "z", 0)], ENTRIES, 1024)
     with raises("weights-invalid", match="256 bytes at 1000 of memory weights, which has 1024"):
-        pieces.pieces([weight("w", "a", 1000)], ENTRIES, 1024)
+        upload.pieces([weight("w", "a", 1000)], ENTRIES, 1024)
 
 
 def test_chunks_cover_the_pieces_once() -> None:
-    listed = [pieces.Piece(10, 95, 0), pieces.Piece(105, 3, 512), pieces.Piece(400, 5, 768)]
-    groups = pieces.chunks(listed, 50)
+    listed = [upload.Piece(10, 95, 0), upload.Piece(105, 3, 512), upload.Piece(400, 5, 768)]
+    groups = upload.chunks(listed, 50)
     assert groups == [
-        [pieces.Piece(10, 40, 0)],
-        [pieces.Piece(50, 50, 40)],
-        [pieces.Piece(100, 5, 90), pieces.Piece(105, 3, 512)],
-        [pieces.Piece(400, 5, 768)],
+        [upload.Piece(10, 40, 0)],
+        [upload.Piece(50, 50, 40)],
+        [upload.Piece(100, 5, 90), upload.Piece(105, 3, 512)],
+        [upload.Piece(400, 5, 768)],
     ]
-    assert [pieces.place(group) for group in groups] == [(10, 40), (50, 50), (100, 8), (400, 5)]
+    assert [upload.place(group) for group in groups] == [(10, 40), (50, 50), (100, 8), (400, 5)]
 
 
 def ways(monkeypatch: pytest.MonkeyPatch, readers: int, slots: int, chunk: int, lanes: int) -> upload.Way:
@@ -380,7 +379,7 @@ def test_many_small_chunks_by_several_threads(
     with context:
         base = memory.allocate(size, "test")
         with open(folder / "weights.safetensors", "rb") as file:
-            upload.Upload(context, file.fileno(), [pieces.Piece(0, size, 0)], base, how).wait()
+            upload.Upload(context, file.fileno(), [upload.Piece(0, size, 0)], base, how).wait()
         assert ctypes.string_at(base, size) == (folder / "weights.safetensors").read_bytes()
         memory.free(base)
     context.release()
@@ -391,12 +390,12 @@ def test_many_small_chunks_by_several_threads(
 def test_where_memory_cannot_be_pinned_all_arrives(
     pinned: bool, lanes: int, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Eight readers and one sender, slots fewer than groups, and groups of several pieces."""
+    """Eight readers and one sender, slots fewer than groups, and groups of several upload."""
     if not pinned:
         monkeypatch.setattr(fake, "cuMemHostRegister", lambda *given: 801, raising=False)
     _, folder = bundle
     data = (folder / "weights.safetensors").read_bytes()
-    listed = [pieces.Piece(at, 30, 2 * at) for at in range(0, len(data) - 30, 31)]
+    listed = [upload.Piece(at, 30, 2 * at) for at in range(0, len(data) - 30, 31)]
     context = driver.Context(0)
     with context:
         base = memory.allocate(2 * len(data), "test")
@@ -418,7 +417,7 @@ def test_a_file_that_ends_too_early_ends_the_upload(
     with context, open(folder / "weights.safetensors", "rb") as file:
         base = memory.allocate(4 * size, "test")
         way = ways(monkeypatch, readers, 2, 64, lanes)
-        started = upload.Upload(context, file.fileno(), [pieces.Piece(0, 3 * size, 0)], base, way, "tables.safetensors")
+        started = upload.Upload(context, file.fileno(), [upload.Piece(0, 3 * size, 0)], base, way, "tables.safetensors")
         for _ in range(2):
             with raises("weights-invalid", match="tables.safetensors: the file ends too early"):
                 started.wait()
@@ -437,7 +436,7 @@ def test_an_upload_that_is_stopped_lets_go(
         base = memory.allocate(size, "test")
         how, opened = ways(monkeypatch, 3, 4, 16, lanes), len(os.listdir("/proc/self/fd"))
         for _ in range(20):
-            started = upload.Upload(context, file.fileno(), [pieces.Piece(0, size, 0)], base, how)
+            started = upload.Upload(context, file.fileno(), [upload.Piece(0, size, 0)], base, how)
             started.stop()
             assert not any(thread.name == "cgbundle-upload" for thread in threading.enumerate())
             assert len(os.listdir("/proc/self/fd")) == opened
@@ -449,16 +448,16 @@ def test_an_upload_that_is_stopped_lets_go(
 def test_lanes_are_for_the_page_cache_and_glibc(
     cached: bool, there: bool, fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(upload, "AsyncReads", None)  # would fail if it were called
+    monkeypatch.setattr(lanes, "AsyncReads", None)  # would fail if it were called
     how = ways(monkeypatch, 3, 2, 64, 2)
     monkeypatch.setattr(upload, "is_cached", lambda file: cached)
-    monkeypatch.setattr(upload, "available", lambda: there)
+    monkeypatch.setattr(lanes, "available", lambda: there)
     _, folder = bundle
     data = (folder / "weights.safetensors").read_bytes()
     context = driver.Context(0)
     with context, open(folder / "weights.safetensors", "rb") as file:
         base = memory.allocate(len(data), "test")
-        upload.Upload(context, file.fileno(), [pieces.Piece(0, len(data), 0)], base, how).wait()
+        upload.Upload(context, file.fileno(), [upload.Piece(0, len(data), 0)], base, how).wait()
         assert ctypes.string_at(base, len(data)) == data
         memory.free(base)
     context.release()
@@ -493,7 +492,7 @@ def test_what_is_not_in_the_page_cache_is_announced_and_read(
     context = driver.Context(0)
     with context, open(tmp_path / "file", "rb") as file:
         base = memory.allocate(len(data), "test")
-        upload.Upload(context, file.fileno(), [pieces.Piece(20, 480, 0)], base, upload.Way(1, 2, True, 64)).wait()
+        upload.Upload(context, file.fileno(), [upload.Piece(20, 480, 0)], base, upload.Way(1, 2, True, 64)).wait()
         assert ctypes.string_at(base, 480) == data[20:]
         memory.free(base)
     context.release()
@@ -506,10 +505,10 @@ def test_the_disk_begins_to_read_the_first_weights(
 ) -> None:
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr("os.posix_fadvise", lambda file, begin, size, advice: asked.append((begin, size)))
-    monkeypatch.setattr(weight_reads, "STEP", 256)
-    monkeypatch.setattr(pieces, "FIRST", 384)
+    monkeypatch.setattr(reads, "STEP", 256)
+    monkeypatch.setattr(upload, "FIRST", 384)
     manifest, folder = bundle
-    found = pieces.listed(ArchiveOf(folder, manifest))
+    found = upload.listed(ArchiveOf(folder, manifest))
     (first, *_) = found["weights.safetensors"]
     assert first.size > 384
     assert asked == [(first.begin, 256), (first.begin + 256, 128)]

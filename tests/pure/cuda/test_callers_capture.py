@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from cgbundle.format.schema import Manifest
-from cgbundle.gpu import calls
+from cgbundle.gpu import backend as backend_module
 from cgbundle.gpu.backend import CudaBackend
-from cgbundle.session import state
-from cgbundle.tensors import detection
+from cgbundle.program import state
+from cgbundle.tensors import library as detection
 from cgbundle.tensors.tensor import from_bytes
 from tests.helpers.bundles import cuda_bundles, state_bundles
 from tests.helpers.bundles.archives import ArchiveOf
@@ -148,7 +148,7 @@ def test_inputs_of_the_cpu_and_state_are_refused(
 ) -> None:  # fmt: skip
     made = state_bundles.write(tmp_path / "tiny.cgb"), tmp_path / "tiny.cgb"
     with opened(made) as program:
-        for module in (calls, state):
+        for module in (backend_module, state):
             monkeypatch.setattr(module, "caller_captures", lambda: True)
         before = len(fake.calls)
         with raises("capture-refused", match="inputs on the CPU cannot become part of the CUDA graph that is being captured"):

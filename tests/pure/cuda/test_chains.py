@@ -15,13 +15,13 @@ from cgbundle.cuda import memory
 from cgbundle.errors import CgbundleError
 from cgbundle.exam import replay_chained
 from cgbundle.format.schema import Manifest
-from cgbundle.gpu import shared
+from cgbundle.gpu import device_bundle as shared
 from cgbundle.gpu.backend import CudaBackend
-from cgbundle.gpu.binding import with_inputs_at
+from cgbundle.gpu.programs import with_inputs_at
 from cgbundle.loader import MODES
 from cgbundle.program import Program
-from cgbundle.tables import codec as tables
 from cgbundle.tensors.tensor import Tensor
+from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles import chained_bundles
 from tests.helpers.bundles.chained_bundles import ADDS, AGAIN_AT, MAKE_AT, SIZE, N, numbers, taken, twice, write
 from tests.helpers.bundles.cuda_bundles import ARENA_AT
@@ -282,7 +282,7 @@ def test_calls_like_one_before(fake: FakeDriver, manifest: Manifest, tmp_path: P
             assert read(out.tensor.address) == taken(twice(x), twice(x))
             if not turn:
                 for entry in (program.make, program.take):
-                    assert entry._direct
+                    assert entry._known
                     monkeypatch.setattr(entry, "_replay", None)
         stale, made = made, program.make(device(call, x))
         with raises("stale-view", match="call 3 of 'make' was read after call 4 of 'make'"):

@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from cgbundle.cuda import memory
 from cgbundle.cuda.driver import Context
 from cgbundle.errors import CgbundleError, MachineError
-from cgbundle.gpu import host_copies
-from cgbundle.gpu.host_copies import HostCopies
+from cgbundle.gpu import outputs, threaded_copies
+from cgbundle.gpu.outputs import HostCopies
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
 from tests.helpers.drivers.cuda_calls import opened
@@ -33,8 +33,8 @@ TO, FROM = "cuMemcpyHtoDAsync", "cuMemcpyDtoHAsync"
 
 @pytest.fixture(autouse=True)
 def _small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_copies, "LARGE", LARGE)
-    monkeypatch.setattr(host_copies, "CHUNK", CHUNK)
+    monkeypatch.setattr(outputs, "LARGE", LARGE)
+    monkeypatch.setattr(threaded_copies, "CHUNK", CHUNK)
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)))
 
 
@@ -68,7 +68,7 @@ def cleanup(fake: FakeDriver) -> Iterator[ExitStack]:
 @given(sizes=st.lists(st.integers(0, 9 * CHUNK), min_size=1, max_size=3), threads=st.integers(1, 4))
 def test_every_byte_arrives(fake: FakeDriver, sizes: list[int], threads: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(host_copies, "THREADS", threads)
+        patch.setattr(threaded_copies, "THREADS", threads)
         for seed, size in enumerate(sizes):
             with ExitStack() as cleanup:
                 room = Room(cleanup, size)
@@ -88,14 +88,14 @@ def test_threads_share_and_the_memory_is_kept(fake: FakeDriver, cleanup: ExitSta
         room.there_and_back(seed)
     assert fake.calls.count(TO) == fake.calls.count(FROM) == 27
     assert fake.calls.count("cuMemHostRegister") == 1 and threading.active_count() == before
-    assert len(room.copies._slots) == host_copies.THREADS
+    assert len(room.copies._large()._slots) == threaded_copies.THREADS
 
 
 def test_no_more_threads_than_processors(fake: FakeDriver, cleanup: ExitStack, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: {3})
     room = Room(cleanup, 4 * CHUNK)
     room.there_and_back(0)
-    assert len(room.copies._slots) == 1
+    assert len(room.copies._large()._slots) == 1
 
 
 def test_pinned_memory_is_copied_as_it_is(fake: FakeDriver, cleanup: ExitStack) -> None:
@@ -148,7 +148,7 @@ def test_when_it_is_interrupted_no_thread_uses_the_callers_memory_any_more(
         return copy(*given)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(host_copies.ctypes, "memmove", slow)
+        patch.setattr(threaded_copies.ctypes, "memmove", slow)
         room.there_and_back(1)
     assert threading.active_count() == before
     room.there_and_back(2)

@@ -17,13 +17,13 @@ from typing import Any
 import pytest
 
 from cgbundle.cuda import launches
-from cgbundle.cuda import weight_upload as upload
 from cgbundle.errors import BundleError, CallError, CgbundleError, MachineError, OutOfMemory
 from cgbundle.format.schema import Manifest, Program, Region, Step, Value
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.loader import MODES
 from cgbundle.validate.lifetimes import check_lifetimes
 from cgbundle.validate.steps import check_order
+from cgbundle.weights import upload
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.helpers.bundles.edits import edited
@@ -83,18 +83,22 @@ def program(key: int, base: Program) -> Program:
     )  # fmt: skip
 
 
-@pytest.fixture
-def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
-    folder = tmp_path / "mixed.cgb"
-    made = cuda_bundles.write(folder, b"an image")
+def mixed(made: Manifest) -> Manifest:
+    """The manifest of `cuda_bundles` with programs that go through the host."""
     hosts = tuple(Region(name=file[5:-3], kind="host", reason="", file=file, constants=()) for file in FILES)
-    made = edited(
+    return edited(
         made,
         target=replace(made.target, torch="2.13.0"),
         memories=(*made.memories, ("host", HOST_BYTES)),
         regions=(*made.regions, *hosts),
         programs=tuple([program(key, row) for key, row in zip(KEYS, made.entries[0].programs, strict=True)]),
     )
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> tuple[Manifest, Path]:
+    folder = tmp_path / "mixed.cgb"
+    made = mixed(cuda_bundles.write(folder, b"an image"))
     for row in made.entries[0].programs:
         check_order(row, "p")
         check_lifetimes(row, "p")

@@ -17,10 +17,10 @@ from cgbundle.cuda import graph_executor
 from cgbundle.errors import CgbundleError
 from cgbundle.format.archive import describe_files
 from cgbundle.format.schema import Alias, Manifest
-from cgbundle.gpu import binding
+from cgbundle.gpu import programs as binding
 from cgbundle.gpu.backend import CudaBackend
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import MemcpyNode
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import MemcpyNode
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import INPUTS_AT, KEYS, RESULT, expected, inputs
 from tests.helpers.bundles.edits import edited

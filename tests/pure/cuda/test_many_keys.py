@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
+from cgbundle.cuda import background
+from cgbundle.cuda.background import Background
 from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu import backend as cuda_backend
 from cgbundle.gpu.backend import CudaBackend
-from cgbundle.session import background
-from cgbundle.session.background import Background
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, expected, inputs
 from tests.helpers.drivers.cuda_calls import call, opened

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 
+from cgbundle.call.fast_path import Caller as MadeBy
 from cgbundle.cuda import graph_executor
 from cgbundle.cuda.graph_executor import GraphExecutor
 from cgbundle.cuda.libcuda import answers
@@ -23,8 +24,7 @@ from cgbundle.errors import CgbundleError, MachineError
 from cgbundle.format.archive import describe_files
 from cgbundle.format.schema import Manifest, Program
 from cgbundle.gpu.backend import CudaBackend
-from cgbundle.session.backend import Caller as MadeBy
-from cgbundle.tables import codec as tables
+from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.helpers.bundles.edits import edited
@@ -57,7 +57,7 @@ class Caller:
         self.made: list[list[Any]] = []
         self.none = False
         caller = MadeBy(lambda device: self.stream, [SimpleNamespace(number=0)], self.finish, self.fresh)
-        line = backend.direct(0, caller)
+        line = backend.fast_path(0, caller)
         assert line is not None
         self.line = line
 
@@ -70,7 +70,7 @@ class Caller:
     def finish(self, stream: Any) -> list[Any]:
         """What the library does where the launch copies nothing."""
         copies = [ctypes.create_string_buffer(4 * N) for _ in range(self.outputs)]
-        for each, address in zip(copies, self.backend._programs.ready[0].outputs, strict=True):
+        for each, address in zip(copies, self.backend._programs.ready[0].results.addresses, strict=True):
             self.backend.copy(ctypes.addressof(each), address, 4 * N, stream)
         return copies
 
@@ -134,7 +134,7 @@ def test_any_order(caller: Caller) -> None:
             assert fresh is not None
             caller.fake.refused.update(fresh[1])
             caller.fresh, before = (lambda fresh=fresh: fresh), caller.fresh  # type: ignore[method-assign, misc]
-            line = caller.backend.direct(0, MadeBy(lambda device: 0, [], caller.finish, caller.fresh))
+            line = caller.backend.fast_path(0, MadeBy(lambda device: 0, [], caller.finish, caller.fresh))
             assert line is not None
             ctypes.memmove(caller.given, inputs(KEYS[0], seed).tobytes(), 4 * N)
             (made,) = line([caller.given], ())

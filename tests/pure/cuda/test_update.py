@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 from cgbundle.cuda import memory
-from cgbundle.cuda import weight_upload as upload
 from cgbundle.errors import CgbundleError
 from cgbundle.format import safetensors
 from cgbundle.format.schema import Manifest
+from cgbundle.gpu import update as of_the_gpu
 from cgbundle.gpu.backend import CudaBackend
-from cgbundle.session.update import update
 from cgbundle.tensors.tensor import Tensor, from_bytes
+from cgbundle.weights import upload
+from cgbundle.weights.update import update
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, inputs
 from tests.helpers.drivers.cuda_calls import allocate, call, opened
@@ -105,15 +106,15 @@ def test_a_session_that_is_held_for_a_moment_is_waited_for(fake: FakeDriver, bun
     backend = opened(*bundle)
     session = backend.session()
     stopped, going, found = threading.Event(), threading.Event(), []
-    replace = CudaBackend._replace
+    replace = of_the_gpu._replace
 
-    def slow(self: CudaBackend, *arguments: object) -> None:
+    def slow(*arguments: object) -> None:
         stopped.set()
         assert going.wait(60)
-        replace(self, *arguments)  # type: ignore[arg-type]
+        replace(*arguments)  # type: ignore[arg-type]
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CudaBackend, "_replace", slow)
+        patch.setattr(of_the_gpu, "_replace", slow)
         updating = threading.Thread(target=lambda: update(bundle[0], [[backend, session]], given(1.0), partial=False))
         updating.start()
         assert stopped.wait(60)

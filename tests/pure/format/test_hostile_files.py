@@ -19,8 +19,8 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.limits import HELD_BYTES
-from cgbundle.session.weight_contents import OpenFile
 from cgbundle.validate import bundle as verify
+from cgbundle.weights.contents import OpenFile
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, write_bundle
 from tests.helpers.raising import raises

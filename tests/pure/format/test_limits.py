@@ -18,12 +18,13 @@ from cgbundle.errors import BundleError, CallError, CgbundleError
 from cgbundle.format import archive, json_text, limits, manifest_json, pytree
 from cgbundle.format.safetensors import read_header
 from cgbundle.format.schema import Manifest, Value
-from cgbundle.tables import codec
-from cgbundle.tables.column_file import pack, unpack
-from cgbundle.tables.recording import Address, MemcpyNode, MemsetNode
+from cgbundle.tables.column_file import unpack
+from cgbundle.tables.module_state import Address
 from cgbundle.tables.table import RECORDING, Table
 from cgbundle.validate.bundle import check_manifest
 from cgbundle.validate.recordings import check_recording
+from cgcompile.bundle import recordings as codec
+from cgcompile.bundle.recordings import MemcpyNode, MemsetNode, pack
 from tests.helpers.bundles.edits import OF_ENTRY, edited
 from tests.helpers.bundles.fabricate import seal_plain, seal_text
 from tests.helpers.bundles.tiny_bundle import manifest

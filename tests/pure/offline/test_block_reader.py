@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle.tables.recording import Address, Edge, EmptyNode, Function, KernelNode, Recording, Relocation
+from cgbundle.tables.module_state import Address, Relocation
+from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, Recording
 from cgcompile.offline.assemble.block_reader import arguments, check_order, programs
 from cgcompile.offline.lowered import KernelVariant
 from tests.helpers.raising import raises

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cgbundle.tables import codec
-from cgbundle.tables.recording import ConditionalNode, KernelNode, MemsetNode, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
+from cgcompile.bundle import recordings as codec
+from cgcompile.bundle.recordings import ConditionalNode, KernelNode, MemsetNode, Recording
 from cgcompile.offline.assemble.arena import Plan, lifetimes, plan
 from cgcompile.offline.assemble.plan_check import check_plan
 from cgcompile.offline.lowered import (

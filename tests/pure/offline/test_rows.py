@@ -15,10 +15,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.schema import MEMORIES, Value
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Address, Edge, KernelNode, MemcpyNode, MemsetNode, Relocation
+from cgbundle.tables.module_state import Address, Relocation
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Edge, KernelNode, MemcpyNode, MemsetNode
 from cgcompile.errors import BuildError
 from cgcompile.offline.assemble.arena import Plan, plan
 from cgcompile.offline.assemble.parameter_block import scalar

@@ -119,7 +119,7 @@ def test_nothing_is_left_where_a_program_cannot_be_made(
     def failing(*arguments: Any, **options: Any) -> None:
         raise RuntimeError("of a constructor")
 
-    monkeypatch.setattr("cgbundle.program.program.State", failing)
+    monkeypatch.setattr("cgbundle.program.program.Sessions", failing)
     with pytest.raises(RuntimeError, match="of a constructor"):
         cgbundle.load(path, replicas=replicas)  # type: ignore[call-overload]
     assert not fake.live and fake.retained == 0
@@ -224,7 +224,7 @@ class Capsules:
         self.kept: list[Any] = []
 
     def made(self, name: bytes | None = b"dltensor", shape: Any = (2, 3), strides: Any = None, **fields: Any) -> Any:
-        memory, managed = (ctypes.c_float * 16)(), dlpack._Managed()
+        memory, managed = (ctypes.c_float * 16)(), dlpack.Managed()
         axes = [None if each is None else (ctypes.c_int64 * len(each))(*each) for each in (shape, strides)]
         pointers = [ctypes.cast(each, ctypes.POINTER(ctypes.c_int64)) if each else None for each in axes]
         plain = {

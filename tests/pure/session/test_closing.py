@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
+from cgbundle.call.locks import ExclusiveLock, SharedLock
 from cgbundle.errors import ProgramClosed, SessionBusy
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.session.locks import ExclusiveLock, SharedLock
 from cgbundle.tensors.tensor import from_bytes
 from tests.helpers.bundles import state_bundles
 from tests.helpers.bundles.archives import ArchiveOf

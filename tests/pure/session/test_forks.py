@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from cgbundle.call.forks import FORKS
+from cgbundle.call.locks import ExclusiveLock, SharedLock
 from cgbundle.cuda.driver import Context, check_driver
-from cgbundle.session.forks import FORKS
-from cgbundle.session.locks import ExclusiveLock, SharedLock
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.drivers.cuda_calls import opened
 from tests.helpers.drivers.fake_driver import FakeDriver, install

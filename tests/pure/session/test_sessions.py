@@ -17,7 +17,7 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
-from cgbundle.tables.recording import Address, ModuleState, Relocation
+from cgbundle.tables.module_state import Address, ModuleState, Relocation
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
@@ -236,7 +236,7 @@ def test_eight_sessions_in_eight_threads(fake: FakeDriver, bundle: tuple[Manifes
 def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
     fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cgbundle.gpu import shared
+    from cgbundle.gpu import device_bundle as shared
 
     manifest, _ = bundle
     image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
@@ -253,7 +253,7 @@ def test_variables_of_kernels_that_point_into_a_sessions_memory_are_its_own(
 def test_images_without_variables_that_kernels_write_are_loaded_once(
     fake: FakeDriver, bundle: tuple[Manifest, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cgbundle.gpu import shared
+    from cgbundle.gpu import device_bundle as shared
 
     monkeypatch.setattr(shared, "states", lambda bundle: ())
     with opened(bundle) as program, program.session(), program.session():

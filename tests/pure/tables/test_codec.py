@@ -14,11 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgbundle.errors import BundleError
-from cgbundle.tables import codec as tables
-from cgbundle.tables.module_state import decode_states, encode_states
-from cgbundle.tables.recording import (
+from cgbundle.tables.module_state import Address, ModuleState, Relocation, decode_states
+from cgbundle.tables.table import BRANCHING, Table, launch_order
+from cgbundle.validate.recordings import check_module_states, check_recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import (
     TYPES,
-    Address,
     ConditionalNode,
     Edge,
     EmptyNode,
@@ -27,12 +28,9 @@ from cgbundle.tables.recording import (
     KernelNode,
     MemcpyNode,
     MemsetNode,
-    ModuleState,
     Recording,
-    Relocation,
+    encode_states,
 )
-from cgbundle.tables.table import BRANCHING, Table, launch_order
-from cgbundle.validate.recordings import check_module_states, check_recording
 from tests.helpers.bundles.recordings import (
     ARENA,
     FUNCTION,

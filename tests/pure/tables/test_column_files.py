@@ -7,7 +7,9 @@ from array import array
 import pytest
 
 from cgbundle.tables import column_file
-from cgbundle.tables.column_file import Column, Layout, pack, unpack
+from cgbundle.tables.column_file import Column, Layout, unpack
+from cgcompile.bundle import recordings
+from cgcompile.bundle.recordings import pack
 from tests.helpers.raising import raises
 
 LAYOUT = Layout(
@@ -39,7 +41,8 @@ def test_bytes_up_to_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(("limit", "words"), [("TABLE_ROWS", "3 rows"), ("TABLE_BYTES", "5 name_bytes")])
 def test_counts_up_to_the_limit(limit: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     data, count = made(), int(words[0])
-    monkeypatch.setattr(column_file, "_check_length", lambda size, where: None)
+    for module in (column_file, recordings):
+        monkeypatch.setattr(module, "check_length", lambda size, where: None)
     monkeypatch.setattr(column_file, limit, count)
     assert unpack(LAYOUT, made(), "f")[0] == COUNTS
     monkeypatch.setattr(column_file, limit, count - 1)

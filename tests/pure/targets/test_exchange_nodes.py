@@ -11,10 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.schema import DTYPES, MEMORIES
-from cgbundle.tables import codec
 from cgbundle.tables.collectives import exchanges
-from cgbundle.tables.recording import Address, Edge, EmptyNode, KernelNode, Recording
+from cgbundle.tables.module_state import Address
 from cgbundle.tables.table import Table
+from cgcompile.bundle import recordings as codec
+from cgcompile.bundle.recordings import Edge, EmptyNode, KernelNode, Recording
 from cgcompile.offline.interpret.exchanges import exchange, together
 from cgcompile.offline.interpret.memory import Memory
 from cgcompile.targets.collectives.exchange_memory import WORLDS, ExchangeMemory

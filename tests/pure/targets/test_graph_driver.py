@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cgbundle.tables.recording import ConditionalNode, Edge, EmptyNode, Node, Recording
+from cgcompile.bundle.recordings import ConditionalNode, Edge, EmptyNode, Node, Recording
 from cgcompile.targets.kernels.conditions import condition_source
 from cgcompile.targets.kernels.graph_driver import graph_driver
 

@@ -10,7 +10,7 @@ import pytest
 
 from cgbundle.errors import CallError, CgbundleError, MachineError
 from cgbundle.format.schema import TensorSpec
-from cgbundle.tensors.index_ranges import explained
+from cgbundle.tensors.input_errors import explained
 from tests.helpers.bundles.fabricate import spec
 
 FAULT = CallError("operation-refused", "host/model.so: index out of bounds: 0 <= tmp3 < 100L")

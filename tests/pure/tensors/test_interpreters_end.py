@@ -15,16 +15,15 @@ HOLDING = """
 import abc, ctypes, os, sys
 from cgbundle.format.archive import Archive
 from cgbundle.format.open_files import KeptFile
-from cgbundle.session.weight_contents import OpenFile
-from cgbundle.tensors import dlpack
-from cgbundle.tensors.tensor import Tensor, empty
+from cgbundle.weights.contents import OpenFile
+from cgbundle.tensors.tensor import Tensor, empty, export
 
 folder = sys.argv[1]
 own = empty("float32", (4,))
 
 class Held:
     def __dlpack__(self, **options):
-        return dlpack.export(own.address, "float32", (4,), (1,), own, (1, 0))
+        return export(own.address, "float32", (4,), (1,), own, (1, 0))
 
     def __dlpack_device__(self):
         return 1, 0

@@ -8,9 +8,8 @@ from typing import Any
 import pytest
 
 from cgbundle.tensors import tensor
-from cgbundle.tensors.detection import library_of
-from cgbundle.tensors.dlpack_tensors import DLPack
-from cgbundle.tensors.library import Descriptor
+from cgbundle.tensors.dlpack import DLPack
+from cgbundle.tensors.library import Descriptor, library_of
 from cgbundle.tensors.numpy_arrays import Numpy
 from cgbundle.tensors.tensor import Tensor
 from tests.helpers.raising import raises

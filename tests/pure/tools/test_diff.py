@@ -20,9 +20,9 @@ from typer.testing import CliRunner, Result
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names, manifest_json, safetensors
 from cgbundle.format.schema import VERSION, Alias, File, Finding, Manifest, Proof, Weight
-from cgbundle.tables import codec as tables
-from cgbundle.tables.module_state import encode_states
-from cgbundle.tables.recording import Address, Edge, Function, KernelNode, MemsetNode, Recording, Relocation
+from cgbundle.tables.module_state import Address, Relocation
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Edge, Function, KernelNode, MemsetNode, Recording, encode_states
 from cgcompile.tools.diff import contents, manifests, recordings
 from cgcompile.tools.diff.bundle_files import BundleFiles, open_bundle
 from cgcompile.tools.diff.compare import UNCOUNTED, compare

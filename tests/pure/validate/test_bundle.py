@@ -13,13 +13,13 @@ from cgbundle.format import file_names, limits, manifest_json
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import MEMORIES, File, Finding, Lowering, Manifest, Parameter, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import operands
-from cgbundle.tables import codec as tables
-from cgbundle.tables.module_state import encode_states
-from cgbundle.tables.recording import MemsetNode, ModuleState
+from cgbundle.tables.module_state import ModuleState
 from cgbundle.validate import bundle
 from cgbundle.validate.bundle import check_manifest
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.programs import check_size_evaluations
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import MemsetNode, encode_states
 from tests.helpers.bundles import chained_bundles, cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.edits import OF_ENTRY, edited, located

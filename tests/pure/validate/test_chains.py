@@ -10,11 +10,11 @@ import pytest
 
 from cgbundle.format import limits, manifest_json
 from cgbundle.format.schema import Alias, Manifest
-from cgbundle.tables import codec as tables
-from cgbundle.tables.module_state import encode_states
-from cgbundle.tables.recording import ModuleState
+from cgbundle.tables.module_state import ModuleState
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.state import check_donations
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import encode_states
 from tests.helpers.bundles import chained_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.chained_bundles import ADDS, AGAIN_AT, ARENA, DONATIONS, MAKE_AT, SHARED_AT, N, write

@@ -9,10 +9,10 @@ import pytest
 
 from cgbundle.errors import BundleError
 from cgbundle.format import limits
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import ConditionalNode, Edge, EmptyNode, Handle, KernelNode, Node, Recording
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import ConditionalNode, Edge, EmptyNode, Handle, KernelNode, Node, Recording
 from tests.helpers.bundles.conditional_rows import FLAG, TURNS, chained, fill, recording, setter, several, switching
 from tests.helpers.bundles.recordings import IMAGE, MEMORIES
 from tests.helpers.raising import raises

@@ -13,9 +13,9 @@ from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.manifest_json import encode
 from cgbundle.format.schema import File, Manifest
-from cgbundle.tables import codec
-from cgbundle.tables.recording import Recording
 from cgbundle.validate.bundle import check_bundle, check_manifest, check_rank, check_ranks, examine
+from cgcompile.bundle import recordings as codec
+from cgcompile.bundle.recordings import Recording
 from tests.helpers.bundles import rank_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, edge
 from tests.helpers.bundles.edits import edited

@@ -6,10 +6,11 @@ import pytest
 
 from cgbundle.errors import BundleError
 from cgbundle.format.schema import MEMORIES, Program, Step, Value
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Address, KernelNode, MemcpyNode, MemsetNode, Node, Recording, Relocation
+from cgbundle.tables.module_state import Address, Relocation
 from cgbundle.tables.table import Table
 from cgbundle.validate.lifetimes import check_overwrites
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import KernelNode, MemcpyNode, MemsetNode, Node, Recording
 from tests.helpers.bundles.recordings import ARENA, FUNCTION, INPUTS, WEIGHTS
 
 A_MEMSET = MemsetNode(target=Address(memory=ARENA, offset=0x100), value=0, element=2, width=5, height=3, pitch=16)

@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from cgbundle.tables import codec as tables
-from cgbundle.tables.recording import Address, EmptyNode, Function, KernelNode, Recording, Relocation
+from cgbundle.tables.module_state import Address, Relocation
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_module_states, check_recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import EmptyNode, Function, KernelNode, Recording
 from tests.helpers.bundles.recordings import (
     ARENA,
     FUNCTION,

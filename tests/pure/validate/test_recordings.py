@@ -6,17 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from cgbundle.tables import codec as tables
-from cgbundle.tables.module_state import decode_states, encode_states
-from cgbundle.tables.recording import (
-    Address,
-    Edge,
-    ModuleState,
-    Recording,
-    Relocation,
-)
+from cgbundle.tables.module_state import Address, ModuleState, Relocation, decode_states
 from cgbundle.tables.table import Table
 from cgbundle.validate.recordings import check_module_states, check_recording
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.recordings import Edge, Recording, encode_states
 from tests.helpers.bundles.recordings import (
     ARENA,
     FUNCTION,

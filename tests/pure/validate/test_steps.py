@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from cgbundle.errors import BundleError
 from cgbundle.format.schema import Program, Step, Value
 from cgbundle.format.spans import Spans, span
-from cgbundle.tables import codec as tables
 from cgbundle.tables.table import Table
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.lifetimes import check_lifetimes, check_overwrites
 from cgbundle.validate.steps import check_order
+from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.edits import edited

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.cuda.weight_pieces import listed
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names, manifest_json, safetensors
 from cgbundle.format.archive import Archive
 from cgbundle.format.file_names import TABLES, WEIGHTS
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle, check_manifest, examine
+from cgbundle.weights.upload import listed
 from cgcompile.tools.diff.bundle_files import open_bundle
 from cgcompile.tools.diff.compare import compare
 from tests.helpers.bundles.edits import edited

@@ -13,12 +13,13 @@ from hypothesis import strategies as st
 from cgbundle.errors import BundleError
 from cgbundle.format.schema import Manifest, Step
 from cgbundle.format.spans import Cover
-from cgbundle.tables import codec
-from cgbundle.tables.recording import Address, MemcpyNode, MemsetNode, Node, Recording
+from cgbundle.tables.module_state import Address
 from cgbundle.tables.table import Table
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.lifetimes import check_targets, writable
 from cgbundle.validate.steps import check_steps
+from cgcompile.bundle import recordings as codec
+from cgcompile.bundle.recordings import MemcpyNode, MemsetNode, Node, Recording
 from tests.helpers.bundles import conditional_rows, cuda_bundles, state_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.edits import edited

@@ -1,0 +1,156 @@
+"""Where the time of calls goes: a span for every call and every step of its programs, as a table and as a Chrome trace."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from threading import Lock, get_ident
+from time import perf_counter
+from types import TracebackType
+from typing import Any, NamedTuple
+
+from ..format.entries import FORWARD
+from ..format.schema import EntrySpec, Manifest, Program, Step
+
+CALL = "call"
+
+
+class Span(NamedTuple):
+    """Something that took from `start` to `end`, in seconds of one clock; `track` is "GPU", or a thread."""
+
+    name: str
+    start: float
+    end: float
+    track: str
+
+
+class Row(NamedTuple):
+    """All spans of one name: how many, and the seconds that they took together, at least and at most.  `track` is CPU or GPU."""
+
+    name: str
+    track: str
+    times: int
+    seconds: float
+    least: float
+    most: float
+
+
+class Profile:
+    """The times of the calls that are made while it is entered: `with program.profile() as profile: program(x)`.
+
+    `spans` are in the order in which they ended.  Printed it is a table: a row for calls and one for each step, in microseconds.
+    Steps of a GPU are timed there, by events; a call is timed on the CPU, which does not wait for the GPU where inputs lie on it.
+    """
+
+    GPU = "GPU"
+    """The track of spans that the driver's events have timed; those of the CPU have their thread's number."""
+
+    def __init__(self, title: str, watch: Callable[[Profile | None], None]) -> None:
+        """`watch` begins to report to a profile, and ends with None."""
+        self.title, self._watch = title, watch
+        self.spans: list[Span] = []
+        self._lock = Lock()
+        self._begun: dict[int, float] = {}
+
+    def __enter__(self) -> Profile:
+        self._watch(self)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._watch(None)
+
+    def add(self, name: str, start: float, end: float, track: str = "") -> None:
+        """A span, in seconds as `time.perf_counter` counts them."""
+        with self._lock:
+            self.spans.append(Span(name, start, end, track or f"thread {get_ident()}"))
+
+    def timed(self, name: str, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, which adds a span named so to this profile."""
+
+        def timed(*arguments: Any) -> Any:
+            start = perf_counter()
+            result = run(*arguments)
+            self.add(name, start, perf_counter())
+            return result
+
+        return timed
+
+    def begin(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, with which a call of this thread begins."""
+
+        def begun(*arguments: Any) -> Any:
+            self._begun[get_ident()] = perf_counter()
+            return run(*arguments)
+
+        return begun
+
+    def end(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        """`run`, with which the call of this thread ends."""
+
+        def ended(*arguments: Any) -> Any:
+            result = run(*arguments)
+            start = self._begun.pop(get_ident(), None)
+            if start is not None:
+                self.add(CALL, start, perf_counter())
+            return result
+
+        return ended
+
+    def rows(self) -> list[Row]:
+        """A row for each name, calls first, then steps in the order in which they first ended."""
+        by_name: dict[str, list[Span]] = {CALL: []}
+        for span in self.spans:
+            by_name.setdefault(span.name, []).append(span)
+        rows = []
+        for name, spans in by_name.items():
+            times = [span.end - span.start for span in spans]
+            if times:
+                track = self.GPU if spans[0].track == self.GPU else "CPU"
+                rows.append(Row(name, track, len(times), sum(times), min(times), max(times)))
+        return rows
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the spans as a Chrome trace (the Trace Event Format's complete events), for chrome://tracing and Perfetto."""
+        first = min([span.start for span in self.spans], default=0.0)
+        tracks = sorted({span.track for span in self.spans})
+        events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": self.title}}]
+        for number, track in enumerate(tracks):
+            events.append({"ph": "M", "name": "thread_name", "pid": 1, "tid": number, "args": {"name": track}})
+        for span in sorted(self.spans, key=lambda span: span.start):
+            micros = {"ts": round((span.start - first) * 1e6, 3), "dur": round((span.end - span.start) * 1e6, 3)}
+            events.append({"ph": "X", "cat": "cgbundle", "name": span.name, "pid": 1, "tid": tracks.index(span.track), **micros})
+        with open(path, "w") as file:
+            json.dump({"traceEvents": events, "displayTimeUnit": "ms"}, file)
+
+    def __repr__(self) -> str:
+        return f"<cgbundle profile of {self.title!r}: {len(self.spans)} spans>"
+
+    def __str__(self) -> str:
+        rows = self.rows()
+        titles = ("", "on", "times", "mean us", "least", "most", "total ms")
+        cells = []
+        for row in rows:
+            micros = [f"{1e6 * seconds:.1f}" for seconds in (row.seconds / row.times, row.least, row.most)]
+            name = row.name if row.name == CALL else f"  {row.name}"
+            cells.append((name, row.track, str(row.times), *micros, f"{1e3 * row.seconds:.2f}"))
+        widths = [max(len(line[column]) for line in (titles, *cells)) for column in range(len(titles))]
+        lines = []
+        for name, track, *numbers in (titles, *cells):
+            texts = [text.rjust(width) for text, width in zip(numbers, widths[2:], strict=True)]
+            lines.append("  ".join([name.ljust(widths[0]), track.ljust(widths[1]), *texts]))
+        return "\n".join(lines) if rows else f"no call of {self.title} was made"
+
+
+def step_names(manifest: Manifest, entry: EntrySpec, program: Program) -> list[str]:
+    """A name for each step of a program: `graph graph-1 [batch=8]`, `copy from the GPU [batch=8]`."""
+    prefix = "" if entry.name == FORWARD else f"{entry.name} "
+    sizes = ", ".join([f"{dimension.name}={size}" for dimension, size in zip(entry.dimensions, program.key, strict=False)])
+    return [f"{prefix}{_step_name(manifest, program, step)}{f' [{sizes}]' if sizes else ''}" for step in program.steps]
+
+
+def _step_name(manifest: Manifest, program: Program, step: Step) -> str:
+    if step.kind == "copy":
+        source, target = program.values[step.inputs[0]].memory, program.values[step.outputs[0]].memory
+        return f"copy {'to' if source == 'host' else 'from' if target == 'host' else 'on'} the GPU"
+    return f"{step.kind} {manifest.regions[step.region].name}"

@@ -1,0 +1,78 @@
+"""What the entries of one session share, and its first calls, whose costs are paid ahead.
+
+A first call reads the weights from the disk, builds the graphs that `lazy=True` put off, touches the code of torch's libraries and
+of the bundle, and starts OpenMP's threads, which spin while one of them waits for a page.  So the weights come first.  Then every
+int_key is replayed on the inputs that the build has proved it with: made up numbers could be no valid input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from ctypes import addressof, create_string_buffer
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from ..format.file_names import EXAM
+from ..format.schema import EntrySpec, Manifest
+from ..validate.state import STATE
+from .locks import closed, during
+
+if TYPE_CHECKING:
+    from ..format.open_files import KeptFile
+    from .backend import Backend
+
+Warmup = tuple[EntrySpec, tuple[int, ...], Callable[[Sequence[Any]], object]]
+"""What is replayed: an entry, one of its int_keys, and the replay, which takes tensors in the order of the signature."""
+
+
+class Epoch:
+    """Counts the replays of a session, or those of one entry where `entry` names it.  `closed`: its memory is about to go, also
+    under a replay that still runs."""
+
+    __slots__ = ("closed", "entry", "number")
+
+    def __init__(self, entry: str = "") -> None:
+        self.number, self.closed, self.entry = 0, False, entry
+
+
+class Session:
+    """The memories and programs of a session, the count of its calls, and the bundle's exam.  It is closed when the last who holds
+    it goes."""
+
+    __slots__ = ("__weakref__", "backend", "epoch", "exam")
+
+    def __init__(self, backend: Backend, exam: KeptFile | None = None) -> None:
+        self.backend, self.epoch, self.exam = backend, Epoch(), exam
+
+    def warm_up(self, manifest: Manifest, calls: Sequence[Warmup]) -> None:
+        """Makes each of the calls once; state, and that of random numbers, is then what it was.  Other threads' calls wait where
+        there is any.  Raises as a call does, and program-closed."""
+        from ..format.safetensors import Mapped
+        from ..tensors.exam_tensors import inputs_of  # no other call needs them
+
+        backend = self.backend
+        if self.exam is None:
+            raise closed(manifest.name)
+        backend.populate()
+        state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
+        stored = Mapped(self.exam.descriptor, EXAM)
+
+        def replay_all() -> None:
+            for entry, key, replay in calls:
+                if state:
+                    during(backend, None, backend.reset)
+                replay(inputs_of(stored, entry, key))
+
+        try:
+            if not state:
+                return replay_all()
+            with backend.turn:
+                before = [(index, during(backend, None, partial(backend.fetch, index))) for index in state]
+                try:
+                    replay_all()
+                finally:
+                    for index, data in before:
+                        memory = create_string_buffer(data, max(1, len(data)))
+                        during(backend, None, partial(backend.store, index, addressof(memory), None))
+        finally:
+            stored.close()

@@ -1,0 +1,148 @@
+"""What the sessions of a bundle have in common on one GPU: the context, memory weights, kernel images."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from contextlib import ExitStack
+from typing import TYPE_CHECKING
+
+from ..cuda.driver import Context, Relaxed, check_device, check_driver
+from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
+from ..cuda.modules import Modules, states
+from ..format.archive import Archive
+from ..format.entries import all_programs, donating_programs
+from ..format.file_names import KERNELS
+from ..format.file_names import WEIGHTS as FILE
+from ..format.schema import Manifest
+from ..format.spans import span
+from ..validate.state import STATE
+from ..weights.reads import Piece
+from ..weights.upload import Upload, listed
+
+if TYPE_CHECKING:
+    from ..weights.host import HostWeights, InitialState
+
+
+class DeviceBundle:
+    """A bundle on GPU number `device`; `context`, `mode`, `poison`, `threads` and `peer` as for `CudaBackend`, as is what it
+    raises.
+
+    It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
+    makes graphs or loads modules holds `lock`, whoever changes the weights, or makes a session over them, `updating`.  `hosted`:
+    where the weights lie that host regions read, None where there are none.  `programs` are those of all entries, `entries` the
+    entry of each, `shared_files` the recordings that several of their steps are, and `donated` where inputs of theirs
+    may lie: see `donated_places`.
+    """
+
+    def __init__(
+        self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None, threads: int | None,
+        peer: int = 0,
+    ) -> None:  # fmt: skip
+        manifest = bundle.manifest
+        self.threads, self.peer = threads, peer
+        self.bundle, self.manifest, self.mode, self.poison = bundle, manifest, mode, poison
+        self.entries = [entry for entry in manifest.entries for _ in entry.programs]
+        self.programs = list(all_programs(manifest))
+        files = Counter(step.file for program in self.programs for step in program.steps if step.file)
+        self.shared_files = {file for file, times in files.items() if times > 1}
+        self.donated = donated_places(manifest)
+        self.lock = threading.RLock()  # a forgotten session may be collected, and release its share, at any point of this thread
+        self.updating, self.updated = threading.RLock(), False
+        self._shares = 1
+        self._uploads: list[Upload] = []
+        with ExitStack() as undo:
+            if context is not None:
+                undo.callback(context.release)
+            if manifest.target.features:
+                from ..cpu.machine import check_features  # of host regions
+
+                check_features(manifest.target.features)
+            pieces = listed(bundle)
+            self.sizes = dict(manifest.memories)
+            self.initial: InitialState | None = None
+            if self.sizes.get(STATE):
+                from ..weights.host import InitialState  # few models keep state
+
+                self.initial = InitialState(bundle)
+            constants = any(region.kind == "host" and region.constants for region in manifest.regions)
+            self.hosted = _host_weights(bundle) if constants else None
+            check_driver(manifest.target)
+            if context is None:
+                context = Context(device)
+                undo.callback(context.release)
+            check_device(manifest.target, context)
+            self.context = context
+            self._cleanup = ExitStack()
+            undo.callback(self._give_back)
+            with context, Relaxed():
+                self._open(self._cleanup, pieces)
+            undo.pop_all()
+
+    def _open(self, cleanup: ExitStack, pieces: dict[str, list[Piece]]) -> None:
+        self.base = 0
+        if WEIGHTS in self.sizes:
+            self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")
+            cleanup.callback(free, self.base)
+        # From here on the weights travel in other threads while this one loads modules and builds graphs.
+        for file, parts in pieces.items():
+            self._uploads.append(Upload(self.context, self.bundle.descriptor(file), parts, self.base, name=file))
+            cleanup.callback(self._uploads[-1].stop)
+        self._states = states(self.bundle)
+        images = {f"{KERNELS}{state.image}" for state in self._states}
+        self.code_bytes = sum(file.bytes for file in self.manifest.files if file.path in images)
+        self._modules = Modules(self.bundle)
+        cleanup.callback(self._modules.close)
+
+    def modules(self, memories: Memories, cleanup: ExitStack) -> Modules:
+        """The kernel images for a session: the same for all but those with variables that kernels may write, which each session
+        loads for itself: kernels of two sessions run at once."""
+        if not self._states:
+            return self._modules
+        modules = Modules(self.bundle, self._states, memories, self._modules)
+        cleanup.callback(modules.close)
+        return modules
+
+    def settle(self) -> None:
+        for upload in self._uploads:
+            upload.wait()
+        self._uploads = []
+
+    def retain(self) -> None:
+        with self.lock:
+            self._shares += 1
+
+    def release(self) -> None:
+        with self.lock:
+            self._shares -= 1
+            last = self._shares == 0
+        if last:
+            try:
+                self._give_back()
+            finally:
+                self.context.release()
+
+    def _give_back(self) -> None:
+        with self.context, Relaxed(), self._cleanup:
+            pass
+
+
+def _host_weights(bundle: Archive) -> HostWeights:
+    from ..weights.host import HostWeights  # few bundles have host regions that read weights
+
+    return HostWeights(bundle.mapped(FILE))
+
+
+def donated_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
+    """By program and position of an input: where outputs of other entries lie that it may be, as the program that makes one by
+    offset in memory arena.
+
+    An output of the same entry is none: the call that takes it writes over it, so it is copied in.
+    """
+    programs = all_programs(manifest)
+    places: dict[int, dict[int, dict[int, int]]] = {}
+    for donation, source, target in donating_programs(manifest):
+        value = programs[source].values[programs[source].outputs[donation.output]]
+        if donation.source != donation.target and span(value):
+            places.setdefault(target, {}).setdefault(donation.input, {})[value.offset] = source
+    return places

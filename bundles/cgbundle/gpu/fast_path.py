@@ -1,0 +1,115 @@
+"""The fast path of a program: the backend's part of a call in one piece."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from ..call.forks import FORKS, forked
+from ..call.locks import ExclusiveLock, closed
+from ..cuda.driver import Context, check, cu
+from ..cuda.stream_order import StreamOrder
+from .programs import BoundProgram, Programs
+
+if TYPE_CHECKING:
+    from ..call.fast_path import Caller
+
+
+def _launched(bound: BoundProgram, caller: Caller) -> Callable[[Any], Any]:
+    """Launches a program's steps, in the order of a stream, and gives what the call gives."""
+    steps, copying, finish, fresh = bound.steps, bound.copying, caller.finish, caller.fresh
+    launch = steps[0]
+
+    def plain(stream: Any) -> Any:
+        launch(stream)
+        return finish(stream)
+
+    def several(stream: Any) -> Any:
+        for step in steps:
+            step(stream)
+        return finish(stream)
+
+    if copying is None or fresh is None:
+        return plain if len(steps) == 1 else several
+
+    def with_copies(stream: Any) -> Any:
+        room = fresh()
+        return plain(stream) if room is None or not copying(room[1], stream) else room[0]
+
+    return with_copies
+
+
+def fast_path(
+    lock: ExclusiveLock, forks: int, programs: Programs, number: int, order: StreamOrder, context: Context, caller: Caller
+) -> Callable[[list[int], Sequence[Any]], Any]:
+    """`Backend.fast_path` for a program that is bound and writes to no input, of the session of `lock`.
+
+    `forks`: the number of `FORKS` when it was loaded.  Every microsecond of such a call is measured: it takes a `Turn` apart.
+    """
+    bound = programs.ready[number]
+    inputs, device, current_context = bound.inputs, context.index, context.handle
+    stream, counts, finish, run = caller.stream, caller.counts, caller.finish, _launched(bound, caller)
+    owned, take, release = lock.plain.owned, lock.plain.take, lock.plain.release
+    push, pop = cu.cuCtxPushCurrent, cu.cuCtxPopCurrent
+    only = inputs[0] if len(inputs) == 1 and not bound.donated else None
+
+    def call(addresses: list[int], views: Sequence[Any]) -> Any:
+        if forks != FORKS.number:
+            raise forked(lock.name)
+        inside = owned()
+        try:
+            inside or take()
+            if lock.closed:
+                raise closed(lock.name)
+            error = push(current_context)
+            if error:
+                check("cuCtxPushCurrent", error)
+            try:
+                handle = stream(device)
+                if views or handle != order.last:
+                    return elsewhere(addresses, handle, views)
+                for count in counts:
+                    count.number += 1
+                if only is None:
+                    return replayed(addresses, handle)
+                if addresses[0] != only.at:
+                    only.take(addresses[0], handle)
+                return run(handle)
+            finally:
+                error = pop(None)
+                if error:
+                    check("cuCtxPopCurrent", error)
+        finally:
+            if not inside:
+                try:  # noqa: SIM105  a context of Python's could be interrupted
+                    release()
+                except RuntimeError:  # as in `Turn`
+                    pass
+
+    def replayed(addresses: list[int], handle: Any) -> Any:
+        if bound.donated:
+            other = programs.over_donated(number, bound, addresses, handle)
+            if other is not bound:
+                other.replay(addresses, handle)
+                return finish(handle)
+        for address, place in zip(addresses, inputs):  # noqa: B905
+            if address != place.at:
+                place.take(address, handle)
+        return run(handle)
+
+    def elsewhere(addresses: list[int], current: int | None, views: Sequence[Any]) -> Any:
+        handle = order.begin(current)
+        try:
+            for view in views:
+                view.tensor  # noqa: B018
+            for count in counts:
+                count.number += 1
+            if order.captured:
+                joined = programs.over_donated(number, bound, addresses, handle) if bound.donated else bound
+                joined.join(addresses, handle)
+                return finish(handle)
+            return replayed(addresses, handle)
+        finally:
+            order.end(handle)
+
+    return call

@@ -1,0 +1,129 @@
+"""Large inputs and outputs of the host: threads copy between them and a little pinned memory, which the bus reads and writes.
+
+The driver copies pageable memory with one thread, at 7 to 11 GB/s, where the bus takes 55 (tests/gpu/REPORT.md).
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+from ..cuda import memory
+from ..cuda.driver import Context, Relaxed, check, cu
+from ..cuda.libcuda import EVENT_DISABLE_TIMING, MEMORY_TYPE_HOST, POINTER_MEMORY_TYPE
+from ..cuda.memory import pin, staging
+from ..errors import CgbundleError
+
+CHUNK = 2 << 20
+"""Bytes that a thread copies at a time."""
+
+THREADS = 4
+"""Fewer where there are fewer processors.  100 MB reach the GPU in 5.3 ms so, in 11 by the driver; other numbers were not tried."""
+
+TURNS = 2
+"""Slots of a thread: one is copied by the thread, one by the bus."""
+
+
+class _Slot(NamedTuple):
+    """Pinned memory, and an event behind its last use by the bus."""
+
+    address: int
+    event: Any
+
+    def wait(self) -> int:
+        """Returns the address when the bus is done with it."""
+        check("cuEventSynchronize", cu.cuEventSynchronize(self.event))
+        return self.address
+
+
+class ThreadedCopies:
+    """The large copies of a session, whose calls make them one after the other; what is pinned is copied as it is.
+
+    `cleanup`, with the context current, gives back the pinned memory, which is there from the first copy on.  Raises driver-failed.
+    """
+
+    def __init__(self, context: Context, cleanup: ExitStack) -> None:
+        self._context, self._cleanup = context, cleanup
+        self._slots: list[list[_Slot]] = []  # of each thread
+
+    def to_device(self, target: int, source: int, size: int, stream: Any) -> None:
+        """In the order of the stream, as `memory.copy`: pageable memory has been read when this returns."""
+        if _is_pinned(source):
+            return memory.copy(target, source, size, stream, source_on_device=False)
+
+        def send(slots: list[_Slot], places: list[tuple[int, int]]) -> None:
+            for turn, (at, length) in enumerate(places):
+                slot = slots[turn % TURNS]
+                ctypes.memmove(slot.wait(), source + at, length)
+                check("cuMemcpyHtoDAsync", cu.cuMemcpyHtoDAsync(target + at, slot.address, length, stream))
+                check("cuEventRecord", cu.cuEventRecord(slot.event, stream))
+
+        self._share(size, send)
+
+    def to_host(self, target: int, source: int, size: int, stream: Any) -> None:
+        """In the order of the stream, as `memory.copy`: all is there when the stream has been synchronized."""
+        if _is_pinned(target):
+            return memory.copy(target, source, size, stream, target_on_device=False)
+
+        def fetch(slots: list[_Slot], places: list[tuple[int, int]]) -> None:
+            for turn in range(len(places) + 1):
+                if turn < len(places):
+                    (at, length), slot = places[turn], slots[turn % TURNS]
+                    check("cuMemcpyDtoHAsync", cu.cuMemcpyDtoHAsync(slot.address, source + at, length, stream))
+                    check("cuEventRecord", cu.cuEventRecord(slot.event, stream))
+                if turn:  # while the bus brings the next chunk
+                    at, length = places[turn - 1]
+                    ctypes.memmove(target + at, slots[(turn - 1) % TURNS].wait(), length)
+
+        self._share(size, fetch)
+
+    def _share(self, size: int, copy: Callable[[list[_Slot], list[tuple[int, int]]], None]) -> None:
+        """Divides a copy among threads, of which this one is one: each has slots, and the places and bytes of its chunks.  Raises
+        the first failure when all have ended."""
+        lanes = self._ready()
+        failures: list[CgbundleError] = []
+
+        def run(number: int) -> None:
+            places = [(at, min(CHUNK, size - at)) for at in range(number * CHUNK, size, len(lanes) * CHUNK)]
+            try:
+                with self._context, Relaxed():
+                    if places:
+                        copy(lanes[number], places)
+            except CgbundleError as failure:
+                failures.append(failure)
+
+        with ExitStack() as others:  # which are waited for also where this thread is interrupted: they use the caller's memory
+            for number in range(1, len(lanes)):
+                thread = threading.Thread(target=run, args=(number,), daemon=True)
+                thread.start()
+                others.callback(thread.join)
+            run(0)
+        if failures:
+            raise failures[0]
+
+    def _ready(self) -> list[list[_Slot]]:
+        """The slots, pinned at the first copy."""
+        if not self._slots:
+            number = min(THREADS, len(os.sched_getaffinity(0)))
+            with ExitStack() as undo:
+                room = staging(number * TURNS * CHUNK, undo, pages=True)
+                pin(room, undo)
+                begin, slots = ctypes.addressof(ctypes.c_char.from_buffer(room)), []
+                for at in range(0, len(room), CHUNK):
+                    event = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
+                    undo.callback(cu.cuEventDestroy, event)
+                    undo.callback(cu.cuEventSynchronize, event)
+                    slots.append(_Slot(begin + at, event))
+                self._cleanup.push(undo.pop_all())
+            self._slots = [slots[at : at + TURNS] for at in range(0, len(slots), TURNS)]
+        return self._slots
+
+
+def _is_pinned(address: int) -> bool:
+    """Whether the driver knows host memory as pinned, and copies it as fast as the bus."""
+    error, kind = cu.cuPointerGetAttribute(POINTER_MEMORY_TYPE, address)
+    return not error and kind == MEMORY_TYPE_HOST

@@ -1,0 +1,151 @@
+"""New weights for a program on a GPU: brought to the GPU, or near it where it has no room, before any of them changes."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from ..cuda import memory
+from ..cuda.driver import Context, Relaxed, check, cu
+from ..cuda.libcuda import STREAM_NON_BLOCKING
+from ..errors import BundleError, CallError, OutOfMemory
+from ..format.schema import Weight
+from ..weights.contents import Contents, OpenFile
+from ..weights.host import HostWeights, anonymous
+from ..weights.reads import Piece
+from ..weights.upload import Upload
+
+if TYPE_CHECKING:
+    from .device_bundle import DeviceBundle
+
+ALIGNMENT = 256
+"""Of a weight, in bytes: as in memory weights."""
+
+
+class WeightCopy(NamedTuple):
+    """`size` bytes at `source`, of the GPU or the CPU, that belong at `target` of the GPU.  `owner` keeps them."""
+
+    target: int
+    source: int
+    size: int
+    on_device: bool
+    owner: object
+
+    def enqueue(self, stream: Any) -> None:
+        memory.copy(self.target, self.source, self.size, stream, source_on_device=self.on_device)
+
+
+class WeightStage:
+    """Room for new contents, as many bytes as they have.  A tensor of the GPU stays where it is, unless it lies in `weights`, the
+    address and the bytes of what will be written.  The context is current.  `cleanup` frees the room."""
+
+    def __init__(self, context: Context, weights: tuple[int, int], contents: Iterable[Contents], cleanup: ExitStack) -> None:
+        self._context, self._weights, self._cleanup = context, weights, cleanup
+        self._stream = check("cuStreamCreate", cu.cuStreamCreate(STREAM_NON_BLOCKING))
+        cleanup.callback(cu.cuStreamDestroy, self._stream)
+        size = sum(_aligned(value.bytes) for value in contents if not self._may_stay(value))
+        self._host: Any = None
+        try:
+            self._next = memory.allocate(size, "new weights") if size else 0
+        except OutOfMemory:
+            self._host = anonymous(size)
+            self._next = ctypes.addressof(self._host)
+        if size and self._host is None:
+            cleanup.callback(memory.free, self._next)
+        self._pieces: dict[OpenFile, list[Piece]] = {}
+        self._copies: list[WeightCopy] = []
+
+    def add(self, row: Weight, contents: Contents, target: int) -> None:
+        """Contents of a weight that lies at `target`.  Those of files arrive by `done`."""
+        laid_out = contents.laid_out(row)
+        if self._may_stay(contents):
+            self._wait_for(laid_out)
+            self._copies.append(WeightCopy(target, laid_out.address, laid_out.bytes, True, laid_out))
+            return
+        place, self._next = self._next, self._next + _aligned(contents.bytes)
+        self._copies.append(WeightCopy(target, place, contents.bytes, self._host is None, self._host))
+        if self._host is not None:
+            laid_out.near().copy_to(place, row)
+        elif laid_out.file is not None:
+            self._pieces.setdefault(laid_out.file, []).append(Piece(laid_out.begin, laid_out.bytes, place))
+        else:
+            self._wait_for(laid_out)
+            memory.copy(place, laid_out.address, laid_out.bytes, self._stream, source_on_device=laid_out.device is not None)
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(self._stream))  # pinned memory is read until then
+
+    def done(self) -> list[WeightCopy]:
+        """What is left to do when all is there."""
+        uploads = []
+        for file, pieces in self._pieces.items():
+            uploads.append(Upload(self._context, file.descriptor, sorted(pieces), 0, name=file.path))
+            self._cleanup.callback(uploads[-1].stop)
+        try:
+            for upload in uploads:
+                upload.wait()
+        except BundleError as error:
+            raise CallError("update-invalid", str(error)) from None
+        return self._copies
+
+    def _may_stay(self, contents: Contents) -> bool:
+        begin, size = self._weights
+        return contents.device is not None and not begin <= contents.address < begin + size
+
+    def _wait_for(self, contents: Contents) -> None:
+        """Until the caller's stream has written a tensor of the GPU."""
+        if contents.device is not None and contents.library is not None:
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(contents.library.stream(contents.device) or 0))
+
+
+def _aligned(size: int) -> int:
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def update(
+    shared: DeviceBundle,
+    contents: Mapping[int, Contents],
+    sessions: Sequence[Any],
+    files: Sequence[OpenFile],
+    ready: Callable[[], None],
+) -> None:
+    """`Backend.update`.  Then the sessions stop for a moment: their calls are waited for, and the weights copied to their places,
+    since graphs know no others.  The caller holds a share of `shared`."""
+    rows = shared.manifest.weights
+    with shared.updating, shared.context as context, Relaxed(), ExitStack() as cleanup:
+        stage = WeightStage(context, (shared.base, shared.sizes[memory.WEIGHTS]), contents.values(), cleanup)
+        for index, value in contents.items():
+            if rows[index].memory != memory.HOST and value.bytes:
+                stage.add(rows[index], value, shared.base + rows[index].offset)
+        copies, hosted = stage.done(), _host_weights(shared, contents)
+        for file in files:
+            file.check_unchanged()
+        for session in sessions:
+            session.gate.acquire()
+            cleanup.callback(session.gate.release)
+        ready()
+        _replace(shared, [session for session in sessions if not session.closed], copies, hosted)
+
+
+def _replace(shared: DeviceBundle, sessions: Sequence[Any], copies: Sequence[WeightCopy], hosted: HostWeights | None) -> None:
+    """Puts the new weights in their places; no session begins a call meanwhile."""
+    stream = shared.context.stream
+    regions = [(session.host, session.host.over(hosted)) for session in sessions if session.host is not None and hosted is not None]
+    for session in sessions:
+        session.order.wait()
+    for copy in copies:
+        copy.enqueue(stream)
+    check("cuStreamSynchronize", cu.cuStreamSynchronize(stream), "update")
+    if hosted is not None:
+        shared.hosted = hosted
+        for host, opened in regions:
+            host.take(opened, hosted)
+    shared.updated = True
+
+
+def _host_weights(shared: DeviceBundle, contents: Mapping[int, Contents]) -> HostWeights | None:
+    """Where host regions read the weights after an update; None where it changes none of theirs."""
+    rows = shared.manifest.weights
+    read = {rows[index].tensor for region in shared.manifest.regions for _, index in region.constants}
+    chosen = {rows[index]: value for index, value in contents.items() if rows[index].tensor in read}
+    return shared.hosted.updated(list(chosen), list(chosen.values())) if shared.hosted is not None and chosen else None

@@ -1,0 +1,131 @@
+"""What lasts from call to call: the buffers that a model changes, by name, and the state of its random numbers."""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Iterator, Mapping
+from struct import pack
+from typing import TYPE_CHECKING, Any
+
+from ..call.locks import during
+from ..errors import CallError, StateMissing, meant
+from ..format.schema import Manifest, Weight
+from ..tensors.library import Descriptor, Library, caller_captures, library_of
+from ..tensors.tensor import Tensor, from_bytes, is_dense, memory_order
+from ..validate.state import STATE
+
+if TYPE_CHECKING:
+    from ..call.backend import Backend
+
+SEEDS = 1 << 63
+"""Seeds lie below this: int64 holds them."""
+
+
+class State(Mapping[str, Tensor]):
+    """The state of one session, by the names of the model's buffers; empty for a model that changes none.
+
+    `state[name]` is a copy in CPU memory, `state[name] = value` writes, both in order with the session's calls.  A value is a NumPy
+    array, a torch tensor of the CPU or the program's GPU, a `Tensor`, or speaks DLPack.  Raises ProgramClosed, SessionBusy,
+    and StateMissing, which is a KeyError.
+    """
+
+    def __init__(self, manifest: Manifest, backend: Backend) -> None:
+        self._backend, self._weights, self._program, self._random = backend, manifest.weights, manifest.name, manifest.random
+        self._places = {
+            weight.name: index
+            for index, weight in enumerate(manifest.weights)
+            if weight.memory == STATE and index != manifest.random
+        }
+
+    def __getitem__(self, name: str) -> Tensor:
+        """A copy in the host's memory, when the calls before are done.  Raises state-missing, capture-refused."""
+        index, weight = self._row(name)
+        raw = self.fetch(index)
+        memory = from_bytes(raw, "uint8", (len(raw),))
+        return Tensor(memory.address, weight.dtype, weight.shape, weight.strides, memory)
+
+    def __setitem__(self, name: str, value: Any) -> None:
+        """Raises state-invalid for another dtype or shape, or a tensor of another device."""
+        index, weight = self._row(name)
+        library, value, (address, shape, _, strides, device) = self._checked(name, weight, value)
+        order = memory_order(weight.shape, weight.strides)
+        if not is_dense(shape, library.strides(value) if strides is None else strides, order):
+            value = library.ordered(value, order)
+            address = library.describe(value)[0]
+        if device is None:
+            self._refuse_capture()
+        backend, caller = self._backend, None if device is None else library.stream(device)
+        during(backend, caller, lambda stream: backend.store(index, address, device, stream))
+
+    def view(self, name: str) -> Tensor:
+        """The state itself, where it lies: what is written to this tensor, the next call sees.  On a GPU the order against calls is
+        the caller's to keep, and the tensor must not be used after the session was closed."""
+        index, weight = self._row(name)
+        backend = self._backend
+        with backend.turn:  # which raises where the session was closed
+            return Tensor(backend.address(index), weight.dtype, weight.shape, weight.strides, backend.owner, backend.device)
+
+    def fetch(self, weight: int) -> bytes:
+        """The bytes of number `weight` of the manifest's weights, in the order of memory, when the calls before are done."""
+        self._refuse_capture()
+        return during(self._backend, None, lambda stream: self._backend.fetch(weight, stream))
+
+    def reset(self) -> None:
+        """Brings back what all state held at first but that of the random numbers, in order with the calls."""
+        self._refuse_capture()
+        during(self._backend, None, self._backend.reset)
+
+    def seed(self, number: int) -> None:
+        """Begins the random numbers anew, as `Program.seed`."""
+        if self._random is None:
+            raise StateMissing("state-missing", f"program {self._program!r} has no seed: its model draws no random numbers")
+        if not 0 <= number < SEEDS:
+            raise ValueError(f"seed {number}: expected an integer from 0 to 2**63 - 1")
+        self._refuse_capture()
+        place, memory = self._random, ctypes.create_string_buffer(pack("<qq", number, 0), 16)
+        during(self._backend, None, lambda stream: self._backend.store(place, ctypes.addressof(memory), None, stream))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __repr__(self) -> str:
+        rows = [self._weights[index] for index in self._places.values()]
+        return f"<cgbundle state: {', '.join(f'{row.name} {row.dtype} {list(row.shape)}' for row in rows) or 'none'}>"
+
+    def _row(self, name: str) -> tuple[int, Weight]:
+        index = self._places.get(name)
+        if index is None:
+            known = ", ".join(map(repr, self._places))
+            has = f"it has {known}" if known else "its model keeps none"
+            raise StateMissing(
+                "state-missing", f"program {self._program!r} has no state {name!r}{meant(name, self._places)}: {has}"
+            )
+        return index, self._weights[index]
+
+    def _checked(self, name: str, weight: Weight, value: Any) -> tuple[Library, Any, Descriptor]:
+        library = library_of(value)
+        try:
+            value, descriptor = library.take(value, name)
+        except CallError as error:
+            raise CallError("state-invalid", str(error).replace("input", "state", 1)) from None
+        _, shape, dtype, _, device = descriptor
+        if dtype != weight.dtype:
+            raise CallError("state-invalid", f"state {name!r}: expected {weight.dtype}, got {dtype}")
+        if tuple(shape) != weight.shape:
+            raise CallError("state-invalid", f"state {name!r}: expected shape {list(weight.shape)}, got {list(shape)}")
+        if device is not None and device != self._backend.device:
+            here = "the CPU" if self._backend.device is None else f"the CPU or CUDA device {self._backend.device}"
+            raise CallError("state-invalid", f"state {name!r}: expected a tensor on {here}, got one on device {device}")
+        return library, value, descriptor
+
+    def _refuse_capture(self) -> None:
+        """Raises capture-refused where the caller captures a graph of the GPU and what follows is done on the CPU's side."""
+        if self._backend.device is not None and caller_captures():
+            raise CallError(
+                "capture-refused",
+                "state cannot be read, written from the CPU, reset or seeded while a CUDA graph is captured",
+                "do it before or after the capture",
+            )

@@ -1,1 +1,0 @@
-"""What lasts from call to call, and who may use it: sessions, state, locks."""

@@ -1,0 +1,269 @@
+"""Weights from the files into GPU memory, as fast as the bus takes them.
+
+A copy from a mapped file is pageable: the driver's one thread moves it at 10.8 GB/s.  Pinned memory moves at 55 GB/s, but pinning
+costs 0.5 ms a megabyte, more than it gains for all of a file.  So a few threads read the file into slots of a small pinned region,
+in huge pages, and one thread sends the slots on and gives them back: 33 to 47 GB/s by host, where threads that each read and send
+get less, since they wait for the interpreter's lock.  Of much that is in the page cache the C library's threads read more
+(lanes.py; tests/gpu/REPORT.md).  What is small is read and sent piece after piece.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from itertools import count
+from queue import SimpleQueue
+from typing import Any, NamedTuple
+
+from ..cuda.driver import Context, Relaxed, check, cu
+from ..cuda.memory import Slot, new_slot, pin, staging
+from ..errors import BundleError, CgbundleError
+from ..format.archive import Archive
+from ..format.file_names import WEIGHTS, weight_files
+from ..format.safetensors import Entry
+from ..format.schema import Weight
+from .reads import Piece, WeightReader, announce, is_cached, place
+
+FIRST = 256 << 20
+"""Bytes of a file of which readahead is requested while the driver starts."""
+
+CHUNK = 2 << 20
+"""Bytes that are read at a time, into a slot."""
+
+AHEAD = 64 << 20
+"""Bytes of what is not in the page cache of which readahead is requested before they are read."""
+
+SMALL, LARGE = 16 << 20, 1 << 30
+"""Bytes up to which weights are sent without threads, and from which on by lanes."""
+
+
+def listed(bundle: Archive) -> dict[str, list[Piece]]:
+    """By file, what of the bundle's weights belongs on the GPU; requests readahead of it.  Raises weights-invalid."""
+    capacity, files = dict(bundle.manifest.memories).get("weights", 0), {}
+    for file, weights in weight_files(bundle.manifest).items():
+        rows = [weight for weight in weights if weight.memory == "weights"]
+        parts = pieces(rows, bundle.tensors(file), capacity, file) if rows else []
+        if parts:
+            files[file] = parts
+            left = FIRST
+            for piece in parts:
+                announce(bundle.descriptor(file), [(piece.begin, min(piece.size, left))])
+                left -= min(piece.size, left)
+    return files
+
+
+def pieces(weights: Sequence[Weight], entries: Mapping[str, Entry], capacity: int, file: str = WEIGHTS) -> list[Piece]:
+    """Where the bytes of a file go, in the file's order: tied weights once, what is adjacent in both places as one.  `capacity`:
+    bytes of memory weights; `file`: its name.  Raises weights-invalid where the file lacks a weight or the memory is too small."""
+    places = set()
+    for weight in weights:
+        entry = entries.get(weight.tensor)
+        if entry is None:
+            raise BundleError("weights-invalid", f"{file}: no tensor {weight.tensor!r}, which weight {weight.name!r} names")
+        size = entry.end - entry.begin
+        if not size:
+            continue
+        if weight.offset + size > capacity:
+            text = f"weight {weight.name!r}: {size} bytes at {weight.offset} of memory weights, which has {capacity}"
+            raise BundleError("weights-invalid", text)
+        places.add(Piece(entry.begin, size, weight.offset))
+    merged: list[Piece] = []
+    for piece in sorted(places):
+        last = merged[-1] if merged else Piece(-1, 0, -1)
+        if last.begin + last.size == piece.begin and last.target + last.size == piece.target:
+            merged[-1] = Piece(last.begin, last.size + piece.size, last.target)
+        else:
+            merged.append(piece)
+    return merged
+
+
+def chunks(parts: Sequence[Piece], size: int) -> list[list[Piece]]:
+    """The pieces cut and grouped so that each group lies within `size` bytes of the file, from a multiple of `size` on."""
+    groups: list[list[Piece]] = []
+    limit = -1
+    for piece in parts:
+        done = 0
+        while done < piece.size:
+            begin = piece.begin + done
+            if begin >= limit:
+                groups.append([])
+                limit = begin - begin % size + size
+            step = min(piece.size - done, limit - begin)
+            groups[-1].append(Piece(begin, step, piece.target + done))
+            done += step
+    return groups
+
+
+class Way(NamedTuple):
+    """How weights travel: so many threads read them into slots of `chunk` bytes, of pinned memory or, one after the other, not.
+    `lanes`: by as many of the C library's instead, where it has them and the page cache has the file."""
+
+    readers: int
+    slots: int
+    pinned: bool
+    chunk: int = CHUNK
+    lanes: int = 0
+
+
+def way(size: int) -> Way:
+    """How `size` bytes travel (measured: tests/gpu/REPORT.md)."""
+    if size <= SMALL:
+        return Way(readers=1, slots=1, pinned=False)
+    if size < LARGE:
+        return Way(readers=4, slots=8, pinned=True)
+    return Way(readers=8, slots=16, pinned=True, chunk=2 * CHUNK, lanes=12)
+
+
+class Upload:
+    """Weights on their way, by threads that start at once.
+
+    `file`: an open descriptor, the caller's, of the file that errors call `name`.  `how`: by default as the size asks for.
+
+    `wait` raises the first failure (OutOfMemory, driver-failed, weights-invalid); `wait` or `stop` before memory weights is freed.
+    """
+
+    def __init__(
+        self, context: Context, file: int, parts: Sequence[Piece], base: int, how: Way | None = None, name: str = WEIGHTS
+    ) -> None:
+        self._context, self._file, self._base, self._name = context, file, base, name
+        self._way = how or way(sum(piece.size for piece in parts))
+        if self._way.lanes:
+            from . import lanes  # few bundles are so large
+
+            if not (lanes.available() and is_cached(file)):
+                self._way = self._way._replace(lanes=0)
+        self._groups = chunks(parts, self._way.chunk)
+        self._total, self._sent, self._announced = len(self._groups), 0, 0
+        self._full: SimpleQueue[tuple[Slot, list[Piece], int] | None] = SimpleQueue()  # a slot, its group, where that begins
+        self._failure: CgbundleError | OSError | None = None
+        self._thread: threading.Thread | None = None
+        if parts:
+            self._reader = WeightReader(file, aligned=self._way.pinned, name=name)
+            self._thread = threading.Thread(target=self._run, name="cgbundle-upload", daemon=True)
+            self._thread.start()
+
+    def wait(self) -> None:
+        """Returns when every byte is in its place; may be called again."""
+        self._join()
+        if isinstance(self._failure, OSError):
+            raise BundleError("weights-invalid", f"{self._name}: {self._failure.strerror}")
+        if self._failure is not None:
+            raise self._failure
+        if self._sent != self._total:  # a thread died of what nobody foresaw and printed it
+            raise BundleError("weights-invalid", f"{self._name}: {self._sent} of {self._total} pieces were copied")
+
+    def stop(self) -> None:
+        """Drops what has not been started and waits for the rest; never raises."""
+        self._groups = []
+        self._full.put(None)
+        self._join()
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._reader.close()
+
+    def _run(self) -> None:
+        """In a thread of its own.  `cleanup` gives the slots back when nothing is on its way."""
+        size, number, pinned = self._way.chunk, min(self._way.slots, self._total), self._way.pinned
+        try:
+            with self._context, Relaxed(), ExitStack() as cleanup:
+                if self._way.lanes:
+                    self._send_by_lanes(cleanup)
+                    return
+                memory = staging(size * number, cleanup, pages=pinned)
+                if pinned:
+                    pin(memory, cleanup)
+                slots = [new_slot(memory[at : at + size], cleanup) for at in range(0, size * number, size)]
+                if pinned:
+                    self._send_by_readers(slots, cleanup)
+                else:
+                    self._send_in_turn(slots[0])
+        except (CgbundleError, OSError) as failure:  # for whoever waits
+            self._failure = self._failure or failure
+
+    def _send_by_lanes(self, cleanup: ExitStack) -> None:
+        from .lanes import AsyncReads, send_by_lanes
+
+        send, groups = cu.held("cuMemcpyHtoDAsync"), self._groups
+        reads = AsyncReads(self._file, min(self._way.lanes, self._total), self._name)
+        for _ in send_by_lanes(reads, groups, self._way.chunk, lambda slot, group: self._send(send, slot, group, 0), cleanup):
+            self._sent += 1
+            if self._groups is not groups:  # stopped
+                return
+
+    def _send_by_readers(self, slots: Sequence[Slot], cleanup: ExitStack) -> None:
+        """Threads read into free slots; this one sends what they have read.  `cleanup` ends them and waits for them.
+
+        This thread keeps the interpreter's lock where the driver returns at once: whenever it lets go, a reader takes the lock, and
+        has to be waited for."""
+        free: SimpleQueue[Slot | None] = SimpleQueue()  # None ends a reader
+        numbers = count()
+
+        def read() -> None:
+            ended = False
+            try:
+                while (slot := free.get()) is not None:
+                    index = next(numbers)  # each thread another one: `next` is atomic
+                    if index >= len(groups := self._groups):
+                        break
+                    self._full.put((slot, groups[index], self._fill(slot, index, groups[index])))
+                ended = True
+            except (CgbundleError, OSError) as failure:
+                self._failure = failure
+            finally:
+                if not ended:
+                    self._full.put(None)
+
+        def end() -> None:
+            self._groups = []
+            for _ in readers:
+                free.put(None)
+
+        readers = [threading.Thread(target=read, daemon=True) for _ in range(min(self._way.readers, len(slots)))]
+        for slot in slots:
+            free.put(slot)
+        for thread in readers:
+            thread.start()
+            cleanup.callback(thread.join)
+        cleanup.callback(end)
+        send, query = cu.held("cuMemcpyHtoDAsync"), cu.held("cuStreamQuery")
+        travelling: deque[Slot] = deque()
+        for _ in range(self._total):
+            while travelling and not query(travelling[0].stream):
+                free.put(travelling.popleft())
+            while travelling and self._full.empty():
+                check("cuStreamSynchronize", cu.cuStreamSynchronize(travelling[0].stream), "weights")
+                free.put(travelling.popleft())
+            full = self._full.get()
+            if full is None:
+                return
+            self._send(send, *full)
+            travelling.append(full[0])
+            self._sent += 1
+        for slot in travelling:
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(slot.stream), "weights")
+
+    def _send_in_turn(self, slot: Slot) -> None:
+        """Reads and sends one group after the other."""
+        for index, group in enumerate(self._groups):
+            self._send(cu.cuMemcpyHtoDAsync, slot, group, self._fill(slot, index, group))
+            check("cuStreamSynchronize", cu.cuStreamSynchronize(slot.stream), "weights")
+            self._sent += 1
+
+    def _fill(self, slot: Slot, index: int, group: Sequence[Piece]) -> int:
+        """Reads a group, and requests readahead of those behind it; returns where in the slot it begins."""
+        if self._reader.cold:
+            ahead = -(-AHEAD // self._way.chunk)
+            begin, self._announced = max(self._announced, index), index + ahead  # two threads may request the same
+            self._reader.announce([place(later) for later in self._groups[begin : index + ahead]])
+        return self._reader.read(slot.view, *place(group))
+
+    def _send(self, send: Callable[[int, int, int, Any], int], slot: Slot, group: Sequence[Piece], lead: int) -> None:
+        first = group[0].begin
+        for piece in group:
+            error = send(self._base + piece.target, slot.address + lead + piece.begin - first, piece.size, slot.stream)
+            if error:
+                check("cuMemcpyHtoDAsync", error, "weights")

@@ -1,0 +1,118 @@
+"""The arguments of a call as the model takes them: as values, and as Python spells them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from keyword import iskeyword
+from typing import Any, NamedTuple
+
+from cgbundle.call.structure import builder, may_be_left_out
+from cgbundle.format.pytree import children, holds_tensor, recorded_constant
+from cgbundle.format.schema import EntrySpec, Tree
+
+LINE = 200
+"""Characters of an argument that is spelled with its parts."""
+
+
+class Constant(NamedTuple):
+    """An argument, or a part of one, that is no tensor: `name` such as `temperature` or `cache.size`.
+
+    `default` is the model's own, as one value in a tuple, or (): it has none, or it is unknown.
+    """
+
+    name: str
+    value: Any
+    default: tuple[Any, ...]
+    keyword: bool
+    required: bool
+
+
+def constants(entry: EntrySpec) -> list[Constant]:
+    """All constants of a call, in order.  Of an argument with tensors in it the leaves that are none."""
+    found = []
+    for name, tree, keyword, default in _parameters(entry):
+        if holds_tensor(tree):
+            found += [Constant(path, value, (), keyword, True) for path, value in _leaves(name, tree)]
+        else:
+            known = () if default is None else (recorded_constant(default),)
+            found.append(Constant(name, recorded_constant(tree), known, keyword, not _optional(entry, tree, default)))
+    return found
+
+
+def arranged(entry: EntrySpec, tensors: Sequence[Any]) -> tuple[list[Any], dict[str, Any]]:
+    """(args, kwargs) of a call with `tensors`, which are in the signature's order; every constant is given."""
+    args: list[Any] = []
+    kwargs: dict[str, Any] = {}
+    for name, tree, keyword, _ in _parameters(entry):
+        value = builder(tree)(tensors)
+        if keyword:
+            kwargs[name] = value
+        else:
+            args.append(value)
+    return args, kwargs
+
+
+def spelled(entry: EntrySpec) -> str:
+    """`ids, mask, temperature=2.0`: a call as one would write it, without the constants that may be left out.
+
+    Tensors, and what holds some, stand under their parameter's name.
+    """
+    parts, by_name = [], False
+    for name, tree, keyword, default in _parameters(entry):
+        if _optional(entry, tree, default):
+            by_name = True  # what follows something that is left out is given by name
+            continue
+        by_name = by_name or keyword or not holds_tensor(tree)
+        text = _variable(name) if holds_tensor(tree) else repr(recorded_constant(tree))
+        parts.append(text if not by_name else f"{name}={text}" if _is_variable(name) else f"**{{{name!r}: {text}}}")
+    return ", ".join(parts)
+
+
+def nested(entry: EntrySpec) -> list[str]:
+    """`cache = {'layers': [...]}`: the arguments that hold tensors and more, of tensors under their own names; long ones are left
+    out."""
+    names = [spec.name for spec in entry.inputs]
+    lines = [
+        f"{_variable(name)} = {_template(tree, names)}"
+        for name, tree, _, _ in _parameters(entry)
+        if holds_tensor(tree) and "tensor" not in tree
+    ]
+    return [line for line in lines if len(line) <= LINE]
+
+
+def _template(tree: Tree, names: Sequence[str]) -> str:
+    ((kind, body),) = tree.items()
+    if kind in ("tensor", "value"):
+        return _variable(names[body]) if kind == "tensor" else repr(body)
+    if kind in ("dict", "record"):
+        keys = [key for key, _ in body] if kind == "dict" else body[2]
+        parts = zip(keys, children(tree), strict=True)
+        return "{" + ", ".join([f"{key!r}: {_template(child, names)}" for key, (_, child) in parts]) + "}"
+    inner = ", ".join([_template(child, names) for _, child in children(tree)])
+    return f"[{inner}]" if kind == "list" else f"({inner},)" if inner else "()"
+
+
+def _variable(name: str) -> str:
+    """The name of a parameter as a variable: one of `**kwargs` may be any text."""
+    made = "".join([letter if letter.isidentifier() or letter.isdecimal() else "_" for letter in name])
+    return made if _is_variable(made) else f"_{made}" if made[:1].isdecimal() else f"{made}_"
+
+
+def _is_variable(name: str) -> bool:
+    return name.isidentifier() and not iskeyword(name)
+
+
+def _parameters(entry: EntrySpec) -> list[tuple[str, Tree, bool, Tree | None]]:
+    """(name, tree, whether it is by name only, default) of every parameter."""
+    pairs: list[tuple[str, Tree]] = [(name, tree) for name, tree in entry.call["call"]]
+    return [(name, tree, each.keyword, each.default) for (name, tree), each in zip(pairs, entry.parameters, strict=True)]
+
+
+def _optional(entry: EntrySpec, tree: Tree, default: Tree | None) -> bool:
+    return may_be_left_out(tree, default)
+
+
+def _leaves(path: str, tree: Tree) -> list[tuple[str, Any]]:
+    if "value" in tree:
+        return [(path, tree["value"])]
+    return [each for name, child in children(tree) for each in _leaves(f"{path}.{name}", child)]

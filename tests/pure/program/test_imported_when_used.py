@@ -1,0 +1,48 @@
+"""What few programs use is imported when it is used: a process that serves a plain bundle starts without it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.helpers.drivers import failing_gpu
+from tests.helpers.imports import modules
+from tests.helpers.places import ROOT
+
+MODULES, LINES = 72, 11_200
+"""What a load may import at most.  Lower them where they can be; what needs more says why in its commit."""
+
+SELDOM = (
+    "call.aliasing", "call.data_sizes", "call.mutated_inputs", "call.profile", "call.records", "cpu", "cuda.stream_executor",
+    "gpu.host_steps", "gpu.step_times", "gpu.threaded_copies", "gpu.update", "program.chained_calls", "program.exchanging",
+    "program.one_rank", "program.ranks", "program.rendezvous", "program.replicas", "program.state", "signatures",
+    "tensors.comparison", "tensors.input_errors", "tensors.numbers", "tensors.numpy_arrays", "tensors.torch_tensors",
+    "weights.contents", "weights.host", "weights.lanes", "weights.update",
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def imported(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    folder = tmp_path_factory.mktemp("plain") / "twice.cgb"
+    failing_gpu.write(folder)
+    command = [sys.executable, "-m", "tests.helpers.drivers.null_driver", str(folder)]
+    environment = {"PYTHONPATH": f"{ROOT}:{ROOT / 'bundles'}"}
+    done = subprocess.run(command, env=environment, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    names: list[str] = json.loads(done.stdout)
+    return names
+
+
+def test_a_load_imports_few_modules(imported: list[str]) -> None:
+    lines = sum(len(modules()[name].read_text().splitlines()) for name in imported)
+    print(f"{len(imported)} modules, {lines} lines")
+    assert len(imported) <= MODULES and lines <= LINES
+
+
+@pytest.mark.parametrize("name", SELDOM)
+def test_what_few_programs_use_is_not_imported(name: str, imported: list[str]) -> None:
+    assert f"cgbundle.{name}" in modules(), "no such module"
+    assert f"cgbundle.{name}" not in imported
