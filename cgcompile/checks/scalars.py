@@ -153,5 +153,5 @@ def data_dependent_branch(context: RuleContext) -> Iterable[Finding]:
         yield finding(
             "data-dependent-branch", REFUSE, obstacle.message, obstacle,
             "the bundle would hold only the way that the example inputs took",
-            branch_fix(obstacle.source),
+            branch_fix(obstacle.source, obstacle.message),
         )  # fmt: skip

@@ -6,7 +6,7 @@ The model is wrapped so that export sees only tensors in and tensors out; the ne
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -17,25 +17,24 @@ from cgbundle.format.schema import IntKey, Size
 from ..errors import ModelError
 from ..model import dynamic_axes as axes
 from ..model.devices.index_guard import guarded_indices
-from ..model.flat_module import PREFIX, FlatModule, held_weights, unwatched
+from ..model.flat_module import FlatModule, held_weights, unwatched
 from ..model.nondeterminism.repeated_calls import apart, unrepeated
-from ..model.pytree import DENSE, SPARSE, not_dense
 from ..model.side_effects import ASSIGNED, NOTHING, UNREAD, Asserted, Obstacle, SideEffects
 from ..model.source import Source, all_keys, sample, written_method
 from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.tracing.held_tensors import make_attribute
 from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import defined
-from .exported import EagerShapes, Exported, memory_order
+from .exported import EagerShapes, Exported
 from .first_calls import changed_weights, first_calls, sample_at
 from .functionalization import size_from_a_float
 from .paths import MAX_PATHS
 from .paths.explore import PathsRefused
-from .paths.program import with_paths
+from .paths.program import WayStopped, with_paths
 from .programs import Programs, coarsest, with_shared_constants
 from .signature.eager_check import check_dynamic, check_result, check_static, eager_shapes
 from .torch_export import branch, export_dynamic, export_static, past_branches
-from .weights import reaches_a_result
+from .weight_values import baked_values, baked_weights, make_dense, unread_attributes
 
 STOPPED = ("export-failed", "data-dependent-branch", "size-excluded", "data-dependent-shape")
 """Causes by which torch.export stops."""
@@ -92,7 +91,7 @@ def with_unwritten(made: Sequence[Exported], max_paths: int = MAX_PATHS) -> list
 def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int, elsewhere: Set[str]) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
-    _make_dense(source)
+    make_dense(source)
     flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
     job = _Job(source=source, flat=flat, shapes=shapes, sizes=sizes, max_paths=max_paths)
     seen = first_calls(source, flat, sizes)
@@ -102,7 +101,7 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     left = tuple([*seen.changes.values(), *[obstacle for obstacle, _ in seen.counters.values()]])
     try:
         made, writes = _with_known(job, calls, elsewhere, seen.written)
-        unread = _unread(made.programs, {name: (name,) for name in seen.counters} | dict(seen.holding)) if alone else []
+        unread = unread_attributes(made.programs, {name: (name,) for name in seen.counters} | dict(seen.holding)) if alone else []
         for name in unread:
             if name in seen.counters:
                 make_attribute(source.model, name, seen.counters[name][1])
@@ -127,11 +126,11 @@ def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool,
     early = set().union(*[call.early for call in calls])
     rules = {name: UNREAD if name in unread else each.rule if name in early else ASSIGNED for name, each in seen.changes.items()}
     left = tuple([replace(each, rule=rules[name]) for name, each in seen.changes.items()])
-    baked = _baked(calls)
+    baked = baked_values(calls)
     return Exported(
         source=source, sizes=sizes, programs=made.programs, flat=flat, shapes=tuple(shapes),
         eager_shapes=(*seen.shapes, *made.eager_shapes),
-        obstacles=(*left, *uncounted, *outside, *made.obstacles, *_reads(made.programs, baked)),
+        obstacles=(*left, *uncounted, *outside, *made.obstacles, *baked_weights(made.programs, baked)),
         baked={name: where or source.label for name, (where, _) in baked.items()},
         written=writes,
     )  # fmt: skip
@@ -152,7 +151,7 @@ def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes
             made = _as_eager(job, calls)
         except ModelError as error:
             failed = error
-        baked = _baked(calls).keys()
+        baked = baked_values(calls).keys()
         writes = writes.union(*[call.written for call in calls])
         if failed is None and baked.isdisjoint(writes):
             writes = writes.union(changed_weights(flat, sample_at(job.source, job.sizes, 0), baked))
@@ -162,27 +161,6 @@ def _with_known(job: _Job, calls: list[SideEffects], elsewhere: Set[str], writes
     if failed is not None:
         raise failed
     return made, writes
-
-
-def _reads(programs: Programs, baked: Mapping[str, tuple[str, str]]) -> Iterator[Obstacle]:
-    """A note for every line that read weights of the state dict: others are constants of a bundle anyway."""
-    updated = {name.removeprefix(PREFIX) for _, program in programs.each for name in program.state_dict}
-    names = {asked: [name for name in baked if baked[name] == asked and name in updated] for asked in baked.values()}
-    for (where, line), read in names.items():
-        if read:
-            message = f"Python reads the value of {', '.join(map(repr, read))}"
-            yield Obstacle(rule="baked-weight", message=message, where=where, source=line)
-
-
-def _baked(calls: Sequence[SideEffects]) -> dict[str, tuple[str, str]]:
-    """The parameters and buffers whose values Python got in some call, by name, with the line that asked first."""
-    return {name: asked for call in reversed(calls) for name, asked in call.baked.items()}
-
-
-def _unread(programs: Programs, holding: Mapping[str, Sequence[str]]) -> list[str]:
-    """The attributes that no result depends on: a call may be padded.  `holding`: the buffers that hold what is in an attribute."""
-    each = [program for _, program in programs.each]
-    return [name for name, own in holding.items() if not any(reaches_a_result(one, PREFIX + it) for one in each for it in own)]
 
 
 def _of_entry(error: ModelError, source: Source) -> ModelError:
@@ -225,7 +203,8 @@ class _Made:
 
 
 def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
-    """Where a program differs from eager PyTorch, the model is exported again and told that nothing traces it."""
+    """Where a program differs from eager PyTorch, the model is exported again and told that nothing traces it, then with every way
+    through its Python."""
     flat = job.flat
     first = flat.earlier
     try:
@@ -241,6 +220,14 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
         except ModelError as error:
             if error.code == "data-dependent-branch":
                 raise
+    asked = [each for call in calls for each in call.obstacles if each.rule == "data-dependent-branch"]
+    if asked:  # the way that was taken may be one that no data takes
+        flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
+        with suppress(WayStopped):
+            if made := _followed(job, calls, str(why)):
+                return made
+        most = next((each for each in asked if each.source.startswith("while ")), asked[0])  # loops are what may have no bound
+        raise branch(most.where or job.source.label, most.source, most.message) from why
     raise why
 
 
@@ -275,11 +262,14 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
             with suppress(ModelError):
                 return _per_size(job, calls, _reason(source, obstacles), follow=True)
             return dynamic
+        except WayStopped as stopped:
+            with suppress(ModelError):
+                return _per_size(job, calls, _reason(source, obstacles), follow=True)
+            return replace(dynamic, obstacles=(stopped.obstacle, *_others(obstacles)))
         except ModelError as error:
             if not isinstance(error.__cause__, PathsRefused) or error.code != "data-dependent-branch":
                 raise
-            others = tuple([each for each in obstacles if each.rule != error.code])
-            return replace(dynamic, obstacles=(error.__cause__.obstacle, *others))
+            return replace(dynamic, obstacles=(error.__cause__.obstacle, *_others(obstacles)))
     if not sizes:
         made = _paths(job, calls) if why.code == "data-dependent-branch" else None
         if made is None:
@@ -288,10 +278,32 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
     try:
         return _per_size(job, calls, str(why), follow=why.code in OF_SHAPES)
     except ModelError as error:
-        if why.code == "data-dependent-branch" and (made := _paths(job, calls)):
+        if why.code == "data-dependent-branch" and (made := _followed(job, calls, str(why))):
             return made
         known = error.code == why.code and str(error).startswith(f"{source.label}:")
         raise (why if known or why.code in OF_VALUES else error) from why.__cause__
+
+
+def _followed(job: _Job, calls: Sequence[SideEffects], reason: str) -> _Made | None:
+    """Every way through the model's Python: for all sizes, else for each.  Raises WayStopped."""
+    stopped: WayStopped | None = None
+    try:
+        if made := _paths(job, calls):
+            return made
+    except WayStopped as error:
+        stopped = error
+    with suppress(ModelError):
+        made = _per_size(job, calls, reason, follow=True)
+        if not _branched(made.obstacles):
+            return made
+    if stopped is not None:
+        raise stopped
+    return None
+
+
+def _others(obstacles: Sequence[Obstacle]) -> list[Obstacle]:
+    """All that is no branch on data."""
+    return [obstacle for obstacle in obstacles if obstacle.rule != "data-dependent-branch"]
 
 
 def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Made | None:
@@ -334,10 +346,19 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
         seen.append((chosen, eager_shapes(source, flat, chosen, tensors)))
         check_result(source, result, flat.result)
         flat.earlier = calls[-1]
-        program, found = past_branches(flat, calls, tensors, lambda tensors=tensors: export_static(source, flat, tensors))  # type: ignore[misc]
-        if _branched(found) and follow:
-            attempt = lambda tensors=tensors: export_static(source, flat, tensors)  # noqa: E731
-            program, found = with_paths(flat, calls, attempt, [tensors], job.max_paths) or (program, found)
+        attempt = lambda tensors=tensors: export_static(source, flat, tensors)  # noqa: E731
+        stopped: ModelError | None = None
+        try:
+            program, found = past_branches(flat, calls, tensors, attempt)
+        except ModelError as error:
+            if not follow or error.code != "data-dependent-branch":
+                raise
+            stopped = error
+        if follow and (stopped is not None or _branched(found)):
+            if ways := with_paths(flat, calls, attempt, [tensors], job.max_paths):
+                program, found = ways
+            elif stopped is not None:
+                raise stopped
         if not _branched(found):
             check_static(source, flat, program, chosen, tensors)
         elif not follow:
@@ -367,24 +388,3 @@ def _probed(source: Source, flat: FlatModule, sizes: Mapping[str, tuple[int, ...
             except ModelError:
                 continue  # no declared size: the proof of padding finds out what a call there gets
     return found
-
-
-def _make_dense(source: Source) -> None:
-    """Weights with gaps or overlaps (an expanded buffer, a slice) become row-major copies: a bundle stores dense tensors only.
-
-    A sparse buffer becomes a plain attribute: a model may hold one that no call reads.  Raises dtype-unsupported for a parameter
-    that is sparse, and for any weight that is nested or quantized."""
-    for name, buffer in list(source.model.named_buffers()):
-        if not_dense(buffer) == SPARSE:
-            make_attribute(source.model, name, buffer)
-    for name, weight in [*source.model.named_parameters(), *source.model.named_buffers()]:
-        if kind := not_dense(weight):
-            text = f"{source.label}: weight {name!r} is {kind}: a bundle holds dense tensors"
-            raise ModelError("dtype-unsupported", text, f"make it dense: {DENSE[kind]}")
-    for module in source.model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None and not buffer.permute(memory_order(buffer)).is_contiguous():
-                module._buffers[name] = buffer.contiguous()
-        for parameter in module._parameters.values():
-            if parameter is not None and not parameter.permute(memory_order(parameter)).is_contiguous():
-                parameter.data = parameter.data.contiguous()

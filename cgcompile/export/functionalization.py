@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 
 from ..errors import ModelError
 from ..model.flat_module import PREFIX
+from ..model.side_effects import SIZE_FIX
 from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.user_code import called_from, first_line, place
 from .higher_order.refused_bodies import WRITES_FIX, written_operand
@@ -231,12 +232,6 @@ def size_from_a_float(program: ExportedProgram) -> str:
         if any(isinstance(size, torch.SymInt) and FLOATS.search(str(size)) for size in sizes):
             return place(node)[0]
     return ""
-
-
-SIZE_FIX = (
-    "give the number as an argument (batch_size=, dim_size=, size= of graph libraries), or take it from the size of an input: "
-    "int() of a tensor is no size"
-)
 
 
 def size_in(program: ExportedProgram, error: Exception) -> str:

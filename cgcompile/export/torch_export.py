@@ -312,4 +312,4 @@ def _explain(source: Source, error: Exception, sizes: Mapping[str, tuple[int, ..
 
 def branch(where: str, line: str, message: str = BRANCH) -> ModelError:
     """Python branched on the value of a tensor at `where`."""
-    return ModelError("data-dependent-branch", f"{where}: data-dependent-branch: {message}: {line}", branch_fix(line))
+    return ModelError("data-dependent-branch", f"{where}: data-dependent-branch: {message}: {line}", branch_fix(line, message))

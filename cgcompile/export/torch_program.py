@@ -18,10 +18,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.exported_program import ModuleCallEntry
-from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputSpec
+from torch.export.graph_signature import ExportGraphSignature, InputSpec, OutputKind, OutputSpec
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.node import map_aggregate
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only, tree_structure
 
 SERIALIZER = logging.getLogger("torch._export.serde.serialize")
 
@@ -43,25 +43,29 @@ def with_graph(
     constants: Mapping[str, Any] | None = None,
     dialect: ExportedProgram | None = None,
     output_specs: Sequence[OutputSpec] | None = None,
+    other_results: bool = False,
 ) -> ExportedProgram:
     """`program` with the graph of `root`, whose outputs have new names where `renamed` says so.  Weights are shared, not copied.
 
     `dialect`: a program whose dialect the new one has, `program` by default.  That of `torch.export` allows operators that write.
+    `other_results`: `output_specs` has other results than the program had, and calls give a tuple of these.
     """
     signature = program.graph_signature
+    given = signature.output_specs if output_specs is None else output_specs
+    specs = [replace(spec, arg=_renamed(spec.arg, renamed)) for spec in given]
+    entries = [_entry(entry, renamed) for entry in copy.deepcopy(program.module_call_graph)]
+    if other_results:
+        entries[:1] = [_with_results(entry, specs) for entry in entries[:1]]
     result = ExportedProgram(
         root=root,
         graph=root.graph,
         graph_signature=ExportGraphSignature(
             input_specs=list(signature.input_specs if input_specs is None else input_specs),
-            output_specs=[
-                replace(spec, arg=_renamed(spec.arg, renamed))
-                for spec in (signature.output_specs if output_specs is None else output_specs)
-            ],
+            output_specs=specs,
         ),
         state_dict=dict(program.state_dict if state_dict is None else state_dict),
         range_constraints=copy.deepcopy(program.range_constraints),
-        module_call_graph=[_entry(entry, renamed) for entry in copy.deepcopy(program.module_call_graph)],
+        module_call_graph=entries,
         example_inputs=program.example_inputs,
         constants=program.constants if constants is None else dict(constants),
         verifiers=(dialect or program).verifiers,
@@ -180,6 +184,15 @@ def _entry(entry: ModuleCallEntry, renamed: Mapping[str, str]) -> ModuleCallEntr
         return entry
     outputs = [_renamed(argument, renamed) for argument in entry.signature.outputs]
     return replace(entry, signature=replace(entry.signature, outputs=outputs))
+
+
+def _with_results(entry: ModuleCallEntry, specs: Sequence[OutputSpec]) -> ModuleCallEntry:
+    """The entry of the whole program with other results: calls give a tuple of all."""
+    results = [spec.arg for spec in specs if spec.kind is OutputKind.USER_OUTPUT]
+    if entry.signature is None:
+        return entry
+    flat = tree_structure(tuple([0] * len(results)))
+    return replace(entry, signature=replace(entry.signature, outputs=results, out_spec=flat))
 
 
 def _renamed(argument: Any, renamed: Mapping[str, str]) -> Any:

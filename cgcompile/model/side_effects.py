@@ -15,10 +15,23 @@ ASSERTED = "Python goes on only where this has the value that it has for the exa
 
 BRANCH_FIX = "choose with torch.where or torch.cond, loop with torch.while_loop; make what never changes in forward()"
 LOOP_FIX = "loop over all there is (every expert), with a weight of 0 for what is not chosen"
+WHILE_FIX = (
+    "loop over range(N) with a break or torch.where, or with torch.while_loop; suppress boxes with torchvision.ops.nms; "
+    "let a solver take fixed steps (method='rk4')"
+)
+SIZED = "a number that is read out of a tensor is a size, or a position, in another one"
+SIZE_FIX = (
+    "give the number as an argument (batch_size=, dim_size=, size= of graph libraries), take it from the size of an input, or make "
+    "the tensor in forward(), as torch.zeros(n, dtype=torch.int64) for the batch of one graph: int() of a tensor is no size"
+)
 
 
-def branch_fix(line: str) -> str:
-    """What to do about a line where Python needs the value of a tensor."""
+def branch_fix(line: str, message: str = BRANCH) -> str:
+    """What to do about a line where Python needs the value of a tensor; `message` says what for."""
+    if message.startswith(SIZED):
+        return SIZE_FIX
+    if line.startswith("while "):
+        return WHILE_FIX
     return LOOP_FIX if line.startswith("for ") and " in range(" not in line else BRANCH_FIX
 
 

@@ -6,7 +6,7 @@ Private interface (torch 2.11, 2.13): `torch.fx.experimental.symbolic_shapes.fre
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -60,13 +60,37 @@ class Counts:
         if whole is not None:
             self._wholes[expr] = whole
 
+    def same(self, expr: Any, other: Any) -> None:
+        """A new size that is another one, which is known.  Raises Unsupported as `define` does."""
+        self.define(expr, self.of(other), self._bounds.get(other), self._wholes.get(other))
+
+    def lowest(self, low: Mapping[Any, int]) -> dict[Any, int]:
+        """The smallest values of sizes, where those of some are known: of all that have the same count."""
+        known = [(self._known[expr], value) for expr, value in low.items() if expr in self._known]
+        return {expr: max((value for other, value in known if other is count), default=0) for expr, count in self._known.items()}
+
+    def part_of(self, part: Any, whole: Any) -> bool:
+        """Whether a size is surely no larger than another one: so many of these elements are selected."""
+        if type(part).__name__ == "Min":
+            return any(self.part_of(least, whole) for least in part.args)
+        while part != whole:
+            if part not in self._wholes:
+                return False
+            part = self._wholes[part]
+        return True
+
     def holds(self, condition: Any) -> bool:
         """Whether a condition, an expression, is so of a size whatever is selected: it is no less than 0, and no more than fits."""
         kind = type(condition).__name__
+        if kind == "Equality":
+            try:
+                return self.of(condition.lhs) is self.of(condition.rhs)
+            except Unsupported:
+                return False
         if kind not in ("LessThan", "GreaterThan"):
             return False
         low, high = (condition.lhs, condition.rhs) if kind == "LessThan" else (condition.rhs, condition.lhs)
-        if low in self._wholes and self._wholes[low] == high:
+        if low in self._wholes and self.part_of(low, high):
             return True
         if high in self._bounds:
             return bool(low.is_Integer and low <= 0)
@@ -87,8 +111,12 @@ class Counts:
         return self._known[expr]
 
     def _computed(self, expr: Any) -> Tensor:
-        values = [int(arg) if arg.is_Integer else self.of(arg) for arg in expr.args]
         kind = type(expr).__name__
+        if kind == "Min":
+            least = next((arg for arg in expr.args if all(self.part_of(arg, other) for other in expr.args)), None)
+            if least is not None:
+                return self.of(least)
+        values = [int(arg) if arg.is_Integer else self.of(arg) for arg in expr.args]
         if len(values) < 2 or kind not in ("Min", "Mul", "Add") or expr.free_symbols - self._symbols():
             raise Unsupported(f"the size {expr}")
         tensors = [value for value in values if isinstance(value, Tensor)]

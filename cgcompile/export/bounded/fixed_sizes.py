@@ -1,18 +1,23 @@
 """A functional program of one way, in which rows are selected, computed with, and put back, at fixed sizes: a branch can hold it.
 
 `if mask.any(): y[mask] = f(x[mask])` needs no size that depends on data: `f` runs on as many rows as a mask can select, and those
-that count go back.  Where something else follows from selected rows, the program stays as it is.
+that count go back.  A result of selected rows is filled up with zeros, and its true size is one more result.  Where something else
+follows from selected rows, the program stays as it is.
 
 Private interfaces (torch 2.11, 2.13): `get_proxy_mode` and its `tracer`, `torch.fx.traceback.set_current_meta`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterator, Mapping, Sequence, Set
+from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
+from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.fx.node import map_arg
@@ -20,9 +25,11 @@ from torch.fx.traceback import set_current_meta
 from torch.utils._pytree import tree_leaves
 
 from ...model.tracing.way import ASKED
+from ...model.user_code import place
 from ..torch_program import copied_graph, with_graph
-from .axes import Counts, Unsupported, depends
+from .axes import Counts, Unsupported, depends, node_axes
 from .interpreter import taken_by, traced
+from .known_sizes import alike, holds, lowest
 from .results import ResultInterpreter, takes_selected
 
 aten = torch.ops.aten
@@ -34,48 +41,81 @@ KEPT = ("stack_trace", "nn_module_stack")
 """What a node's metadata says of the user's code."""
 
 
-def with_fixed_sizes(program: ExportedProgram, *, told_gpu: bool) -> ExportedProgram:
-    """The program, in which no size depends on data any more; as it was where that is not possible.  `told_gpu` as for
-    ResultInterpreter.  Weights are shared, not copied."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class FixedSizes:
+    """`program` has no size that depends on data, unless `unsupported` says what was not possible.
+
+    `assumes`: it leaves out an assertion about sizes that the answers of its way make true.  `counts`: the number of a result of
+    the model and an axis that is filled up, for each of the results behind those of the model, which say how many elements along
+    that axis count: int64 without dimensions.
+    """
+
+    program: ExportedProgram
+    counts: tuple[tuple[int, int], ...] = ()
+    assumes: bool = False
+    unsupported: str = ""
+
+
+def with_fixed_sizes(program: ExportedProgram, answers: Sequence[bool], *, told_gpu: bool) -> FixedSizes:
+    """The program of a way with these answers at sizes that hold any selection; as it was where that is not possible.
+
+    `told_gpu` as for ResultInterpreter.  Weights are shared, not copied."""
     if not any(depends(node) for node in program.graph.nodes):
-        return program
+        return FixedSizes(program=program)
     root = copied_graph(program)
+    specs = list(program.graph_signature.output_specs)
     try:
-        renamed = _replace(root, told_gpu)
-    except Unsupported:
-        return program
+        renamed, counts, assumes = _replace(root, specs, answers, told_gpu)
+    except Unsupported as error:
+        return FixedSizes(program=program, unsupported=str(error))
+    for node in root.graph.output_node().args[0][len(specs) :]:
+        specs.append(OutputSpec(kind=OutputKind.USER_OUTPUT, arg=TensorArgument(name=node.name), target=None))
     root.graph.lint()
     root.recompile()
-    fixed = with_graph(program, root, renamed)
+    fixed = with_graph(program, root, renamed, output_specs=specs, other_results=bool(counts))
     forget_symbols(fixed)
-    return fixed
+    return FixedSizes(program=fixed, counts=counts, assumes=assumes)
 
 
-def _replace(root: GraphModule, told_gpu: bool) -> dict[str, str]:
-    """Changes the graph in place.  Gives the new names of values that are taken out.  Raises Unsupported."""
+def _replace(
+    root: GraphModule, specs: Sequence[OutputSpec], answers: Sequence[bool], told_gpu: bool
+) -> tuple[dict[str, str], tuple[tuple[int, int], ...], bool]:
+    """Changes the graph in place.  Gives the new names of values that are taken out, the axes that have counts, and whether an
+    assertion was left out that the answers make true.  Raises Unsupported."""
     graph = root.graph
     region = _found(graph)
     said = [node for node in region if node.target in SAID]
     rest = [node for node in region if node.target not in SAID and (depends(node) or _gives_tensor(node))]
-    if any(depends(leaf) for leaf in tree_leaves(graph.output_node().args) if isinstance(leaf, Node)):
-        raise Unsupported("a result of a size that depends on data")
-    known = Counts()
-    padded = _at_bounds(root, rest, told_gpu, known)
+    outputs = [(value, spec.kind) for value, spec in zip(graph.output_node().args[0], specs, strict=True)]
+    if any(kind is not OutputKind.USER_OUTPUT and isinstance(value, Node) and depends(value) for value, kind in outputs):
+        raise Unsupported("what the model keeps has a size that depends on data")
+    results = [value for value, kind in outputs if kind is OutputKind.USER_OUTPUT]
+    axes = [(at, axis, expr) for at, value in enumerate(results) for axis, expr in node_axes(value).items()]
+    known, low = Counts(), lowest(graph, answers)
+    padded, filled, counts = _at_bounds(root, rest, list(dict.fromkeys([results[at] for at, _, _ in axes])), told_gpu, known, low)
+    assumes, low = False, known.lowest(low)
+    others = [node for node in region if getattr(node.target, "namespace", "aten") != "aten"]
+    foreign = {expr for node in others for expr in node_axes(node).values()}
     for node in said:
-        _check_said(node, known)
+        with placed(node):
+            assumes |= _assumes(node, known, low, foreign)
         graph.erase_node(node)
     for marker in graph.find_nodes(op="call_function", target=ASKED):
         marker.args = map_arg(marker.args, lambda node: padded.get(node, node))
     for node in rest:
-        if not depends(node):
+        if not depends(node) and node in padded:
             node.replace_all_uses_with(padded[node])
+    output = graph.output_node()
+    output.args = ((*[filled.get(value, value) for value in output.args[0]], *[counts[expr] for _, _, expr in axes]),)
+    output.meta.pop("val", None)
     for node in reversed(region):
         if node.target in SAID:
             continue
         if node.users:
             raise Unsupported(f"{next(iter(node.users)).target} of selected rows")
         graph.erase_node(node)
-    return {node.name: copy.name for node, copy in padded.items()}
+    renamed = {node.name: copy.name for node, copy in padded.items()} | {node.name: copy.name for node, copy in filled.items()}
+    return renamed, tuple([(at, axis) for at, axis, _ in axes]), assumes
 
 
 def _found(graph: Graph) -> list[Node]:
@@ -84,7 +124,8 @@ def _found(graph: Graph) -> list[Node]:
     for node in graph.nodes:
         if node.op == "call_function" and node.target is not ASKED:
             conditions = [each for each in node.all_input_nodes if each in region and not _gives_tensor(each)]
-            if depends(node) or takes_selected(node) or conditions:
+            part = node.target is operator.getitem and node.args[0] in region
+            if depends(node) or takes_selected(node) or conditions or part:
                 region[node] = None
     return list(region)
 
@@ -94,60 +135,96 @@ def _gives_tensor(node: Node) -> bool:
     return any(isinstance(leaf, torch.Tensor) for leaf in tree_leaves(node.meta.get("val")))
 
 
-def _check_said(node: Node, known: Counts) -> None:
-    """Raises Unsupported unless what is asserted of sizes is so whatever is selected."""
+def _assumes(node: Node, known: Counts, low: Mapping[Any, int], foreign: Set[Any]) -> bool:
+    """Whether what is asserted of sizes is so on this way alone, whose sizes are no less than `low`; False where it is so whatever
+    is selected.  `foreign`: sizes that operators of other libraries give, of which torch 2.11 asserts that they are 2 or more.
+
+    Raises Unsupported where it may not be so."""
     if node.target is not aten._assert_scalar.default:
-        return
+        return False
     value = node.args[0].meta.get("val") if isinstance(node.args[0], Node) else node.args[0]
-    if not (value is True or (isinstance(value, torch.SymBool) and (value.node.expr == True or known.holds(value.node.expr)))):  # noqa: E712
-        raise Unsupported("an assertion about a size")
+    condition = value.node.expr if isinstance(value, torch.SymBool) else value
+    if condition == True or any(condition == (size >= 2) for size in foreign):  # noqa: E712  sympy's own
+        return False
+    if condition is False or not (known.holds(condition) or holds(condition, low)):
+        raise Unsupported(f"the assertion {condition} of sizes")
+    return not known.holds(condition)
 
 
-def _at_bounds(root: GraphModule, region: Sequence[Node], told_gpu: bool, known: Counts) -> dict[Node, Node]:
-    """Adds the operations at fixed sizes, those of each of `region` in front of it.  Gives the nodes that stand for these."""
+def _at_bounds(
+    root: GraphModule, region: Sequence[Node], outputs: Sequence[Node], told_gpu: bool, known: Counts, low: Mapping[Any, int]
+) -> tuple[dict[Node, Node], dict[Node, Node], dict[Any, Node]]:
+    """Adds the operations at fixed sizes, those of each of `region` in front of it; sizes are no less than `low`.
+
+    Gives the nodes that stand for these; those of `outputs` with zeros behind their true sizes; and the counts of these by size."""
     taken = taken_by(region)
     last: dict[str, Node] = {}  # which of `region` a traced node stands for, by its name
     results: list[Node] = []
+    same = alike(root.graph)
+    sizes = list(dict.fromkeys([expr for node in outputs for expr in node_axes(node).values()]))
 
     def padded(*values: Any) -> list[torch.Tensor]:
-        run = ResultInterpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu)
+        run = ResultInterpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu, same=same, low=low)
         tracer: Any = get_proxy_mode().tracer
         for node in region:
-            with set_current_meta(node):
+            with set_current_meta(node), placed(node):
                 run.run(node)
             for operation in reversed(tracer.graph.nodes):
                 if operation.name in last or operation.op == "placeholder":
                     break
                 last[operation.name] = node
         results[:] = [node for node in region if isinstance(run.values[node], torch.Tensor)]
-        return [run.values[node] for node in results]
+        filled = [run.masked(node).clone() for node in outputs]
+        return [*[run.values[node] for node in results], *filled, *[known.of(expr) for expr in sizes]]
 
-    return _copied(root.graph, traced(padded, taken), taken, region, results, last)
+    ends = _copied(root, traced(padded, taken), taken, region, last)
+    count = len(results)
+    return (
+        dict(zip(results, ends[:count], strict=True)),
+        dict(zip(outputs, ends[count : count + len(outputs)], strict=True)),
+        dict(zip(sizes, ends[count + len(outputs) :], strict=True)),
+    )
 
 
 def _copied(
-    graph: Graph,
+    root: GraphModule,
     module: GraphModule,
     taken: Sequence[Node],
     region: Sequence[Node],
-    results: Sequence[Node],
     last: Mapping[str, Node],
-) -> dict[Node, Node]:
-    """Copies a traced graph, every operation in front of the node that it stands for."""
+) -> list[Node]:
+    """Copies a traced graph, every operation in front of the node that it stands for; gives the nodes of its outputs."""
     copies: dict[Node, Node] = dict(zip(module.graph.find_nodes(op="placeholder"), taken, strict=True))
     ends = module.graph.output_node().args[0]
     place = region[0]
     for node in module.graph.nodes:
         if node.op == "get_attr":
-            raise Unsupported("a constant")
+            value = getattr(module, str(node.target))
+            if not isinstance(value, GraphModule):
+                raise Unsupported("a constant")
+            name = f"bounded_{len(root._modules)}"
+            root.add_module(name, value)
+            with root.graph.inserting_before(place):
+                copies[node] = root.graph.get_attr(name)
+            copies[node].meta = {}
         if node.op != "call_function":
             continue
         place = last.get(node.name, place)
-        with graph.inserting_before(place):
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+        with root.graph.inserting_before(place):
+            copies[node] = root.graph.node_copy(node, copies.__getitem__)
         like = {name: place.meta[name] for name in KEPT if name in place.meta}
         copies[node].meta = {"val": node.meta.get("val"), **like}
-    return {node: copies[end] for node, end in zip(results, ends, strict=True)}
+    return [copies[end] for end in ends]
+
+
+@contextmanager
+def placed(node: Node) -> Iterator[None]:
+    """Names the user's line in what is raised about a node."""
+    try:
+        yield
+    except Unsupported as error:
+        where, _ = place(node)
+        raise Unsupported(f"{error} ({where})" if where else str(error)) from error
 
 
 def forget_symbols(program: ExportedProgram) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from math import inf
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -41,6 +42,9 @@ SIZED = frozenset({
 })  # fmt: skip
 """Operators whose numbers are sizes."""
 
+NUMBERS = (aten.sym_size.int, torch.sym_min, torch.sym_max)
+"""What gives a number, beside Python's own operators."""
+
 NEUTRAL: dict[str, float] = {
     "sum.dim_IntList": 0, "any.dim": 0, "any.dims": 0, "all.dim": 1, "all.dims": 1, "softmax.int": -inf, "log_softmax.int": -inf,
 }  # fmt: skip
@@ -51,22 +55,25 @@ PRODUCTS = ("matmul", "mm", "bmm")
 
 class Interpreter:
     """Runs nodes.  `values`: what they give, padded, and what they take from the rest of the program; `counts`: grows by what they
-    select.
+    select; `same`: nodes that compute what another one in front of them does, with that one.
 
     A position beyond the selected rows, which eager PyTorch refuses, is out of bounds here too.  Not where the model is `told_gpu`:
     there that would read and write other memory, or end the process's use of the GPU.
     """
 
-    def __init__(self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool) -> None:
+    def __init__(
+        self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool, same: Mapping[Node, Node] = MappingProxyType({})
+    ) -> None:
         self.values: dict[Node, Any] = dict(values)
         self.counts = counts
-        self._told_gpu = told_gpu
+        self._told_gpu, self._same = told_gpu, same
         self._selected: dict[Node, Selected] = {}
         self._own: dict[str, Callable[[Node, Mapping[str, Any]], Any]] = {
             "nonzero": self._nonzero, "argwhere": self._nonzero, "nonzero_numpy": self._positions, "where": self._positions,
             "index.Tensor": self._index, "masked_select": self._masked_select, "_unique2": self._unique,
             "unique_consecutive": self._unique_consecutive, "slice.Tensor": self._slice, "sort": self._sort,
             "sort.stable": self._sort, "argsort": self._sort, "argsort.stable": self._sort, "cat": self._joined,
+            "split_with_sizes": self._split, "einsum": self._einsum,
         }  # fmt: skip
 
     def run(self, node: Node) -> None:
@@ -83,8 +90,10 @@ class Interpreter:
             raise Unsupported(node.op)
         if isinstance(node.target, torch._ops.OpOverload) and str(node.target) == "torchvision.nms.default":
             return self._suppressed(node)
-        if node.target is aten.sym_size.int or getattr(node.target, "__module__", "") == "_operator":
+        if node.target in NUMBERS or getattr(node.target, "__module__", "") == "_operator":
             return self._plain(node)
+        if isinstance(node.meta.get("val"), torch.SymInt):
+            raise Unsupported("a number that is read out of a tensor, as a size")
         if not name_of(node):
             raise Unsupported(str(node.target))
         inputs = arguments(node)
@@ -152,21 +161,40 @@ class Interpreter:
             factors.append(self.counts.masked(self.values[each], {axis: expr for axis, expr in axes.items() if axis == summed}))
         return node.target(*factors)
 
+    def _einsum(self, node: Node, inputs: Mapping[str, Any]) -> Any:
+        """A sum of products by letters: what is summed over is 0 where it does not count."""
+        letters, _, kept = inputs["equation"].replace(" ", "").partition("->")
+        if "." in letters or "->" not in inputs["equation"]:
+            raise Unsupported(str(node.target))
+        factors = []
+        for names, each in zip(letters.split(","), inputs["tensors"], strict=True):
+            summed = {axis: expr for axis, expr in node_axes(each).items() if names[axis] not in kept}
+            if any(names.count(names[axis]) > 1 for axis in node_axes(each)):
+                raise Unsupported(str(node.target))
+            factors.append(self.counts.masked(self.values[each], summed))
+        return aten.einsum.default(inputs["equation"], factors)
+
     # --- selections -------------------------------------------------------------------------------------------
+
+    def first(self, node: Any) -> Any:
+        """The first node that computes what this one does; itself where there is none."""
+        return self._same.get(node, node)
 
     def _select(self, mask: Node, result: Any) -> Selected:
         """The positions where a mask is true; `result` has them along an axis of a new size."""
         if not mask.meta["val"].dim():
             raise Unsupported("a mask without axes")
+        mask = self.first(mask)
+        whole = node_axes(mask).get(0) if mask.meta["val"].dim() == 1 else None
         if mask not in self._selected:
             true = self.values[mask] if mask.meta["val"].dtype is torch.bool else self.values[mask] != 0
             valid = self.counts.valid(true, node_axes(mask))
             outcome = selected(true if valid is None else true & valid)
-            self.counts.define(self._new(result), outcome.count, outcome.positions[0].shape[0])
+            self.counts.define(self._new(result), outcome.count, outcome.positions[0].shape[0], whole)
             self._selected[mask] = outcome
         elif not any(self.counts.is_count(expr, self._selected[mask].count) for expr in _sizes(result)):
             outcome = self._selected[mask]
-            self.counts.define(self._new(result), outcome.count, outcome.positions[0].shape[0])
+            self.counts.define(self._new(result), outcome.count, outcome.positions[0].shape[0], whole)
         return self._selected[mask]
 
     def _new(self, result: Any) -> Any:
@@ -254,15 +282,40 @@ class Interpreter:
         if axis not in node_axes(source):
             return self._rows(node)
         x = self.values[source]
-        if inputs["start"] not in (None, 0) or inputs["step"] != 1 or not (end is None or (type(end) is int and end >= 0)):
+        size, expr, whole = x.shape[axis], node_axes(node).get(axis), node_axes(source)[axis]
+        if inputs["start"] not in (None, 0) or inputs["step"] != 1:
             raise Unsupported("a part of a bounded axis")
-        size, expr = x.shape[axis], node_axes(node).get(axis)
+        if isinstance(end, Node):
+            part = data_size(end.meta["val"])
+            if part is None or expr is None or not self.counts.part_of(part, whole):
+                raise Unsupported("a part of a bounded axis")
+            if not self.counts.knows(expr):
+                self.counts.same(expr, part)
+            elif self.counts.of(expr) is not self.counts.of(part):
+                raise Unsupported("the size of a part")
+            return x
+        if not (end is None or (type(end) is int and end >= 0)):
+            raise Unsupported("a part of a bounded axis")
         if expr is not None and not self.counts.knows(expr):  # torch may give a part's size a symbol of its own
-            whole = node_axes(source)[axis]
             count = self.counts.of(whole)
             self.counts.define(expr, count if end is None else count.clamp(max=end), size, whole)
         shorter = end is not None and type(size) is int and end < size
         return aten.slice.Tensor(x, axis, 0, end) if shorter else x
+
+    def _split(self, node: Node, inputs: Mapping[str, Any]) -> Any:
+        """Parts of a bounded axis behind each other, whose sizes are made of such ones."""
+        source, axis = inputs["self"], inputs["dim"] % inputs["self"].meta["val"].dim()
+        if axis not in node_axes(source):
+            return self._rows(node)
+        x, parts, begin = self.values[source], [], 0
+        for size in inputs["split_sizes"]:
+            expr = data_size(size.meta["val"]) if isinstance(size, Node) else None
+            if expr is None or not self.counts.knows(expr):
+                raise Unsupported("parts of a bounded axis")
+            rows = begin + torch.arange(self.values[size], device=x.device)
+            parts.append(x.index_select(axis, rows.clamp(max=x.shape[axis] - 1)))
+            begin = begin + self.counts.of(expr)
+        return parts
 
     def _joined(self, node: Node, inputs: Mapping[str, Any]) -> Any:
         """Tensors behind each other along a bounded axis: what does not count goes behind them all."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Mapping, Sequence
+from math import nan
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from ...model.user_code import place
 from ..torch_program import arguments
 from .axes import Counts, Unsupported, data_size, depends, node_axes
 from .interpreter import MASKS, Interpreter
-from .row_wise import name_of
+from .row_wise import is_pointwise, name_of
 
 aten = torch.ops.aten
 
@@ -27,15 +29,19 @@ EMPTY = "that something is selected, of which a smallest or largest element is t
 class ResultInterpreter(Interpreter):
     """An Interpreter that also runs what takes selected rows and gives a tensor of fixed size.
 
-    An operation that fails for an empty selection asserts that it is none, on the host where the model is `told_gpu`.
+    An operation that fails for an empty selection asserts that it is none, on the host where the model is `told_gpu`.  `low`: the
+    smallest values of sizes on this way, by symbol; of others it is 0.
     """
 
-    def __init__(self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool) -> None:
-        super().__init__(values, counts, told_gpu=told_gpu)
+    def __init__(
+        self, values: Mapping[Node, Any], counts: Counts, *, told_gpu: bool, same: Mapping[Node, Node], low: Mapping[Any, int]
+    ) -> None:
+        super().__init__(values, counts, told_gpu=told_gpu, same=same)
+        self._low = low
         self._results: dict[str, Callable[[Node, Mapping[str, Any]], Tensor]] = {
             "index_put": self._put, "all": self._all, "any": self._any, "sum": self._sum, "mean": self._mean,
             "min": self._extreme, "max": self._extreme, "index_add": self._add, "index_copy": self._copy,
-            "scalar_tensor": self._number, "mean.dim": self._mean_along,
+            "scalar_tensor": self._number, "mean.dim": self._mean_along, "kthvalue": self._kth,
         }  # fmt: skip
 
     def run(self, node: Node) -> None:
@@ -43,16 +49,22 @@ class ResultInterpreter(Interpreter):
         if depends(node):
             super().run(node)
             return
+        if node.target is operator.getitem:
+            self.values[node] = self._plain(node)
+            return
         handler = self._results.get(name_of(node))
         if handler is not None:
             result: Any = handler(node, arguments(node))
+        elif is_pointwise(node) and not any(map(node_axes, node.all_input_nodes)):
+            result = self._rows(node)  # a size takes part as a number
         elif name_of(node) in ("all.dim", "any.dim", "sum.dim_IntList"):
             result = self._reduced(node, arguments(node))
         else:
             raise Unsupported(f"{node.target} of selected rows")
         expected = node.meta["val"]
-        if result.dtype != expected.dtype or tuple(map(str, result.shape)) != tuple(map(str, expected.shape)):
-            raise Unsupported(str(node.target))
+        for made, like in zip(tree_leaves(result), tree_leaves(expected), strict=True):
+            if isinstance(like, Tensor) and (made.dtype, [*map(str, made.shape)]) != (like.dtype, [*map(str, like.shape)]):
+                raise Unsupported(str(node.target))
         self.values[node] = result
 
     def _put(self, node: Node, inputs: Mapping[str, Any]) -> Tensor:
@@ -60,7 +72,7 @@ class ResultInterpreter(Interpreter):
         target, indices, rows = inputs["self"], inputs["indices"], inputs["values"]
         if indices and all(each is None or each.meta["val"].dtype not in MASKS for each in indices):
             return self._put_at(node, target, indices, rows, inputs["accumulate"])
-        mask: Any = indices[0] if indices else None
+        mask: Any = self.first(indices[0]) if indices else None
         alone = mask is not None and all(other is None for other in indices[1:])
         if (
             not alone
@@ -189,6 +201,16 @@ class ResultInterpreter(Interpreter):
             filling = torch.iinfo(dtype).max if smallest else torch.iinfo(dtype).min
         result: Tensor = (aten.min if smallest else aten.max).default(self._whole(inputs, filling))
         return result
+
+    def _kth(self, node: Node, inputs: Mapping[str, Any]) -> Any:
+        """The k-th smallest element along a bounded axis, of which there are k at least: NaN comes last, as in PyTorch."""
+        source, k = inputs["self"], inputs["k"]
+        axes, axis = node_axes(source), inputs["dim"] % source.meta["val"].dim()
+        if list(axes) != [axis] or type(k) is not int or self._low.get(axes[axis], 0) < k:
+            raise Unsupported(f"{node.target} of selected rows")
+        if not source.meta["val"].is_floating_point():
+            raise Unsupported(f"{node.target} of integers")
+        return aten.kthvalue.default(self._whole(inputs, nan), k, axis, inputs["keepdim"])
 
     def _count(self, source: Node) -> Tensor:
         """How many elements count."""

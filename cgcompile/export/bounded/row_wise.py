@@ -90,6 +90,11 @@ def check_rows(node: Node) -> None:
         rows = inputs["sorted_sequence"], inputs["self"]
         _require(all(each.meta["val"].dim() - 1 not in node_axes(each) for each in rows) and inputs["sorter"] is None, node)
         _require(inputs["sorted_sequence"].meta["val"].dim() == 1 or node_axes(rows[0]) == node_axes(rows[1]), node)
+    elif name == "repeat":
+        source, repeats = inputs["self"], inputs["repeats"]
+        more = len(repeats) - source.meta["val"].dim()
+        _require(all(repeats[more + axis] == 1 for axis in node_axes(source)), node)
+        _require(len(node_axes(source)) == len(node_axes(node)), node)
     elif name == "arange":
         pass
     else:

@@ -2,11 +2,13 @@
 beside its base.  Eager PyTorch takes them (`lambda y: y`, `(i, zeros, zeros)`); the functional form of a program wants that every
 operand and every result has memory of its own.
 
-Private interface (torch 2.11, 2.13): `_cdata`, which fake tensors that share memory have in common.
+Private interfaces (torch 2.11, 2.13): `_cdata`, which fake tensors that share memory have in common, and
+`torch._C._dispatch_has_kernel_for_dispatch_key`.
 """
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 import torch
@@ -58,8 +60,22 @@ def _copy_results(body: GraphModule, caller: Node) -> None:
 
 
 def _memory(value: Any) -> int | None:
+    while isinstance(value, Node) and (source := _viewed(value)) is not None:
+        value = source  # what a node knows of its value may have memory of its own
     tensor = value.meta.get("val") if isinstance(value, Node) else None
     return tensor.untyped_storage()._cdata if isinstance(tensor, torch.Tensor) else None
+
+
+def _viewed(node: Node) -> Node | None:
+    """What a node surely gives a view of; None where that is not known."""
+    call = node.args[0] if node.target is operator.getitem else node
+    target = call.target if isinstance(call, Node) else None
+    if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable or not target._schema.returns:
+        return None
+    composite = torch._C._dispatch_has_kernel_for_dispatch_key(target.name(), "CompositeImplicitAutograd")
+    if composite or target._schema.returns[0].alias_info is None:
+        return None  # composite ones may give a copy
+    return call.args[0] if call.args and isinstance(call.args[0], Node) else None
 
 
 def _copied(part: GraphModule, before: Node, value: Node, caller: Node) -> Node:

@@ -6,14 +6,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch.export import ExportedProgram
+from torch.fx import Node
 
 from ...model.flat_module import FlatModule
-from ...model.side_effects import Obstacle
+from ...model.side_effects import WHILE_FIX, Obstacle
 from ...model.tracing.way import Question, Spot, TooManyTurns
 from .joins import Join, joins
 from .lines import Line, Raised, trace_line
 
-ENDLESS = "loop over range(N) with a break, or with torch.while_loop; --max-paths says how many turns are tried"
+ENDLESS = f"{WHILE_FIX}; --max-paths says how many turns are tried"
 TOO_MANY = "let --max-paths be larger, or choose with torch.where"
 
 RESTARTS = 3
@@ -137,8 +138,30 @@ class Ways:
         if forced in self._raising:
             return self._raising[forced]
         if forced not in self._lines:
-            self._lines[forced] = self._traced(forced)
+            self._lines[forced] = line = self._traced(forced)
+            if isinstance(line, Line):
+                self._check_shapes(line)
         return self._lines[forced]
+
+    def _check_shapes(self, line: Line) -> None:
+        """Raises structure-unsupported for results of other constant sizes than those of the first line: no branch gives both."""
+        first = self.lines[0]
+        for slot in [slot for slot in line.outputs if slot[0] == "result"]:
+            pair = [each.outputs.get(slot) for each in (first, line)]
+            if not all(isinstance(value, Node) for value in pair):
+                continue
+            one, other = [value.meta["val"].shape for value in pair if isinstance(value, Node)]
+            for axis, (left, right) in enumerate(zip(one, other, strict=False)):
+                counted = any(("count", (slot[1], axis)) in each.outputs for each in (first, line))
+                if isinstance(left, int) and isinstance(right, int) and left != right and not counted and line.questions:
+                    question = line.questions[-1]
+                    fix = (
+                        WHILE_FIX
+                        if question.line.startswith("while ")
+                        else "return tensors of the same dtype and shape on every way"
+                    )
+                    reason = f"one way gives a result of {list(one)}, the other one of {list(other)}"
+                    raise PathsRefused("structure-unsupported", question, reason, fix)
 
     def _traced(self, forced: tuple[bool, ...]) -> Line | Raised:
         answers = forced

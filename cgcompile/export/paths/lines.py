@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,7 +37,8 @@ TORCH_STOPS = (
 """What torch raises inside of the model's code where it cannot trace that."""
 
 Slot = tuple[str, Any]
-"""An output of a line: a buffer or an input that it writes, or a result by its number."""
+"""An output of a line: a buffer or an input that it writes, a result by its number, or ("count", (result, axis)): how many elements
+of a result count along an axis."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,7 +57,7 @@ class Line:
     `markers` are the positions among `nodes` of the questions, `live` the tensors that Python keeps at each, by name, with
     what it asks as "asked".  `keys` are equal for nodes of all lines that surely have the same value.  `exported` is the
     program before it became functional; `writes`: the model's code writes to tensors in place.  `changed` are
-    attributes that it left changed.
+    attributes that it left changed.  `assumes` and `unsupported` as of FixedSizes.
     """
 
     answers: tuple[bool, ...]
@@ -68,6 +69,8 @@ class Line:
     program: ExportedProgram
     result: Tree | None
     writes: bool
+    assumes: bool
+    unsupported: str
     changed: tuple[str, ...]
     nodes: tuple[Node, ...]
     markers: tuple[int, ...]
@@ -119,7 +122,8 @@ def _line(exported: ExportedProgram, way: TracedWay, *, told_gpu: bool) -> Line:
     except Exception as error:
         raise ModelError("export-failed", f"model: a way has no functional form: {first_line(error)}") from error
     with_tensors(program.graph)
-    program = with_fixed_sizes(program, told_gpu=told_gpu)
+    fixed = with_fixed_sizes(program, [question.answer for question in way.questions], told_gpu=told_gpu)
+    program = fixed.program
     nodes = tuple([node for node in program.graph.nodes if node.op not in ("placeholder", "output")])
     markers = tuple([index for index, node in enumerate(nodes) if node.target is ASKED])
     assert len(markers) == len(way.questions), (len(markers), len(way.questions))
@@ -133,7 +137,8 @@ def _line(exported: ExportedProgram, way: TracedWay, *, told_gpu: bool) -> Line:
         questions=tuple(way.questions), exported=exported, program=program, result=way.result, nodes=nodes, markers=markers,
         changed=way.changed,
         writes=any(map(_writes, exported.graph.nodes)),
-        live=live, keys=_keys(program, way), outputs=_outputs(program),
+        assumes=fixed.assumes, unsupported=fixed.unsupported,
+        live=live, keys=_keys(program, way), outputs=_outputs(program, fixed.counts),
         at={node: index for index, node in enumerate(nodes)},
     )  # fmt: skip
 
@@ -144,14 +149,17 @@ def _writes(node: Node) -> bool:
     return schema is not None and schema.is_mutable and bool(place(node)[0])
 
 
-def _outputs(program: ExportedProgram) -> dict[Slot, Any]:
+def _outputs(program: ExportedProgram, counts: Sequence[tuple[int, int]]) -> dict[Slot, Any]:
+    """The outputs of a program whose last results are `counts`."""
     slots: dict[Slot, Any] = {}
     values = program.graph.output_node().args[0]
-    user = 0
+    results = [spec for spec in program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    names: Iterator[Slot] = iter(
+        [*[("result", number) for number in range(len(results) - len(counts))], *[("count", row) for row in counts]]
+    )
     for value, spec in zip(values, program.graph_signature.output_specs, strict=True):
         if spec.kind is OutputKind.USER_OUTPUT:
-            slots["result", user] = value
-            user += 1
+            slots[next(names)] = value
         else:
             slots[spec.kind.name, spec.target] = value
     return slots

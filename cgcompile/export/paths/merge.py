@@ -1,7 +1,8 @@
 """One program of all lines: common operations once, and a `torch.cond` at every question, whose bodies are the lines until they
 join.
 
-Private interfaces (torch 2.11, 2.13): the order of the arguments of `torch.cond` as an operator, `FakeTensor.fake_mode`.
+Private interfaces (torch 2.11, 2.13): the order of the arguments of `torch.cond` as an operator, `FakeTensor.fake_mode`,
+`torch._dispatch.python.enable_python_dispatcher`, `ShapeEnv.ignore_fresh_unbacked_symbols`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch._dispatch.python import enable_python_dispatcher
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind, OutputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
@@ -27,6 +29,7 @@ from ..functionalization import functional_form
 from ..higher_order.retrace import in_place
 from ..higher_order.shared_memory import copy_shared
 from ..torch_program import with_graph
+from .counted_results import CountedResults
 from .explore import PathsRefused, Ways
 from .joins import Join, output
 from .lines import Line, Raised, Slot, is_pure, placeholders
@@ -129,9 +132,9 @@ class _Body:
         node.meta = {}
         return node
 
-    def add(self, target: Any, args: tuple[Any, ...], like: Node, value: Any = None) -> Node:
-        """A new operation at the line of `like`."""
-        node = self.graph.call_function(target, args)
+    def add(self, target: Any, args: tuple[Any, ...], like: Node, value: Any = None, **more: Any) -> Node:
+        """A new operation at the line of `like`, with `more` arguments by name; `value`: what it gives, if that is known."""
+        node = self.graph.call_function(target, args, more)
         node.meta = {name: like.meta[name] for name in ("stack_trace", "nn_module_stack") if name in like.meta}
         node.meta["val"] = self._computed(node, None) if value is None else value
         return node
@@ -140,7 +143,7 @@ class _Body:
         args, kwargs = map_arg((node.args, node.kwargs), self._value_of)
         if any(isinstance(leaf, torch.nn.Module) for leaf in tree_leaves((args, kwargs))):
             return otherwise
-        with self.mode, torch.no_grad():
+        with self.mode, enable_python_dispatcher(), self.mode.shape_env.ignore_fresh_unbacked_symbols(), torch.no_grad():
             return node.target(*args, **kwargs)
 
     def _value_of(self, node: Node) -> Any:
@@ -176,14 +179,17 @@ def merged(ways: Ways, root: Line, told_gpu: bool) -> tuple[ExportedProgram, Gra
     placed = {node.name for node in body.graph.nodes}
     specs = [spec for spec in specs if spec.arg.name in placed]  # constants that hold the same are one
     _order_inputs(body.graph, specs)
-    slots = _emit(ways, body, root, 0, root.end, told_gpu)
-    output_specs, values = _outputs(body, root, slots)
+    counted = CountedResults(ways.lines)
+    slots = _emit(ways, counted, body, root, 0, root.end, told_gpu)
+    output_specs, values = _outputs(body, root, counted, slots)
     body.graph.output(tuple(values))
     module = GraphModule(body.module, body.graph)
     _without_dead(module)
     copy_shared(module)
     module.graph.lint()
-    whole = with_graph(program, module, {}, input_specs=specs, constants=constants, output_specs=output_specs)
+    whole = with_graph(
+        program, module, {}, input_specs=specs, constants=constants, output_specs=output_specs, other_results=bool(counted.slots)
+    )
     result = in_place(functional_form(whole), root.exported)
     spell_conditions(result.graph_module)
     return result, module
@@ -214,22 +220,23 @@ def _order_inputs(graph: Graph, specs: Sequence[InputSpec]) -> None:
             first.prepend(nodes[spec.arg.name])
 
 
-def _outputs(body: _Body, root: Line, slots: dict[Slot, Any]) -> tuple[list[OutputSpec], list[Any]]:
+def _outputs(body: _Body, root: Line, counted: CountedResults, slots: dict[Slot, Any]) -> tuple[list[OutputSpec], list[Any]]:
     """The outputs of the program: what it writes, then its results."""
-    results = [spec for spec in root.program.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    results = [spec for spec in root.exported.graph_signature.output_specs if spec.kind is OutputKind.USER_OUTPUT]
+    counts = {slot[1]: value for slot, value in slots.items() if slot[0] == "count"}
     specs, values = [], []
-    for slot in [written for written in slots if written[0] != "result"]:
+    for slot in [written for written in slots if written[0] not in ("result", "count")]:
         specs.append(OutputSpec(kind=OutputKind[slot[0]], arg=TensorArgument(name=slots[slot].name), target=slot[1]))
         values.append(slots[slot])
     for number, spec in enumerate(results):
-        value = slots["result", number]
+        value = counted.selected(body, number, slots["result", number], counts)
         argument = TensorArgument(name=value.name) if isinstance(value, Node) else spec.arg
         specs.append(OutputSpec(kind=spec.kind, arg=argument, target=spec.target))
         values.append(value)
     return specs, values
 
 
-def _emit(ways: Ways, body: _Body, line: Line, start: int, stop: int, told_gpu: bool) -> dict[Slot, Any]:
+def _emit(ways: Ways, counted: CountedResults, body: _Body, line: Line, start: int, stop: int, told_gpu: bool) -> dict[Slot, Any]:
     """Adds the operations of a line between two positions, and the branches there.  Gives the outputs where that is the end."""
     numbers = {position: number for number, position in enumerate(line.markers)}
     position = start
@@ -244,7 +251,7 @@ def _emit(ways: Ways, body: _Body, line: Line, start: int, stop: int, told_gpu: 
                 _assert(body, line, number, branch.other, told_gpu)
             else:
                 assert branch.join is not None
-                ends = _branch(ways, body, line, number, branch.other, branch.join, told_gpu)
+                ends = _branch(ways, counted, body, line, number, branch.other, branch.join, told_gpu)
                 if branch.join.ends:
                     return ends
                 position = branch.join.main
@@ -252,14 +259,23 @@ def _emit(ways: Ways, body: _Body, line: Line, start: int, stop: int, told_gpu: 
         position += 1
     if stop < line.end:
         return {}
-    values = {slot: output(line, slot) for slot in _slots(ways, line)}
-    return {slot: body.value(line, value) if isinstance(value, Node) else value for slot, value in values.items()}
+    return {slot: _ended(counted, body, line, slot) for slot in _slots(ways, counted, line)}
 
 
-def _slots(ways: Ways, line: Line) -> list[Slot]:
-    """The outputs of every way: all buffers and inputs that any way writes, then the results."""
-    written = [slot for way in ways.lines for slot in way.outputs if slot[0] != "result"]
-    return list(dict.fromkeys([*sorted(written), *[slot for slot in line.outputs if slot[0] == "result"]]))
+def _ended(counted: CountedResults, body: _Body, line: Line, slot: Slot) -> Any:
+    """An output of a line here."""
+    if slot[0] == "count":
+        return counted.count(body, line, slot[1])
+    if slot[0] == "result":
+        return counted.filled(body, line, slot[1])
+    return body.value(line, output(line, slot))
+
+
+def _slots(ways: Ways, counted: CountedResults, line: Line) -> list[Slot]:
+    """The outputs of every way: all buffers and inputs that any way writes, then the results, and how many of these count."""
+    written = [slot for way in ways.lines for slot in way.outputs if slot[0] not in ("result", "count")]
+    results = [slot for slot in line.outputs if slot[0] == "result"]
+    return list(dict.fromkeys([*sorted(written), *results, *counted.slots]))
 
 
 def _copy(body: _Body, line: Line, node: Node) -> None:
@@ -283,14 +299,16 @@ def _assert(body: _Body, line: Line, number: int, raised: Raised, told_gpu: bool
     assertion.meta["val"] = None
 
 
-def _branch(ways: Ways, body: _Body, line: Line, number: int, other: Line, join: Join, told_gpu: bool) -> dict[Slot, Any]:
+def _branch(
+    ways: Ways, counted: CountedResults, body: _Body, line: Line, number: int, other: Line, join: Join, told_gpu: bool
+) -> dict[Slot, Any]:
     """Adds the branch at a question.  Gives the outputs where the ways join at their end."""
     marker = line.nodes[line.markers[number]]
     asked = body.value(line, line.live[number]["asked"])
     inners, ends = [], []
     for side, stop in ((line, join.main), (other, join.other)):
         inners.append(_Body(body, body.mode, body.root))
-        ends.append(list(_emit(ways, inners[-1], side, side.markers[number] + 1, stop, told_gpu).values()))
+        ends.append(list(_emit(ways, counted, inners[-1], side, side.markers[number] + 1, stop, told_gpu).values()))
     pairs = [(left, right) for left, right in join.pairs if _changes(inners, line.keys[left], other.keys[right])]
     if not join.ends:
         ends = [[inners[0].value(line, left) for left, _ in pairs], [inners[1].value(other, right) for _, right in pairs]]
@@ -322,7 +340,7 @@ def _branch(ways: Ways, body: _Body, line: Line, number: int, other: Line, join:
     parts = [body.add(operator.getitem, (conditional, at), marker, value) for at, value in enumerate(likes)]
     by_place = dict(zip(kept, parts, strict=False)) | constants
     if join.ends:
-        return {slot: by_place[place] for place, slot in enumerate(_slots(ways, line))}
+        return {slot: by_place[place] for place, slot in enumerate(_slots(ways, counted, line))}
     for place, (left, _) in enumerate(pairs):
         body.values[line.keys[left]] = by_place[place]
         body.joined.add(line.keys[left])

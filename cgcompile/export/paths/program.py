@@ -9,14 +9,25 @@ from torch.export import ExportedProgram
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
-from ...model.side_effects import ASSIGNED, NOTHING, Obstacle, SideEffects
+from ...model.side_effects import ASSIGNED, BRANCH, NOTHING, SIZE_FIX, SIZED, Obstacle, SideEffects
 from ...model.source import CPU
 from ...model.tracing.attributes import assignment_place
+from ...model.user_code import called_by, text_of, user_place
 from ..programs import Programs, coarsest
 from .explore import PathsRefused
+from .lines import TORCH_STOPS
 from .shown import forks
 from .tree import Tree, tree
 from .verify import reached, verify
+
+
+class WayStopped(ModelError):
+    """torch stops in the middle of a way that the model's Python can take; `obstacle` says where."""
+
+    def __init__(self, error: ModelError, obstacle: Obstacle) -> None:
+        super().__init__(error.code, str(error), error.hint)
+        self.obstacle = obstacle
+
 
 RAISES = "the model raises on the other answer; the bundle asserts this one"
 
@@ -30,8 +41,8 @@ def with_paths(
 ) -> tuple[ExportedProgram, tuple[Obstacle, ...]] | None:
     """The program of all ways, compared with eager PyTorch on `samples`, and notes about its questions.
 
-    None where a way cannot be exported: what stopped the first export says why.  `calls` grows by what each call of `flat` does.
-    Raises data-dependent-branch for too many ways, structure-unsupported, export-differs.
+    None where the ways give no such program: what stopped the first export says why.  `calls` grows by what each call of `flat`
+    does.  Raises data-dependent-branch for too many ways, structure-unsupported, export-differs, WayStopped.
     """
     before, result, assigned = len(calls), flat.result, flat.assigned
     flat.known, flat.asserted = frozenset(), NOTHING
@@ -49,12 +60,25 @@ def with_paths(
     except ModelError as error:
         if error.code == "export-differs":
             raise
+        if isinstance(error.__cause__, TORCH_STOPS):
+            raise _stopped(error, error.__cause__) from error.__cause__
         return None
     finally:
         flat.result, flat.assigned = result, assigned
     other = [obstacle for call in calls[before:] for obstacle in call.obstacles]
     early = set().union(*[call.early for call in calls[before:]])
     return joined.program, tuple(dict.fromkeys([*other, *_changes(flat, names, early), *_notes(joined, samples, not_compared)]))
+
+
+def _stopped(error: ModelError, cause: BaseException) -> WayStopped:
+    """The error for a line of a way that torch cannot trace: what asks for a whole number there makes a size
+    of it, unless that is how often a loop turns."""
+    where, line = user_place(cause)
+    if error.code == "data-dependent-shape" or "extract specialized integer" not in text_of(cause) or "range(" in line:
+        return WayStopped(error, Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
+    message = SIZED + called_by(cause)
+    sized = ModelError("data-dependent-shape", f"{where}: {message}: {line}", SIZE_FIX)
+    return WayStopped(sized, Obstacle(rule="data-dependent-branch", message=message, where=where, source=line))
 
 
 def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterator[Obstacle]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
@@ -38,30 +39,55 @@ class Tree:
 
 
 def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, told_gpu: bool) -> Tree | None:
-    """Exports every way by `attempt`, at most so many, and joins them; None for a model that asks nothing and reads no number.
+    """Exports every way by `attempt`, at most so many, and joins them; None for a model that asks nothing and reads no number,
+    nor a size that depends on data.
 
     Raises data-dependent-branch, structure-unsupported, and what `attempt` raises."""
     ways = Ways(flat, attempt, most)
     root = ways.root()
     if isinstance(root, Raised):
         raise ModelError("export-failed", f"{root.where or 'model'}: the model raises on every way: {root.message}")
-    if not root.questions and not any(root.reads):
+    if not root.questions and not any(root.reads) and not any(map(any, root.sizes)):
         return None
     while True:
         try:
             program, whole = merged(ways, root, told_gpu)
+            _check_assumed(ways, root)
         except Unjoinable as error:
             ways.forbid(error.line, error.number, error.position)
-        except (ModelError, PathsRefused):
+        except PathsRefused as error:
+            raise _unbounded(ways, root) or error from error
+        except ModelError:
             raise
         except Exception as error:  # whatever torch raises for what it cannot trace inside of a branch
             if not root.questions:
                 return None
             question = root.questions[0]
-            raise PathsRefused(
+            raise _unbounded(ways, root) or PathsRefused(
                 "data-dependent-branch",
                 question,
                 "a way holds what torch cannot trace in a branch, as a number that is read out of a tensor and used as a size",
             ) from error
         else:
             return Tree(program=program, whole=whole, ways=ways, root=root)
+
+
+def _check_assumed(ways: Ways, root: Line) -> None:
+    """Raises PathsRefused where one way relies on its answers about sizes and another one, which may join it, has none of a fixed
+    size."""
+    if any(line.assumes for line in ways.lines) and (refused := _unbounded(ways, root)):
+        raise refused
+
+
+def _unbounded(ways: Ways, root: Line) -> PathsRefused | None:
+    """The refusal for what keeps a way from sizes that hold any selection."""
+    reasons = [line.unsupported for line in ways.lines if line.unsupported]
+    if not reasons or not root.questions:
+        return None
+    reason = re.sub(r"\b[su]\d+\b", "?", reasons[0])  # torch's names of sizes
+    return PathsRefused(
+        "data-dependent-branch",
+        root.questions[0],
+        f"a way holds what cannot be computed at a size that holds any selection: {reason}",
+        "keep the mask: torch.where(mask, f(x), 0) instead of f(x[mask])",
+    )

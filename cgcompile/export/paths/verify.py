@@ -217,6 +217,8 @@ def verify(flat: FlatModule, tree: Tree, samples: Sequence[Sequence[torch.Tensor
 
 
 def _named(tree: Tree, path: Path) -> str:
+    if not tree.root.questions:
+        return "model"
     first = tree.root.questions[0]
     return f"{first.where}: the path of the answers {', '.join([str(answer) for _, answer in path.answers])}"
 

@@ -104,7 +104,8 @@ def check_result(source: Source, one: Tree | None, other: Tree | None) -> None:
         raise ModelError(
             "structure-unsupported",
             f"{source.label}: the result's nesting or constants change with the sizes: {one} and {other}",
-            "return tensors, and numbers that do not depend on a declared dimension",
+            "return tensors, and numbers that do not depend on a declared dimension; or let inputs() declare another dimension, "
+            "or one size of this one",
         )
 
 

@@ -13,6 +13,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols, statically_known_true
 from torch.utils import _pytree as pytree
 from torch.utils._device import _device_constructors
 
@@ -110,6 +111,20 @@ def histogram(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str
     floats = operate(places, torch.Tensor.double, [tensor], {})
     made = operate(places, func, [floats, *args[1:]], {name: value for name, value in kwargs.items() if name != "input"})
     return operate(places, torch.Tensor.to, [made, tensor.dtype], {})
+
+
+def chunk(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """`torch.chunk`, also along as many rows as data selects, where these are surely a multiple of `chunks`: it gives so many parts
+    of one size.  torch (2.11, 2.13) asks whether there are rows at all."""
+    given = {"dim": 0} | dict(zip(("input", "chunks", "dim"), args, strict=False)) | kwargs
+    tensor, chunks, dim = given["input"], given["chunks"], given["dim"]
+    size = tensor.shape[dim] if tensor.dim() else 0
+    if not isinstance(size, torch.SymInt) or not free_unbacked_symbols(size):
+        return operate(places, func, args, kwargs)
+    part = size // chunks
+    if not statically_known_true(part * chunks == size):
+        return operate(places, func, args, kwargs)
+    return operate(places, torch.split_with_sizes, [tensor, [part] * chunks, dim], {})
 
 
 def pack_sequence(places: TensorPlaces, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:

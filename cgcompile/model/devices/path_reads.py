@@ -131,6 +131,11 @@ class TracedReads(DataReads):
             number = called(lambda: number_of(value.node.expr, self._way.symbols), [], {})
             return None if number is None else self._asked(called(getattr(torch, plain.__name__), [number], {}), ())
 
+    def length(self, value: Any) -> Any:
+        """What `len(value)` gives; None for a value whose length is a constant."""
+        size = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else None
+        return size if isinstance(size, torch.SymInt) else None
+
     def _depends(self, value: Any) -> bool:
         return isinstance(value, NUMBERS) and not value.node.expr.free_symbols.isdisjoint(self._read)
 
@@ -149,16 +154,24 @@ class TracedReads(DataReads):
         spot = spot_of(frames)
         answer = way.next_answer(spot, where, line)
         state = PythonState(frames, self._model, self._inputs, by_itself)
-        called(ASKED, [[asked, *[tensor for _, tensor in state.tensors]], len(way.questions)], {})
+        held = [*state.tensors, *self._counts(state.sizes)]
+        called(ASKED, [[asked, *[tensor for _, tensor in held]], len(way.questions)], {})
         kept = tuple([(name, way.answered(tensor)) for name, tensor in state.tensors])
         question = Question(
             answer=answer, where=where, line=line, caller=called_here(), spot=spot, state=(state.value, kept), memory=state.memory,
-            names=tuple([name for name, _ in state.tensors]), asks=len(way.asks), reads=len(way.reads),
+            names=tuple([name for name, _ in held]), asks=len(way.asks), reads=len(way.reads),
             sizes=len(way.sizes),
         )  # fmt: skip
         way.questions.append(question)
         way.answers += [(tensor, tensor._version, answer) for tensor in tensors]
         return self._noted(answer)
+
+    def _counts(self, sizes: Sequence[torch.SymInt]) -> list[tuple[str, torch.Tensor]]:
+        """What these sizes are made of, as far as it is how many rows are selected: int64 without dimensions, by name."""
+        symbols = {symbol: size.node.shape_env for size in sizes for symbol in size.node.expr.free_symbols}
+        counted = [symbol for symbol in symbols if symbol_is_type(symbol, SymT.UNBACKED_INT) and symbol not in self._read]
+        made = {symbol: symbols[symbol].create_symintnode(symbol, hint=None) for symbol in sorted(counted, key=str)}
+        return [(f"size.{symbol}", called(torch.scalar_tensor, [size], {"dtype": torch.int64})) for symbol, size in made.items()]
 
 
 class ForcedReads(DataReads):
@@ -199,6 +212,11 @@ class ForcedReads(DataReads):
     def asked_of(self, plain: Callable[[Any], bool], value: Any) -> bool | None:
         """As of TracedReads."""
         return asked(plain, value)
+
+    def length(self, value: Any) -> Any:
+        """As of TracedReads."""
+        size = value.shape[0] if isinstance(value, torch.Tensor) and value.dim() else None
+        return None if type(size) is int else size
 
 
 def _by_data(size: Any) -> bool:

@@ -31,7 +31,7 @@ from . import moves
 from .data_reads import BRANCHES, NUMBERS, SIZES, DataReads
 from .known_values import KnownValues, is_known
 from .masks import MASKED, with_masks
-from .operations import histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
+from .operations import chunk, histogram, lstm, operate, pack_sequence, pad_sequence, recurrent
 from .packed_sequences import PackedSequences, layers_of_packed_sequences
 from .path_reads import ForcedReads, TracedReads, numbers_asked
 from .tensor_places import CPU, CUDA, TensorPlaces
@@ -56,6 +56,8 @@ _SPECIAL: Mapping[Any, _Handler] = {
     torch._VF.gru: recurrent,
     torch._VF.rnn_tanh: recurrent,
     torch._VF.rnn_relu: recurrent,
+    torch.chunk: chunk,
+    torch.Tensor.chunk: chunk,
     torch.histc: histogram,
     torch.Tensor.histc: histogram,
 }
@@ -165,11 +167,11 @@ def track_devices(
         way.begin()
         reads = traced = TracedReads(places, values, way, model, tuple(inputs), sys._getframe(2).f_code)
         asked_by = numbers_asked(traced.number_truth)
-        conversions = conversion_calls(model, traced.converted, traced.asked_of)
+        conversions = conversion_calls(model, traced.converted, traced.asked_of, traced.length)
     elif way is not None:
         assert model is not None
         reads = forced = ForcedReads(places, values, way)
-        conversions = conversion_calls(model, forced.converted, forced.asked_of)
+        conversions = conversion_calls(model, forced.converted, forced.asked_of, forced.length)
     mode = DeviceTracking(places, reads, values, PackedSequences(padded))
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
     asked = torch.cuda.get_device_capability

@@ -1,8 +1,9 @@
-"""`int()`, `float()` and `math.isnan()` of numbers that one way through a model's Python reads out of tensors.
+"""`int()`, `float()` and `math.isnan()` of numbers that one way through a model's Python reads out of tensors; `len()` of rows.
 
-`int(tensor)` gives a plain number, whatever `tensor.__int__` returns.  So while a way is traced, or gone again with forced answers,
-these names of the model's modules stand for others, which keep a number that depends on data, and convert anything else as ever.
-A module that uses a name for more than calls, `isinstance` and annotations (`dtype=float`, `type(x) is int`) keeps the builtin one.
+`int(tensor)` gives a plain number, whatever `tensor.__int__` returns, and so does `len(tensor)`.  So while a way is traced, or gone
+again with forced answers, these names of the model's modules stand for others.  They keep a number that depends on data, and do
+with anything else what they always do.  A module that uses `int` or `float` for more than calls, `isinstance` and annotations
+(`dtype=float`, `type(x) is int`) keeps the builtin one.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ Convert = Callable[[type, Any], Any]
 
 Ask = Callable[[Callable[[Any], bool], Any], bool | None]
 """Given one of ASKING and a value: the answer, None for what the function shall answer."""
+
+Measure = Callable[[Any], Any]
+"""Given a value: its length as a number to keep, None for what `len` shall measure."""
 
 ASKING = (math.isnan, math.isinf, math.isfinite)
 """Functions that ask a number, which torch has by the same names."""
@@ -51,12 +55,13 @@ class _Stand(type):
 
 
 @contextmanager
-def conversion_calls(model: torch.nn.Module, convert: Convert, ask: Ask) -> Iterator[None]:
-    """Meanwhile `convert` and `ask` are asked where the modules of the model's packages call these functions."""
+def conversion_calls(model: torch.nn.Module, convert: Convert, ask: Ask, measure: Measure) -> Iterator[None]:
+    """Meanwhile `convert`, `ask` and `measure` are asked where the modules of the model's packages call these functions."""
     stands: dict[str, Any] = {
         kind.__name__: _Stand(kind.__name__, (), {"plain": kind, "convert": staticmethod(convert)}) for kind in NAMES
     }
     asking = {function.__name__: _asking(function, ask) for function in ASKING}
+    measuring = _measuring(measure)
     before: list[tuple[dict[str, Any], str, Any]] = []
 
     def put(namespace: dict[str, Any], name: str, value: Any) -> None:
@@ -67,6 +72,8 @@ def conversion_calls(model: torch.nn.Module, convert: Convert, ask: Ask) -> Iter
         for namespace in _namespaces(model):
             for name in _called_alone(namespace.get("__file__")) - namespace.keys():
                 put(namespace, name, stands[name])
+            if "len" not in namespace:
+                put(namespace, "len", measuring)
             for plain in ASKING:
                 if namespace.get(plain.__name__) is plain:
                     put(namespace, plain.__name__, asking[plain.__name__])
@@ -85,6 +92,14 @@ def _asking(plain: Callable[[Any], bool], ask: Ask) -> Callable[[Any], bool]:
     def function(value: Any) -> bool:
         answer = ask(plain, value)
         return plain(value) if answer is None else answer
+
+    return function
+
+
+def _measuring(measure: Measure) -> Callable[[Any], Any]:
+    def function(value: Any, /) -> Any:
+        length = measure(value)
+        return len(value) if length is None else length
 
     return function
 

@@ -62,11 +62,12 @@ def spot_of(frames: list[FrameType]) -> Spot:
 
 class PythonState:
     """What the frames and the model keep: `value` without tensors, `tensors` by where Python keeps them, and which of these share
-    memory."""
+    memory; `sizes` are the numbers of a trace among these and in their shapes."""
 
     def __init__(self, frames: list[FrameType], model: torch.nn.Module, inputs: tuple[torch.Tensor, ...], by_itself: bool) -> None:
         """`by_itself`: the question is asked by an instruction of Python, not by a function that it calls."""
         self.tensors: list[tuple[str, torch.Tensor]] = []
+        self.sizes: list[torch.SymInt] = []
         self._seen: dict[int, int] = {}
         self._kept: list[Any] = []
         parts: list[Any] = []
@@ -90,8 +91,10 @@ class PythonState:
     def _part(self, value: Any, path: str, depth: int) -> Hashable:
         if isinstance(value, torch.Tensor):
             self.tensors.append((path, value))
+            self.sizes += [size for size in value.shape if isinstance(size, torch.SymInt)]
             return path, type(value).__name__, value.dtype, str(tuple(value.shape)), str(value.stride()) if _strided(value) else ""
         if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+            self.sizes += [value] if isinstance(value, torch.SymInt) else []
             return "symbol", str(value)
         if isinstance(value, PLAIN):
             return type(value).__name__, repr(value)

@@ -10,8 +10,7 @@ Private interface (torch 2.11, 2.13): `torch.fx.traceback.set_current_meta`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,13 +21,11 @@ from torch.export.graph_signature import OutputKind, OutputSpec, TensorArgument
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_arg
 from torch.fx.traceback import set_current_meta
-from torch.utils._pytree import tree_structure
 
 from ...export.bounded.axes import Counts, Unsupported, node_axes
-from ...export.bounded.fixed_sizes import KEPT, forget_symbols
+from ...export.bounded.fixed_sizes import KEPT, forget_symbols, placed
 from ...export.bounded.interpreter import Interpreter, chain, taken_by, traced
 from ...export.torch_program import copied_graph, with_graph
-from ...model.user_code import place
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,8 +70,7 @@ def with_bounds(program: ExportedProgram, *, told_gpu: bool) -> Bounded | None:
     _drop(root, region, known)
     root.graph.lint()
     root.recompile()
-    made_program = with_graph(program, root, {}, output_specs=specs)
-    _give_outputs(made_program, specs)
+    made_program = with_graph(program, root, {}, output_specs=specs, other_results=True)
     forget_symbols(made_program)
     return Bounded(program=made_program, axes=tuple(rows))
 
@@ -108,7 +104,7 @@ def _inserted(
     def padded(*values: Any) -> tuple[list[Tensor], list[Tensor]]:
         run = Interpreter(dict(zip(taken, values, strict=True)), known, told_gpu=told_gpu)
         for node in region:
-            with set_current_meta(node), _placed(node):
+            with set_current_meta(node), placed(node):
                 run.run(node)
         with set_current_meta(outputs[-1]):
             counts: list[Tensor] = []
@@ -121,16 +117,6 @@ def _inserted(
     copies, nodes = _copied(root, traced(padded, taken), taken, region[-1])
     axes = {node: {axis: numbers[expr] for axis, expr in node_axes(node).items()} for node in outputs}
     return dict(zip(outputs, copies, strict=True)), nodes, axes, known
-
-
-@contextmanager
-def _placed(node: Node) -> Iterator[None]:
-    """Names the user's line in what is raised about a node."""
-    try:
-        yield
-    except Unsupported as error:
-        where, _ = place(node)
-        raise Unsupported(f"{error} ({where})" if where else str(error)) from error
 
 
 def _copied(root: GraphModule, module: GraphModule, taken: Sequence[Node], last: Node) -> Any:
@@ -178,11 +164,3 @@ def _says_nothing(node: Node, counts: Counts, foreign: Set[Any]) -> bool:
     if not isinstance(value, torch.SymBool):
         return False
     return counts.holds(value.node.expr) or any(value.node.expr == (size >= 2) for size in foreign)
-
-
-def _give_outputs(program: ExportedProgram, specs: Sequence[OutputSpec]) -> None:
-    """The outputs that calls of the program's module give: a tuple of all."""
-    (first, *_) = program.module_call_graph
-    assert first.signature is not None
-    first.signature.outputs = [spec.arg for spec in specs]
-    first.signature.out_spec = tree_structure(tuple([0] * len(specs)))

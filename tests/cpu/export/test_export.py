@@ -186,7 +186,6 @@ def ctc(x: torch.Tensor) -> torch.Tensor:
     [
         (lambda x: x.view(-1, 2, 4), (1, 8), "size-excluded", "batch=1"),
         (lambda x: x if round(x.sum().item(), 1) > 0 else -x, (1, 8), "data-dependent-branch", "test_export.py:"),
-        (lambda x: x * 2 if len(x.nonzero()) > 3 else x, (1, 8), "data-dependent-branch", "test_export.py:"),
         (lambda x: x[x > 0.5], (1, 8), "data-dependent-output", "depends on data"),
         (lambda x: {1.5: x}, (1, 8), "structure-unsupported", "neither text nor a number"),
         (lambda x: (x, x.shape[0]), (1, 8), "structure-unsupported", "change with the sizes"),

@@ -352,6 +352,36 @@ def test_the_manifest_says_what_is_padded(bundle: Path) -> None:
     assert {finding.rule for finding in manifest.entries[0].findings if finding.severity == "note"} == {"data-dependent-shape"}
 
 
+class Suppressed(nn.Module):
+    """A detector that asks how many boxes there are, before and behind the suppression."""
+
+    def __init__(self, nms: Any) -> None:
+        super().__init__()
+        self.nms = nms
+
+    def forward(self, b: Tensor, s: Tensor) -> tuple[Tensor, Tensor]:
+        """Boxes [n, 4] and scores [n]."""
+        boxes, scores = boxes_of(b)[s > 0.3], s[s > 0.3]
+        if len(boxes) == 0:
+            return torch.empty(0, 4), torch.empty(0)
+        kept = self.nms(boxes, scores, 0.3)
+        if len(kept) > 3:
+            kept = kept[:3]
+        return boxes[kept], scores[kept]
+
+
+def test_suppression_inside_of_a_branch(tmp_path: Path, nms: Any) -> None:
+    model = Suppressed(nms)
+    cgcompile.build(model, lambda n: (torch.rand(n, 4), torch.rand(n)), sizes=[3, 9], out=tmp_path / "detector.cgb", target="cpu")
+    with cgbundle.load(str(tmp_path / "detector.cgb"), on_miss="error") as program:
+        for seed in range(40):
+            torch.manual_seed(seed)
+            given = torch.rand((3, 9)[seed % 2], 4), torch.rand((3, 9)[seed % 2]) * (seed % 4) / 3
+            wanted, found = model(*given), program(*given)
+            assert [value.shape for value in found] == [value.shape for value in wanted]
+            torch.testing.assert_close(list(found), list(wanted))
+
+
 def test_sizes_without_a_bound_are_refused_by_name(tmp_path: Path) -> None:
     function = lambda b, s: b.repeat_interleave((s * 3).long(), 0)  # noqa: E731
     with raises("data-dependent-output", match="depends on data"):

@@ -27,6 +27,9 @@ class Foo(nn.Module):
 class Held(nn.Module):
     """What the models below have: a layer, a state and a flag."""
 
+    seen: torch.Tensor
+    ready: torch.Tensor
+
     def __init__(self) -> None:
         super().__init__()
         with torch.random.fork_rng(devices=[]):

@@ -73,7 +73,7 @@ def detected() -> Made:
         def forward(self, images: torch.Tensor) -> list[torch.Tensor]:
             return [features.keypoints for features in self.disk(images, n=8)]
 
-    return Points(), lambda batch: (torch.rand(batch, 3, 32, 32),)
+    return Points(), lambda side: (torch.rand(1, 3, side, side),)  # a list with as many items as there are pictures
 
 
 def faces() -> Made:
@@ -137,7 +137,7 @@ CASES = [
     patches("MKDDescriptor", patch_size=32, whitening=None, output_dims=32),
     made("features", "kornia.LoFTR", loftr),
     made("features", "kornia.DISK_dense", heat_map),
-    made("features", "kornia.DISK", detected),
+    made("features", "kornia.DISK", detected, sizes={"side": (32, 48)}),
     stranger("features", "kornia.filters:Canny", SMALL, hysteresis=False),
     stranger("features", "kornia.filters:Canny", SMALL, variant="Canny_hysteresis"),
     stranger("features", "kornia.contrib:DistanceTransform", lambda batch: (torch.rand(batch, 1, 12, 12) > 0.8).float(),

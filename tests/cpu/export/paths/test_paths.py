@@ -146,8 +146,8 @@ def counted(model: Function, x: torch.Tensor) -> Any:
         ),
         (
             lambda m, x: x[: int(x.sum())] if x.sum() > 2 else x,
-            "structure-unsupported",
-            "one way gives float32 [?, 4], the other one",
+            "data-dependent-branch",
+            "a number that is read out of a tensor, as a size (",
         ),
     ],
     ids=["a loop without a bound", "two constants", "two dtypes", "a size"],

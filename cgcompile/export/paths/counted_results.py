@@ -1,0 +1,132 @@
+"""Results whose sizes depend on data, of several ways: every way fills them up to one size and says how many elements count, and
+behind the last branch those are selected.  So branches give tensors of one shape, and the program gives what the model gives."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import sympy  # type: ignore[import-untyped]
+import torch
+from torch.fx import Node
+
+from .lines import Line, Slot
+
+aten = torch.ops.aten
+
+Axis = tuple[int, int]
+"""The number of a result, and an axis of it."""
+
+
+class Body(Protocol):
+    """A graph that is made, as of `merge`."""
+
+    root: Line
+
+    def value(self, line: Line, node: Node) -> Node:
+        """The node here of a line's node."""
+        raise NotImplementedError
+
+    def add(self, target: Any, args: tuple[Any, ...], like: Node, **more: Any) -> Node:
+        """A new operation at the line of `like`."""
+        raise NotImplementedError
+
+
+class CountedResults:
+    """The axes of results that have a size that depends on data on some of these lines."""
+
+    def __init__(self, lines: Sequence[Line]) -> None:
+        axes: list[Axis] = sorted({slot[1] for line in lines for slot in line.outputs if slot[0] == "count"})
+        self._targets = {axis: _largest([_size(line, axis) for line in lines]) for axis in axes}
+        alike: dict[tuple[Any, ...], Axis] = {}
+        self._counts = {axis: alike.setdefault(tuple([_counted(line, axis) for line in lines]), axis) for axis in axes}
+
+    @property
+    def slots(self) -> list[Slot]:
+        """The outputs of branches that say how many elements count, one for all axes that always have the same."""
+        return [("count", axis) for axis in dict.fromkeys(self._counts.values())]
+
+    def count(self, body: Body, line: Line, axis: Axis) -> Node:
+        """How many elements of a result count on one way."""
+        if ("count", axis) in line.outputs:
+            return body.value(line, line.outputs["count", axis])
+        result = body.value(line, line.outputs["result", axis[0]])
+        device = result.meta["val"].device
+        return body.add(aten.full.default, ([], _sized(body, result, axis[1])), result, dtype=torch.int64, device=device)
+
+    def filled(self, body: Body, line: Line, number: int) -> Any:
+        """Result `number` of one way, with zeros up to the size that it has on all of them."""
+        value = line.outputs["result", number]
+        if not isinstance(value, Node):
+            return value
+        value = body.value(line, value)
+        for axis, target in self._of(number).items():
+            size = value.meta["val"].shape[axis]
+            missing = None if target is None else _number(body, target - _expression(size), value)
+            if missing is not None and missing != 0:
+                behind = [*[0, 0] * (value.meta["val"].dim() - 1 - axis), 0, missing]  # from the last axis to the first
+                value = body.add(aten.constant_pad_nd.default, (value, behind), value)
+        return value
+
+    def selected(self, body: Body, number: int, value: Any, counts: Mapping[Axis, Node]) -> Any:
+        """Result `number` of the program: the elements of a filled one that count."""
+        for axis in self._of(number):
+            size = _sized(body, value, axis)
+            order = body.add(aten.arange.default, (size,), value, dtype=torch.int64, device=value.meta["val"].device)
+            counting = body.add(aten.lt.Tensor, (order, counts[self._counts[number, axis]]), value)
+            value = body.add(aten.index.Tensor, (value, [*[None] * axis, counting]), value)
+        return value
+
+    def _of(self, number: int) -> dict[int, Any]:
+        """The axes of a result, and the sizes that they are filled up to; None for one that is not known."""
+        return {axis: target for (result, axis), target in self._targets.items() if result == number}
+
+
+def _size(line: Line, axis: Axis) -> Any:
+    value = line.outputs["result", axis[0]]
+    return _expression(value.meta["val"].shape[axis[1]]) if isinstance(value, Node) else None
+
+
+def _counted(line: Line, axis: Axis) -> Any:
+    """What is the same for two axes of one line that have the same number of elements."""
+    return line.outputs.get(("count", axis), str(_size(line, axis)))
+
+
+def _expression(size: Any) -> Any:
+    return size.node.expr if isinstance(size, torch.SymInt) else sympy.Integer(size)
+
+
+def _largest(sizes: Sequence[Any]) -> Any:
+    """The one size that is no less than the others; None where that is not known."""
+    for size in sizes:
+        if size is not None and all(other is not None and (size - other).is_nonnegative for other in sizes):
+            return size
+    return None
+
+
+def _sized(body: Body, value: Node, axis: int) -> Any:
+    """The size of a tensor's axis as an argument."""
+    size = value.meta["val"].shape[axis]
+    return body.add(aten.sym_size.int, (value, axis), value) if isinstance(size, torch.SymInt) else size
+
+
+def _number(body: Body, expression: Any, like: Node) -> Any:
+    """An expression of the sizes of inputs as an argument; None where it is none of these."""
+    if expression.is_Integer:
+        return int(expression)
+    if expression.is_Symbol:
+        for node in body.root.program.graph.find_nodes(op="placeholder"):
+            value = node.meta.get("val")
+            for axis, size in enumerate(value.shape if isinstance(value, torch.Tensor) else ()):
+                if isinstance(size, torch.SymInt) and size.node.expr == expression:
+                    return body.add(aten.sym_size.int, (body.value(body.root, node), axis), like)
+        return None
+    compute = {"Add": operator.add, "Mul": operator.mul}.get(type(expression).__name__)
+    parts = [_number(body, part, like) for part in expression.args]
+    if compute is None or any(part is None for part in parts):
+        return None
+    total, *others = parts
+    for part in others:
+        total = body.add(compute, (total, part), like)
+    return total
