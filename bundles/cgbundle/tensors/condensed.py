@@ -17,7 +17,6 @@ from ..format.file_names import EXAM
 from ..format.safetensors import Entry, Mapped
 from ..format.schema import DTYPES
 from .exam_tensors import is_exact, stored
-from .numbers import decode
 
 BLOCK = 1 << 16
 """Bytes of a block, a multiple of every element."""
@@ -74,6 +73,8 @@ def block_hashes(data: bytes) -> bytes:
 
 def statistics(dtype: str, block: bytes) -> tuple[float, float, float]:
     """Of a block the largest absolute value, the mean, and the root of the mean square; NaN where a number is not finite."""
+    from .numbers import decode  # no load needs it
+
     numbers = decode(dtype, block)
     total = sum(numbers)
     if total - total != 0:
@@ -104,6 +105,8 @@ def compare(dtype: str, stored: Mapping[str, bytes], got: bytes) -> tuple[float,
     text = f"{len(others)} of {count} blocks of {BLOCK} bytes differ, first number {others[0]}"
     if SAMPLES not in stored:
         return (len(others) / count if is_exact(dtype) else inf), text
+    from .numbers import decode  # no load needs it
+
     numbers = decode("float64", stored[STATISTICS])
     rows = list(zip(numbers[::3], numbers[1::3], numbers[2::3], strict=True))
     scale, furthest = max([largest for largest, _, _ in rows]) or 1.0, 0.0
