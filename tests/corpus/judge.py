@@ -49,7 +49,7 @@ def judge(case: Case, target: str, bundle: Path, prove: str) -> Row:
     stages = {"make": time.perf_counter() - begun}
     if target == CHECK:
         return checked(case, module, inputs)
-    more = {"record": "trace", "prove": prove} if target.startswith("sm_") else {}
+    more = {"record": "cross-compile", "prove": prove} if target.startswith("sm_") else {}
     try:
         built = cgcompile.build(module, inputs, sizes=dict(case.sizes), out=bundle, target=target, **more)
     except CgbundleError as error:

@@ -211,7 +211,7 @@ class Entry:
 
     @property
     def epoch(self) -> Epoch:
-        """What counts the calls that make views of this entry's outputs stale: its own where they are in chains."""
+        """What counts the calls that make views of this entry's outputs stale: its own where they are donated."""
         return self._outputs.own or self._outputs.epoch
 
     def forget(self) -> None:
@@ -253,7 +253,7 @@ class Entry:
             raise wrong_dtype(spec, found[2], written=written)
 
     def _pieces(self, call: Call, plan: Plan, values: list[Any]) -> list[Any]:
-        """The outputs of a call that is padded or cut."""
+        """The outputs of a call that is padded or chunked."""
         library, device, _ = call
         outputs = self._outputs
         if len(plan.parts) == 1:

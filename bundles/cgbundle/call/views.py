@@ -24,7 +24,7 @@ class View:
     stays.
 
     Shape and dtype may be read at any time; everything else raises stale-view once the session has been called again.  One that
-    another entry takes where it lies (`Manifest.chains`) stays until its own entry is called again.  A view is an input as the
+    another entry takes where it lies (`Manifest.donations`) stays until its own entry is called again.  A view is an input as the
     tensor is.
     """
 

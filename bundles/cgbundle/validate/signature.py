@@ -61,7 +61,7 @@ def _check_cuts(entry: EntrySpec) -> None:
                 for place, spec in enumerate(specs):
                     rules = [linear(size) for size in spec.shape if dimension.name in names(size)]
                     whole = all(rule is not None and rule[2] == 0 for rule in rules) and (len(rules) == 1 or kind == "inputs")
-                    require(whole, f"dimensions[{index}].chunk", f"{kind}[{place}] cannot be cut along {dimension.name}")
+                    require(whole, f"dimensions[{index}].chunk", f"{kind}[{place}] cannot be chunked along {dimension.name}")
 
 
 def _check_mutated(entry: EntrySpec) -> None:

@@ -61,13 +61,13 @@ def operators_without_kernel(program: ExportedProgram, on_host: Collection[str],
     to torch's own operators; of complex numbers, those that are not done with pairs of real ones, and such inputs and results.
     Why: without the GPU no library can be asked for its kernels.
     Effect: no bundle can be built for it without the GPU.
-    Fix: the host can compute it (--host-op), the GPU's libraries can where that GPU is, or another operation does the same.
+    Fix: the host can compute it (--fallback-op), the GPU's libraries can where that GPU is, or another operation does the same.
     Source: `make_fallback` in torch/_inductor/lowering.py.
     """
     folded = _folded(program)
     with fake_device(arch), _quiet():
         found = _without_kernel(program, on_host, arch, folded)
-        hint = host_hint(_all_host_ops(program, on_host, arch, folded, found)) if found else ""
+        hint = host_hint(_all_fallback_ops(program, on_host, arch, folded, found)) if found else ""
     return tuple([_finding(node, missing, hint) for node, missing in found.items()])
 
 
@@ -84,7 +84,7 @@ def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Ar
     return found | {node: "a complex result" for node in _complex_results(program.graph_module, on_host)}
 
 
-def _all_host_ops(
+def _all_fallback_ops(
     program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node], found: Collection[Node]
 ) -> list[str]:
     """The operators to keep on the host, also those that have no kernel once the first ones are there: complex numbers cross."""

@@ -1,4 +1,4 @@
-"""The proof that a call may be padded or cut, per declared dimension.
+"""The proof that a call may be padded or chunked, per declared dimension.
 
 A dimension is "rows" when the rest of a call's frame may hold anything, "zeros" when it may hold zeros (an attention mask makes
 padded positions count for nothing), else "no".  `row_mixing` proves it, operator by operator.  Before that the model itself runs on
@@ -218,7 +218,7 @@ def _prove_cut(
             return False, f"output {spec.name!r} has no axis that is a multiple of {name}, so that parts of a call cannot be joined"
     for spec in inputs:
         if any(rule[0] == name and rule[2] != 0 for size in spec.shape if (rule := linear(size))):
-            return False, f"input {spec.name!r} has an axis that is not a multiple of {name}, so that a call cannot be cut"
+            return False, f"input {spec.name!r} has an axis that is not a multiple of {name}, so that a call cannot be chunked"
     others = {other: values[0] for other, values in sizes.items()}
     for long, at in _cuts(sizes[name], prepared.programs.dynamic):
         whole = sample(source, {**others, name: long}).tensors
@@ -229,7 +229,7 @@ def _prove_cut(
                 made = run_eager(prepared.reference, part).outputs
                 for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, made, strict=True):
                     if changed := _changed(_range(want, spec.shape, name, start, stop), output, bound):
-                        return False, f"output {spec.name!r} {changed} when {name}={long} is cut at {at}"
+                        return False, f"output {spec.name!r} {changed} when {name}={long} is chunked at {at}"
         except FAILURES as failure:
             return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
     if why := _first(compared, fixed=False, last=True):

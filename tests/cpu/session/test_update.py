@@ -454,7 +454,7 @@ def test_the_exam_is_about_the_first_weights(bundle: Path) -> None:
         assert all(result.exact or result.error <= result.tolerance for result in exam.replay_exam(program))
         program.update(weights_of(tiny(7)))
         assert program.updated and program.session().updated
-        with raises("exam-outdated", match="was updated, and its exam is about the weights that were loaded"):
+        with raises("self-test-outdated", match="was updated, and its self-test is about the weights that were loaded"):
             exam.replay_exam(program)
         program.warmup()
         check(program, tiny(7))
