@@ -56,8 +56,9 @@ from .trace import (
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
-    """Traces every int_key, and writes tables, images, weights, host regions and the self-test into `stage`.  Raises the refusals
-    of lowering and of `split_program`, and proof-failed when a key differs from eager PyTorch by more than the dtype allows."""
+    """Cross-compiles every int_key, and writes tables, images, weights, host regions and the self-test into `stage`.  Raises the
+    refusals of lowering and of `split_program`, and proof-failed when a key differs from eager PyTorch by more than the dtype
+    allows."""
     target, exported = arch(spec.target), spec.programs
     tensors, state = exported.weights(), spec.entries[0].prepared.state
     calls = spec.by_key({entry.name: _calls(entry) for entry in spec.entries})

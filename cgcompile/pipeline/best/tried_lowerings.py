@@ -16,7 +16,7 @@ from ...targets.cuda.tensors import settings
 from ...targets.program_contents import program_contents, tensor_layout
 from ...util.content_cache import cache_folder, cache_optional, cache_path, recall, remember
 
-STAGE = "best"
+STAGE = "autotune"
 """The folder of the cache."""
 
 

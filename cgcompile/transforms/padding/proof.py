@@ -2,10 +2,10 @@
 
 A dimension is "rows" when the rest of a call's frame may hold anything, "zeros" when it may hold zeros (an attention mask makes
 padded positions count for nothing), else "no".  `row_mixing` proves it, operator by operator.  Before that the model itself runs on
-whole, padded and cut inputs, in eager PyTorch, within the outputs' bounds: what the program of one size hides, such as a branch of
-Python's, shows there.  A dimension may be cut when it is "rows" from both ends and every output has exactly one axis that is a
-multiple of it.  One program for all sizes computes the same at all of them, so two sizes are tried.  Where each int_key has its own
-program, Python may have taken another branch at any size: every one between the declared sizes is tried.
+whole, padded and chunked inputs, in eager PyTorch, within the outputs' bounds: what the program of one size hides, such as a branch
+of Python's, shows there.  A dimension may be chunked when it is "rows" from both ends and every output has exactly one axis that is
+a multiple of it.  One program for all sizes computes the same at all of them, so two sizes are tried.  Where each int_key has its
+own program, Python may have taken another branch at any size: every one between the declared sizes is tried.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Trial:
 
 
 class _Padding(NamedTuple):
-    """As in `Dimension`, before it is known whether a call can be cut, and what was compared."""
+    """As in `Dimension`, before it is known whether a call can be chunked, and what was compared."""
 
     pad: Literal["rows", "zeros", "no"]
     reason: str
@@ -238,7 +238,7 @@ def _prove_cut(
 
 
 def _cuts(sizes: Sequence[int], dynamic: bool) -> list[tuple[int, int]]:
-    """Sizes to cut, and where.  Programs of their own are also compared with each other, and with sizes beyond the largest."""
+    """Sizes to chunk, and where.  Programs of their own are also compared with each other, and with sizes beyond the largest."""
     long = max(3, next((size for size in sizes if size > 1), 2))
     if dynamic:
         return [(long, 1)]
