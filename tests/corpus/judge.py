@@ -94,7 +94,7 @@ def refusal(case: Case, target: str, error: CgbundleError) -> Row:
 def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float]) -> Row:
     """Loads a bundle and calls it at every recorded size and between them; `stages` are kept beside those of this."""
     device = "cpu" if target == "cpu" else "cuda"
-    # eager PyTorch's convolutions use TF32: the bounds of a captured bundle allow for that, those of a traced one do not
+    # eager PyTorch's convolutions use TF32: the bounds of a captured bundle allow for that, those of a cross-compiled one do not
     torch.backends.cudnn.allow_tf32 = target == "cuda"
     taken = dict(stages)
     begun = time.perf_counter()

@@ -55,7 +55,7 @@ CHOOSING = frozenset({"median", "nanmedian", "mode", "kthvalue", "scatter", "sca
 
 
 def operators_without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch) -> tuple[Finding, ...]:
-    """An operation that no Triton kernel computes, in a program for a GPU that is not here.
+    """An operation that no Triton kernel computes, in a program that is cross-compiled.
 
     What it looks for: operations outside `on_host` that decompose into something which Inductor has no lowering for, or a fallback
     to torch's own operators; of complex numbers, those that are not done with pairs of real ones, and such inputs and results.

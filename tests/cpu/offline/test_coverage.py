@@ -1,4 +1,4 @@
-"""What `check` says of a GPU that is not here is what lowering says: the same operations have no Triton kernel."""
+"""What `check` says of a cross-compiled target is what lowering says: the same operations have no Triton kernel."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Lowering for a GPU that is not here: what `lower_key` writes down, what it refuses, and that torch is left as it was found."""
+"""Cross-compiling: what `lower_key` writes down, what it refuses, and that torch is left as it was found."""
 
 from __future__ import annotations
 

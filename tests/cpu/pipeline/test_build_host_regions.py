@@ -1,4 +1,4 @@
-"""Programs with host regions, built for a GPU that is not here: what stays on the GPU is lowered region by region over one arena,
+"""Programs with host regions, cross-compiled: what stays on the GPU is lowered region by region over one arena,
 and proved with eager PyTorch in the host's place."""
 
 from __future__ import annotations

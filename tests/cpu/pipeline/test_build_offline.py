@@ -1,4 +1,4 @@
-"""Building for a GPU that is not here, from a model file to a published bundle; kernels, plan and proof have tests of their own."""
+"""Cross-compiling, from a model file to a published bundle; kernels, plan and proof have tests of their own."""
 
 from __future__ import annotations
 
