@@ -17,7 +17,7 @@ class ModelError(BuildError):
 
 
 DEFECT = "this is a defect of cgcompile: please report the model"
-OTHER_KERNELS = "other kernels may do: try --lower eager, or --record trace; and please report the model"
+OTHER_KERNELS = "other kernels may do: try --lower eager, or --record cross-compile; and please report the model"
 
 CATALOGUE: Mapping[str, Cause] = {
     # --- the source ---
@@ -29,7 +29,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "--sizes 1,8,32, or --sizes NAME=1,8 for every declared dimension"),
     "too-many-keys": Cause(BuildError, 2, "The product of the sizes has more int_keys than are built without being asked.",
         "give fewer sizes (`cgcompile sizes` chooses them), or raise --max-keys"),
-    "waiver-unknown": Cause(BuildError, 2, "A rule to waive that there is not.", "`cgcompile explain` lists the rules of findings"),
+    "allow-unknown": Cause(BuildError, 2, "--allow names a rule that does not exist.",
+        "`cgcompile explain` lists the rules of findings"),
     "option-invalid": Cause(BuildError, 2, "An option of a build has a word that it does not take.",
         "give one of the words that the message names, or leave the option out"),
     "progress-unknown": Cause(BuildError, 2, "Progress is to be shown in a way that there is not.", "leave progress out"),
@@ -72,7 +73,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "quantize with torchao (quantize_, prepare_pt2e and convert_pt2e), or Linear layers alone with quantize_dynamic"),
     "constant-unknown": Cause(ModelError, 1, "Compiled code reads a constant that is neither an input nor a tensor of the model.",
         "register the tensor as a buffer of the model"),
-    "check-refused": Cause(ModelError, 1, "A check of severity `refuse` fired unwaived, or --strict forbade a host region.",
+    "check-refused": Cause(ModelError, 1, "A check of severity `refuse` fired, or --strict forbade a host region.",
         "change the line that is named; `cgcompile check` lists all findings with what to do"),
     "outputs-shared": Cause(ModelError, 1, "Outputs share memory in eager PyTorch in a way that a bundle cannot keep.",
         "clone the output in forward()"),
@@ -84,7 +85,7 @@ CATALOGUE: Mapping[str, Cause] = {
         "return a new tensor (x + 0, or x.clone()), or leave the pair out of chains(): then the input is copied in"),
     "operator-without-code": Cause(ModelError, 1, "A custom operator would need Python at run time, which a bundle does without.",
         "write it with torch.library.custom_op over PyTorch's own operations, or take it out of the model"),
-    "host-op-unknown": Cause(BuildError, 2, "An operator that is to be kept on the host is none that the model calls.",
+    "fallback-op-unknown": Cause(BuildError, 2, "An operator that is to be kept on the host is none that the model calls.",
         "`cgcompile check` lists the operators of every region: name one as aten.topk or mylib::op"),
     # --- a log of request sizes ---
     "request-log-missing": Cause(BuildError, 2, "There is no such log of request sizes.",
@@ -104,7 +105,7 @@ CATALOGUE: Mapping[str, Cause] = {
     "triton-unsupported": Cause(BuildError, 2, "Kernels for a GPU that is not there are not built with this version of Triton.",
         "pip install 'triton>=3.6,<3.8'"),
     "target-unavailable": Cause(BuildError, 2, "The target cannot be built for on this machine, or does not exist.",
-        "name a target that can be built for here: cpu, or --target sm_90 and its kind without a GPU"),
+        "name a target that can be built for here: cpu, or --target sm_90 and its kind, which is cross-compiled"),
     "size-decides": Cause(BuildError, 1, "torch compiles other code for some of the sizes than for the others.",
         "build the sizes that the message names apart, as bundles of their own; and please report the model"),
     "compiler-failed": Cause(BuildError, 1, "The C++ compiler, Inductor or Triton failed on the model.", "please report the model"),

@@ -106,11 +106,11 @@ def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None,
     """Replays the exam of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), entry by
     entry, in order.  What int_keys that fail gave is added to `failed`.
 
-    Raises weights-invalid when the exam is damaged, and exam-outdated for a program that was updated.
+    Raises weights-invalid when the exam is damaged, and self-test-outdated for a program that was updated.
     """
     if program.updated:
-        text = f"program {program.manifest.name!r} was updated, and its exam is about the weights that were loaded"
-        raise CallError("exam-outdated", text)
+        text = f"program {program.manifest.name!r} was updated, and its self-test is about the weights that were loaded"
+        raise CallError("self-test-outdated", text)
     exam = program.open_exam()
     try:
         return [
@@ -241,7 +241,7 @@ def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, A
     """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
     are given, one of them must have signed what it loads.  What failed replays gave is written to the file `outputs`, if named.
 
-    {"results": [as `Result.plain`], "chains": [as `chained_calls.ChainResult`], "torch_imported"}, or {"error", "hint", "code"}.
+    {"results": [as `Result.plain`], "donations": [as `chained_calls.ChainResult`], "torch_imported"}, or {"error", "hint", "code"}.
     """
     import subprocess
 
@@ -258,7 +258,8 @@ def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, A
         return {**answer, "exit_code": done.returncode}
     how = f"was killed by signal {-done.returncode}" if done.returncode < 0 else f"ended with exit status {done.returncode}"
     last = (done.stderr.strip().splitlines() or [""])[-1]
-    error = BundleError("exam-crashed", f"{path}: the process that replays the exam {how}" + (f": {last}" if last else ""))
+    text = f"{path}: the process that replays the self-test {how}" + (f": {last}" if last else "")
+    error = BundleError("self-test-crashed", text)
     return {**_plain_error(error), "exit_code": error.exit_code}
 
 
@@ -267,7 +268,7 @@ def _plain_error(error: CgbundleError) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Loads the bundle, replays the exam, prints {"results": [...], "chains": [...], "torch_imported": false} or {"error": ...,
+    """Loads the bundle, replays the exam, prints {"results": [...], "donations": [...], "torch_imported": false} or {"error": ...,
     "hint": ..., "code": ...}."""
     file = ""
     if arguments[0] == "--outputs":
@@ -288,7 +289,7 @@ def main(arguments: Sequence[str]) -> int:
     except CgbundleError as error:
         print(json.dumps(_plain_error(error)))
         return error.exit_code
-    print(json.dumps({"results": rows, "chains": chains, "torch_imported": "torch" in sys.modules}))
+    print(json.dumps({"results": rows, "donations": chains, "torch_imported": "torch" in sys.modules}))
     return 0 if all(row["passed"] for row in (*rows, *chains)) else 1
 
 

@@ -1,1 +1,1 @@
-"""The only writer of the format: program, exam and manifest of a bundle, and the proof in a fresh process."""
+"""The only writer of the format: program, self-test and manifest of a bundle, and the proof in a fresh process."""

@@ -43,7 +43,7 @@ def with_near_ties(
 
 
 def _run(prepared: Prepared, exam: KeyExam, weights: Sequence[Weight]) -> Run:
-    """The exam's calls by eager PyTorch, of the exported program."""
+    """The self-test's calls by eager PyTorch, of the exported program."""
     module = ProgramModule([prepared.programs.at(exam.key)])
     device = next((value.device for value in prepared.weights.values()), torch.device("cpu"))
     rows = [row for row in weights if row.memory == "state"]

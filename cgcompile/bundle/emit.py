@@ -59,8 +59,8 @@ def _without_traces(program: ExportedProgram) -> Iterator[None]:
 
 
 def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
-    """Describes the files of the stage in the manifest, of one that was sealed before only the exam, checks everything, and writes
-    it.
+    """Describes the files of the stage in the manifest, of one that was sealed before only the self-test, checks everything, and
+    writes it.
 
     Raises bundle-refused for what a runtime would refuse: it is read back as if a stranger had written it, within the same limits.
     """

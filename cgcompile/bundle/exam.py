@@ -1,6 +1,6 @@
-"""The exam of a bundle: inputs and expected outputs per int_key, what the call leaves in written inputs, and in state.
+"""The self-test of a bundle: inputs and expected outputs per int_key, what the call leaves in written inputs, and in state.
 
-Of state the exam holds the elements that changed, as runs: a cache of a few hundred MB changes in a few rows per call.
+Of state the self-test holds the elements that changed, as runs: a cache of a few hundred MB changes in a few rows per call.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Changed = tuple[int, torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeyExam:
-    """The exam at one int_key.  `written`: what inputs that the model writes to hold after the call, by their position."""
+    """The self-test at one int_key.  `written`: what inputs that the model writes to hold after the call, by their position."""
 
     key: IntKey
     inputs: tuple[torch.Tensor, ...]
@@ -71,7 +71,7 @@ def eager_exam(
 
 
 def on_cpu(exam: KeyExam) -> KeyExam:
-    """The exam with all tensors on the CPU, wherever the model ran."""
+    """The self-test with all tensors on the CPU, wherever the model ran."""
     written = tuple([(index, value.cpu()) for index, value in exam.written])
     inputs, outputs = (tuple([value.cpu() for value in side]) for side in (exam.inputs, exam.outputs))
     return replace(exam, inputs=inputs, outputs=outputs, written=written)
@@ -105,7 +105,7 @@ def replayed_exam(
 
 
 def state_after(exam: KeyExam, prepared: Prepared, weights: Sequence[Weight]) -> list[tuple[Weight, torch.Tensor]]:
-    """What the exam says of state after its calls: the rows of memory state, each with all elements, flat, in memory order."""
+    """What the self-test says of state after its calls: the rows of memory state, each with all elements, flat, in memory order."""
     first = _first_state(prepared)
     found = []
     for index, runs, changed in exam.state:
@@ -119,7 +119,8 @@ def state_after(exam: KeyExam, prepared: Prepared, weights: Sequence[Weight]) ->
 
 
 def with_left(exam: KeyExam, left: Sequence[torch.Tensor], prepared: Prepared, weights: Sequence[Weight]) -> KeyExam:
-    """The exam that expects what is `left` after its calls, as `exam_tensors` has it; of state all elements in memory order."""
+    """The self-test that expects what is `left` after its calls, as `exam_tensors` has it; of state all elements in memory
+    order."""
     count, written = len(exam.outputs), len(exam.written)
     rows = [row for row in weights if row.memory == "state"]
     first = _first_state(prepared)
@@ -139,7 +140,7 @@ def write_exam(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
 
 
 def replace_exams(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
-    """Writes the exams of some int_keys over those in the file."""
+    """Writes the self-tests of some int_keys over those in the file."""
     known = safetensors.Mapped(str(path), path.name)
     new = path.with_name(f"{path.name}.new")
     try:
@@ -152,7 +153,7 @@ def replace_exams(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
 
 
 def read_exam(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> KeyExam:
-    """The exam of an int_key of an entry from the file."""
+    """The self-test of an int_key of an entry from the file."""
     stored = safetensors.Mapped(str(path), path.name)
     try:
 
@@ -174,7 +175,7 @@ def read_exam(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> 
 
 
 def _named(exams: Mapping[str, Sequence[KeyExam]]) -> dict[str, safetensors.Tensor]:
-    """The tensors of exams by their names in the file."""
+    """The tensors of self-tests by their names in the file."""
     tensors: dict[str, safetensors.Tensor] = {}
     for entry, exam in [(entry, exam) for entry, own in exams.items() for exam in own]:
         for kind, values in (

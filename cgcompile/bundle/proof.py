@@ -1,6 +1,6 @@
 """The proof of a bundle: what is further from eager PyTorch than its bound ends the build.
 
-For a staged bundle a fresh process with the runtime alone loads it and replays the exam.
+For a staged bundle a fresh process with the runtime alone loads it and replays the self-test.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STANDALONE = f"{REPORT}; without --standalone torch's own code runs"
 
 TURNED = (
     "no choice among floats that are equal within tolerance explains it: return the floats that it follows from, "
-    f"or accept it with --waive {WAIVER}"
+    f"or allow it with --allow {WAIVER}"
 )
 
 
@@ -40,14 +40,14 @@ def accepted(
     dimensions: Sequence[Dimension],
     bounds: Sequence[ErrorBound],
     found: Mapping[IntKey, Sequence[Difference]],
-    waive: Sequence[str],
+    allow: Sequence[str],
     what: str,
     hint: str = REPORT,
     entry: str = FORWARD,
 ) -> tuple[float, ...]:
     """The bounds that the bundle keeps, given how far it was from eager PyTorch at every int_key; `what` differs, in words.
 
-    Those are the bounds themselves.  For integers that rounding may turn over, where that is waived, it is the largest share that
+    Those are the bounds themselves.  For integers that rounding may turn over, where that is allowed, it is the largest share that
     was seen to differ.  Raises proof-failed for the first tensor that is beyond its bound.
     """
     kept = [each.bound for each in bounds]
@@ -55,7 +55,7 @@ def accepted(
         for index, (bound, difference) in enumerate(zip(bounds, differences, strict=True)):
             if difference.error <= bound.bound:
                 continue
-            if bound.exact and bound.rounded and WAIVER in waive and difference.error <= 1:
+            if bound.exact and bound.rounded and WAIVER in allow and difference.error <= 1:
                 kept[index] = max(kept[index], difference.error)
                 continue
             by = "" if bound.exact else f"by {difference.error:.1e}, allowed {bound.bound:.1e}: "
@@ -84,7 +84,7 @@ def measured(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replayed:
-    """The exam of every entry with measured proofs.  `told`: which indices differ from eager PyTorch's, in words."""
+    """The self-test of every entry with measured proofs.  `told`: which indices differ from eager PyTorch's, in words."""
 
     exams: tuple[SelfTest, ...]
     told: str
@@ -94,14 +94,14 @@ def replay(
     stage: Path,
     manifest: Manifest,
     bounds: Sequence[Sequence[ErrorBound]],
-    waive: Sequence[str],
+    allow: Sequence[str],
     prepared: Sequence[Prepared] = (),
 ) -> Replayed:
-    """Replays the exam of every entry; `bounds` by entry.  Raises proof-failed with the first key that fails.
+    """Replays the self-test of every entry; `bounds` by entry.  Raises proof-failed with the first key that fails.
 
-    What is compared with eager PyTorch gets its errors.  Where the exam holds a recording, its errors stay, and each proof says how
-    far the replay was from that.  With `prepared`, by entry, indices that differ are judged by the floats that they point at; the
-    exam then holds what eager PyTorch gives for the bundle's choices.
+    What is compared with eager PyTorch gets its errors.  Where the self-test holds a recording, its errors stay, and each proof
+    says how far the replay was from that.  With `prepared`, by entry, indices that differ are judged by the floats that they point
+    at; the self-test then holds what eager PyTorch gives for the bundle's choices.
     """
     with scratch_folder() as scratch:
         outputs = scratch / "outputs.safetensors"
@@ -111,7 +111,7 @@ def replay(
         if answer["torch_imported"]:
             raise BuildError("proof-failed", "the fresh process imported torch: it proves nothing about serving without it")
         rows: list[dict[str, Any]] = answer["results"]
-        for row in answer.get("chains", ()):
+        for row in answer.get("donations", ()):
             if not row["passed"]:
                 text = f"{row['title']}: an output that is taken where it lies gives something else than its copy: {row['text']}"
                 raise BuildError("proof-failed", text, REPORT)
@@ -119,7 +119,7 @@ def replay(
         for number, (entry, own) in enumerate(zip(manifest.entries, bounds, strict=True)):
             theirs = [row for row in rows if row["entry"] == entry.name]
             verdicts = _verdicts(stage, manifest, entry, own, theirs, prepared[number], outputs) if prepared else {}
-            exam = _examined(manifest, entry, own, theirs, waive, {key: found.differences for key, (_, found) in verdicts.items()})
+            exam = _examined(manifest, entry, own, theirs, allow, {key: found.differences for key, (_, found) in verdicts.items()})
             if prepared:
                 taken = [read_exam(stage / EXAM, manifest, entry, proof.key) for proof in exam.proofs]
                 exam = replace(exam, bounds=with_near_ties(exam.bounds, prepared[number], taken, own, manifest.weights))
@@ -141,7 +141,7 @@ def _verdicts(
     prepared: Prepared,
     outputs: Path,
 ) -> dict[IntKey, tuple[KeyExam, Verdict]]:
-    """What the choices of the bundle explain, by int_key of an entry, and the exam for these choices."""
+    """What the choices of the bundle explain, by int_key of an entry, and the self-test for these choices."""
     found = {}
     for proof, row in zip(entry.self_test.proofs, rows, strict=True):
         if all(each["error"] <= bound.bound for each, bound in zip(row["tensors"], bounds, strict=True)):
@@ -159,10 +159,11 @@ def _examined(
     entry: EntrySpec,
     bounds: Sequence[ErrorBound],
     rows: Sequence[dict[str, Any]],
-    waive: Sequence[str],
+    allow: Sequence[str],
     judged: Mapping[IntKey, Sequence[Difference]],
 ) -> SelfTest:
-    """The exam of an entry, given the `rows` that a replay of it gave, and the differences of the int_keys that were `judged`."""
+    """The self-test of an entry, given the `rows` that a replay of it gave, and the differences of the int_keys that were
+    `judged`."""
     exam = entry.self_test
     if exam.expected == "eager":
         if WAIVER not in manifest.allowed:  # indices with others that are as good, of a bundle that was interpreted before
@@ -172,7 +173,7 @@ def _examined(
             for proof, row in zip(exam.proofs, rows, strict=True)
         }
         hint = STANDALONE if manifest.target.kind == "cpu" and not manifest.target.torch else REPORT
-        kept = accepted(entry.dimensions, bounds, found, waive, "the bundle's outputs differ", hint, entry.name)
+        kept = accepted(entry.dimensions, bounds, found, allow, "the bundle's outputs differ", hint, entry.name)
         return replace(exam, bounds=kept, proofs=tuple([measured(key, "replay", each, kept) for key, each in found.items()]))
     proofs = []
     for proof, row in zip(exam.proofs, rows, strict=True):

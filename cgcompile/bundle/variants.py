@@ -122,7 +122,7 @@ def _write_self_test(manifests: Sequence[Manifest], files: Sequence[_Files], out
                 "variants-differ",
                 f"the self-test of {variant_name(manifest.target)} expects {other or 'other tensors'} otherwise than that of "
                 f"{variant_name(manifests[0].target)}: it holds what was recorded on a GPU, or indices that are as good",
-                f"build {variant_name(manifest.target)} as a bundle of its own, or with --record trace",
+                f"build {variant_name(manifest.target)} as a bundle of its own, or with --record cross-compile",
             )
     with open(out / file_names.EXAM, "wb") as file:
         safetensors.write(file, first)

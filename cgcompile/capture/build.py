@@ -57,8 +57,8 @@ def start(processes: RecorderProcesses, keys: int, level: str, specialize: str) 
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:
-    """Records every int_key, and writes tables, images, weights and the exam into `stage`.  Raises the refusals of `record` and
-    `split_program`, and proof-failed when a replay is further from eager PyTorch than the dtype allows."""
+    """Records every int_key, and writes tables, images, weights and the self-test into `stage`.  Raises the refusals of `record`
+    and `split_program`, and proof-failed when a replay is further from eager PyTorch than the dtype allows."""
     cut = cut_stage(spec, processes.folder, stage, stages)
     with stages("record") as tell:
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
@@ -141,10 +141,10 @@ def emit(
     folded: Collection[str] = (),
     expected: Mapping[str, Sequence[KeyExam]] = MappingProxyType({}),
 ) -> ManifestParts:
-    """Writes tables, images and the exam into `stage`, where the weights are.
+    """Writes tables, images and the self-test into `stage`, where the weights are.
 
     `folded`: weights that something was computed from which the recordings hold.  `expected`: by entry, what eager PyTorch gives,
-    which is the exam of an entry with an int_key that was not captured.  Raises proof-failed.
+    which is the self-test of an entry with an int_key that was not captured.  Raises proof-failed.
     """
     written = write_recorded(stage, _program(spec, recorded, cut.split), recorded.stored, recorded.arch, cut.split, cut.hosts)
     if recorded.states:
@@ -172,7 +172,7 @@ def emit(
 def _entry_parts(
     spec: BuildSpec, number: int, recorded: Recorded, written: Written, expected: Sequence[KeyExam], *, exact: bool
 ) -> tuple[EntryParts, list[KeyExam]]:
-    """The rows of entry number `number`, and its exam.  `exact`: no host computes a part of it.  Raises proof-failed."""
+    """The rows of entry number `number`, and its self-test.  `exact`: no host computes a part of it.  Raises proof-failed."""
     entry = spec.entries[number]
     prepared, replays = entry.prepared, spec.own(number, recorded.replays)
     own = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
@@ -186,7 +186,7 @@ def _entry_parts(
         return EntryParts(programs=rows, self_test=exam), list(expected)
     differences = {key: replays[key].differences for key in entry.keys}
     bounds = error_bounds(prepared, recorded.weights)
-    kept = accepted(entry.dimensions, bounds, differences, spec.waive, "the graph differs", EAGER, entry.name)
+    kept = accepted(entry.dimensions, bounds, differences, spec.allow, "the graph differs", EAGER, entry.name)
     exam = SelfTest(
         compare="bits" if exact and all(replay.deterministic for replay in replays.values()) else "tolerance",
         calls=prepared.exam_calls,

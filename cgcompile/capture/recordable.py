@@ -28,8 +28,8 @@ MARGIN = 1 << 30
 """Bytes of the GPU's memory for a process's context, libraries and workspaces; contexts were seen to take up to 0.6 GB."""
 
 STATES = 5
-"""What a process holds of state at most: itself, what it held at first, and in the exam what a replay and two runs of eager PyTorch
-leave."""
+"""What a process holds of state at most: itself, what it held at first, and in the self-test what a replay and two runs of eager
+PyTorch leave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +37,7 @@ class Recordable:
     """What all recordings of some programs share: their weights are in the bundle's file, everything else is ready to be asked for.
 
     `request` is one for all keys, largest first; `stored` are the manifest's rows of the file of weights, without tables; `static`
-    are bytes of memory `inputs` by key, `inputs` the exam's; `need` are the bytes of the GPU's memory that a process takes.
+    are bytes of memory `inputs` by key, `inputs` the self-test's; `need` are the bytes of the GPU's memory that a process takes.
     """
 
     request: Request

@@ -38,7 +38,7 @@ from .take import Take
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
-    """A replay of one key on the exam's inputs.  `deterministic`: all replays got the same bits.  `differences` from eager
+    """A replay of one key on the self-test's inputs.  `deterministic`: all replays got the same bits.  `differences` from eager
     PyTorch are as in RawExam, of the process where they are larger; `indices` are those of the first."""
 
     contents: ReplayedBytes

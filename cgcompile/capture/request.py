@@ -26,13 +26,13 @@ class Request:
     """What one recorder process is to do.  `keys` come largest first; `result` is the file to write.
 
     `role`: PRIME lowers and runs the keys once; RECORD makes a Take of them.  `programs` are saved ExportedPrograms without weights
-    by key, files that several keys may share, `calls` a file of torch.save with {key: (example call, exam call)}, a call being
+    by key, files that several keys may share, `calls` a file of torch.save with {key: (example call, self-test call)}, a call being
     (args, kwargs).  `code` names the model whose code registers operators that a program calls, or is "".  `placements` by key,
     {node of its program: reason}, are on the host: where there are any, programs are several regions, and `uploads` is what the
     host makes by key.  `stored` is the bundle's file of weights, and `weights` are rows of all its tensors, those of the host alone
-    too.  By key, `written` are positions of the call's tensors that its program writes to, and `exam_calls` is how often the exam
-    replays it.
-    `bounds` are those of what the exam compares, and `floors` the least of floats that an index is selected from.
+    too.  By key, `written` are positions of the call's tensors that its program writes to, and `exam_calls` is how often the
+    self-test replays it.
+    `bounds` are those of what the self-test compares, and `floors` the least of floats that an index is selected from.
     `shift` makes this process's addresses differ from another's.
     """
 

@@ -174,7 +174,7 @@ class RawModuleState:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawExam:
-    """A replay on the exam's inputs: contents as in ReplayedBytes.  `differences` from eager PyTorch are those of the outputs,
+    """A replay on the self-test's inputs: contents as in ReplayedBytes.  `differences` from eager PyTorch are those of the outputs,
     the inputs that the program writes to, and state, in this order, and `indices` as in `near_ties.judge.Verdict`.  `steady`: more
     replays gave the same bits."""
 

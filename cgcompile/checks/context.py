@@ -32,8 +32,8 @@ class RuleContext:
     writes in place listed.
 
     `conditionals`: branches and loops of a program become conditional nodes of its graph, as far as these can hold them.
-    `traced`: the GPU is not here.
-    `moved` and `data_dependent` follow an obstacle to the host (host_placement.py), `host_ops` the user keeps there.
+    `cross_compiled`: no GPU captures it.
+    `moved` and `data_dependent` follow an obstacle to the host (host_placement.py), `fallback_ops` the user keeps there.
     """
 
     exported: Exported
@@ -41,8 +41,8 @@ class RuleContext:
     functionalized: ExportGraphSignature
     target: str
     conditionals: bool
-    traced: bool
-    host_ops: tuple[str, ...]
+    cross_compiled: bool
+    fallback_ops: tuple[str, ...]
     moved: Mapping[str, str]
     data_dependent: frozenset[str]
 

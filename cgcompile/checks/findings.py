@@ -16,7 +16,7 @@ from ..export.weights import weight_placeholders
 from .context import HOST, REFUSE, RuleContext
 from .control import with_moved_control_flow
 from .host_placement import data_dependent_nodes, moved_nodes, placements
-from .operators import check_host_ops, operators_without_code
+from .operators import check_fallback_ops, operators_without_code
 from .randomness import with_moved_draws
 from .rules import RULES
 
@@ -43,20 +43,26 @@ class Checked:
 
 
 def check(
-    exported: Exported, target: str = "cuda", host_ops: Sequence[str] = (), *, conditionals: bool = False, traced: bool = False
+    exported: Exported,
+    target: str = "cuda",
+    fallback_ops: Sequence[str] = (),
+    *,
+    conditionals: bool = False,
+    cross_compiled: bool = False,
 ) -> Checked:
     """All findings of all rules, over all programs.
 
     `target`: "cuda" or "cpu".  The cpu target is one host region: what severity host means for a GPU does not exist there.
-    `conditionals`: the recorder makes conditional nodes.  `traced`: the GPU is not here.
-    `host_ops`: operators that the user keeps on the host, as `aten.topk`,
+    `conditionals`: the recorder makes conditional nodes.  `cross_compiled`: no GPU captures it.
+    `fallback_ops`: operators that the user keeps on the host, as `aten.topk`,
     `mylib::op` or `mylib.op.default`.
-    Raises host-op-unknown for one that the program does not call, and export-failed for a program that torch cannot make
+    Raises fallback-op-unknown for one that the program does not call, and export-failed for a program that torch cannot make
     functional.
     """
-    check_host_ops([program for _, program in exported.programs.each], host_ops)
+    check_fallback_ops([program for _, program in exported.programs.each], fallback_ops)
     made = {
-        key: _check_program(exported, program, target, host_ops, conditionals, traced) for key, program in exported.programs.each
+        key: _check_program(exported, program, target, fallback_ops, conditionals, cross_compiled)
+        for key, program in exported.programs.each
     }
     merged = merged_findings({key: each.findings for key, each in made.items()}, exported.sizes)
     own = {id(exported.programs.at(key)): each for key, each in made.items()}
@@ -78,7 +84,7 @@ class _CheckedProgram:
 
 
 def _check_program(
-    exported: Exported, program: ExportedProgram, target: str, host_ops: Sequence[str], conditionals: bool, traced: bool
+    exported: Exported, program: ExportedProgram, target: str, fallback_ops: Sequence[str], conditionals: bool, cross_compiled: bool
 ) -> _CheckedProgram:
     functionalized = functional(program)
     context = RuleContext(
@@ -87,8 +93,8 @@ def _check_program(
         functionalized=functionalized,
         target=target,
         conditionals=conditionals,
-        traced=traced,
-        host_ops=tuple(host_ops),
+        cross_compiled=cross_compiled,
+        fallback_ops=tuple(fallback_ops),
         moved=moved_nodes(program.graph, frozenset(weight_placeholders(program))),
         data_dependent=data_dependent_nodes(program.graph),
     )
@@ -130,13 +136,13 @@ def _keys_text(keys: Sequence[IntKey], sizes: Mapping[str, tuple[int, ...]]) -> 
     return "; ".join(said) + (f", and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
-def refuse(checked: Checked, strict: bool, waive: Sequence[str], specialize: str) -> None:
+def refuse(checked: Checked, strict: bool, allow: Sequence[str], specialize: str) -> None:
     """Raises `refused` for what stops a build.
 
-    That is: findings of severity refuse, and of severity host when `strict`; rules in `waive` that cannot be waived; operations on
+    That is: findings of severity refuse, and of severity host when `strict`; rules in `allow` that cannot be allowed; operations on
     the host beside specialize="shared".
     """
-    _refuse_findings(checked.findings, strict, waive)
+    _refuse_findings(checked.findings, strict, allow)
     count = checked.on_host
     if count and specialize == "shared":
         raise ModelError(
@@ -146,12 +152,12 @@ def refuse(checked: Checked, strict: bool, waive: Sequence[str], specialize: str
         )
 
 
-def _refuse_findings(findings: Sequence[Finding], strict: bool, waive: Sequence[str]) -> None:
+def _refuse_findings(findings: Sequence[Finding], strict: bool, allow: Sequence[str]) -> None:
     stopping = [f for f in findings if f.severity == REFUSE or (strict and f.severity == HOST)]
     if not stopping:
         return
     first, more = stopping[0], len(stopping) - 1
-    if first.rule in waive:
-        raise ModelError("check-refused", f"waive {first.rule!r}: this refusal cannot be waived: {first.effect}", first.fix)
+    if first.rule in allow:
+        raise ModelError("check-refused", f"allow {first.rule!r}: this refusal cannot be allowed: {first.effect}", first.fix)
     rest = f" (and {more} more finding{'s' if more > 1 else ''})" if more else ""
     raise ModelError("check-refused", f"{first.where or 'model'}: {first.rule}: {first.message}: {first.effect}{rest}", first.fix)

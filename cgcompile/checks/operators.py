@@ -50,7 +50,7 @@ DETERMINISTIC_SCATTER = frozenset({
 INDEX_PUTS = (aten.index_put.default, aten.index_put_.default, aten._unsafe_index_put.default)
 
 WITHOUT_CODE, WITHOUT_KERNEL = "operator-without-code", "operator-without-kernel"
-"""Rules about what an operator runs as: on the host (`operators_without_code`), and on a GPU that is not here
+"""Rules about what an operator runs as: on the host (`operators_without_code`), and when cross-compiled
 (offline/lower/coverage.py)."""
 
 PYTORCH = frozenset({"aten", "prim", "prims", "higher_order", "cgcompile", "inductor", "quantized_decomposed", "_c10d_functional"})
@@ -165,8 +165,8 @@ def cudagraph_unsafe(context: RuleContext) -> Iterable[Finding]:
             )  # fmt: skip
 
 
-def host_op(context: RuleContext) -> Iterable[Finding]:
-    """An operator that the user keeps on the host with --host-op.
+def fallback_op(context: RuleContext) -> Iterable[Finding]:
+    """An operator that the user keeps on the host with --fallback-op.
 
     What it looks for: calls of the operators named: `aten.topk` and `aten::topk` are all overloads, `aten.topk.default` is one.
     Why: an operator that cannot be captured and is not known to; an experiment.
@@ -175,9 +175,10 @@ def host_op(context: RuleContext) -> Iterable[Finding]:
     Source: config.custom_should_partition_ops in torch/_inductor/config.py.
     """
     for node, top in context.calls():
-        if any(spelled in _spellings(node) for spelled in _plain(context.host_ops)):
+        if any(spelled in _spellings(node) for spelled in _plain(context.fallback_ops)):
             yield finding(
-                "host-op", HOST, f"{operator(node)} is kept on the host", node, context.effect(top), "leave --host-op out", top
+                "fallback-op", HOST, f"{operator(node)} is kept on the host", node, context.effect(top),
+                "leave --fallback-op out", top,
             )  # fmt: skip
 
 
@@ -188,7 +189,7 @@ def custom_operator(context: RuleContext) -> Iterable[Finding]:
     Why CUDA cares: it may be recorded only if it works on the current stream, waits for nothing, allocates through PyTorch, and
     keeps no state.
     Effect: it is recorded as it is.  Recording in two processes and the replay at other addresses find what it hides.
-    Fix: tag it `torch.Tag.cudagraph_unsafe`, or name it with --host-op, if it cannot be captured.
+    Fix: tag it `torch.Tag.cudagraph_unsafe`, or name it with --fallback-op, if it cannot be captured.
     Source: the notes on custom operators in the torch.library documentation.
     """
     for node, top in context.calls():
@@ -196,7 +197,7 @@ def custom_operator(context: RuleContext) -> Iterable[Finding]:
             yield finding(
                 "custom-operator", NOTE, f"{operator(node)} is an operator of another library", node,
                 "it is recorded as it is: it must not wait for the GPU, nor allocate outside PyTorch",
-                f"keep it on the host with --host-op {operator(node)} if it cannot be captured", top,
+                f"keep it on the host with --fallback-op {operator(node)} if it cannot be captured", top,
             )  # fmt: skip
 
 
@@ -229,14 +230,14 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
             )  # fmt: skip
 
 
-def check_host_ops(programs: Sequence[ExportedProgram], host_ops: Sequence[str]) -> None:
-    """Raises host-op-unknown for a name that no operation of the programs has: a wrong spelling must not be taken for safety."""
+def check_fallback_ops(programs: Sequence[ExportedProgram], fallback_ops: Sequence[str]) -> None:
+    """Raises fallback-op-unknown for a name that no operation of the programs has, such as a misspelt one."""
     known = {spelled for each in programs for node, _ in all_calls(each.graph_module) for spelled in _spellings(node)}
-    for given, plain in zip(host_ops, _plain(host_ops), strict=True):
+    for given, plain in zip(fallback_ops, _plain(fallback_ops), strict=True):
         if plain not in known:
             near = difflib.get_close_matches(plain, sorted(known), 3, 0.5)
             hint = f"it calls {', '.join(near)}" if near else "`cgcompile check` lists the operations of every region"
-            raise BuildError("host-op-unknown", f"host-op {given!r}: the model calls no such operator", hint)
+            raise BuildError("fallback-op-unknown", f"fallback-op {given!r}: the model calls no such operator", hint)
 
 
 def _plain(names: Sequence[str]) -> list[str]:

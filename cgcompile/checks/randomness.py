@@ -17,7 +17,7 @@ from ..transforms.rng.recurrent_dropout import RECURRENT
 from ..transforms.rng.rewrite import can_rewrite, drawn, draws, generator_buffers, is_random, supported
 from .context import NOTE, REFUSE, RuleContext, Severity, finding, operator
 
-INSIDE = "inside this operator only a graph whose launches are traced can draw"
+INSIDE = "inside this operator only a cross-compiled graph can draw"
 """What compiled code for a CPU does there ended with a segmentation fault (AOTInductor, torch 2.13)."""
 
 

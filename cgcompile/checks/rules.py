@@ -35,7 +35,7 @@ RULES: tuple[Rule, ...] = (
     operators.sparse_output,
     operators.deterministic_scatter,
     operators.cudagraph_unsafe,
-    operators.host_op,
+    operators.fallback_op,
     operators.custom_operator,
     devices.pinned_memory,
     devices.moved_to_gpu,
@@ -54,5 +54,5 @@ RULES: tuple[Rule, ...] = (
 
 
 def name(rule: Rule) -> str:
-    """`mutated-buffer`: what a user types at --waive."""
+    """`mutated-buffer`: what a user types at --allow."""
     return rule.__name__.replace("_", "-")

@@ -75,7 +75,7 @@ def assert_scalar(context: RuleContext) -> Iterable[Finding]:
 
 
 def tensor_assertion(context: RuleContext) -> Iterable[Finding]:
-    """An assertion about a tensor, `torch._assert_async`, in a model for a GPU that is not here.
+    """An assertion about a tensor, `torch._assert_async`, in a model that is cross-compiled.
 
     What it looks for: `aten._assert_async` outside of branches and loops.
     Why CUDA cares: Triton has no kernel for it, and one that fails ends the use of the GPU by its process.
@@ -84,7 +84,7 @@ def tensor_assertion(context: RuleContext) -> Iterable[Finding]:
     Source: TENSOR_ASSERTIONS in checks/host_placement.py.
     """
     for node, top in context.calls():
-        if context.traced and node.target in TENSOR_ASSERTIONS and top == node.name:
+        if context.cross_compiled and node.target in TENSOR_ASSERTIONS and top == node.name:
             yield finding(
                 "tensor-assertion", HOST, "an assertion about a tensor is checked on the CPU", node, context.effect(top),
                 "leave it out where calls cannot fail it",

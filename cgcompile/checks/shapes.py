@@ -41,7 +41,7 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
     Why CUDA forbids it: the host waits for the size to allocate the result and choose the next grid; a recorded kernel has both
     fixed.
     Effect: it and what takes such a value run on the host, until sizes are known again.  An output, and what leads to it, is
-    computed at a size that holds any selection, in the graph; a call returns it with its true size, and is never padded or cut
+    computed at a size that holds any selection, in the graph; a call returns it with its true size, and is never padded or chunked
     into chunks.  Selections are nonzero, where, masks as indices, masked_select, unique, unique_consecutive and torchvision's nms;
     between them and the output may be operators that keep rows apart, sort, cat, sums, softmax and products of matrices.  Other
     outputs are refused: sizes without a bound (repeat_interleave with a tensor, bincount), rows in another order (flip), writes in
@@ -64,7 +64,7 @@ def data_dependent_shape(context: RuleContext) -> Iterable[Finding]:
             size = f"{text(bounded[place].bound)} elements along axis {bounded[place].axis}"
             yield finding(
                 "data-dependent-shape", NOTE, f"the output {name!r} has a size that depends on data", node,
-                f"it is computed with {size}, and returned with those that count; no call is padded or cut", "",
+                f"it is computed with {size}, and returned with those that count; no call is padded or chunked", "",
             )  # fmt: skip
         if _sizes(node):
             yield finding(

@@ -42,7 +42,7 @@ def too_many_keys(sizes: Mapping[str, tuple[int, ...]], limit: int) -> Iterable[
     """More int_keys than are built without being asked.
 
     What it looks for: the product of the sizes of the declared dimensions.
-    Why it matters: every int_key is a recording of every graph region: tables, an exam, seconds of build time.
+    Why it matters: every int_key is a recording of every graph region: tables, a self-test, seconds of build time.
     Effect: `cgcompile build` refuses until it is told with --max-keys.
     Fix: fewer sizes: `cgcompile sizes` chooses those that waste the least padding on a trace of requests.
     Source: PyTorch warns in the same place: cudagraph_dynamic_shape_warn_limit in torch/_inductor/config.py.

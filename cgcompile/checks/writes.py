@@ -31,7 +31,7 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
     What it looks for: the buffers that the functional form of the program gives new values.
     Why CUDA cares: a replay writes to the same address each time.  Such a buffer is state of a session, in memory that all int_keys
     share.  It starts as the model's buffer was at the build; `program.state` and `program.reset()` read, write and reset it.
-    Effect: a call is neither padded nor cut, since padding would be written, too.
+    Effect: a call is neither padded nor chunked, since padding would be written, too.
     Fix: none needed; or return the new value as an output, and pass it in as an input.
     Source: check_for_mutation in torch/_inductor/cudagraph_utils.py excepts static inputs (buffers).
     """
@@ -43,7 +43,7 @@ def mutated_buffer(context: RuleContext) -> Iterable[Finding]:
     for name, writer in [pair for written in lines.values() for pair in _folded(written)]:
         yield finding(
             "mutated-buffer", NOTE, f"{context.exported.source.entry}() writes to {name}", writer,
-            "it is state of a session; no call is padded or cut", f"none needed; or {RETURN}",
+            "it is state of a session; no call is padded or chunked", f"none needed; or {RETURN}",
         )  # fmt: skip
 
 
@@ -89,8 +89,8 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
 
     What it looks for: the inputs that the functional form of the program gives new values.
     Why CUDA cares: a graph writes to its own static copy, which the runtime copies back to the caller's tensor.
-    Effect: the copy back, and a call is neither padded nor cut.  Refused is an input whose elements share memory, with each other
-    or another input: there a write shows elsewhere too.
+    Effect: the copy back, and a call is neither padded nor chunked.  Refused is an input whose elements share memory, with each
+    other or another input: there a write shows elsewhere too.
     Fix: none needed; or clone the input before writing, and return the result.
     Source: check_for_mutation and get_input_storage_mutation_reason in torch/_inductor/cudagraph_utils.py.
     """
@@ -99,7 +99,7 @@ def mutated_input(context: RuleContext) -> Iterable[Finding]:
         severity, effect, fix = (
             (REFUSE, f"it shares memory with {other}, where the write would show in eager PyTorch and not in a bundle", CLONE)
             if other
-            else (NOTE, "the caller's tensor is updated after the call; no call is padded or cut", f"none needed; or {CLONE}")
+            else (NOTE, "the caller's tensor is updated after the call; no call is padded or chunked", f"none needed; or {CLONE}")
         )
         yield finding(
             "mutated-input",

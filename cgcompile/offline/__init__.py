@@ -1,1 +1,1 @@
-"""Recordings for a GPU that is not here; README.md has an overview."""
+"""Cross-compiled recordings; README.md has an overview."""

@@ -56,8 +56,9 @@ from .trace import (
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
-    """Traces every int_key, and writes tables, images, weights, host regions and the exam into `stage`.  Raises the refusals of
-    lowering and of `split_program`, and proof-failed when a key differs from eager PyTorch by more than the dtype allows."""
+    """Cross-compiles every int_key, and writes tables, images, weights, host regions and the self-test into `stage`.  Raises the
+    refusals of lowering and of `split_program`, and proof-failed when a key differs from eager PyTorch by more than the dtype
+    allows."""
     target, exported = arch(spec.target), spec.programs
     tensors, state = exported.weights(), spec.entries[0].prepared.state
     calls = spec.by_key({entry.name: _calls(entry) for entry in spec.entries})
@@ -147,7 +148,8 @@ def _with_near_ties(entry: EntryBuild, part: EntryParts, exams: Sequence[KeyExam
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chosen:
-    """The exams of the int_keys of an entry whose kernels select other indices than eager PyTorch, for these; `told`: how many."""
+    """The self-tests of the int_keys of an entry whose kernels select other indices than eager PyTorch, for these; `told`: how
+    many."""
 
     exams: tuple[KeyExam, ...]
     told: str
@@ -173,7 +175,7 @@ def _proved_entry(
         exams.append(with_left(exam, made.expected, entry.prepared, weights))
         return made.differences
 
-    kept, proofs = proved(entry.dimensions, bounds, part.self_test.proofs, trials, within, spec.waive, entry.name, judge)
+    kept, proofs = proved(entry.dimensions, bounds, part.self_test.proofs, trials, within, spec.allow, entry.name, judge)
     chosen = Chosen(exams=tuple(exams), told=indices_text(bounds, [each.indices for each in verdicts]))
     return replace(part, self_test=replace(part.self_test, bounds=kept, proofs=proofs)), chosen
 

@@ -39,9 +39,9 @@ Sources = tuple[tuple[tuple[str, str], KernelVariant], ...]
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Trial:
     """The stages of a program, and what eager PyTorch says of all that is read: `crossing` goes to the host, `left` is what the
-    exam compares: the last call's outputs, and what the calls leave in written inputs and in state.  `early`: by call but the last,
-    what its integer outputs are like, None for others.  `order` says of each value that is read, in turn, which of the three it
-    belongs to."""
+    self-test compares: the last call's outputs, and what the calls leave in written inputs and in state.  `early`: by call but the
+    last, what its integer outputs are like, None for others.  `order` says of each value that is read, in turn, which of the three
+    it belongs to."""
 
     key: IntKey
     stages: tuple[Stage, ...]
@@ -75,8 +75,8 @@ def make_trial(
     split: SplitProgram | None,
     key: IntKey,
 ) -> Trial:
-    """The steps of a program on the exam's inputs, as often as the exam calls it.  `weights`: the manifest's rows; `recordings` by
-    the file of the step; `split` None for one graph alone, else by build key, which is `key` here."""
+    """The steps of a program on the self-test's inputs, as often as the self-test calls it.  `weights`: the manifest's rows;
+    `recordings` by the file of the step; `split` None for one graph alone, else by build key, which is `key` here."""
     growing = _Stages()
     crossing, order = [], []
     early = [None if is_float(value.dtype) else value for value in exam.outputs]
@@ -193,11 +193,11 @@ def proved(
     proofs: Sequence[Proof],
     trials: Sequence[tuple[Trial, Outcome]],
     within: float,
-    waive: Sequence[str] = (),
+    allow: Sequence[str] = (),
     entry: str = FORWARD,
     judge: Judge = nobody,
 ) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
-    """The exam's bounds and proofs as the outcomes make them; a proof without one stays as it is.  `judge` is asked about
+    """The self-test's bounds and proofs as the outcomes make them; a proof without one stays as it is.  `judge` is asked about
     int_keys that are beyond their bounds.
 
     `within` bounds what goes to the host: of integers there it is the share that may differ.  Rounding may turn a comparison over,
@@ -218,7 +218,7 @@ def proved(
         found[trial.key] = [compare(want, got) for want, got in zip(trial.left, seen.left, strict=True)]
         if not all(each.error <= bound.bound for each, bound in zip(found[trial.key], bounds, strict=True)):
             found[trial.key] = judge(trial.exam, seen) or found[trial.key]
-    kept = accepted(dimensions, bounds, found, waive, "the interpreted kernels differ", entry=entry)
+    kept = accepted(dimensions, bounds, found, allow, "the interpreted kernels differ", entry=entry)
     made = {key: measured(key, "interpret", differences, kept) for key, differences in found.items()}
     return kept, tuple([made.get(proof.key, proof) for proof in proofs])
 

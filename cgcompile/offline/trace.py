@@ -1,5 +1,5 @@
 """An exported program -> its launches for a GPU that need not be here: lowered to Triton, compiled, its memory planned.  The three
-steps of every traced recording, whoever asks for it."""
+steps of every cross-compiled recording, whoever asks for it."""
 
 from __future__ import annotations
 

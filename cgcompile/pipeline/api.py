@@ -20,10 +20,10 @@ from .argument_checks import check_build, check_check
 from .records import Built, Options, Report, split_targets
 
 PROVE_BUDGET = 120.0
-"""Seconds that interpreting the int_keys of a bundle may take, whose GPU is not here."""
+"""Seconds that interpreting the int_keys of a cross-compiled bundle may take."""
 
 MAX_KEYS = 64
-"""int_keys that are built without being asked: each costs runs of the model, an exam, and on a GPU a recording."""
+"""int_keys that are built without being asked: each costs runs of the model, a self-test, and on a GPU a recording."""
 
 
 @contextmanager
@@ -68,15 +68,16 @@ def build(
     out: str | os.PathLike[str] | None = None,
     target: str = "auto",
     strict: bool = False,
-    waive: Sequence[str] = (),
+    allow: Sequence[str] = (),
     lower: str = "inductor",
     specialize: str = "size",
     record: str = "auto",
     prove: str = "interpret",
     prove_budget: float = PROVE_BUDGET,
-    budget: float | None = None,
+    autotune: bool = False,
+    autotune_timeout: float | None = None,
     train: bool = False,
-    host_ops: Sequence[str] = (),
+    fallback_ops: Sequence[str] = (),
     standalone: bool | None = None,
     force: bool = False,
     max_keys: int = MAX_KEYS,
@@ -93,18 +94,18 @@ def build(
     [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.  `target`: auto, cuda, sm_90 and its kind (a GPU
     that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).  Several of them,
     "sm_80,sm_90,x86-64-v3", make one bundle with a variant each, over one file of weights; GPUs are then cross-compiled.
-    `strict`: findings that put operations on the host are errors.  `waive`: rules whose findings are accepted; the manifest names
-    them (what is refused now cannot be waived).  One is "mismatched-integers": it accepts integers that rounding turns over, as
-    far as the build sees it; indices that point at equal floats need no waiver.
+    `strict`: findings that put operations on the host are errors.  `allow`: rules whose findings are allowed; the manifest names
+    them (what is refused now cannot be allowed).  One is "mismatched-integers": it allows integers that rounding can change, as
+    far as the build sees it; indices that point at equal floats need no such option.
 
-    `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.  "best", on the GPU that the bundle is for, builds
-    all of these and one in Triton alone, proves and times each, and keeps the fastest at every int_key.  `budget`: seconds after
-    which this search ends, with what it has by then.  `specialize`: "size" lowers every int_key for
-    itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `record`: capture (a GPU that is here),
-    trace (without), or auto.  `prove`: interpret or none, for a bundle whose GPU is not here; all others are replayed.
+    `lower`: eager, inductor or max-autotune; the cpu target has inductor alone.  `autotune`, on the GPU that the bundle is for,
+    builds all of these and one in Triton alone, proves and times each, and keeps the fastest at every int_key.
+    `autotune_timeout`: seconds after which this search ends, with what it has by then.  `specialize`: "size" lowers every int_key
+    for itself, "shared" all at once with dynamic shapes (fewer images, slower kernels).  `record`: capture (a GPU that is here),
+    cross-compile (without a GPU), or auto.  `prove`: interpret or none, for a cross-compiled bundle; all others are replayed.
     `prove_budget`: seconds after which interpreting ends; what is not done then is listed as not proved, but the smallest int_key
     always is.  `train`: a model in training mode is built as it is, not in eval(); in memory it gets its modes back.
-    `host_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".
+    `fallback_ops`: operators that are kept on the host between two graphs, e.g. "mylib::op".
     `standalone`: whether a bundle for the CPU brings the functions of torch's libraries that its code calls, so that no torch is
     needed where it is served.  By default it does where it can (float32 products, attention, what is compiled); with True the rest
     is refused by name, with False torch's own run.  `force`: replace an existing bundle.
@@ -112,7 +113,7 @@ def build(
     tensors) that are exported.  `chains`: pairs of an output of one entry and an input that takes it where it
     lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `chains` for it.
     `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,
-    and `forward` calls functional collectives of torch.distributed.  The launches are traced, whatever GPU is here.
+    and `forward` calls functional collectives of torch.distributed.  The bundle is cross-compiled, whatever GPU is here.
     `split`: "layers" puts the layers of a plain `model()` one after the other on these GPUs, for a model that does not fit on one:
     the elements of its longest list of modules by weight, about as many bytes on each.  One GPU works at a time.
     `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
@@ -126,10 +127,10 @@ def build(
     """
     with watcher(progress) as tell:
         options = Options(
-            sizes=sizes, out=out, target=target, strict=strict, waive=tuple(waive), lower=lower, specialize=specialize,
-            record=record, prove=prove, prove_budget=prove_budget, budget=budget, train=train, host_ops=tuple(host_ops),
-            standalone=standalone, force=force, max_keys=max_keys, max_paths=max_paths, chains=chains, world=world, split=split,
-            progress=tell,
+            sizes=sizes, out=out, target=target, strict=strict, allow=tuple(allow), lower=lower, specialize=specialize,
+            record=record, prove=prove, prove_budget=prove_budget, autotune=autotune, autotune_timeout=autotune_timeout,
+            train=train, fallback_ops=tuple(fallback_ops), standalone=standalone, force=force, max_keys=max_keys,
+            max_paths=max_paths, chains=chains, world=world, split=split, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
         if world is not None:
@@ -155,7 +156,7 @@ def check(
     sizes: Given = (),
     target: str = "auto",
     strict: bool = False,
-    host_ops: Sequence[str] = (),
+    fallback_ops: Sequence[str] = (),
     train: bool = False,
     max_paths: int = MAX_PATHS,
     progress: Progress = None,
@@ -165,7 +166,7 @@ def check(
     `model`, `inputs` and `sizes` as for `build`; a dimension without sizes is checked for some.  `target`: as for
     `build`, auto too; cuda is checked without a GPU as well.
 
-    `strict`: findings that put operations on the host refuse.  `host_ops`: operators that are kept on
+    `strict`: findings that put operations on the host refuse.  `fallback_ops`: operators that are kept on
     the host, e.g. "mylib::op".  `train` and `max_paths` as for `build`.  `progress` as for `build`: what takes long is torch's
     import.
 
@@ -176,6 +177,6 @@ def check(
         from .check import check as run  # late: it imports torch
 
         return run(
-            model, inputs, sizes=sizes, target=target, strict=strict, host_ops=host_ops, train=train, max_keys=MAX_KEYS,
+            model, inputs, sizes=sizes, target=target, strict=strict, fallback_ops=fallback_ops, train=train, max_keys=MAX_KEYS,
             max_paths=max_paths,
         )  # fmt: skip

@@ -17,7 +17,7 @@ from cgbundle.validate.memories import WORLDS
 
 from ..errors import BuildError
 from ..model.declared_sizes import Given, count_keys, declared_sizes, sizes_of_entries
-from ..targets.choice import ALL_LOWERINGS, asks_torch, choose, is_cpu, recorder_for
+from ..targets.choice import asks_torch, choose, is_cpu, recorder_for
 from ..targets.requirements import check_compiler, check_packages
 from ..util.explanations import explanations, nearest
 from ..util.model_file import (
@@ -39,15 +39,15 @@ NO_PROOF = "--prove none leaves the proof out"
 
 
 def check_build(model: Any, inputs: Any, options: Options) -> None:
-    """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, waiver-unknown,
+    """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, allow-unknown,
     sizes-invalid, too-many-keys, limit-invalid, world-refused, output-exists, output-unwritable, target-unavailable,
     option-invalid, compiler-failed."""
     check_arguments(model, inputs)
     check_packages("host")
-    _check_waived(options.waive)
+    _check_allowed(options.allow)
     name = _check_model(model, options.sizes, options.max_keys)
-    if options.budget is not None:
-        check_budget(options.budget, options.lower)
+    if options.autotune_timeout is not None:
+        check_timeout(options.autotune_timeout, options.autotune)
     # where torch has to be asked, `build` chooses when it is there: that it is being imported has been told
     targets = split_targets(options.target)
     if len(targets) > 1:
@@ -59,7 +59,8 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     recorder = ""
     for target in targets if known else ():
         standalone = bool(options.standalone) and (len(targets) == 1 or is_cpu(target))
-        recorder = choose(target, options.lower, options.specialize, record, options.prove, standalone=standalone).recorder
+        asked = (target, options.lower, options.specialize, record, options.prove)
+        recorder = choose(*asked, standalone=standalone, autotune=options.autotune).recorder
     if name:
         check_free(destination_path(options.out, name), options.force)
     if not options.prove_budget > 0:
@@ -82,28 +83,29 @@ def _check_world(model: Any, options: Options) -> str:
     if is_cpu(options.target):
         raise BuildError("world-refused", f"world={options.world}: the target {options.target} is one device")
     if options.record == "capture":
-        raise BuildError("world-refused", f"world={options.world}: NCCL's kernels cannot be recorded, the launches are traced")
+        raise BuildError("world-refused", f"world={options.world}: NCCL's kernels cannot be captured, the bundle is cross-compiled")
     if options.chains:
         raise BuildError("world-refused", f"world={options.world}: chains are of one device")
-    return "trace"
+    return "cross-compile"
 
 
-def check_budget(budget: float, lower: str) -> None:
-    """Raises limit-invalid for seconds of a search that is none, or that has no time."""
-    if lower != ALL_LOWERINGS:
-        text = f"budget is {budget:g} seconds, which a search among lowerings may take, and lower is {lower!r}"
-        raise BuildError("limit-invalid", text, "give --lower best, or leave --budget out")
-    if not budget > 0:
-        raise BuildError("limit-invalid", f"budget is {budget:g}, expected more than 0 seconds", "leave --budget out for no limit")
+def check_timeout(timeout: float, autotune: bool) -> None:
+    """Raises limit-invalid for a timeout without autotune, and for one of no time."""
+    if not autotune:
+        text = f"autotune_timeout is {timeout:g} seconds, and nothing is autotuned"
+        raise BuildError("limit-invalid", text, "add --autotune, or leave --autotune-timeout out")
+    if not timeout > 0:
+        text = f"autotune_timeout is {timeout:g}, expected more than 0 seconds"
+        raise BuildError("limit-invalid", text, "leave --autotune-timeout out for no limit")
 
 
-def _check_waived(waive: Sequence[str]) -> None:
-    """Raises waiver-unknown."""
-    known = [each.name for each in explanations() if each.kind == "finding"] if waive else []
-    for name in waive:
+def _check_allowed(allow: Sequence[str]) -> None:
+    """Raises allow-unknown."""
+    known = [each.name for each in explanations() if each.kind == "finding"] if allow else []
+    for name in allow:
         if name not in known:
             near = " or ".join(nearest(name, known))
-            raise BuildError("waiver-unknown", f"waive {name!r}: no such rule{f' (did you mean {near}?)' if near else ''}")
+            raise BuildError("allow-unknown", f"allow {name!r}: no such rule{f' (did you mean {near}?)' if near else ''}")
 
 
 def _check_targets(targets: Sequence[str], options: Options) -> None:
@@ -117,8 +119,8 @@ def _check_targets(targets: Sequence[str], options: Options) -> None:
         raise BuildError("world-refused", f"world={options.world}: a model over several devices has no variants")
     if options.record == "capture":
         raise BuildError("option-invalid", "record 'capture': the GPUs of several targets are cross-compiled", "leave --record out")
-    if options.lower == ALL_LOWERINGS:
-        raise BuildError("option-invalid", "--lower best times one GPU, and several targets are named", "build one target")
+    if options.autotune:
+        raise BuildError("option-invalid", "--autotune times one GPU, and several targets are named", "build one target")
 
 
 def check_check(model: Any, inputs: Any, sizes: Given, target: str) -> None:

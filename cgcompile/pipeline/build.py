@@ -38,7 +38,7 @@ from ..model.tracing.held_tensors import own_buffers
 from ..targets.architectures import capability_of
 from ..targets.build_spec import BuildSpec, EntryBuild, ManifestParts
 from ..targets.chains import chains_of, check_layouts
-from ..targets.choice import ALL_LOWERINGS, CONDITIONALS, FIRST_LOWERING, Chosen, asks_gpu, choose
+from ..targets.choice import CONDITIONALS, Chosen, asks_gpu, choose
 from ..transforms.bounded.exports import with_bounded_outputs
 from ..transforms.error_bounds import error_bounds
 from ..transforms.padding.proof import prove_padding, unpadded
@@ -54,13 +54,13 @@ from .sequences import with_sequences
 from .training_mode import evaluated, load_evaluated
 from .world.agreement import agreed, refuse_host
 
-BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "trace": "cgcompile.offline.build"}
+BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "cross-compile": "cgcompile.offline.build"}
 """By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
 
 PADDED = {"rows": "padded", "zeros": "padded with zeros", "no": "never padded"}
 """What `Dimension.pad` says, for people."""
 
-BEST = "cgcompile.pipeline.best.build"
+AUTOTUNE = "cgcompile.pipeline.best.build"
 """The same where several lowerings are recorded."""
 
 
@@ -82,7 +82,8 @@ def build_rank(model: str, options: Options, ranks: Ranks, folder: Path) -> Buil
 def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | None, given: Path | None) -> Built:
     stages = Stages(options.progress)
     asked = (options.target, options.lower, options.specialize, options.record, options.prove)
-    early = None if asks_gpu(options.target) else choose(*asked, standalone=bool(options.standalone))
+    choosing = partial(choose, *asked, standalone=bool(options.standalone), autotune=options.autotune)
+    early = None if asks_gpu(options.target) else choosing()
     with ExitStack() as stack:
         with stages("source") as tell:
             share = (ranks.rank, ranks.size) if ranks and not options.split else None
@@ -91,7 +92,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             mode = stack.enter_context(evaluated(loaded[0], options.train))
             uncalled = stack.enter_context(ExitStack())
             fresh = None if ranks or loaded[0].saved else uncalled.enter_context(forked_models(loaded))
-            chosen = early or choose(*asked, standalone=bool(options.standalone))  # after the fork: it may start CUDA
+            chosen = early or choosing()  # after the fork: it may start CUDA
             sizes = _sizes(loaded, options.sizes)
             keys = count_keys(sizes, options.max_keys)
             destination = given or destination_path(options.out, loaded[0].name)
@@ -104,7 +105,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             if fresh:
                 fresh = models_at(place, fresh, [replace(source, model=first.model) for source in loaded], _again(model, options))
             sources = [replace(source, device=first.device, told=place.told, capability=place.capability) for source in loaded]
-            builder = BEST if options.lower == ALL_LOWERINGS else BUILDERS[chosen.recorder]
+            builder = AUTOTUNE if options.autotune else BUILDERS[chosen.recorder]
             with quick_imports():  # late: one recorder's modules (Triton, CUPTI, AOTInductor) are not needed by the others
                 build_parts: Callable[..., ManifestParts] = import_module(builder).build_parts
             several = f", {len(sources)} entries" if len(sources) > 1 else ""
@@ -113,8 +114,8 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
         if chosen.recorder == "capture":
             from ..capture.build import started
 
-            level = FIRST_LOWERING if options.lower == ALL_LOWERINGS else options.lower
-            build_parts = partial(build_parts, processes=stack.enter_context(started(keys, level, options.specialize)))
+            processes = stack.enter_context(started(keys, options.lower, options.specialize))
+            build_parts = partial(build_parts, processes=processes)
         if chosen.recorder == "host":
             from ..targets.cpu.interface import begun_interface
 
@@ -127,8 +128,10 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             tell.result(", ".join([_nodes(each.programs) for each in exported]))
         with stages("check") as tell:
             kind, conditionals = "cpu" if chosen.recorder == "host" else "cuda", chosen.recorder in CONDITIONALS
-            traced = chosen.recorder == "trace"
-            checked = [check(each, kind, options.host_ops, conditionals=conditionals, traced=traced) for each in exported]
+            crossed = chosen.recorder == "cross-compile"
+            checked = [
+                check(each, kind, options.fallback_ops, conditionals=conditionals, cross_compiled=crossed) for each in exported
+            ]
             _refuse(checked, options)
             prepared = together(
                 [
@@ -140,7 +143,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
                 replace(rules, findings=(*rules.findings, *widened_bound(own)))
                 for rules, own in zip(checked, prepared, strict=True)
             ]
-            if chosen.recorder == "trace":
+            if chosen.recorder == "cross-compile":
                 without = [
                     operators_without_kernel(own, rules.placements, sizes[own_source.entry], chosen.target)
                     for own, rules, own_source in zip(prepared, checked, sources, strict=True)
@@ -176,7 +179,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
         spec = BuildSpec(
             entries=entries, chains=chains_of(checked_chains(options.chains, first.label) or first.chains, entries),
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
-            prove_budget=options.prove_budget, budget=options.budget, waive=options.waive,
+            prove_budget=options.prove_budget, autotune_timeout=options.autotune_timeout, allow=options.allow,
             standalone=options.standalone, torch_version=torch.__version__.partition("+")[0], ranks=ranks,
         )  # fmt: skip
         origin = provenance(first.origin or first.label, _recorded_options(options, chosen.recorder))
@@ -221,7 +224,7 @@ def _finished(
         bounds = [error_bounds(entry.prepared, sealed.weights) for entry in spec.entries]
         try:
             judges = [entry.prepared for entry in spec.entries] if spec.recorder == "host" else []
-            replayed = replay(folder, sealed, bounds, spec.waive, judges)
+            replayed = replay(folder, sealed, bounds, spec.allow, judges)
         except BuildError as refusal:
             if refusal.code != "proof-failed" or spec.standalone is not None or spec.recorder != "host" or sealed.target.torch:
                 raise
@@ -306,7 +309,7 @@ def _exported(
 
 def _refuse(checked: Sequence[Checked], options: Options) -> None:
     for rules in checked:
-        refuse(rules, options.strict, options.waive, options.specialize)
+        refuse(rules, options.strict, options.allow, options.specialize)
 
 
 def _counted(number: int, noun: str) -> str:
@@ -325,7 +328,7 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
     named = {
         "target": options.target, "lower": options.lower, "specialize": options.specialize, "strict": str(options.strict).lower(),
     }  # fmt: skip
-    if recorder == "trace":
+    if recorder == "cross-compile":
         named |= {"record": recorder, "prove": options.prove}
         if options.prove != "none":
             named["prove_budget"] = f"{options.prove_budget:g}"
@@ -333,12 +336,14 @@ def _recorded_options(options: Options, recorder: str) -> dict[str, str]:
         named["world"] = str(options.world)
     if options.split is not None:
         named["split"] = options.split
-    if options.budget is not None:
-        named["budget"] = f"{options.budget:g}"
+    if options.autotune:
+        named["autotune"] = "true"
+    if options.autotune_timeout is not None:
+        named["autotune_timeout"] = f"{options.autotune_timeout:g}"
     if options.standalone is not None:
         named["standalone"] = str(options.standalone).lower()
     if options.train:
         named["train"] = "true"
-    if options.host_ops:
-        named["host_ops"] = ", ".join(options.host_ops)
+    if options.fallback_ops:
+        named["fallback_ops"] = ", ".join(options.fallback_ops)
     return named

@@ -57,7 +57,7 @@ def check(
     sizes: Given,
     target: str,
     strict: bool,
-    host_ops: Sequence[str],
+    fallback_ops: Sequence[str],
     train: bool,
     max_keys: int,
     max_paths: int,
@@ -83,7 +83,7 @@ def check(
         if len(whole) == len(exported):  # entries are called in turns: what one sets, another may read
             exported = list(with_sequences(whole, fresh))
         found = [
-            _report(source, own, one, target, strict, host_ops, max_keys, assumed=source.entry not in by_entry)
+            _report(source, own, one, target, strict, fallback_ops, max_keys, assumed=source.entry not in by_entry)
             for source, own, one in zip(sources, wanted, exported, strict=True)
         ]
     reports, entries = [report for report, _ in found], [entry for _, entry in found if entry is not None]
@@ -127,7 +127,7 @@ def _report(
     exported: Exported | Finding,
     target: str,
     strict: bool,
-    host_ops: Sequence[str],
+    fallback_ops: Sequence[str],
     max_keys: int,
     *,
     assumed: bool,
@@ -148,14 +148,16 @@ def _report(
         per_size = exported.programs.reason
         shapes = [(name, shape) for (name, _), shape in zip(exported.flat.like.leaves, exported.shapes, strict=True)]
         axes = tuple([(name, standing(name, shapes)) for name in wanted])
-        checked = check_rules(exported, target, host_ops, conditionals=recorder in CONDITIONALS, traced=recorder == "trace")
+        checked = check_rules(
+            exported, target, fallback_ops, conditionals=recorder in CONDITIONALS, cross_compiled=recorder == "cross-compile"
+        )
         found += checked.findings
         if not any(finding.severity == "refuse" for finding in found):
             signature = describe_signature(exported)  # raises what a build would, and so does the next
             prepared = prepare(exported, signature, checked.functionalized, markers=bool(checked.on_host))
             found += widened_bound(prepared)
             entry = EntryBuild(source=source, prepared=prepared, sizes=wanted, dimensions=(), placements=checked.placements)
-            if recorder == "trace":
+            if recorder == "cross-compile":
                 found += operators_without_kernel(prepared, checked.placements, wanted, named)
         if target == "cuda":
             try:

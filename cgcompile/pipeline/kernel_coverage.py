@@ -16,7 +16,7 @@ from ..transforms.prepared import Prepared
 def operators_without_kernel(
     prepared: Prepared, placements: Mapping[IntKey, Mapping[str, str]], sizes: Mapping[str, tuple[int, ...]], target: str
 ) -> tuple[Finding, ...]:
-    """The findings of the rule "operator-without-kernel" for `target`, an architecture whose GPU is not here.
+    """The findings of the rule "operator-without-kernel" for `target`, a cross-compiled architecture.
 
     Empty in a process that sees another GPU, which cannot look for them: the build's own processes name such an operation later.
     """

@@ -49,7 +49,7 @@ def made_manifest(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tupl
         module_state=parts.module_state,
         donations=spec.chains,
         donated=parts.donated,
-        allowed=tuple(sorted(spec.waive)),
+        allowed=tuple(sorted(spec.allow)),
         world=parts.world,
         provenance=origin,
         files=(),

@@ -27,15 +27,16 @@ class Options:
     out: str | os.PathLike[str] | None
     target: str
     strict: bool
-    waive: tuple[str, ...]
+    allow: tuple[str, ...]
     lower: str
     specialize: str
     record: str
     prove: str
     prove_budget: float
-    budget: float | None
+    autotune: bool
+    autotune_timeout: float | None
     train: bool
-    host_ops: tuple[str, ...]
+    fallback_ops: tuple[str, ...]
     standalone: bool | None
     force: bool
     max_keys: int

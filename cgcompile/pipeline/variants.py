@@ -61,7 +61,7 @@ def _options_of(options: Options, target: str) -> Options:
     chosen = replace(options, target=target, out=None, progress=_naming(options.progress, target))
     if choose(target, options.lower, options.specialize, "auto", options.prove).recorder == "host":
         return chosen
-    return replace(chosen, record="trace" if options.record == "auto" else options.record, standalone=None)
+    return replace(chosen, record="cross-compile" if options.record == "auto" else options.record, standalone=None)
 
 
 def _naming(watcher: Watcher, target: str) -> Watcher:

@@ -52,7 +52,7 @@ class EntryBuild:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSpec:
     """What is built: the entries of one model, the chains between them, and how.  `recorder` is that of `targets.Chosen`, the rest,
-    `waive` too, are options of `build`.  `ranks`: the processes that build the others of a model over several devices.
+    `allow` too, are options of `build`.  `ranks`: the processes that build the others of a model over several devices.
 
     A recorder works on all entries together, in mappings by *build key*: see `build_key`.
     """
@@ -65,8 +65,8 @@ class BuildSpec:
     specialize: str
     prove: str
     prove_budget: float
-    budget: float | None
-    waive: tuple[str, ...]
+    autotune_timeout: float | None
+    allow: tuple[str, ...]
     standalone: bool | None
     torch_version: str
     ranks: Ranks | None = None

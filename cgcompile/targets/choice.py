@@ -18,13 +18,13 @@ from .requirements import has_driver
 if TYPE_CHECKING:
     import torch
 
-ALL_LOWERINGS, FIRST_LOWERING = "best", "inductor"
-"""What keeps the fastest of all lowerings, and the one that is made first then."""
+DEFAULT_LOWERING = "inductor"
+"""What a build without --lower uses, and what --autotune tries first."""
 
-LOWERINGS = ("eager", "inductor", "max-autotune", ALL_LOWERINGS)
+LOWERINGS = ("eager", DEFAULT_LOWERING, "max-autotune")
 SPECIALIZE = ("size", "shared")
-RECORDERS = ("auto", "capture", "trace")
-CONDITIONALS = ("capture", "trace")
+RECORDERS = ("auto", "capture", "cross-compile")
+CONDITIONALS = ("capture", "cross-compile")
 """The recorders that make conditional nodes of branches and loops."""
 
 PROVE = ("interpret", "none")
@@ -34,8 +34,8 @@ PROVE = ("interpret", "none")
 class Chosen:
     """`target`: "cpu", a level of processors such as "x86-64-v3", or an architecture such as "sm_90".
 
-    `recorder`: "host" for processors, "capture" (the GPU is here), or "trace" (it need not be).  `runs_here`: this machine can
-    replay the bundle.
+    `recorder`: "host" for processors, "capture" (the GPU is here), or "cross-compile" (it need not be).  `runs_here`: this
+    machine can replay the bundle.
     """
 
     target: str
@@ -58,17 +58,18 @@ def choose(
     prove: str = "interpret",
     *,
     standalone: bool = False,
+    autotune: bool = False,
 ) -> Chosen:
-    """What is built, and how.  A GPU that is here is captured; for every other architecture, or with record="trace", launches are
-    traced.  Raises target-unavailable, and option-invalid for a word that no option has."""
-    chosen = _chosen(target, lower, specialize, record, prove)
+    """What is built, and how.  A GPU that is here is captured; every other architecture, or any with record="cross-compile", is
+    cross-compiled.  Raises target-unavailable, and option-invalid for a word that no option has."""
+    chosen = _chosen(target, lower, specialize, record, prove, autotune)
     if standalone and chosen.recorder != "host":
         reason = "a bundle for a GPU needs torch's libraries for operations on the host alone"
         raise BuildError("target-unavailable", f"standalone: {reason}", "leave --standalone out, or give --target cpu")
     return chosen
 
 
-def _chosen(target: str, lower: str, specialize: str, record: str, prove: str) -> Chosen:
+def _chosen(target: str, lower: str, specialize: str, record: str, prove: str, autotune: bool) -> Chosen:
     for name, value, known in (
         ("lower", lower, LOWERINGS),
         ("specialize", specialize, SPECIALIZE),
@@ -77,16 +78,18 @@ def _chosen(target: str, lower: str, specialize: str, record: str, prove: str) -
     ):
         if value not in known:
             raise BuildError("option-invalid", f"{name} {value!r}: expected one of {', '.join(known)}")
+    if autotune and lower != DEFAULT_LOWERING:
+        raise BuildError("option-invalid", f"--autotune tries every lowering, and --lower is {lower}", "leave one of them out")
     level = level_of(target)
     if level is not None:
         check_level(level, os.uname().machine, processor_flags())
     if level is not None or target == "cpu":
-        return _cpu(target, lower, specialize, record)
+        return _cpu(target, lower, specialize, record, autotune)
     here = _here()
     if target not in ("auto", "cuda", here):
         arch(target)  # raises where there is no such architecture
-    if target == "auto" and not here and record != "trace":
-        return _cpu("cpu", lower, specialize, record)
+    if target == "auto" and not here and record != "cross-compile":
+        return _cpu("cpu", lower, specialize, record, autotune)
     wanted = here if target in ("auto", "cuda") else target
     if not wanted:
         raise BuildError(
@@ -94,17 +97,17 @@ def _chosen(target: str, lower: str, specialize: str, record: str, prove: str) -
             f"target {target}: there is no GPU on this machine",
             "name the GPU that the bundle is for: --target sm_90 (H100, H200), sm_80 (A100), ...",
         )
-    if wanted == here and record != "trace":
-        if lower == ALL_LOWERINGS:
-            _expect("specialize", specialize, "size", "--lower best lowers every size for itself", "leave --specialize out")
+    if wanted == here and record != "cross-compile":
+        if autotune:
+            _expect("specialize", specialize, "size", "--autotune lowers every size for itself", "leave --specialize out")
         return Chosen(target=wanted, recorder="capture", runs_here=True)
     if record == "capture":
         raise BuildError(
             "target-unavailable",
             f"target {target}: this machine {f'has {here}' if here else 'has no GPU'}, and only a GPU that is here can be captured",
-            "leave --record out: the launches are then traced",
+            "leave --record out: the bundle is then cross-compiled",
         )
-    return _trace(wanted, lower, specialize, wanted == here)
+    return _cross_compile(wanted, lower, specialize, wanted == here, autotune)
 
 
 def asks_torch(target: str) -> bool:
@@ -141,7 +144,7 @@ def recorder_for(target: str) -> str:
     if target == "cuda" or target == _here():
         return "capture"
     arch(target)  # raises where there is no such architecture
-    return "trace"
+    return "cross-compile"
 
 
 def _here() -> str:
@@ -156,23 +159,27 @@ def _here() -> str:
     return f"sm_{major}{minor}"
 
 
-def _cpu(target: str, lower: str, specialize: str, record: str) -> Chosen:
-    _expect("lower", lower, "inductor", "the cpu target has one lowering, inductor", "leave --lower out, or build for a GPU")
+def _cpu(target: str, lower: str, specialize: str, record: str, autotune: bool) -> Chosen:
+    reason = "the cpu target has one lowering, inductor"
+    if autotune:
+        raise BuildError("target-unavailable", f"autotune: {reason}", "leave --autotune out, or build for a GPU")
+    _expect("lower", lower, "inductor", reason, "leave --lower out, or build for a GPU")
     reason = "the cpu target always has one lowering for all sizes"
     _expect("specialize", specialize, "size", reason, "leave --specialize out")
     _expect("record", record, "auto", "the cpu target records nothing", "leave --record out, or build for a GPU")
     return Chosen(target=target, recorder="host", runs_here=True)
 
 
-def _trace(wanted: str, lower: str, specialize: str, runs_here: bool) -> Chosen:
+def _cross_compile(wanted: str, lower: str, specialize: str, runs_here: bool, autotune: bool) -> Chosen:
     arch(wanted)  # raises for a GPU that is here, but whose properties nobody wrote down
-    without = f"a build for {wanted} without that GPU"
-    reason = f"{without} has one lowering, inductor with everything in Triton"
-    if lower == ALL_LOWERINGS:
-        reason = f"{without} can time no kernel"
-    _expect("lower", lower, "inductor", reason, f"leave --lower out, or build on a machine with a GPU of {wanted}")
-    _expect("specialize", specialize, "size", f"{without} lowers every size for itself", "leave --specialize out")
-    return Chosen(target=wanted, recorder="trace", runs_here=runs_here)
+    crossed = f"cross-compiling for {wanted}"
+    elsewhere = f"or build on a machine with a GPU of {wanted}"
+    if autotune:
+        raise BuildError("target-unavailable", f"autotune: {crossed} can time no kernel", f"leave --autotune out, {elsewhere}")
+    reason = f"{crossed} has one lowering, inductor with everything in Triton"
+    _expect("lower", lower, "inductor", reason, f"leave --lower out, {elsewhere}")
+    _expect("specialize", specialize, "size", f"{crossed} lowers every size for itself", "leave --specialize out")
+    return Chosen(target=wanted, recorder="cross-compile", runs_here=runs_here)
 
 
 def _expect(option: str, value: str, only: str, reason: str, hint: str) -> None:

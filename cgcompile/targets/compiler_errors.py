@@ -44,19 +44,19 @@ CODE = re.compile(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Failure:
-    """`operator`: what failed, "" if unknown; `where`: "model.py:12", "" if unknown; `cause`: why, in our words.  `host_op`: the
-    operator of the program that it comes from, as --host-op takes it, "" if unknown."""
+    """`operator`: what failed, "" if unknown; `where`: "model.py:12", "" if unknown; `cause`: why, in our words.
+    `fallback_op`: the operator of the program that it comes from, as --fallback-op takes it, "" if unknown."""
 
     operator: str
     where: str
     cause: str
-    host_op: str
+    fallback_op: str
 
     def hint(self, level: str) -> str:
         """What to do about it when lowering at `level` failed, "" where the catalogue says it."""
         ways = [] if level == "eager" else ["cgcompile build ... --lower eager"]
-        if self.host_op:
-            ways.append(f"keep it on the host: cgcompile build ... --host-op {self.host_op}")
+        if self.fallback_op:
+            ways.append(f"keep it on the host: cgcompile build ... --fallback-op {self.fallback_op}")
         return "; or ".join(ways)
 
     def __str__(self) -> str:
@@ -72,14 +72,14 @@ def explain(error: BaseException, *modules: GraphModule) -> Failure:
     if node is None:
         node = next((found for each in chain if (found := _named_node(str(each), modules)) is not None), None)
     text = next((line for each in chain if (line := _user_line(str(each)))), "")
-    host_op = source_operator(node, modules) if node is not None else ""
-    shown = host_op or (_plain(str(node.target)) if node is not None else "")
-    return Failure(operator=shown, where=place(node)[0] or text, cause=_cause(chain), host_op=host_op)
+    fallback_op = source_operator(node, modules) if node is not None else ""
+    shown = fallback_op or (_plain(str(node.target)) if node is not None else "")
+    return Failure(operator=shown, where=place(node)[0] or text, cause=_cause(chain), fallback_op=fallback_op)
 
 
 def source_operator(node: Node, modules: Iterable[GraphModule]) -> str:
-    """The operator of the exported program that a node comes from, as --host-op takes it ("aten.topk", "mylib.op"); "" where none
-    of `modules`, which are that program, calls it.  A trace leaves in `from_node` where a node was before, the oldest innermost."""
+    """The operator of the exported program that a node comes from, as --fallback-op takes it ("aten.topk", "mylib.op"); "" where
+    none of `modules`, which are that program, calls it.  torch's `from_node` says where a node was before, the oldest innermost."""
     known = {str(each.target) for module in modules for each in module.graph.nodes if each.op == "call_function"}
     names = [str(node.target)]
     sources = node.meta.get("from_node") or []

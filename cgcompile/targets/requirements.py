@@ -13,7 +13,7 @@ from contextlib import suppress
 
 from ..errors import BuildError
 
-NEEDED = {"host": ("torch", "numpy"), "capture": ("torch", "numpy"), "trace": ("torch", "numpy", "triton")}
+NEEDED = {"host": ("torch", "numpy"), "capture": ("torch", "numpy"), "cross-compile": ("torch", "numpy", "triton")}
 """Packages by the recorder of a `choice.Chosen`."""
 
 TRITON = (3, 6), (3, 8)

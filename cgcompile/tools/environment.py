@@ -207,11 +207,11 @@ def _cuda(gpus: tuple[Gpu, ...], missing: str) -> list[TargetHere]:
         )
     ]  # fmt: skip
     for name, about in (abouts | others).items():
-        traced = _refusal(lambda: check_packages("trace")) if name in abouts else ("nobody wrote down its properties", "")
+        traced = _refusal(lambda: check_packages("cross-compile")) if name in abouts else ("nobody wrote down its properties", "")
         capturing = name in here[:1] and not captured[0]
         built = ("", "") if capturing else traced
         absent = missing or ("" if name in here else f"the GPU here is {', '.join(dict.fromkeys(here))}")
-        recorder = "capture" if capturing else "" if built[0] else "trace"
+        recorder = "capture" if capturing else "" if built[0] else "cross-compile"
         rows.append(TargetHere(name=name, about=about, not_built=built[0], not_run=absent, recorder=recorder, fix=built[1]))
     return rows
 

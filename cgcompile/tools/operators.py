@@ -30,7 +30,7 @@ LEFT_OUT = ("_foreach", "_fused", "_amp_", "_test", "_nested", "_sparse", "_cudn
 
 GENERATOR = "a bundle has no generator for it: pass the random tensor as an input"
 PAIRS = "of complex numbers that the program computes, not of inputs and results"
-ON_HOST = "no Triton kernel: keep it on the host with --host-op, or build where the GPU is"
+ON_HOST = "no Triton kernel: keep it on the host with --fallback-op, or build where the GPU is"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,7 +50,7 @@ def operators(target: str, progress: Watcher | None = None) -> tuple[OperatorKin
         recorder_for(target)
     with with_torch(progress or silent, "cgcompile.checks.operators"):
         recorder = recorder_for(target)
-        tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "trace": _traced()}[recorder]
+        tell: Callable[[Any], tuple[str, str]] = {"host": _compiled, "capture": _captured, "cross-compile": _traced()}[recorder]
         return tuple([_merged(name, [tell(op) for op in overloads]) for name, overloads in _aten()])
 
 
@@ -104,7 +104,7 @@ def _captured(op: Any) -> tuple[str, str]:
 
 
 def _traced() -> Callable[[Any], tuple[str, str]]:
-    """For a GPU that is not here: all has to come down to Triton."""
+    """Cross-compiled: all has to come down to Triton."""
     from ..offline.decompose.complex_numbers import RULES
     from ..offline.decompose.decompositions import REPLACED, decompositions
     from ..offline.lower.coverage import FREE, chooses, falls_back

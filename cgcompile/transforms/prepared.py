@@ -31,8 +31,8 @@ class Prepared:
     `written`: positions of the inputs that one of them writes to.  `changes`: the buffers that one writes to, by their names in the
     programs.  `state`: those that any entry of the model writes to, and `weights` the tensors of all entries.  `generator`: the
     buffer of the random numbers, named so too, "" without.  `reference` gives what a call has to give, and `exam_calls` is how
-    often the exam calls each int_key.  `spread`: of `eager_spread`, at the smallest int_key.  `on_gpu`: eager PyTorch ran there.
-    `baked`: as `Exported` has them.
+    often the self-test calls each int_key.  `spread`: of `eager_spread`, at the smallest int_key.  `on_gpu`: eager PyTorch ran
+    there. `baked`: as `Exported` has them.
     """
 
     programs: Programs

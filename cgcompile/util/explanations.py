@@ -23,8 +23,8 @@ from .padding_reasons import ALWAYS, HEADLINE, REASONS
 RULES = ("checks", "offline/lower/coverage.py")
 """Where the rules are, below this package: a folder of files, and a file."""
 
-WAIVED = "tensors/exam_tensors.py"
-"""Below cgbundle: the rule that the exam of a bundle knows."""
+ALLOWABLE = "tensors/exam_tensors.py"
+"""Below cgbundle: the rule that the self-test of a bundle knows."""
 
 LABELS = {"What it looks for": "what", "Effect": "effect", "Fix": "fix", "Source": "source"}
 """How a paragraph of a rule's docstring begins, and the field it becomes; "Why ..." is `why`."""
@@ -100,7 +100,7 @@ def _findings() -> Iterator[Explanation]:
     own = files(__package__.partition(".")[0])
     for place in RULES:
         yield from _of_place(own.joinpath(place))
-    yield from _of_place(files(runtime_errors.__package__).joinpath(WAIVED))
+    yield from _of_place(files(runtime_errors.__package__).joinpath(ALLOWABLE))
 
 
 def _of_place(place: Traversable) -> Iterator[Explanation]:

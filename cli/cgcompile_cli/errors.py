@@ -108,7 +108,7 @@ def as_object(code: str, message: str, fix: str) -> dict[str, str]:
 COMMAND = "cgcompile build ..."
 """What a library's hint says where the user's own command belongs."""
 
-KEPT = ("--sizes", "--target", "--host-op", "--train")
+KEPT = ("--sizes", "--target", "--fallback-op", "--train")
 """Options of a build that a check of the same model takes, too."""
 
 

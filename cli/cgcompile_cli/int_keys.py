@@ -46,7 +46,7 @@ def parse(entry: EntrySpec, text: str) -> tuple[int, ...]:
         raise CallError(
             "key-missing",
             f"no int_key {text!r}: the bundle has {listed([spell(each) for each in recorded])}{shape}",
-            "name a recorded one; calls of other sizes are served by them where the dimension is padded or cut",
+            "name a recorded one; calls of other sizes are served by them where the dimension is padded or chunked",
         )
     return key
 

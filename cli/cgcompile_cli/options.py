@@ -93,9 +93,9 @@ MaxPaths = Annotated[
     ),
 ]
 
-HostOps = Annotated[
+FallbackOps = Annotated[
     list[str] | None,
-    typer.Option("--host-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated."),
+    typer.Option("--fallback-op", metavar="NAME", help="Keep an operator out of graphs, e.g. mylib::op; may be repeated."),
 ]
 
 

@@ -202,8 +202,8 @@ def alias_of(manifest: Manifest, entry: EntrySpec, alias: Alias) -> str:
 
 
 def padding(row: Dimension) -> str:
-    """`batch: padded (any filling is exact), cut into chunks: <why>`."""
-    chunks = "cut into chunks" if row.chunk else "never cut"
+    """`batch: padded (any filling is exact), chunked: <why>`."""
+    chunks = "chunked" if row.chunk else "not chunked"
     return f"{row.name}: {PADDING[row.pad]}, {chunks}" + (f": {row.reason}" if row.reason else "")
 
 

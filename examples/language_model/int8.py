@@ -78,7 +78,7 @@ def by_kernel(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 launch = triton_op("language_model::int8_product", by_kernel, mutates_args=())
-launch.register_kernel("cpu")(plain)  # what a build for a GPU that is not here runs the model with
+launch.register_kernel("cpu")(plain)  # what cross-compiling runs the model with
 
 
 @launch.register_fake

@@ -87,7 +87,7 @@ def by_kernel(
 
 
 launch = triton_op("language_model::paged_prefill", by_kernel, mutates_args=())
-launch.register_kernel("cpu")(plain)  # what a build for a GPU that is not here runs the model with
+launch.register_kernel("cpu")(plain)  # what cross-compiling runs the model with
 
 
 @launch.register_fake

@@ -1,8 +1,8 @@
 """A model with versions of its bundle, of which the highest is served: loaded, examined, switched to, closed.
 
-A new version is loaded beside the one that serves, in a thread of its own, and replays the exam that its build stored, which warms
-it up.  Then it is switched to between two calls: requests that were taken are answered by the version that took them, which is
-closed after the last.  One that cannot be loaded, or whose exam fails, is refused, and the version before goes on.
+A new version is loaded beside the one that serves, in a thread of its own, and replays the self-test that its build stored, which
+warms it up.  Then it is switched to between two calls: requests that were taken are answered by the version that took them, which
+is closed after the last.  One that cannot be loaded, or whose self-test fails, is refused, and the version before goes on.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ class Version:
         self._cleanup = AsyncExitStack()
 
     async def open(self, path: Path, options: Options, watch: Callable[[Version, Batch], None]) -> None:
-        """Loads the bundle, replays its exam, and takes requests.  Raises Refused."""
+        """Loads the bundle, replays its self-test, and takes requests.  Raises Refused."""
         self._options = options
         copies = max(1, len(options.devices))
         self._thread = ThreadPoolExecutor(copies, f"version-{self.number}")
@@ -222,7 +222,7 @@ class Version:
             for result in chain.from_iterable(map(replay_exam, copies)):
                 if not result.passed(compare[result.entry]):
                     raise Refused(
-                        f"the exam fails at int_key {result.key}: error {result.error:.1e}, allowed {result.tolerance:.1e}"
+                        f"the self-test fails at int_key {result.key}: error {result.error:.1e}, allowed {result.tolerance:.1e}"
                     )
         except cgbundle.CgbundleError as error:
             program.close()
@@ -230,7 +230,7 @@ class Version:
         except BaseException:
             program.close()
             raise
-        self.seconds["exam"] = time.perf_counter() - began - self.seconds["load"]
+        self.seconds["self_test"] = time.perf_counter() - began - self.seconds["load"]
         return program
 
 

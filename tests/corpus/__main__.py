@@ -44,7 +44,7 @@ def main() -> int:
     parser.add_argument("--gpus", type=int, default=0, help="to share out among the processes")
     parser.add_argument("--minutes", type=float, default=0.0, help="after which the run is stopped")
     parser.add_argument("--limit", type=float, default=240.0, help="seconds of a case")
-    parser.add_argument("--prove", choices=("none", "interpret"), default="none", help="of bundles for a GPU that is not here")
+    parser.add_argument("--prove", choices=("none", "interpret"), default="none", help="of cross-compiled bundles")
     parser.add_argument("--results", type=Path, default=Path("corpus.jsonl"), metavar="FILE", help="a row a line, added to")
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="leave the bundles there")
     parser.add_argument("--bare", action="store_true", help="without the weights that a case makes again: they are few MB then")

@@ -18,7 +18,7 @@ Inputs = Callable[..., Any]
 Made = tuple[torch.nn.Module, Inputs]
 
 BATCH: Mapping[str, tuple[int, ...]] = {"batch": (1, 4)}
-"""Sizes that are recorded unless a case says otherwise; those between them are padded or cut."""
+"""Sizes that are recorded unless a case says otherwise; those between them are padded or chunked."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,7 +49,7 @@ def judge(case: Case, target: str, bundle: Path, prove: str) -> Row:
     stages = {"make": time.perf_counter() - begun}
     if target == CHECK:
         return checked(case, module, inputs)
-    more = {"record": "trace", "prove": prove} if target.startswith("sm_") else {}
+    more = {"record": "cross-compile", "prove": prove} if target.startswith("sm_") else {}
     try:
         built = cgcompile.build(module, inputs, sizes=dict(case.sizes), out=bundle, target=target, **more)
     except CgbundleError as error:
@@ -94,7 +94,7 @@ def refusal(case: Case, target: str, error: CgbundleError) -> Row:
 def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float]) -> Row:
     """Loads a bundle and calls it at every recorded size and between them; `stages` are kept beside those of this."""
     device = "cpu" if target == "cpu" else "cuda"
-    # eager PyTorch's convolutions use TF32: the bounds of a captured bundle allow for that, those of a traced one do not
+    # eager PyTorch's convolutions use TF32: the bounds of a captured bundle allow for that, those of a cross-compiled one do not
     torch.backends.cudnn.allow_tf32 = target == "cuda"
     taken = dict(stages)
     begun = time.perf_counter()

@@ -119,7 +119,7 @@ def test_a_bundle_is_called_with_other_inputs_and_between_the_sizes(bundle: Path
     case = Case(name="tiny", make=made)
     row = replayed(case, "cpu", bundle, {"export": 1.0})
     assert (row.verdict, row.message, row.between) == (RIGHT, "", "right")
-    assert 0 < row.error < 1  # other inputs than the exam's, rounded elsewhere
+    assert 0 < row.error < 1  # other inputs than the self-test's, rounded elsewhere
     assert row.stages is not None and row.stages.keys() == {"export", "load", "compare"}
 
     def changed() -> Made:

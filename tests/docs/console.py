@@ -68,6 +68,6 @@ def as_check(arguments: Sequence[str]) -> list[str]:
     """A build as the check of the same model: what costs too much in every run is exported and looked at."""
     kept = [arguments[1]]
     for option, value in zip(arguments[2:], [*arguments[3:], ""], strict=True):
-        if option in ("--sizes", "--host-op"):
+        if option in ("--sizes", "--fallback-op"):
             kept += [option, value]
     return ["check", *kept, "--target", "cuda"]

@@ -1,4 +1,4 @@
-"""The right answers of a golden bundle, from its own exam, and whether a changed bundle gives them."""
+"""The right answers of a golden bundle, from its own self-test, and whether a changed bundle gives them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Case:
 
 
 class Answers:
-    """What a sound bundle gives for the exam's inputs."""
+    """What a sound bundle gives for the self-test's inputs."""
 
     def __init__(self, cases: list[Case]) -> None:
         self.cases = cases

@@ -100,7 +100,7 @@ def build(name: str, golden: Golden, out: Path) -> str:
     built = cgcompile.build(
         network.eval(), inputs, sizes=list(golden.sizes), out=out, target=golden.target, lower=golden.level, chains=golden.chains
     )
-    return f"{built.manifest.target.arch}, exam by {built.manifest.entries[0].self_test.compare}"
+    return f"{built.manifest.target.arch}, self-test by {built.manifest.entries[0].self_test.compare}"
 
 
 def telling(folder: Path) -> list[Path]:

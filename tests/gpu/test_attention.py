@@ -51,7 +51,7 @@ class Step(nn.Module):
         return x
 
 
-@pytest.mark.parametrize("record", ["capture", "trace"])
+@pytest.mark.parametrize("record", ["capture", "cross-compile"])
 @pytest.mark.parametrize(("shared", "dtype"), [(HEADS, torch.float32), (2, torch.bfloat16)])
 def test_steps_over_a_cache(record: str, shared: int, dtype: torch.dtype, tmp_path: Path) -> None:
     import cgcompile
@@ -59,7 +59,7 @@ def test_steps_over_a_cache(record: str, shared: int, dtype: torch.dtype, tmp_pa
     torch.manual_seed(0)
     model = Step(shared, dtype).eval()
     path = tmp_path / "step.cgb"
-    proof = {"prove": "none"} if record == "trace" else {}
+    proof = {"prove": "none"} if record == "cross-compile" else {}
     given = torch.randn(1, WIDTH, dtype=dtype), torch.tensor([3])
     cgcompile.build(model, lambda: given, out=path, target="cuda", record=record, **proof)
     assert any(b"attention" in file.read_bytes() for file in (path / "graphs").iterdir())

@@ -34,10 +34,10 @@ from tests.helpers.models.chain_models import (  # noqa: E402
 from tests.helpers.raising import raises  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=["capture", "trace", "capture-eager", "without-gpu"])
+@pytest.fixture(scope="module", params=["capture", "cross-compile", "capture-eager", "without-gpu"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     record, _, lower = request.param.partition("-")
-    prove = "none" if record == "trace" else "interpret"  # the tests replay it
+    prove = "none" if record == "cross-compile" else "interpret"  # the tests replay it
     path = tmp_path_factory.mktemp("chains") / f"{request.param}.cgb"
     if request.param == "without-gpu":
         return built_without_gpu("chains", "", path)

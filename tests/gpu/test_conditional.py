@@ -147,7 +147,7 @@ def traced(name: str, folder: Path, recorder: str) -> tuple[Path, Any, list[Any]
     torch.manual_seed(1)
     model, given = make().eval(), inputs()
     path = folder / f"{name}.cgb"
-    if recorder == "trace":
+    if recorder == "cross-compile":
         build(model, lambda: (given[0],), path)
     else:
         from tests.gpu.helpers.hidden import built_without_gpu
@@ -160,7 +160,7 @@ def traced(name: str, folder: Path, recorder: str) -> tuple[Path, Any, list[Any]
 def build(model: Any, inputs: Any, path: Path) -> Path:
     import cgcompile
 
-    return cgcompile.build(model, inputs, out=path, target="cuda", record="trace", prove="none").path
+    return cgcompile.build(model, inputs, out=path, target="cuda", record="cross-compile", prove="none").path
 
 
 def types(path: Path) -> list[str]:
@@ -170,7 +170,7 @@ def types(path: Path) -> list[str]:
 
 @pytest.mark.parametrize(
     ("name", "recorder"),
-    [*[(name, "trace") for name in ("nested", "carried", "overlapping", "middle", "chosen")],
+    [*[(name, "cross-compile") for name in ("nested", "carried", "overlapping", "middle", "chosen")],
      *[(name, "without-gpu") for name in ("nested", "carried", "chosen")]],
 )  # fmt: skip
 def test_every_way_is_eagers(tmp_path: Path, name: str, recorder: str) -> None:
@@ -192,7 +192,7 @@ def test_every_way_is_eagers(tmp_path: Path, name: str, recorder: str) -> None:
 def test_the_host_waits_for_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
-    path, _, given = traced("nested", tmp_path, "trace")
+    path, _, given = traced("nested", tmp_path, "cross-compile")
     with cgbundle.load(path) as program:
         inputs = [x.cuda() for x in given]
         torch.cuda.synchronize()
@@ -232,7 +232,7 @@ def test_random_numbers_and_state_in_a_loop(tmp_path: Path) -> None:
 def test_a_part_of_the_callers_capture(tmp_path: Path) -> None:
     import torch
 
-    path, model, given = traced("nested", tmp_path, "trace")
+    path, model, given = traced("nested", tmp_path, "cross-compile")
     with cgbundle.load(path, outputs="view") as program:
         x = given[0].cuda()
         result = program(x)

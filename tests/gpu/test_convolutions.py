@@ -24,7 +24,7 @@ def test_the_padding_of_a_traced_convolution_is_zeros(tmp_path: Path, monkeypatc
         return torch.randn(batch, 16, 4, 4)
 
     path = cgcompile.build(
-        model.eval(), images, sizes={"batch": (1, 2)}, out=tmp_path / "m.cgb", target="cuda", record="trace", prove="none"
+        model.eval(), images, sizes={"batch": (1, 2)}, out=tmp_path / "m.cgb", target="cuda", record="cross-compile", prove="none"
     ).path
     monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     model.cuda()

@@ -18,12 +18,12 @@ from torch.utils._pytree import tree_leaves  # noqa: E402
 from tests.helpers.models.selecting_models import Head, boxes  # noqa: E402
 
 
-@pytest.mark.parametrize("record", ["capture", "trace"])
+@pytest.mark.parametrize("record", ["capture", "cross-compile"])
 def test_calls_return_true_sizes(record: str, tmp_path: Path) -> None:
     import cgcompile
 
     model, path = Head().eval(), tmp_path / "head.cgb"
-    proof = {"prove": "none"} if record == "trace" else {}
+    proof = {"prove": "none"} if record == "cross-compile" else {}
     cgcompile.build(model, boxes, sizes=[12, 300], out=path, target="cuda", record=record, **proof)
     eager, seen = model.cuda(), set()
     for mode in MODES:

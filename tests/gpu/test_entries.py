@@ -20,9 +20,9 @@ from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
 from tests.helpers.models.entry_models import ENTRIES, SIZES, calls, check_calls, error, lanes  # noqa: E402
 
 
-@pytest.fixture(scope="module", params=["capture", "trace", "without-gpu"])
+@pytest.fixture(scope="module", params=["capture", "cross-compile", "without-gpu"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    prove = "none" if request.param == "trace" else "interpret"  # the tests replay it
+    prove = "none" if request.param == "cross-compile" else "interpret"  # the tests replay it
     path = tmp_path_factory.mktemp("entries") / f"{request.param}.cgb"
     if request.param == "without-gpu":
         return built_without_gpu("entries", "", path)
@@ -31,7 +31,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def test_what_the_bundle_holds(bundle: Path) -> None:
     manifest = archive.read_manifest(str(bundle))
-    assert [each.entry for each in manifest.entries] == ["prefill", "decode", "reset_lane"]
+    assert [each.name for each in manifest.entries] == ["prefill", "decode", "reset_lane"]
     memories = dict(manifest.memories)
     programs = all_programs(manifest)
     assert memories["arena"] == max(program.arena for program in programs)

@@ -1,5 +1,5 @@
-"""The golden bundles for a GPU replay their exam on a GPU of their architecture, whatever version recorded them: bit for bit, and
-within the tolerance of eager PyTorch those that were traced without a GPU."""
+"""The golden bundles for a GPU replay their self-test on a GPU of their architecture, whatever version recorded them: bit for bit,
+and within the tolerance of eager PyTorch those that were cross-compiled."""
 
 from __future__ import annotations
 

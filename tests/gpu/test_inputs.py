@@ -36,7 +36,7 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 
 
 def on_gpu(bundle: Path, program: Any) -> dict[tuple[int, ...], list[Any]]:
-    """The exam's first inputs of every key."""
+    """The self-test's first inputs of every key."""
     exam = Mapped(str(bundle / EXAM), EXAM)
     try:
         rows = {key: inputs_of(exam, program.manifest.entries[0], key) for key in program.int_keys}

@@ -1,5 +1,5 @@
 """What is exported is captured without another trace: models that Dynamo refuses, higher-order operators, and as many kernels as
-torch.compile's.  Every bundle is right at each of its sizes, on inputs other than the exam's."""
+torch.compile's.  Every bundle is right at each of its sizes, on inputs other than the self-test's."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def test_a_warm_program_answers_as_a_fresh_one_does(path: Path, lazy: bool) -> N
     with cgbundle.load(path) as fresh, cgbundle.load(path, lazy=lazy) as warm:
         given = [torch.ones(4, 16, device="cuda"), torch.zeros(1, dtype=torch.int64, device="cuda")][: len(fresh.inputs)]
         for program in (fresh, warm):
-            if program.manifest.random >= 0:
+            if program.manifest.random is not None:
                 program.seed(3)
             program(*[each.clone() for each in given])
         before = {name: warm.state[name].tobytes() for name in warm.state}

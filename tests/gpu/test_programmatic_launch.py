@@ -68,7 +68,7 @@ def test_a_graph_whose_kernels_overlap_has_the_bits_of_one_launch_after_the_othe
     make, inputs, sizes, call = MODELS[name]
     torch.manual_seed(0)
     path = cgcompile.build(
-        make().eval(), inputs, sizes=sizes, out=tmp_path / "model.cgb", target="cuda", record="trace", prove="none"
+        make().eval(), inputs, sizes=sizes, out=tmp_path / "model.cgb", target="cuda", record="cross-compile", prove="none"
     ).path
     assert early_edges(path) > 10
     with cgbundle.load(path) as graph, cgbundle.load(path, mode="stream") as stream:

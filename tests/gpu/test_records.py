@@ -33,6 +33,6 @@ def test_dataclasses_in_and_out(tmp_path: Path) -> None:
 
 def test_dataclasses_in_a_bundle_built_as_if_there_were_no_gpu(tmp_path: Path) -> None:
     path = cgcompile.build(
-        checks.Taken(), checks.taken, sizes=[1, 4], out=tmp_path / "traced.cgb", target="cuda", record="trace", prove="none"
+        checks.Taken(), checks.taken, sizes=[1, 4], out=tmp_path / "traced.cgb", target="cuda", record="cross-compile", prove="none"
     ).path
     checks.check_taken(path, "cuda")

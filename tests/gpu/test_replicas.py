@@ -30,7 +30,7 @@ def replicas() -> Iterator[cgbundle.Replicas]:
 
 
 def exam(program: cgbundle.Program, key: tuple[int, ...], kind: str) -> Any:
-    """The exam's first tensor of a kind, as torch has it on the CPU."""
+    """The self-test's first tensor of a kind, as torch has it on the CPU."""
     opened = program.open_exam()
     try:
         name = exam_entry(key, kind, 0)

@@ -20,11 +20,11 @@ from tests.helpers.models.state_models import SIZES, Between, HostDraws, between
 
 def built(model: Any, inputs: Any, folder: Path, recorder: str) -> Path:
     """The path of a bundle; a traced one is not interpreted (tests/cpu does that), for the tests replay it."""
-    sizes, path, prove = list(SIZES), folder / "host.cgb", "none" if recorder == "trace" else "interpret"
+    sizes, path, prove = list(SIZES), folder / "host.cgb", "none" if recorder == "cross-compile" else "interpret"
     return cgcompile.build(model.eval(), inputs, sizes=sizes, out=path, target="cuda", record=recorder, prove=prove).path
 
 
-@pytest.fixture(scope="module", params=["trace", "capture"])
+@pytest.fixture(scope="module", params=["cross-compile", "capture"])
 def cut(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return built(Between(), between, tmp_path_factory.mktemp("between"), request.param)
 
@@ -41,7 +41,7 @@ def test_the_exam_beside_host_regions_passes_without_torch(cut: Path) -> None:
     passed(cut)
 
 
-@pytest.mark.parametrize("recorder", ["trace", "capture"])
+@pytest.mark.parametrize("recorder", ["cross-compile", "capture"])
 def test_random_numbers_beside_host_regions(tmp_path: Path, recorder: str) -> None:
     path = built(HostDraws(), singles, tmp_path, recorder)
     checks.check_random(path, "cuda")

@@ -30,13 +30,13 @@ def traced(name: str, folder: Path, recorder: str) -> Path:
     return build(made(), inputs, list(SIZES), folder / f"{name}.cgb", recorder)
 
 
-def build(model: Any, inputs: Any, sizes: Any, path: Path, recorder: str = "trace") -> Path:
+def build(model: Any, inputs: Any, sizes: Any, path: Path, recorder: str = "cross-compile") -> Path:
     """The path of a bundle; a traced one is not interpreted (tests/cpu does that), for the tests replay it."""
-    prove = "none" if recorder == "trace" else "interpret"
+    prove = "none" if recorder == "cross-compile" else "interpret"
     return cgcompile.build(model, inputs, sizes=sizes, out=path, target="cuda", record=recorder, prove=prove, train=True).path
 
 
-@pytest.fixture(scope="module", params=["trace", "without-gpu"])
+@pytest.fixture(scope="module", params=["cross-compile", "without-gpu"])
 def stateful(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return traced("running", tmp_path_factory.mktemp("running"), request.param)
 
@@ -56,14 +56,14 @@ def test_the_exam_of_state_passes_without_torch(stateful: Path) -> None:
     passed(stateful)
 
 
-@pytest.mark.parametrize("recorder", ["trace", "without-gpu"])
+@pytest.mark.parametrize("recorder", ["cross-compile", "without-gpu"])
 def test_random_numbers_are_fresh_and_repeatable(tmp_path: Path, recorder: str) -> None:
     path = traced("draws", tmp_path, recorder)
     checks.check_random(path, "cuda")
     passed(path)
 
 
-@pytest.mark.parametrize("recorder", ["trace", "without-gpu"])
+@pytest.mark.parametrize("recorder", ["cross-compile", "without-gpu"])
 def test_outputs_that_share_memory_share_it(tmp_path: Path, recorder: str) -> None:
     path = traced("looks", tmp_path, recorder)
     checks.check_looks(path, "cuda")

@@ -51,7 +51,7 @@ def grid(batch: int, seq: int) -> tuple[torch.Tensor]:
     return (torch.randn(batch, seq, 8),)
 
 
-@pytest.mark.parametrize("recorder", ["capture", "trace"])
+@pytest.mark.parametrize("recorder", ["capture", "cross-compile"])
 def test_a_branch_on_the_batch_size(recorder: str, tmp_path: Path) -> None:
     torch.manual_seed(0)
     network = Branching(state=recorder == "capture").eval()

@@ -66,14 +66,14 @@ def test_an_update_leaves_tables_as_they_are() -> None:
         assert numpy.abs(program(x) - (model(own, x) - 1)).max() < 1e-5
 
 
-@pytest.mark.parametrize("record", ["trace", "capture"])
+@pytest.mark.parametrize("record", ["cross-compile", "capture"])
 def test_a_build_here_has_its_tables_beside_the_weights(record: str, tmp_path: Path) -> None:
     """Traced, those that were folded; captured, those of cuFFT."""
     import cgcompile
     from tests.golden import models
 
     network, inputs = models.traced_tables()
-    chosen = {"target": "cuda", "record": "trace"}
+    chosen = {"target": "cuda", "record": "cross-compile"}
     if record == "capture":
         network, chosen = Spectrum(network), {"target": "cuda", "lower": "eager"}
     built = cgcompile.build(network.eval(), inputs, sizes=[2, 6], out=tmp_path / "made.cgb", **chosen)

@@ -20,10 +20,10 @@ STEPS = 40
 Batches = list[tuple[torch.Tensor, torch.Tensor]]
 
 
-@pytest.fixture(scope="module", params=["capture", "trace"])
+@pytest.fixture(scope="module", params=["capture", "cross-compile"])
 def built(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> cgcompile.Built:
     path = tmp_path_factory.mktemp("train") / "train.cgb"
-    sizes, prove = {"evaluate": {"batch": [train.BATCH]}}, "none" if request.param == "trace" else "interpret"
+    sizes, prove = {"evaluate": {"batch": [train.BATCH]}}, "none" if request.param == "cross-compile" else "interpret"
     return cgcompile.build(
         train.model(), train.entries(), sizes=sizes, out=path, target="cuda", record=request.param, prove=prove
     )  # fmt: skip

@@ -187,12 +187,12 @@ def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(cases: dict
     assert all(own == sorted(own) and own[-1] == len(networks) - 1 for own in seen), [sorted(set(own)) for own in seen]
 
 
-@pytest.mark.parametrize("record", ["capture", "trace"])
+@pytest.mark.parametrize("record", ["capture", "cross-compile"])
 def test_adapters_by_row_and_merged(tmp_path: Path, record: str) -> None:
     from examples import lora
 
     network = lora.model()
-    options: dict[str, Any] = {"target": "cuda", "record": record} | ({"prove": "none"} if record == "trace" else {})
+    options: dict[str, Any] = {"target": "cuda", "record": record} | ({"prove": "none"} if record == "cross-compile" else {})
     built = cgcompile.build(network, lora.entries(), sizes=[1, 8], out=tmp_path / "lora.cgb", **options)
     torch.manual_seed(1)
     adapters = [lora.adapter() for _ in range(lora.SLOTS - 1)]

@@ -1,4 +1,4 @@
-"""Builds for a GPU that is not here, lowered in this process: a worker imports torch and Inductor first, for five seconds."""
+"""Cross-compiled builds, lowered in this process: a worker imports torch and Inductor first, for five seconds."""
 
 from __future__ import annotations
 

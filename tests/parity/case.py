@@ -17,11 +17,11 @@ RULES = (
     "host-scalar", "assert-scalar", "data-dependent-branch", "data-dependent-shape", "data-dependent-select",
     "data-dependent-follower", "cpu-operation", "device-copy", "several-devices", "pinned-memory", "control-flow",
     "random-operation", "rng-state-operation", "incompatible-operator", "boolean-index-put", "sparse-output",
-    "deterministic-scatter", "cudagraph-unsafe", "custom-operator", "host-op", "mutated-buffer", "mutated-input",
+    "deterministic-scatter", "cudagraph-unsafe", "custom-operator", "fallback-op", "mutated-buffer", "mutated-input",
     "overlapping-input", "non-tensor-input", "aliased-output", "too-many-keys", "small-region", "training-mode",
     "path", "baked-weight",
 )  # fmt: skip
-"""The rules' names, as a user types them at --waive."""
+"""The rules' names, as a user types them at --allow."""
 
 SIZES = (2, 4)
 """The sizes of every declared dimension."""
@@ -34,7 +34,7 @@ class Case:
     `make` gives a new module and the function for its inputs.  `expected`: the names of all rules that it breaks, exactly, or the
     code of the error with which export refuses it.  `near`: rules that it passes by a little.  `kind`: its group.
     `file`: where the model is written.  `deterministic`: torch.use_deterministic_algorithms is on.
-    `host_ops`: operators that the user names with --host-op.
+    `fallback_ops`: operators that the user names with --fallback-op.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Case:
     kind: str
     file: str
     deterministic: bool = False
-    host_ops: tuple[str, ...] = ()
+    fallback_ops: tuple[str, ...] = ()
 
 
 def case(
@@ -55,7 +55,7 @@ def case(
     near: tuple[str, ...] = (),
     training: bool = False,
     deterministic: bool = False,
-    host_ops: tuple[str, ...] = (),
+    fallback_ops: tuple[str, ...] = (),
 ) -> Case:
     """A case named after `model`, a class of modules."""
 
@@ -70,7 +70,7 @@ def case(
         kind=kind,
         file=str(sys.modules[model.__module__].__file__),
         deterministic=deterministic,
-        host_ops=host_ops,
+        fallback_ops=fallback_ops,
     )
 
 

@@ -44,7 +44,7 @@ def cgcompile_says(case: Case) -> Verdict:
             exported = export(source, dict.fromkeys(source.dimensions, SIZES))
         except BuildError as error:
             return _refused(error)
-        checked = check(exported, target="cuda", host_ops=case.host_ops, conditionals=True)
+        checked = check(exported, target="cuda", fallback_ops=case.fallback_ops, conditionals=True)
         findings, moved = checked.findings, next(iter(checked.placements.values()))
         nodes = [node for node in exported.programs.first.graph.nodes if node.name in moved or (moved and node.target is TO_DEVICE)]
     told = [finding for finding in findings if finding.severity != "note"]

@@ -54,7 +54,7 @@ DIFFERENCES: dict[str, str] = {
     "scale-as-float": NUMBERS,
     "loss-scale": "the build computes what follows from a buffer that no call writes to; an update takes no other value of it",
     # we say more
-    "custom-operator-on-the-host": "the user asked for it with --host-op",
+    "custom-operator-on-the-host": "the user asked for it with --fallback-op",
     "add-by-index-in-order": DETERMINISTIC,
     "scatter-add-in-order": DETERMINISTIC,
 }

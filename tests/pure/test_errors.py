@@ -49,7 +49,7 @@ BY_MESSAGE = {
     "source-missing": "tests/cpu/pipeline/test_bad_input.py::test_no_model",
     "source-invalid": "tests/cpu/pipeline/test_bad_input.py::test_model_file",
     "too-many-keys": "tests/cpu/pipeline/test_bad_input.py::test_ten_thousand_keys",
-    "waiver-unknown": "tests/pure/cli/test_at_once.py::test_a_wrong_argument_is_told_at_once",
+    "allow-unknown": "tests/pure/cli/test_at_once.py::test_a_wrong_argument_is_told_at_once",
     "usage": "tests/pure/cli/test_help.py::test_quiet_and_verbose_exclude_each_other",
     "bench-failed": "tests/cpu/tools/test_bench.py::test_a_bundle_that_this_machine_cannot_run_is_the_environments_fault",
     "output-unwritable": "tests/cpu/pipeline/test_bad_input.py::test_unwritable_directory",
@@ -168,9 +168,9 @@ def test_every_code_is_provoked_by_a_test(code: str) -> None:
             "it has to run in a host region; which operation it is: cgcompile check m.py --sizes batch=1 --sizes seq=8",
         ),
         (
-            ModelError("operator-without-kernel", "fft", "keep it on the host: cgcompile build ... --host-op aten.fft"),
+            ModelError("operator-without-kernel", "fft", "keep it on the host: cgcompile build ... --fallback-op aten.fft"),
             ["build", "m.py", "--sizes", "1"],
-            "keep it on the host: cgcompile build m.py --sizes 1 --host-op aten.fft",
+            "keep it on the host: cgcompile build m.py --sizes 1 --fallback-op aten.fft",
         ),
         (OutOfMemory("out-of-memory", "no", "free some"), ["run", "m.cgb"], "free some"),
     ],
@@ -184,7 +184,7 @@ def test_a_wrong_call_is_the_callers_and_a_wrong_bundle_the_bundles() -> None:
     assert {row.exit_code for row in CATALOGUE.values() if issubclass(row.error, CallError)} == {2}
     assert {code for code, row in CATALOGUE.items() if row.exit_code == 1} == {
         "manifest-invalid", "file-damaged", "image-invalid", "weights-invalid", "table-invalid", "relocation-invalid",
-        "signature-missing", "signature-wrong", "exam-crashed",
+        "signature-missing", "signature-wrong", "self-test-crashed",
     }  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The stored exam: how errors are measured, what passes, and what a damaged exam says."""
+"""The stored self-test: how errors are measured, what passes, and what a damaged one says."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_a_result_passes_by_bits_or_by_tolerance(compare: str, exact: bool, foun
 
 
 def first_two(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
-    """What the exam of the fabricated bundle expects: its outputs count from 0."""
+    """What the self-test of the fabricated bundle expects: its outputs count from 0."""
     return [[float(number) for number in range(2 * key[0])]]
 
 

@@ -1,6 +1,6 @@
 """The golden bundles: every one ever published is inspected, verified, taken apart and damaged by every later version.
 
-`make golden` adds them (tests/golden/make.py).  None of this needs a GPU or torch, but for the exam of the cpu goldens.
+`make golden` adds them (tests/golden/make.py).  None of this needs a GPU or torch, but for the self-test of the cpu goldens.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ def test_the_manifest_is_canonical(golden: Path, manifest: Manifest) -> None:
 
 
 def test_every_key_was_verified_by_a_replay_or_by_interpreting_it(manifest: Manifest) -> None:
-    traced = dict(manifest.provenance.options).get("record") == "trace"
+    traced = dict(manifest.provenance.options).get("record") == "cross-compile"
     for proof in [proof for each in manifest.entries for proof in each.self_test.proofs]:
         assert proof.method == ("interpret" if traced else "replay") and proof.error <= proof.tolerance
     if manifest.target.kind == "cuda":

@@ -49,7 +49,7 @@ class Case:
 
 
 class Rows(nn.Module):
-    """Every row by itself, so that calls may be padded and cut."""
+    """Every row by itself, so that calls may be padded and chunked."""
 
     def __init__(self) -> None:
         super().__init__()

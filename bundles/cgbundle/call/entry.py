@@ -255,7 +255,7 @@ class Entry:
 
     @property
     def epoch(self) -> Epoch:
-        """What counts the calls that make views of this entry's outputs stale: its own where they are in chains."""
+        """What counts the calls that make views of this entry's outputs stale: its own where they are donated."""
         return self._outputs.own or self._outputs.epoch
 
     def forget(self) -> None:

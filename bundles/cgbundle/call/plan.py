@@ -248,7 +248,7 @@ def _refusal(dimension: Dimension, size: int) -> CallError:
     if dimension.chunk:
         expected, refused = f"a sum of recorded {name} ({_list(dimension)})", f"{name} cannot be padded"
     elif size > largest:
-        expected, refused, why = f"at most {name}={largest}", f"a call cannot be cut along {name}", dimension.not_chunked or why
+        expected, refused, why = f"at most {name}={largest}", f"a call cannot be chunked along {name}", dimension.not_chunked or why
     else:
         expected, refused = f"a recorded {name} ({_list(dimension)})", f"{name} cannot be padded"
     more = ", or more" if dimension.pad != "no" and size > largest else ""

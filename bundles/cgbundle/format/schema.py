@@ -188,7 +188,7 @@ class Step:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Lowering:
     """A way in which the graph regions of one int_key were lowered, when a build tried several: "eager", "inductor",
-    "max-autotune" or "traced".
+    "max-autotune" or "cross-compile".
 
     `microseconds` are what its graphs took on the GPU that built the bundle, one for each graph step, in order: the median of
     repeated launches.  It is absent where the lowering was left out; `reason` then says why, and is absent for all others.

@@ -159,8 +159,8 @@ class Program(Entry):
 
     @property
     def updated(self) -> bool:
-        """Whether `update` has put weights in place since the bundle was loaded, be they its own once more: the exam is about the
-        weights that were loaded.  Raises ProgramClosed."""
+        """Whether `update` has put weights in place since the bundle was loaded, be they its own once more: the self-test is about
+        the weights that were loaded.  Raises ProgramClosed."""
         return self._backend.updated
 
     def reset(self) -> None:
@@ -219,7 +219,7 @@ class Program(Entry):
         return Profile(self.manifest.name, self._watch_all)
 
     def open_exam(self) -> Mapped:
-        """The exam of the bundle that was loaded, to be closed by the caller.  For verification.  Raises ProgramClosed,
+        """The self-test of the bundle that was loaded, to be closed by the caller.  For verification.  Raises ProgramClosed,
         weights-invalid."""
         from ..format.file_names import EXAM  # no call needs it
         from ..format.safetensors import Mapped

@@ -16,16 +16,16 @@ WAIVER = "mismatched-integers"
 What it looks for: outputs of such a dtype that differ when the build compares a bundle with eager PyTorch, other than indices that
 point at floats which are equal within tolerance.
 Why: compiled code leaves roundings out that eager PyTorch makes, and they decide a comparison or a conversion.
-Effect: the build fails as proof-failed. With --waive, the share that differed is stored as the output's bound.
-Fix: return the floats that they follow from, or waive it.
+Effect: the build fails as proof-failed. With --allow, the share that differed is stored as the output's bound.
+Fix: return the floats that they follow from, or allow it.
 Source: the rule of comparison in cgbundle/tensors/comparison.py.
 """
 
 NEAR_TIES = "near-ties"
 """Indices that another processor may select otherwise, of floats that are equal within tolerance.
 
-What it looks for: what `argmax`, `topk`, `sort`, `multinomial` and their like select in the exam, where another element is within
-tolerance of the selected one.
+What it looks for: what `argmax`, `topk`, `sort`, `multinomial` and their like select in the self-test, where another element is
+within tolerance of the selected one.
 Why: kernels of another processor round otherwise, and that decides between the two.
 Effect: the share of such indices is stored as the output's bound, and `cgcompile verify --run` allows as many to differ.
 Fix: nothing has to be done; where other indices than eager PyTorch's do harm, select among wider floats.

@@ -13,7 +13,7 @@ def require(holds: bool, where: str, message: str) -> None:
 
 
 def require_whole_calls(entry: EntrySpec, reason: str) -> None:
-    """Raises manifest-invalid where a call may be padded or cut."""
+    """Raises manifest-invalid where a call may be padded or chunked."""
     for index, dimension in enumerate(entry.dimensions):
         whole = dimension.pad == "no" and not dimension.chunk
-        require(whole, f"dimensions[{index}].pad", f"{dimension.name} is padded or cut, and {reason}")
+        require(whole, f"dimensions[{index}].pad", f"{dimension.name} is padded or chunked, and {reason}")

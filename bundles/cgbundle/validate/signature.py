@@ -61,12 +61,12 @@ def _check_cuts(entry: EntrySpec) -> None:
                 for place, spec in enumerate(specs):
                     rules = [linear(size) for size in spec.shape if dimension.name in names(size)]
                     whole = all(rule is not None and rule[2] == 0 for rule in rules) and (len(rules) == 1 or kind == "inputs")
-                    require(whole, f"dimensions[{index}].chunk", f"{kind}[{place}] cannot be cut along {dimension.name}")
+                    require(whole, f"dimensions[{index}].chunk", f"{kind}[{place}] cannot be chunked along {dimension.name}")
 
 
 def _check_mutated(entry: EntrySpec) -> None:
-    """The inputs that a call changes stand once each.  No call is padded or cut: a part of the caller's tensor would be left as it
-    was, or be changed twice."""
+    """The inputs that a call changes stand once each.  No call is padded or chunked: a part of the caller's tensor would be
+    left as it was, or be changed twice."""
     mutated = entry.mutated_inputs
     require(list(mutated) == sorted(set(mutated)), "mutated_inputs", "not ascending, or a position stands twice")
     require(all(0 <= place < len(entry.inputs) for place in mutated), "mutated_inputs", "no such input")

@@ -1,5 +1,5 @@
 """Inside a recorder process: everything that one process has to say about its captured graphs, as plain data.  Every graph, table
-and module variable is read before any graph runs: replays, for the exam, change them."""
+and module variable is read before any graph runs: replays, for the self-test, change them."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ def _filled(addresses: AddressMap, graphs: Sequence[RawGraph], states: Sequence[
 
 
 AGAIN = 3
-"""More replays of the exam: atomic additions of a few numbers often come in the same order twice (SchNet with 4 atoms)."""
+"""More replays of the self-test: atomic additions of a few numbers often come in the same order twice (SchNet with 4 atoms)."""
 
 
 def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> RawExam:

@@ -21,7 +21,7 @@ from ..programs import Programs, coarsest
 from .signature import symbols_of
 
 FAR = tolerance(torch.bfloat16)
-"""Beyond what rounding does to any dtype: the exam finds what is nearer."""
+"""Beyond what rounding does to any dtype: the self-test finds what is nearer."""
 
 
 ASSERTED = "Runtime assertion failed"

@@ -122,5 +122,5 @@ def named_node(node: torch.fx.Node) -> str:
 def host_hint(operators: Iterable[str]) -> str:
     """What to do about operators without a Triton kernel: eager PyTorch ran them on the host."""
     hint = CATALOGUE["operator-without-kernel"].hint
-    options = " ".join([f"--host-op {name}" for name in dict.fromkeys(operators) if name])
+    options = " ".join([f"--fallback-op {name}" for name in dict.fromkeys(operators) if name])
     return f"{hint}; or keep it on the host: cgcompile build ... {options}" if options else hint

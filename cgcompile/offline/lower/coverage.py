@@ -55,19 +55,19 @@ CHOOSING = frozenset({"median", "nanmedian", "mode", "kthvalue", "scatter", "sca
 
 
 def operators_without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Arch) -> tuple[Finding, ...]:
-    """An operation that no Triton kernel computes, in a program for a GPU that is not here.
+    """An operation that no Triton kernel computes, in a program that is cross-compiled.
 
     What it looks for: operations outside `on_host` that decompose into something which Inductor has no lowering for, or a fallback
     to torch's own operators; of complex numbers, those that are not done with pairs of real ones, and such inputs and results.
     Why: without the GPU no library can be asked for its kernels.
     Effect: no bundle can be built for it without the GPU.
-    Fix: the host can compute it (--host-op), the GPU's libraries can where that GPU is, or another operation does the same.
+    Fix: the host can compute it (--fallback-op), the GPU's libraries can where that GPU is, or another operation does the same.
     Source: `make_fallback` in torch/_inductor/lowering.py.
     """
     folded = _folded(program)
     with fake_device(arch), _quiet():
         found = _without_kernel(program, on_host, arch, folded)
-        hint = host_hint(_all_host_ops(program, on_host, arch, folded, found)) if found else ""
+        hint = host_hint(_all_fallback_ops(program, on_host, arch, folded, found)) if found else ""
     return tuple([_finding(node, missing, hint) for node, missing in found.items()])
 
 
@@ -84,7 +84,7 @@ def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Ar
     return found | {node: "a complex result" for node in _complex_results(program.graph_module, on_host)}
 
 
-def _all_host_ops(
+def _all_fallback_ops(
     program: ExportedProgram, on_host: Collection[str], arch: Arch, folded: Collection[Node], found: Collection[Node]
 ) -> list[str]:
     """The operators to keep on the host, also those that have no kernel once the first ones are there: complex numbers cross."""

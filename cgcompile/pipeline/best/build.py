@@ -35,7 +35,7 @@ from .candidates import Searched, reason
 from .choice import LOWERINGS, choose
 from .deadline import Deadline
 from .merge import beside_each_other, conflicts, merged
-from .search import TRACED, search
+from .search import CROSS_COMPILE, search
 from .timing import time_graphs
 from .traced import Traceable, traceable
 from .trial import prove
@@ -49,15 +49,15 @@ Lowerings = Mapping[IntKey, tuple[Lowering, ...]]
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: RecorderProcesses) -> ManifestParts:
-    """Writes tables, images, weights and the exam of the fastest lowerings into `stage`.  Raises the refusals of the first lowering
-    where none can be recorded or proved."""
-    deadline = Deadline(spec.budget)
+    """Writes tables, images, weights and the self-test of the fastest lowerings into `stage`.  Raises the refusals of the first
+    lowering where none can be recorded or proved."""
+    deadline = Deadline(spec.autotune_timeout)
     cut = cut_stage(spec, processes.folder, stage, stages)
     with stages("prepare") as tell:
         kept = kept_path(spec)
         known = recall_lowerings(kept, spec)
         names = _wanted(known)
-        traced, expected = _traceable(spec, cut, tell) if TRACED in names else (None, {})
+        traced, expected = _traceable(spec, cut, tell) if CROSS_COMPILE in names else (None, {})
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
         tell.result("chosen before: " + ", ".join(names) if known else f"{len(names)} lowerings to try")
     with stages("search") as tell:
@@ -185,8 +185,8 @@ def _emitted(
     stored = recordable.stored + write_tables(stage / file_names.TABLES, recorded.tables)
     folded = {name for each in used.values() for name in each.folded}
     parts = emit(spec, stage, replace(recorded, stored=stored), cut, folded=folded, expected=expected)
-    if TRACED in used:
-        rows = [row for row in json.loads(used[TRACED].configurations) if row["image"] in recorded.images]
+    if CROSS_COMPILE in used:
+        rows = [row for row in json.loads(used[CROSS_COMPILE].configurations) if row["image"] in recorded.images]
         (stage / KERNELS).write_text(json.dumps(rows, indent=0) + "\n")
     entries = [
         replace(

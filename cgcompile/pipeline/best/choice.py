@@ -7,11 +7,11 @@ from collections.abc import Collection, Iterable, Mapping
 
 from cgbundle.format.schema import IntKey
 
-LOWERINGS = ("eager", "inductor", "traced", "max-autotune")
-"""From the simplest to the most involved: PyTorch's own libraries; Inductor; everything in Triton, as for a GPU that is not here;
+LOWERINGS = ("eager", "inductor", "cross-compile", "max-autotune")
+"""From the simplest to the most involved: PyTorch's own libraries; Inductor; everything in Triton, as when cross-compiling;
 Inductor with benchmarked products."""
 
-SEARCHED = ("inductor", "eager", "traced", "max-autotune")
+SEARCHED = ("inductor", "eager", "cross-compile", "max-autotune")
 """The order in which they are made: what is mostly good and soon there comes first, should the time be over."""
 
 ALIKE = 0.01

@@ -22,7 +22,7 @@ from .choice import SEARCHED
 from .deadline import Deadline, SearchEnded
 from .traced import Traceable, trace
 
-TRACED = "traced"
+CROSS_COMPILE = "cross-compile"
 
 EARLY = 6
 """Processes of a recording that the GPU's memory has to hold, before those of the next lowering are started beside one's own."""
@@ -43,19 +43,19 @@ def search(
 ) -> Searched:
     """The lowerings of `names`, in the order of SEARCHED.  The first that is recorded takes the time that it needs.
 
-    `processes` are for the first.  `traced` is what TRACED needs, or why there is none.  Raises the first one's refusal where no
-    lowering can be recorded.
+    `processes` are for the first.  `traced` is what CROSS_COMPILE needs, or why there is none.  Raises the first one's refusal
+    where no lowering can be recorded.
     """
     outcomes: dict[str, Outcome] = {}
-    left = [name for name in SEARCHED if name in names and name != TRACED]
+    left = [name for name in SEARCHED if name in names and name != CROSS_COMPILE]
     with ExitStack() as stack, ThreadPoolExecutor(1) as threads:
         running = {name: processes for name in left[:1]}
         for name in left[1:]:
             (folder / name).mkdir()
             running[name] = stack.enter_context(recorder_processes(folder / name, processes.cache))
         beside: Future[Outcome] | None = None
-        if TRACED in names and isinstance(traced, Traceable):
-            beside = threads.submit(_traced, spec, traced, recordable, folder, deadline, named(tell, TRACED))
+        if CROSS_COMPILE in names and isinstance(traced, Traceable):
+            beside = threads.submit(_traced, spec, traced, recordable, folder, deadline, named(tell, CROSS_COMPILE))
         try:
             for name, following in zip_longest(left, left[1:]):
                 if following and not deadline.passed() and fitting(EARLY, recordable.need) == EARLY:
@@ -69,10 +69,10 @@ def search(
             deadline.end()  # the thread is waited for
             raise
         if beside is not None:
-            outcomes[TRACED] = beside.result()
-        elif TRACED in names:
+            outcomes[CROSS_COMPILE] = beside.result()
+        elif CROSS_COMPILE in names:
             assert not isinstance(traced, Traceable)
-            outcomes[TRACED] = traced
+            outcomes[CROSS_COMPILE] = traced
     return searched(outcomes, deadline)
 
 
@@ -100,7 +100,7 @@ def _recorded(name: str, recordable: Recordable, processes: RecorderProcesses, d
 
 
 def _traced(spec: BuildSpec, what: Traceable, recordable: Recordable, folder: Path, deadline: Deadline, tell: Tell) -> Outcome:
-    scratch = folder / TRACED
+    scratch = folder / CROSS_COMPILE
     scratch.mkdir()
     try:
         return trace(spec, what, recordable, scratch, deadline.telling(tell), deadline.left())

@@ -16,7 +16,7 @@ from ...targets.cuda.tensors import settings
 from ...targets.program_contents import program_contents, tensor_layout
 from ...util.content_cache import cache_folder, cache_optional, cache_path, recall, remember
 
-STAGE = "best"
+STAGE = "autotune"
 """The folder of the cache."""
 
 
@@ -38,7 +38,7 @@ def kept_path(spec: BuildSpec) -> Path | None:
         machine = spec.target, gpu.name, gpu.multi_processor_count, gpu.total_memory, torch.version.cuda
         placements = [sorted(own) for entry in spec.entries for own in entry.placements.values()]
         calls_of = [entry.prepared.exam_calls for entry in spec.entries]
-        return cache_path(folder, STAGE, keys, machine, placements, calls_of, spec.chains, spec.waive, settings())
+        return cache_path(folder, STAGE, keys, machine, placements, calls_of, spec.chains, spec.allow, settings())
     return None
 
 

@@ -112,7 +112,7 @@ def _calls(program: LoadedProgram, entry: EntrySpec, row: Program) -> Timer:
 
 
 def _call(program: LoadedProgram, entry: EntrySpec, row: Program) -> None:
-    """A call with the exam's inputs, from the first state."""
+    """A call with the self-test's inputs, from the first state."""
     if any(weight.memory == "state" for weight in program.manifest.weights):
         program.reset()
     exam = program.open_exam()

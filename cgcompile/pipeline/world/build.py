@@ -39,12 +39,18 @@ def build_world(model: Any, options: Options) -> Built:
     assert options.world is not None
     size, stages = options.world, Stages(options.progress)
     label = os.fspath(model)
-    chosen = choose(options.target, options.lower, options.specialize, "trace", options.prove)
+    asked = (options.target, options.lower, options.specialize, "cross-compile", options.prove)
+    chosen = choose(*asked, autotune=options.autotune)
     with ExitStack() as stack:
         destination = destination_path(options.out, name_of(label))
         folder = stack.enter_context(staged_bundle(destination, options.force))
         scratch = stack.enter_context(scratch_folder())
-        told = replace(options, target=chosen.target, record="trace", progress=None)  # type: ignore[arg-type]  # not between processes
+        told = replace(
+            options,
+            target=chosen.target,
+            record="cross-compile",
+            progress=None,  # type: ignore[arg-type]  # not between processes
+        )
         with stages("ranks") as tell:
             jobs = {
                 rank: Request(

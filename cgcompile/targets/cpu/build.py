@@ -62,8 +62,8 @@ class _CompiledEntry:
 
 
 def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interface | None = None) -> ManifestParts:
-    """Compiles every program, and writes the shared objects, the weights and the exam into `stage`.  `interface`: what is compiled
-    of every program's code before there is one."""
+    """Compiles every program, and writes the shared objects, the weights and the self-test into `stage`.  `interface`: what is
+    compiled of every program's code before there is one."""
     level = level_of(spec.target)
     with scratch_folder() as scratch:
         with stages("lower") as tell:

@@ -1,7 +1,8 @@
 """Shared objects of earlier builds, by all that they depend on: the program, its weights, the options, compilers, the processor.
 
-Inductor is neither imported nor asked for what is found here.  What is found is proved by its exam, as what was compiled is.  Used
-of torch's private parts (2.11, 2.13): `torch._inductor.config.save_config_portable`, and the same of `torch._functorch.config`."""
+Inductor is neither imported nor asked for what is found here.  What is found is proved by its self-test, as what was compiled is.
+Used of torch's private parts (2.11, 2.13): `torch._inductor.config.save_config_portable`, and the same of
+`torch._functorch.config`."""
 
 from __future__ import annotations
 

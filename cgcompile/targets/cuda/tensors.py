@@ -103,7 +103,7 @@ def tensors_of(call: Any) -> list[torch.Tensor]:
 def input_offsets(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
     """Where each of the call's tensors begins in memory `inputs`, and where the last one's alignment ends: one behind the other.
 
-    An address behind the last byte of one is not in the next: a call may find one of them elsewhere (`Manifest.chains`)."""
+    An address behind the last byte of one is not in the next: a call may find one of them elsewhere (`Manifest.donations`)."""
     offsets = [0]
     for tensor in tensors:
         offsets.append(align(offsets[-1] + tensor_bytes(stored_dtype(tensor), tensor.shape) + 1))

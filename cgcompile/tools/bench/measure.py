@@ -62,7 +62,7 @@ def measure(
     progress: Watcher | None = None,
     threads: int | None = None,
 ) -> Benchmark:
-    """Measures the bundle at `path` beside its baselines, and compares all outputs with the exam's.
+    """Measures the bundle at `path` beside its baselines, and compares all outputs with the self-test's.
 
     - `against`: names among `baselines.BASELINES`; default: all that this bundle's target has.
     - `keys`: int_keys of the bundle; default: all, or four of many.

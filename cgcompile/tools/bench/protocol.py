@@ -6,7 +6,7 @@ A job (`processes.write_job`):
 - `bundle` its folder, `target` "cpu" or "cuda", `entry` its name, `keys` int_keys in order, `call` the manifest's tree;
 - `orders` each input's axes from outermost to innermost in memory, `outputs` how many;
 - `mutated` positions of inputs that a call changes, `state` whether calls change buffers;
-- `calls` from the first state on until the exam's outputs are given, `compared` whether outputs can be;
+- `calls` from the first state on until the self-test's outputs are given, `compared` whether outputs can be;
 - `weights` a file, `model` the user's or "", `train` whether it stays in training mode;
 - `threads` of a call on the CPU, null for the number that each has by itself;
 - `program` and `onnx` files that are made first.
@@ -71,14 +71,14 @@ class Laps:
 def difference(exam: Mapped, found: Iterable[tuple[str, str, bytes]]) -> dict[str, Any]:
     """{"errors", "exact"} of a worker that has no PyTorch.
 
-    `found` holds (name in the exam, dtype, contents) of every output, then of every input that the call writes to.
+    `found` holds (name in the self-test, dtype, contents) of every output, then of every input that the call writes to.
     """
     rows = [beside_stored(exam, *row) for row in found]
     return {"errors": [error for error, _ in rows], "exact": all(exact for _, exact in rows)}
 
 
 def beside_stored(exam: Mapped, name: str, dtype: str, got: bytes) -> tuple[float, bool]:
-    """(error, whether the bits are equal) of a tensor beside the exam's, which may be condensed."""
+    """(error, whether the bits are equal) of a tensor beside the self-test's, which may be condensed."""
     from cgbundle.tensors import comparison, condensed
 
     if condensed.stand_in(exam.entries, name):

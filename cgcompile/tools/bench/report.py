@@ -52,7 +52,7 @@ class Memory:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Error:
-    """How far a way's outputs are from the exam's: of the one nearest to its bound the error, and what is allowed.
+    """How far a way's outputs are from the self-test's: of the one nearest to its bound the error, and what is allowed.
     `exact`: all bits were the same."""
 
     key: IntKey

@@ -76,7 +76,7 @@ class TorchModel:
         places += [("mutated", index) for index in self._job["mutated"]]
         made += [given[index].to("cpu") for index in self._job["mutated"]]
         if len(made) != len(places):
-            raise SystemExit(f"the model gave {len(made)} tensors, the bundle's exam has {len(places)}")
+            raise SystemExit(f"the model gave {len(made)} tensors, the bundle's self-test has {len(places)}")
         rows = [self._beside_stored(key, *place, value) for place, value in zip(places, made, strict=True)]
         return {"errors": [error for error, _ in rows], "exact": all(exact for _, exact in rows)}
 
@@ -256,7 +256,7 @@ class UserModule:
 
 
 def _inputs(job: dict[str, Any], key: int) -> list[torch.Tensor]:
-    """The exam's inputs at an int_key, on the CPU, in the signature's layout."""
+    """The self-test's inputs at an int_key, on the CPU, in the signature's layout."""
     from cgbundle.format import file_names  # late: the start is measured without it
     from cgbundle.format.safetensors import Mapped
 

@@ -1,7 +1,7 @@
 """A measured process: `python -m cgcompile.tools.bench.worker WAY JOB [stay]`.
 
 It serves every int_key of the job once.  Then it says how long each phase of its start took, how far its outputs are from the
-exam's, and what memory it takes.  With `stay` it times calls, one line on its standard input at a time, until that ends:
+self-test's, and what memory it takes.  With `stay` it times calls, one line on its standard input at a time, until that ends:
 `call 0`, `dispatch 0` or `device 0`, where the number is the position of an int_key in the job.
 
 WAY is `bundle`, which imports cgbundle alone, `eager`, `compile`, `manual` or `ort`.  JOB is a file of `processes.write_job`.
@@ -38,7 +38,7 @@ class ServedModel(Protocol):
         """Calls until this int_key is served at full speed; the first one was called once before."""
 
     def differs(self, key: int) -> dict[str, Any]:
-        """{"errors", "exact"} of a call against the exam's outputs: `protocol.difference`."""
+        """{"errors", "exact"} of a call against the self-test's outputs: `protocol.difference`."""
 
     def prepare(self, key: int) -> Callable[[], object]:
         """A call whose inputs are where the model takes them, and whose outputs stay where it leaves them."""

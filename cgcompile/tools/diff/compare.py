@@ -16,7 +16,7 @@ UNCOUNTED = ("created", "source", "machine")
 
 PARTS = (
     "bundle", "target", "signature", "sizes", "memory", "weights", "regions", "steps", "kernels", "nodes", "module state",
-    "findings", "exam", "versions", "options", "files",
+    "findings", "self-test", "versions", "options", "files",
 )  # fmt: skip
 """The parts, in the order in which they are told."""
 
@@ -79,7 +79,7 @@ def _told(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -
     yield from [f"kernels/{image}" for images in launched.values() for image in images]
     if "weights" in parts:
         yield from (file_names.WEIGHTS, file_names.TABLES)
-    if parts & {"exam", "sizes"}:
+    if parts & {"self-test", "sizes"}:
         yield file_names.EXAM
     if parts & {"kernels", "module state"}:
         yield bundle.manifest.module_state

@@ -48,9 +48,9 @@ def exam(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
                 for found in (mine, theirs)
             ]
             if shapes[0] == shapes[1]:
-                yield from _elements("exam", name, mine, theirs)
+                yield from _elements("self-test", name, mine, theirs)
             else:
-                yield Difference(part="exam", name=name, a=shapes[0], b=shapes[1])
+                yield Difference(part="self-test", name=name, a=shapes[0], b=shapes[1])
 
 
 def _calls(bundle: BundleFiles) -> Iterator[str]:

@@ -261,11 +261,11 @@ def _value(value: Value) -> str:
 
 
 def _proofs(a: EntrySpec, b: EntrySpec) -> Iterator[Difference]:
-    yield from compare_fields("exam", "", as_row(a.self_test, "proofs"), as_row(b.self_test, "proofs"))
+    yield from compare_fields("self-test", "", as_row(a.self_test, "proofs"), as_row(b.self_test, "proofs"))
     proofs = [{each.key: each for each in found.self_test.proofs} for found in (a, b)]
     for key, mine, _ in common_programs(a, b):
         pair = [each[mine.key] for each in proofs]
-        for found in compare_fields("exam", f"proof {key}", *[as_row(each, "key") for each in pair]):
+        for found in compare_fields("self-test", f"proof {key}", *[as_row(each, "key") for each in pair]):
             beyond = _beyond(*pair) if found.field == "error" else ""
             yield replace(found, note=beyond, measured=found.field in MEASURED and not beyond)
 

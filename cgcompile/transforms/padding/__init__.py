@@ -1,1 +1,1 @@
-"""Whether a call may be padded or cut, proved operator by operator."""
+"""Whether a call may be padded or chunked, proved operator by operator."""

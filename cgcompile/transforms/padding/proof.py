@@ -1,11 +1,11 @@
-"""The proof that a call may be padded or cut, per declared dimension.
+"""The proof that a call may be padded or chunked, per declared dimension.
 
 A dimension is "rows" when the rest of a call's frame may hold anything, "zeros" when it may hold zeros (an attention mask makes
 padded positions count for nothing), else "no".  `row_mixing` proves it, operator by operator.  Before that the model itself runs on
-whole, padded and cut inputs, in eager PyTorch, within the outputs' bounds: what the program of one size hides, such as a branch of
-Python's, shows there.  A dimension may be cut when it is "rows" from both ends and every output has exactly one axis that is a
-multiple of it.  One program for all sizes computes the same at all of them, so two sizes are tried.  Where each int_key has its own
-program, Python may have taken another branch at any size: every one between the declared sizes is tried.
+whole, padded and chunked inputs, in eager PyTorch, within the outputs' bounds: what the program of one size hides, such as a branch
+of Python's, shows there.  A dimension may be chunked when it is "rows" from both ends and every output has exactly one axis that is
+a multiple of it.  One program for all sizes computes the same at all of them, so two sizes are tried.  Where each int_key has its
+own program, Python may have taken another branch at any size: every one between the declared sizes is tried.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class _Trial:
 
 
 class _Padding(NamedTuple):
-    """As in `Dimension`, before it is known whether a call can be cut, and what was compared."""
+    """As in `Dimension`, before it is known whether a call can be chunked, and what was compared."""
 
     pad: Literal["rows", "zeros", "no"]
     reason: str
@@ -218,7 +218,7 @@ def _prove_cut(
             return False, f"output {spec.name!r} has no axis that is a multiple of {name}, so that parts of a call cannot be joined"
     for spec in inputs:
         if any(rule[0] == name and rule[2] != 0 for size in spec.shape if (rule := linear(size))):
-            return False, f"input {spec.name!r} has an axis that is not a multiple of {name}, so that a call cannot be cut"
+            return False, f"input {spec.name!r} has an axis that is not a multiple of {name}, so that a call cannot be chunked"
     others = {other: values[0] for other, values in sizes.items()}
     for long, at in _cuts(sizes[name], prepared.programs.dynamic):
         whole = sample(source, {**others, name: long}).tensors
@@ -229,7 +229,7 @@ def _prove_cut(
                 made = run_eager(prepared.reference, part).outputs
                 for spec, bound, want, output in zip(outputs, error_bounds(prepared), expected, made, strict=True):
                     if changed := _changed(_range(want, spec.shape, name, start, stop), output, bound):
-                        return False, f"output {spec.name!r} {changed} when {name}={long} is cut at {at}"
+                        return False, f"output {spec.name!r} {changed} when {name}={long} is chunked at {at}"
         except FAILURES as failure:
             return False, f"the model fails ({type(failure).__name__}) on a part of {name}={long}"
     if why := _first(compared, fixed=False, last=True):
@@ -238,7 +238,7 @@ def _prove_cut(
 
 
 def _cuts(sizes: Sequence[int], dynamic: bool) -> list[tuple[int, int]]:
-    """Sizes to cut, and where.  Programs of their own are also compared with each other, and with sizes beyond the largest."""
+    """Sizes to chunk, and where.  Programs of their own are also compared with each other, and with sizes beyond the largest."""
     long = max(3, next((size for size in sizes if size > 1), 2))
     if dynamic:
         return [(long, 1)]

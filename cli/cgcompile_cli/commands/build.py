@@ -12,7 +12,7 @@ import typer
 
 from ..errors import UsageError
 from ..int_keys import spell
-from ..options import HostOps, MaxPaths, ModelName, rule_names, target_names
+from ..options import FallbackOps, MaxPaths, ModelName, rule_names, target_names
 from ..output import duration, first_lines, listed, record, show, write_json
 from ..progress import watching
 
@@ -52,21 +52,24 @@ def build(
         ),
     ] = "auto",
     lower: Annotated[
-        Literal["eager", "inductor", "max-autotune", "best"],
-        typer.Option("--lower", help="How hard to optimize; best keeps the fastest for every size (on the GPU that it is for)."),
+        Literal["eager", "inductor", "max-autotune"], typer.Option("--lower", help="How hard to optimize.")
     ] = "inductor",
-    budget: Annotated[
-        float | None, typer.Option("--budget", metavar="SECONDS", help="How long --lower best may search. Default: no limit.")
+    autotune: Annotated[
+        bool, typer.Option("--autotune", help="Try every lowering, keep the fastest at every size (on the GPU that it is for).")
+    ] = False,
+    autotune_timeout: Annotated[
+        float | None,
+        typer.Option("--autotune-timeout", metavar="SECONDS", help="How long --autotune may search. Default: no limit."),
     ] = None,
     specialize: Annotated[
         Literal["size", "shared"], typer.Option("--specialize", help="Kernels for every size, or for all sizes at once.")
     ] = "size",
     recorder: Annotated[
-        Literal["auto", "capture", "trace"],
-        typer.Option("--record", help="Capture on the GPU that is here, or trace for one that is not."),
+        Literal["auto", "capture", "cross-compile"],
+        typer.Option("--record", help="Capture on the GPU that is here, or cross-compile without one."),
     ] = "auto",
     prove: Annotated[
-        Literal["interpret", "none"], typer.Option("--prove", help="How a traced bundle is proved where its GPU is not.")
+        Literal["interpret", "none"], typer.Option("--prove", help="How a cross-compiled bundle is proved.")
     ] = "interpret",
     prove_budget: Annotated[
         float, typer.Option("--prove-budget", metavar="SECONDS", help="How long --prove may take; one int_key is always proved.")
@@ -83,16 +86,16 @@ def build(
         ),
     ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Fail where a part of the model cannot be in a graph.")] = False,
-    waive: Annotated[
+    allow: Annotated[
         list[str] | None,
         typer.Option(
-            "--waive",
+            "--allow",
             metavar="RULE",
-            help="Accept a rule's findings; may be repeated. What is refused cannot be waived.",
+            help="Allow a rule's findings; may be repeated. What is refused cannot be allowed.",
             autocompletion=rule_names,
         ),
     ] = None,
-    host_ops: HostOps = None,
+    fallback_ops: FallbackOps = None,
     standalone: Annotated[
         bool | None,
         typer.Option(
@@ -134,11 +137,10 @@ def build(
     begin = time.perf_counter()
     with watching(quiet, verbose) as progress:
         built = cgcompile.build(
-            model, sizes=list(sizes or ()), out=out, target=target, strict=strict, waive=tuple(waive or ()), lower=lower,
-            specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, budget=budget, train=train,
-            host_ops=tuple(host_ops or ()), standalone=standalone, force=force, max_keys=max_keys, max_paths=max_paths, world=world,
-            split=split,
-            progress=progress or "silent",
+            model, sizes=list(sizes or ()), out=out, target=target, strict=strict, allow=tuple(allow or ()), lower=lower,
+            specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, autotune=autotune,
+            autotune_timeout=autotune_timeout, train=train, fallback_ops=tuple(fallback_ops or ()), standalone=standalone,
+            force=force, max_keys=max_keys, max_paths=max_paths, world=world, split=split, progress=progress or "silent",
         )  # fmt: skip
     if not quiet:
         show(_summary(built, time.perf_counter() - begin), sys.stderr)
@@ -179,7 +181,7 @@ def _summary(built: Built, seconds: float) -> Table:
     return record([
         *fields,
         *([("findings", first_lines(findings))] if findings else []),
-        *([("waived", listed(manifest.allowed))] if manifest.allowed else []),
+        *([("allowed", listed(manifest.allowed))] if manifest.allowed else []),
         ("load", summary.load_lines(str(built.path), manifest)),
         *([("note:", notes)] if notes else []),
     ])  # fmt: skip

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
-from ..options import AnyTarget, HostOps, MaxPaths, ModelName, chosen_by_default
+from ..options import AnyTarget, FallbackOps, MaxPaths, ModelName, chosen_by_default
 from ..output import count, listed, record, safe, show, size, write_json
 from ..progress import watching
 
@@ -37,7 +37,7 @@ def check(
     ] = None,
     target: AnyTarget = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
-    host_ops: HostOps = None,
+    fallback_ops: FallbackOps = None,
     train: Annotated[bool, typer.Option("--train", help="Leave a model in training mode as it is, out of eval().")] = False,
     max_paths: MaxPaths = 64,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="Do not say what takes long.")] = False,
@@ -59,7 +59,7 @@ def check(
 
     with watching(quiet) as progress:
         report = cgcompile.check(
-            model, sizes=list(sizes or ()), target=target, strict=strict, host_ops=tuple(host_ops or ()), train=train,
+            model, sizes=list(sizes or ()), target=target, strict=strict, fallback_ops=tuple(fallback_ops or ()), train=train,
             max_paths=max_paths, progress=progress or "silent",
         )  # fmt: skip
     if as_json:

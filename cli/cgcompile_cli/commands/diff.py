@@ -69,11 +69,11 @@ def _headline(bundle: BundleFiles, signed: str) -> str:
 
 
 def _once(found: Sequence[Difference]) -> list[Difference]:
-    """Differences of the exam as people want them: what proofs have in common once, and one line for all measured errors.  Those of
-    other parts are as they are."""
+    """Differences of the self-test as people want them: what proofs have in common once, and one line for all measured errors.
+    Those of other parts are as they are."""
     from cgcompile.tools.diff.differences import Difference
 
-    if found[0].part != "exam":
+    if found[0].part != "self-test":
         return list(found)
     alike: dict[str, list[Difference]] = {}
     for each in found:
@@ -82,7 +82,7 @@ def _once(found: Sequence[Difference]) -> list[Difference]:
     told = [replace(first, name=f"{first.name}{f', and {len(more)} more' if more else ''}") for first, *more in alike.values()]
     if proofs := {each.name for each in found if each.measured}:
         bound = "" if any(each.field == "error" and not each.measured for each in found) else ", all within their bounds"
-        told.append(Difference(part="exam", name="proofs", note=f"{count(len(proofs), 'proof')} measured other errors{bound}"))
+        told.append(Difference(part="self-test", name="proofs", note=f"{count(len(proofs), 'proof')} measured other errors{bound}"))
     return told
 
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from cgcompile.tools.environment import Environment, Part, TargetHere
 
-RECORDERS = {"host": "yes", "capture": "yes, captured", "trace": "yes, traced"}
+RECORDERS = {"host": "yes", "capture": "yes, captured", "cross-compile": "yes, cross-compiled"}
 """What a recorder means for somebody who wants to build: on the GPU that is here, or without one."""
 
 

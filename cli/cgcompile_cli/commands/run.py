@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 VALUES = 4
 """Elements of an output that are shown."""
 
-OTHER_SIZES = "inputs of another size: --inputs FILE; they are padded or cut where the build proved that this is exact"
+OTHER_SIZES = "inputs of another size: --inputs FILE; they are padded or chunked where the build proved that this is exact"
 """What to do where no inputs are stored for a size."""
 
 STDOUT = "-"
@@ -34,7 +34,7 @@ def run(
     bundle: BundlePath,
     inputs: Annotated[
         str | None,
-        typer.Option("--inputs", metavar="FILE", help="A safetensors file with the inputs by name. Default: the stored exam's."),
+        typer.Option("--inputs", metavar="FILE", help="A safetensors file with inputs by name. Default: the self-test's."),
     ] = None,
     outputs: Annotated[
         str | None,
@@ -65,7 +65,7 @@ def run(
     """Replay a bundle and show its outputs.
 
     Without --inputs it replays the inputs that the build stored. Inputs of
-    a size that was not recorded are padded or cut where the build proved
+    a size that was not recorded are padded or chunked where the build proved
     that this is exact. What the model writes into its inputs is shown, too.
     Constants of the call (`cgcompile inspect` shows them) are the recorded ones.
 

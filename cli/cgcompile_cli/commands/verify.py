@@ -1,4 +1,4 @@
-"""`cgcompile verify`: every invariant and hash, all damage at once; with --run the stored exam, in a fresh process.
+"""`cgcompile verify`: every invariant and hash, all damage at once; with --run the stored self-test, in a fresh process.
 
 With --key also that one of these keys signed it."""
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 def verify(
     bundle: BundlePath,
-    run: Annotated[bool, typer.Option("--run", help="Also replay the stored exam in a fresh process.")] = False,
+    run: Annotated[bool, typer.Option("--run", help="Also replay the stored self-test in a fresh process.")] = False,
     key: Annotated[
         list[str] | None,
         typer.Option(
@@ -37,7 +37,7 @@ def verify(
 
     --run replays the inputs that the build stored and compares the outputs
     with the ones it recorded, for every int_key. Exit status 1 where the
-    bundle is damaged, not signed by a given key, or the exam fails; 2 where
+    bundle is damaged, not signed by a given key, or the self-test fails; 2 where
     the bundle is sound, and this machine cannot replay it.
 
     \b
@@ -50,7 +50,7 @@ def verify(
         from cgbundle.exam import fresh
 
         answer = fresh(bundle, keys)
-    compared = [*answer.get("results", []), *answer.get("chains", [])]
+    compared = [*answer.get("results", []), *answer.get("donations", [])]
     for row in compared:
         for each in (row, *row.get("tensors", ())):
             each["error"] = each["error"] if math.isfinite(each["error"]) else str(each["error"])  # JSON has no infinity
@@ -67,7 +67,7 @@ def verify(
             "ok": ok,
             "damage": [as_object(error.code, str(error), error.hint) for error in damage],
             "signature": signature and {"key": signature.key.hex(), "trusted": bool(keys)},
-            "exam": answer or None,
+            "self_test": answer or None,
         })  # fmt: skip
     elif not (ok and quiet):
         _report(bundle, manifest, damage, answer, _signed(signature, keys))
@@ -127,15 +127,14 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
                 show(safe(line))
         if wrong:
             complain(
-                f"{path}: the exam failed for {listed([row[0] for row in wrong], 4)}",
+                f"{path}: the self-test failed for {listed([row[0] for row in wrong], 4)}",
                 "build the bundle again on this kind of machine",
             )
-        chains = answer.get("chains", [])
-        if chains:
-            failed = [row for row in chains if not row["passed"]]
-            show(
-                f"chains: {count(len(chains), 'call')} of outputs taken where they lie, {len(failed) or 'none'} unlike their copies"
-            )
+        donations = answer.get("donations", [])
+        if donations:
+            failed = [row for row in donations if not row["passed"]]
+            unlike = f"{len(failed) or 'none'} unlike their copies"
+            show(f"donations: {count(len(donations), 'call')} of outputs taken where they lie, {unlike}")
             for row in failed:
                 show(safe(f"{row['title']}: {row['text']}"))
 

@@ -53,7 +53,7 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         ("weights", summary.weights(manifest)),
         ("update", update(manifest)),
         *([("state", summary.state(manifest))] if summary.state(manifest) else []),
-        *([("chains", summary.donation_lines(manifest))] if manifest.donations else []),
+        *([("donations", summary.donation_lines(manifest))] if manifest.donations else []),
         ("regions", _regions(manifest)),
     ]
     for entry in manifest.entries:
@@ -61,12 +61,12 @@ def overview(path: str, manifest: Manifest) -> list[Field]:
         fields.append((f"programs{of}", program_rows.programs(entry)))
         fields += program_rows.lowering_fields(entry, of)
         if rows := program_rows.self_test_rows(manifest, entry):
-            fields.append((f"exam{of}", table(("", ">error", ">bound"), rows)))
+            fields.append((f"self-test{of}", table(("", ">error", ">bound"), rows)))
     findings = list(dict.fromkeys([finding for entry in manifest.entries for finding in entry.findings]))
     fields += [
         ("files", summary.files(manifest)),
         ("findings", _findings(findings, manifest.allowed)),
-        *([("waived", ", ".join(manifest.allowed))] if manifest.allowed else []),
+        *([("allowed", ", ".join(manifest.allowed))] if manifest.allowed else []),
         ("signed", summary.signed(path)),
         ("built", f"{origin.created} from {origin.source}"),
         ("with", ", ".join([f"{name} {version}" for name, version in origin.versions])),
@@ -102,7 +102,7 @@ def _regions(manifest: Manifest) -> RenderableType:
 
 def _findings(findings: Sequence[Finding], allowed: Sequence[str]) -> list[str]:
     if not (findings or allowed):
-        return ["none, nothing was waived"]
+        return ["none, nothing was allowed"]
     shown, hidden = shortened(findings)
     lines = []
     for finding in shown:

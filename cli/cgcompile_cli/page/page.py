@@ -50,7 +50,7 @@ def page(path: str, manifest: Manifest) -> str:
     sections += [
         *([("kernels", "Kernels", pageparts.kernel_rows(rows))] if rows else []),
         *(
-            [("chains", "Chains", [tag("ul", *[tag("li", line) for line in summary.donation_lines(manifest)])])]
+            [("donations", "Donations", [tag("ul", *[tag("li", line) for line in summary.donation_lines(manifest)])])]
             if manifest.donations
             else []
         ),
@@ -142,10 +142,10 @@ def _sizes(manifest: Manifest, entry: EntrySpec) -> Iterator[Html]:
 
 def _findings(manifest: Manifest, entry: EntrySpec) -> Iterator[Html]:
     if not (entry.findings or manifest.allowed):
-        yield tag("p", "None, and nothing was waived.")
+        yield tag("p", "None, and nothing was allowed.")
     yield from map(_finding, entry.findings)
     if manifest.allowed:
-        yield tag("p", f"Waived: {', '.join(manifest.allowed)}.")
+        yield tag("p", f"Allowed: {', '.join(manifest.allowed)}.")
 
 
 def _finding(each: Finding) -> Html:

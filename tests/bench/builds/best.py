@@ -1,6 +1,6 @@
-"""What `--lower best` keeps, beside torch.compile max-autotune, and beside bundles of one lowering:
+"""What `--autotune` keeps, beside torch.compile max-autotune, and beside bundles of one lowering:
 
-    best.py [MODEL...] [--sizes N,N] [--each] [--budget SECONDS]
+    best.py [MODEL...] [--sizes N,N] [--each] [--timeout SECONDS]
 
 For every model and int_key a line: what was chosen, the microseconds that its graphs take on the GPU, those of a graph captured by
 hand of torch.compile(mode="max-autotune-no-cudagraphs"), and their ratio.  The two are timed in turns, by events around many
@@ -214,7 +214,7 @@ def made(name: str) -> Made:
     return network.eval(), inputs
 
 
-def measure(name: str, sizes: list[int], each: bool, budget: float | None, folder: Path) -> bool:
+def measure(name: str, sizes: list[int], each: bool, timeout: float | None, folder: Path) -> bool:
     """Prints a model's lines; False where a single lowering is faster."""
     baseline = Baseline(name, sizes)
     try:
@@ -223,7 +223,14 @@ def measure(name: str, sizes: list[int], each: bool, budget: float | None, folde
         network, inputs = made(name)
         begun = time.perf_counter()
         built = cgcompile.build(
-            network, inputs, sizes=sizes, out=folder / f"{name}.cgb", lower="best", budget=budget, force=True, progress=watch
+            network,
+            inputs,
+            sizes=sizes,
+            out=folder / f"{name}.cgb",
+            autotune=True,
+            autotune_timeout=timeout,
+            force=True,
+            progress=watch,
         )
         spent = ", ".join(f"{stage} {seconds:.0f}" for stage, seconds in built.seconds if seconds >= 1)
         print(f"{name}: built in {time.perf_counter() - begun:.0f} s ({spent})", flush=True)
@@ -264,8 +271,8 @@ def told(lowerings: Any) -> str:
 def compare(network: torch.nn.Module, inputs: Any, sizes: list[int], built: cgcompile.Built, folder: Path) -> bool:
     """Bundles of single lowerings beside the best one."""
     paths, manifests = {"best": built.path}, {"best": built.manifest}
-    for level in ("eager", "inductor", "max-autotune", "traced"):
-        options: dict[str, Any] = {"record": "trace", "prove": "none"} if level == "traced" else {"lower": level}
+    for level in ("eager", "inductor", "max-autotune", "cross-compile"):
+        options: dict[str, Any] = {"record": "cross-compile", "prove": "none"} if level == "cross-compile" else {"lower": level}
         try:
             made = cgcompile.build(network, inputs, sizes=sizes, out=folder / f"{level}.cgb", force=True, **options)
         except cgbundle.CgbundleError as refusal:
@@ -293,7 +300,7 @@ def main() -> int:
     parser.add_argument("models", nargs="*", choices=[[], *MODELS], default=[])
     parser.add_argument("--sizes", type=lambda text: [int(each) for each in text.split(",")])
     parser.add_argument("--each", action="store_true")
-    parser.add_argument("--budget", type=float)
+    parser.add_argument("--timeout", type=float)
     parser.add_argument("--baseline", choices=MODELS, help=argparse.SUPPRESS)
     given = parser.parse_args()
     if given.baseline:
@@ -303,7 +310,7 @@ def main() -> int:
     fine = True
     with tempfile.TemporaryDirectory() as folder:
         for name in given.models or list(MODELS):
-            fine = measure(name, given.sizes or MODELS[name][1], given.each, given.budget, Path(folder)) and fine
+            fine = measure(name, given.sizes or MODELS[name][1], given.each, given.timeout, Path(folder)) and fine
     return 0 if fine else 1
 
 

@@ -65,7 +65,7 @@ def described(path: Path, manifest: Manifest) -> dict[str, Any]:
         "arenas": [program.arena for program in entry.programs],
         "pad": {dimension.name: dimension.pad for dimension in entry.dimensions},
         "module state": bool(manifest.module_state),
-        "exam": entry.self_test.compare,
+        "self_test": entry.self_test.compare,
         "methods": sorted({proof.method for proof in entry.self_test.proofs}),
         "difference": worst.error,
         "tolerance": worst.tolerance,

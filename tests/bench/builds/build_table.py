@@ -41,7 +41,7 @@ def build(model: Model, level: str, cache: Path, threads: int | None = None, unt
     seconds = BUILD_SECONDS if until is None else min(BUILD_SECONDS, until - time.perf_counter())
     row = missing(model, seconds) or child_rows.run("builds/build_model.py", model.name, level, out, extra=extra, seconds=seconds)
     row |= {"name": model.name, "title": model.title, "level": level}
-    came = failed(row) or f"{row['seconds']:.1f} s, exam by {row['exam']}"
+    came = failed(row) or f"{row['seconds']:.1f} s, self-test by {row['self_test']}"
     say(f"{model.name} {level}: {came}")
     return row
 
@@ -102,7 +102,7 @@ def show(screen: report.Console, title: str, rows: Sequence[dict[str, Any]]) -> 
             continue
         nodes = row["nodes"]
         span = f"{min(nodes)}-{max(nodes)}" if min(nodes) != max(nodes) else str(nodes[0])
-        same = "same bits" if row["exam"] == "bits" else "TOLERANCE"
+        same = "same bits" if row["self_test"] == "bits" else "TOLERANCE"
         lines.append(
             [
                 *head,

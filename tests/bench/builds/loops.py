@@ -1,6 +1,6 @@
 """Greedy decoding in one launch (`torch.while_loop`) beside a launch per token whose token the host fetches, in one run.
 
-    loops.py [--target cuda] [--record trace] [--layers 12] [--width 768] [--tokens 128] [--compile]
+    loops.py [--target cuda] [--record cross-compile] [--layers 12] [--width 768] [--tokens 128] [--compile]
 
 Both bundles are of one GPT, batch 1.  LOOP begins with one token and gives all; STEP gives one per call over a cache that is state.
 With `--compile` the same two modules under `torch.compile(mode="reduce-overhead")` stand beside them.  Exit status 1 when the
@@ -107,13 +107,13 @@ class Step(Decoder):
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", default="cuda")
-    parser.add_argument("--record", default="trace")
+    parser.add_argument("--record", default="cross-compile")
     parser.add_argument("--compile", action="store_true")
     for name, value in (("layers", 12), ("width", 768), ("tokens", 128)):
         parser.add_argument(f"--{name}", type=int, default=value)
     given = parser.parse_args()
     device = "cuda" if given.target == "cuda" else "cpu"
-    record = {"record": given.record, **({"prove": "none"} if given.record == "trace" else {})} if device == "cuda" else {}
+    record = {"record": given.record, **({"prove": "none"} if given.record == "cross-compile" else {})} if device == "cuda" else {}
     first = torch.tensor([17], device=device)
     with tempfile.TemporaryDirectory() as scratch:
         programs, models = [], []

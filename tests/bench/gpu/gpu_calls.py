@@ -28,7 +28,7 @@ class Graph(NamedTuple):
 
 
 def exam_calls(bundle: str) -> dict[tuple[int, ...], torch.Tensor]:
-    """The exam's first input of every key, on the GPU."""
+    """The self-test's first input of every key, on the GPU."""
     entry = archive.read_manifest(bundle).entries[0]
     stored = Mapped(str(Path(bundle, file_names.EXAM)), file_names.EXAM)
     found = {}

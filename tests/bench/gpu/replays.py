@@ -1,6 +1,6 @@
 """Child: `replays.py MODEL BUNDLE COUNT` replays sizes at random on changing streams, beside each input's first replay.
 
-Then mode="stream" with mode="graph", bit for bit, and sizes that were not recorded, padded and cut, with eager PyTorch.
+Then mode="stream" with mode="graph", bit for bit, and sizes that were not recorded, padded and chunked, with eager PyTorch.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ INPUTS = 12
 """Different inputs of every size."""
 
 OTHERS = (2, 3, 7, 9, 31, 33, 40, 70)
-"""Batch sizes that are padded, or cut and padded."""
+"""Batch sizes that are padded, or chunked and padded."""
 
 
 def main(model: str, bundle: str, count: str) -> None:

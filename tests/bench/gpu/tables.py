@@ -103,7 +103,7 @@ def wrong_cold(found: dict[str, Any]) -> list[str]:
         if run.get("banned"):
             sentences.append(f"the loading process imported {', '.join(run['banned'])}")
         if not all(run.get("exam", [True])):
-            sentences.append("the exam gave other bits")
+            sentences.append("the self-test gave other bits")
         first, *others = run.get("addresses", [[]])
         if others and any(a == b for a, b in zip(first, others[-1], strict=True) if a):
             sentences.append("two loads share an address")

@@ -76,7 +76,7 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
 
 
 def exam_inputs(bundle: Path, folder: Path) -> list[str]:
-    """The exam's input of every key as a raw file: `file:dtype:shape` each."""
+    """The self-test's input of every key as a raw file: `file:dtype:shape` each."""
     entry = archive.read_manifest(str(bundle)).entries[0]
     stored = Mapped(str(bundle / file_names.EXAM), file_names.EXAM)
     texts = []
@@ -195,7 +195,9 @@ def show_breakdown(screen: report.Console, found: dict[str, Any]) -> None:
     plain = ", ".join(found["bundle"][-1].get("foreign", [])) or "none"
     screen.print(f"imported of torch, numpy, triton, cgcompile: {held}; packages beside the standard library: {plain}")
     screen.print(f"two loads in one process: {'all' if apart else 'NOT ALL'} memories at other addresses, e.g. weights at")
-    screen.print(f"  {first[0]:#x} and {second[0]:#x}; the exam at the second: {'same bits' if all(run['exam']) else 'OTHER BITS'}")
+    screen.print(
+        f"  {first[0]:#x} and {second[0]:#x}; self-test at the second: {'same bits' if all(run['exam']) else 'OTHER BITS'}"
+    )
     for way, values in found["differences"].items():
         shown = ", ".join(f"{value:.1e}" for value in values)
         screen.print(f"  {way}: largest difference to the recording per size: {shown} (allowed {TOLERANCE:g})")

@@ -1,7 +1,7 @@
 """Child: `serve_bundle.py HOW BUNDLE OUTPUT INPUT` serves once from a bundle for CUDA, without torch and NumPy, and prints times.
 
 HOW is `plain`; or `watched`, with the stages of loading timed apart from outside.  When everything is measured the bundle is loaded
-a second time beside the first, for the exam.
+a second time beside the first, for the self-test.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Child: `offline_times.py TRACED CAPTURED...` times the GPU's part of a call of a bundle that was built without a GPU beside
 bundles of the same model that were captured, for every int_key: JSON.
 
-Rounds of all alternate, so that they see the same clocks.  Inputs are those of the exam.
+Rounds of all alternate, so that they see the same clocks.  Inputs are those of the self-test.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def main(paths: list[str]) -> None:
 
 
 def fill(path: str, entry: EntrySpec, backend: CudaBackend, key: tuple[int, ...], number: int) -> None:
-    """Puts the exam's inputs into the static buffers."""
+    """Puts the self-test's inputs into the static buffers."""
     stored = Mapped(f"{path}/{file_names.EXAM}", file_names.EXAM)
     tensors = exam.inputs_of(stored, entry, key)
     with backend.locked(None) as stream:

@@ -1,4 +1,4 @@
-"""Replays over poisoned memory: `poisoned.py BUNDLE...` sits every bundle's exam many times, keys and sessions at random.
+"""Replays over poisoned memory: `poisoned.py BUNDLE...` sits every bundle's self-test many times, keys and sessions at random.
 
 Before every replay the arena (outputs lie there) and memory of the host are filled with 0xFF, which is NaN as a float.
 """

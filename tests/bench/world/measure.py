@@ -81,7 +81,7 @@ def build(folder: Path, shape: str, target: str, names: Sequence[str]) -> None:
             path = path_of(folder, shape, name)
             command = [
                 sys.executable, "-m", "cgcompile_cli", "build", str(HERE / model), "--sizes", "1,8", "--target", target,
-                "--record", "trace", "--prove", "none", "--force", "-v", "-o", str(path), *more,
+                "--record", "cross-compile", "--prove", "none", "--force", "-v", "-o", str(path), *more,
             ]  # fmt: skip
             log = stack.enter_context(open(path.with_suffix(".log"), "w"))
             process = subprocess.Popen(command, env=environment(shape, CUDA_VISIBLE_DEVICES=""), stdout=log, stderr=log)

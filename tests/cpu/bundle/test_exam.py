@@ -1,4 +1,5 @@
-"""The exam of a replay: bytes of the recording process become tensors of the manifest's dtypes and shapes, and runs of state."""
+"""The self-test of a replay: bytes of the recording process become tensors of the manifest's dtypes and shapes, and runs of
+state."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_the_manifest_and_the_exam_name_what_is_written(case: Case) -> None:
         _, after = eager(network, given)
         for index in written:
             close(stored[f"{size}/mutated/{index}"], after[index])
-            assert not torch.equal(stored[f"{size}/mutated/{index}"], given[index]), "an exam that sees no change proves nothing"
+            assert not torch.equal(stored[f"{size}/mutated/{index}"], given[index]), "a self-test without a change proves nothing"
     assert {name for name in stored if "/mutated/" in name} == {f"{size}/mutated/{index}" for size in SIZES for index in written}
 
 

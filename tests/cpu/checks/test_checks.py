@@ -292,7 +292,7 @@ of_numpy.register_fake(lambda x: torch.empty_like(x))
 def test_an_operator_that_needs_python_is_refused_where_the_host_runs_it() -> None:
     made = exported(lambda self, x: plain(of_numpy(x)))
     assert not [each for each in check(made).findings if each.severity == "refuse"], "a capture records what it launches"
-    for checked in (check(made, "cpu"), check(made, host_ops=["cgchecks::of_numpy", "cgchecks::plain"])):
+    for checked in (check(made, "cpu"), check(made, fallback_ops=["cgchecks::of_numpy", "cgchecks::plain"])):
         (found,) = [each for each in checked.findings if each.severity == "refuse"]
         assert found.rule == "operator-without-code" and found.message.startswith(
             "cgchecks.of_numpy runs on the host without Python"
@@ -302,13 +302,13 @@ def test_an_operator_that_needs_python_is_refused_where_the_host_runs_it() -> No
 
 def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
     own = {
-        "sparse-output", "deterministic-scatter", "host-op", "overlapping-input", "non-tensor-input", "too-many-keys",
+        "sparse-output", "deterministic-scatter", "fallback-op", "overlapping-input", "non-tensor-input", "too-many-keys",
         "small-region", "data-dependent-follower", "assert-scalar", "mismatched-integers", "near-ties",
         "operator-without-code", "operator-without-kernel", "unknown-collective", "widened-bound", "earlier-calls",
         "moved-to-gpu", "wrapped-module", "tensor-assertion",
     }  # fmt: skip
     assert {case[0].split()[1] for case in CASES} | own == {each.name for each in explanations() if each.kind == "finding"}
-    assert {name(rule) for rule in RULES} <= {each.name for each in explanations()}, "what --waive and explain know"
+    assert {name(rule) for rule in RULES} <= {each.name for each in explanations()}, "what --allow and explain know"
 
 
 @pytest.mark.parametrize("rule", [*RULES, too_many_keys], ids=name)
@@ -328,16 +328,16 @@ def test_a_bound_that_eager_pytorch_widens_is_told() -> None:
 def test_operators_that_the_user_keeps_on_the_host() -> None:
     made = exported(lambda m, x: plain(x.topk(2).values))
     for spelled in ("aten.topk", "aten::topk", "aten.topk.default"):
-        checked = check(made, host_ops=[spelled])
+        checked = check(made, fallback_ops=[spelled])
         findings = checked.findings
-        assert told(findings) == ["host host-op", "note custom-operator"] and findings[0].node == "topk"
-        assert placed(checked) == {"topk": "host-op"}
-    assert told(check(made, host_ops=["cgchecks::plain"]).findings)[0] == "host host-op"
+        assert told(findings) == ["host fallback-op", "note custom-operator"] and findings[0].node == "topk"
+        assert placed(checked) == {"topk": "fallback-op"}
+    assert told(check(made, fallback_ops=["cgchecks::plain"]).findings)[0] == "host fallback-op"
 
 
-def test_an_operator_that_is_not_called_is_no_host_op() -> None:
-    with raises("host-op-unknown", match="'aten.tpok': the model calls no such operator") as caught:
-        check(exported(lambda m, x: x.topk(2).values), host_ops=["aten.tpok"])
+def test_an_operator_that_is_not_called_is_no_fallback_op() -> None:
+    with raises("fallback-op-unknown", match="'aten.tpok': the model calls no such operator") as caught:
+        check(exported(lambda m, x: x.topk(2).values), fallback_ops=["aten.tpok"])
     assert "aten.topk" in caught.value.hint and caught.value.exit_code == 2
 
 
@@ -583,8 +583,8 @@ def test_nobody_named_a_target(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_strict_and_host_ops_in_a_report() -> None:
     model = Model(lambda m, x: x.topk(2).values)
-    assert not cgcompile.check(model, rows, host_ops=["aten.topk"], target="cuda").refused
-    assert cgcompile.check(model, rows, host_ops=["aten.topk"], strict=True, target="cuda").refused
+    assert not cgcompile.check(model, rows, fallback_ops=["aten.topk"], target="cuda").refused
+    assert cgcompile.check(model, rows, fallback_ops=["aten.topk"], strict=True, target="cuda").refused
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def test_goldens_pass_their_exams(golden: str) -> None:
 
 
 def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path) -> None:
-    """Its exam is made to fit the other shape, too: the rows behind the shared object are what is left."""
+    """Its self-test is made to fit the other shape, too: the rows behind the shared object are what is left."""
     folder = Path(shutil.copytree(bundle, tmp_path / "other.cgb"))
     made = archive.read_manifest(str(folder))
     other = put_values(0, shape=lambda shape: (shape[0], 5), strides=lambda _: (5, 1))(made)

@@ -130,7 +130,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             memories=(("weights", 256), ("inputs", 256), ("arena", 512), ("host", 1024)),
             regions=(Region(name="pick", kind="host", reason="data-dependent-shape", file=FILE, constants=((own, 1),)),),
             programs=tuple(map(program, KEYS)),
-            self_test=replace(base.exam, bounds=(1e-5, 1e-5), proofs=tuple([tiny_bundle.proof(key) for key in KEYS])),
+            self_test=replace(base.self_test, bounds=(1e-5, 1e-5), proofs=tuple([tiny_bundle.proof(key) for key in KEYS])),
         ),
     )
     return folder

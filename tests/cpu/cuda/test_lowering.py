@@ -127,7 +127,7 @@ def test_a_compilers_failure_names_the_operator_its_line_and_what_to_do(kind: ty
         call(torch.randn(4))
     assert (
         "Vectorized" not in str(caught.value)
-        and f"--lower eager; or keep it on the host: cgcompile build ... --host-op {name}" in caught.value.hint
+        and f"--lower eager; or keep it on the host: cgcompile build ... --fallback-op {name}" in caught.value.hint
     )
 
 

@@ -37,7 +37,8 @@ STARTS = 300
 
 
 def shifted(bundle: Path, folder: Path, shift: float, examined: bool = True) -> Path:
-    """A copy of the tiny bundle whose last bias is larger by `shift`, and so is every answer; its exam is, too, if `examined`."""
+    """A copy of the tiny bundle whose last bias is larger by `shift`, and so is every answer; its self-test is, too, if
+    `examined`."""
     shutil.copytree(bundle, folder)
     _add(folder / file_names.WEIGHTS, lambda name: name == "2.bias", shift)
     if examined:
@@ -267,7 +268,7 @@ def test_prometheus_reads_what_happened(server: Server) -> None:
     assert grown[f"cgbundle_rows_total{{{owner}}}"] == 3 and grown[f"cgbundle_recorded_rows_total{{{owner}}}"] == 4
     assert grown[f"cgbundle_queue_seconds_count{{{owner}}}"] == grown[f"cgbundle_call_seconds_count{{{owner}}}"] == 1
     assert after[f'cgbundle_memory_bytes{{memory="weights",{owner}}}'] > 0
-    assert after['cgbundle_load_seconds{model="tiny",phase="exam",version="1"}'] > 0
+    assert after['cgbundle_load_seconds{model="tiny",phase="self_test",version="1"}'] > 0
     assert after['cgbundle_loads_total{model="tiny",result="serving"}'] == 1 and after[f"cgbundle_waiting_requests{{{owner}}}"] == 0
 
 
@@ -423,7 +424,9 @@ def test_a_version_whose_exam_fails_is_refused_and_the_old_one_stays(folder: Fol
         try:
             folder.put(7, examined=False)
             event = server.said(lambda event: event["event"] == "refused")
-            assert (event["model"], event["version"]) == ("tiny", 7) and event["why"].startswith("the exam fails at int_key (1,)")
+            assert (event["model"], event["version"]) == ("tiny", 7) and event["why"].startswith(
+                "the self-test fails at int_key (1,)"
+            )
             broken = folder.path / "models" / "tiny" / "8" / "model.cgb"
             broken.mkdir(parents=True)
             (broken / "manifest.json").write_text("{}")

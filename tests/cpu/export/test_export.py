@@ -261,6 +261,15 @@ def test_the_cpu_target_does_not_ignore_a_lowering_it_lacks(target: str, lower: 
         choose(target, lower)
 
 
+def test_what_autotune_cannot_be_combined_with(gpu: Callable[[str], None]) -> None:
+    gpu("sm_90")
+    assert choose("cuda", "inductor", autotune=True).recorder == "capture"
+    with raises("option-invalid", match="--autotune tries every lowering, and --lower is eager"):
+        choose("cuda", "eager", autotune=True)
+    with raises("target-unavailable", match="specialize 'shared': --autotune lowers every size for itself"):
+        choose("cuda", "inductor", "shared", autotune=True)
+
+
 # --- targets ------------------------------------------------------------------------------------------------------
 
 
@@ -281,25 +290,25 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
     [
         ("", "auto", "auto", ("cpu", "host", True)),
         ("", "cpu", "auto", ("cpu", "host", True)),
-        ("", "sm_90", "auto", ("sm_90", "trace", False)),
-        ("", "sm_120", "trace", ("sm_120", "trace", False)),
+        ("", "sm_90", "auto", ("sm_90", "cross-compile", False)),
+        ("", "sm_120", "cross-compile", ("sm_120", "cross-compile", False)),
         ("sm_90", "auto", "auto", ("sm_90", "capture", True)),
         ("sm_90", "cuda", "auto", ("sm_90", "capture", True)),
         ("sm_90", "sm_90", "auto", ("sm_90", "capture", True)),
         ("sm_90", "sm_90", "capture", ("sm_90", "capture", True)),
         ("sm_90", "cuda", "capture", ("sm_90", "capture", True)),
-        ("sm_90", "sm_90", "trace", ("sm_90", "trace", True)),
-        ("sm_90", "cuda", "trace", ("sm_90", "trace", True)),
-        ("sm_90", "auto", "trace", ("sm_90", "trace", True)),
+        ("sm_90", "sm_90", "cross-compile", ("sm_90", "cross-compile", True)),
+        ("sm_90", "cuda", "cross-compile", ("sm_90", "cross-compile", True)),
+        ("sm_90", "auto", "cross-compile", ("sm_90", "cross-compile", True)),
         ("sm_90", "cpu", "auto", ("cpu", "host", True)),
         ("sm_80", "auto", "auto", ("sm_80", "capture", True)),
-        ("sm_80", "sm_90", "auto", ("sm_90", "trace", False)),
-        ("sm_80", "sm_90", "trace", ("sm_90", "trace", False)),
+        ("sm_80", "sm_90", "auto", ("sm_90", "cross-compile", False)),
+        ("sm_80", "sm_90", "cross-compile", ("sm_90", "cross-compile", False)),
         ("sm_120", "sm_120", "auto", ("sm_120", "capture", True)),
-        ("sm_120", "sm_100", "auto", ("sm_100", "trace", False)),
+        ("sm_120", "sm_100", "auto", ("sm_100", "cross-compile", False)),
     ],
 )
-def test_a_gpu_that_is_here_is_captured_and_every_other_is_traced(
+def test_a_gpu_that_is_here_is_captured_and_every_other_is_cross_compiled(
     here: str, target: str, recorder: str, expected: tuple[str, str, bool], gpu: Callable[[str], None]
 ) -> None:
     gpu(here)
@@ -311,11 +320,11 @@ def test_a_gpu_that_is_here_is_captured_and_every_other_is_traced(
     ("here", "target", "recorder", "said"),
     [
         ("", "cuda", "auto", "target cuda: there is no GPU on this machine"),
-        ("", "cuda", "trace", "target cuda: there is no GPU on this machine"),
-        ("", "auto", "trace", "target auto: there is no GPU on this machine"),
+        ("", "cuda", "cross-compile", "target cuda: there is no GPU on this machine"),
+        ("", "auto", "cross-compile", "target auto: there is no GPU on this machine"),
         ("", "sm_90", "capture", "target sm_90: this machine has no GPU, and only a GPU that is here can be captured"),
         ("sm_80", "sm_90", "capture", "target sm_90: this machine has sm_80, and only a GPU that is here can be captured"),
-        ("", "cpu", "trace", "record 'trace': the cpu target records nothing"),
+        ("", "cpu", "cross-compile", "record 'cross-compile': the cpu target records nothing"),
         ("sm_90", "cpu", "capture", "record 'capture': the cpu target records nothing"),
         ("", "auto", "capture", "record 'capture': the cpu target records nothing"),
         ("sm_90", "sm_77", "auto", "target 'sm_77': no such architecture"),
@@ -335,12 +344,12 @@ def test_what_this_machine_cannot_build(here: str, target: str, recorder: str, s
 def test_only_a_captured_gpu_has_every_lowering(lower: str, specialize: str, gpu: Callable[[str], None]) -> None:
     gpu("sm_90")
     assert choose("sm_90", lower, specialize).recorder == "capture"
-    for target, recorder in (("sm_80", "auto"), ("sm_90", "trace")):
+    for target, recorder in (("sm_80", "auto"), ("sm_90", "cross-compile")):
         if (lower, specialize) == ("inductor", "size"):
-            assert choose(target, lower, specialize, recorder).recorder == "trace"
+            assert choose(target, lower, specialize, recorder).recorder == "cross-compile"
             continue
         named = f"lower '{lower}'" if lower != "inductor" else f"specialize '{specialize}'"
-        with raises("target-unavailable", match=f"^{named}: a build for {target} without that GPU"):
+        with raises("target-unavailable", match=f"^{named}: cross-compiling for {target}"):
             choose(target, lower, specialize, recorder)
 
 

@@ -1,4 +1,4 @@
-"""What `check` says of a GPU that is not here is what lowering says: the same operations have no Triton kernel."""
+"""What `check` says of a cross-compiled target is what lowering says: the same operations have no Triton kernel."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     ),
     "a scatter": ("aten.scatter_reduce.two", lambda x, w: x.scatter_reduce(1, (x > 0).long(), x, "amax")),
 }
-"""What `--host-op` is told of the first operation without a kernel, "" where there is none."""
+"""What `--fallback-op` is told of the first operation without a kernel, "" where there is none."""
 
 
 def inputs(batch: int) -> tuple[Tensor]:
@@ -155,7 +155,7 @@ def test_the_hint_names_all_operators_at_once() -> None:
     assert {each.rule for each in report.findings} == {"operator-without-kernel"}
     hints = hinted(report.findings[0].fix)
     assert {"aten.fill_.Tensor", "aten.fft_rfft"} <= {*hints}
-    assert not cgcompile.check(Of(parts).eval(), inputs, sizes=[4], target="sm_90", host_ops=hints).refused
+    assert not cgcompile.check(Of(parts).eval(), inputs, sizes=[4], target="sm_90", fallback_ops=hints).refused
 
 
 def model_of(name: str) -> Callable[..., Any]:
@@ -168,8 +168,8 @@ def test_the_report_of_a_target_has_the_rules_of_its_recorder() -> None:
     report = check(target="sm_90")
     (found,) = [each for each in report.findings if each.severity == "refuse"]
     assert (found.rule, found.message) == ("operator-without-kernel", "median has no Triton kernel")
-    assert found.fix.endswith("--host-op aten.median.dim")
-    assert not check(target="sm_90", host_ops=hinted(found.fix)).refused, "what the hint says works when pasted"
+    assert found.fix.endswith("--fallback-op aten.median.dim")
+    assert not check(target="sm_90", fallback_ops=hinted(found.fix)).refused, "what the hint says works when pasted"
 
 
 def hinted(fix: str) -> Sequence[str]:

@@ -1,4 +1,4 @@
-"""Lowering for a GPU that is not here: what `lower_key` writes down, what it refuses, and that torch is left as it was found."""
+"""Cross-compiling: what `lower_key` writes down, what it refuses, and that torch is left as it was found."""
 
 from __future__ import annotations
 
@@ -392,7 +392,7 @@ def test_what_fails_while_it_is_traced_is_told_in_a_line(monkeypatch: pytest.Mon
     text = r"relu.* cannot be traced for cuda: RuntimeError: The tensor has no data$"
     with raises("lowering-broken", match=text) as caught, fake_device.fake_device(H200):
         retrace(program, tensors)
-    assert "--host-op aten.relu" in caught.value.hint
+    assert "--fallback-op aten.relu" in caught.value.hint
 
 
 def test_tensors_that_do_not_fit() -> None:

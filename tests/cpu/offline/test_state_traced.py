@@ -1,4 +1,4 @@
-"""A program with state and written inputs on both sides of a host region, traced without a GPU and proved by interpreting it.
+"""A program with state and written inputs on both sides of a host region, cross-compiled and proved by interpreting it.
 The proof takes from eager PyTorch what the host makes, so its code is not compiled here; tests/gpu runs it."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A user's operator that launches a Triton kernel, in a bundle for a GPU that is not here."""
+"""A user's operator that launches a Triton kernel, in a cross-compiled bundle."""
 
 from __future__ import annotations
 

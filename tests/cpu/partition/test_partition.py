@@ -516,7 +516,7 @@ def test_views_of_a_part_cross_instead_of_the_whole() -> None:
 
 
 def test_a_part_of_a_host_regions_result_crosses_instead_of_the_whole() -> None:
-    program, parts = cut_of(lambda m, x: m.b(m.table((x > 0).long())[:, 0]), embedding="host-op")
+    program, parts = cut_of(lambda m, x: m.b(m.table((x > 0).long())[:, 0]), embedding="fallback-op")
     assert parts.regions[1].outputs == ("select",)
     assert region_modules(program, parts, inputs(2, 5))[1].graph.find_nodes(op="output")[0].args[0][0].meta["val"].shape == (
         2,
@@ -556,7 +556,7 @@ def test_what_only_the_host_reads_and_nothing_computes_does_not_cross() -> None:
     def arranged(m: Model, x: Tensor) -> Any:
         return m.b(m.a(x) * x.sum().item() + torch.arange(8))
 
-    _, parts = cut_of(arranged, add="host-op")
+    _, parts = cut_of(arranged, add="fallback-op")
     assert [name for part in parts.regions for name in part.nodes if "arange" in name] == ["arange"]
     assert "arange" in parts.regions[1].nodes and "arange" not in parts.regions[1].inputs
 

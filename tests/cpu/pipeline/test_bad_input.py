@@ -120,7 +120,7 @@ def test_a_part_on_the_host_is_refused_by_strict(folder: Path) -> None:
 
 
 def test_an_operator_to_keep_on_the_host_that_is_not_there(folder: Path, model_file: Path) -> None:
-    options = (model_file, "--sizes", "1,4", "--host-op", "aten.linar")
+    options = (model_file, "--sizes", "1,4", "--fallback-op", "aten.linar")
     for result in (build(*options), call("check", *options)):
         said = refused(result, 2)
         assert "'aten.linar'" in said and "aten.linear" in said
@@ -299,7 +299,7 @@ def test_verify_run(bundle: Path) -> None:
     assert result.exit_code == 0 and result.stderr == "", result.output
     assert [line.split()[0] for line in result.stdout.splitlines()[2:]] == ["batch=1", "batch=4"]
     told = json.loads(call("verify", bundle, "--run", "--json").stdout)
-    assert told["ok"] and [row["key"] for row in told["exam"]["results"]] == [[1], [4]]
+    assert told["ok"] and [row["key"] for row in told["self_test"]["results"]] == [[1], [4]]
 
 
 def test_verify_run_fails_where_the_promise_is_broken(copy: Path) -> None:
@@ -313,7 +313,7 @@ def test_verify_run_fails_where_the_promise_is_broken(copy: Path) -> None:
     resealed = replace(manifest, files=archive.describe_files(str(copy)))
     (copy / file_names.MANIFEST).write_bytes(manifest_json.encode(resealed))
     result = call("verify", copy, "--run")
-    assert result.exit_code == 1 and "FAILED" in result.stdout and "the exam failed for batch=1, batch=4" in result.stderr
+    assert result.exit_code == 1 and "FAILED" in result.stdout and "the self-test failed for batch=1, batch=4" in result.stderr
 
 
 def test_run(bundle: Path, folder: Path) -> None:

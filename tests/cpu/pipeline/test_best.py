@@ -1,4 +1,4 @@
-"""`--lower best` without a GPU: recorders, proofs and times that are made up, everything else as it is."""
+"""`--autotune` without a GPU: recorders, proofs and times that are made up, everything else as it is."""
 
 from __future__ import annotations
 
@@ -89,11 +89,11 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     def trace(
         spec: Any, what: Any, recordable: Recordable, folder: Path, tell: Callable[[str], None], seconds: float | None
     ) -> Candidate:
-        made = record_level(recordable, "traced", None, tell)
+        made = record_level(recordable, "cross-compile", None, tell)
         rows = [{"image": "gone", "symbol": "x", "configuration": "", "chosen": "only"}]
         return Candidate(recorded=replace(made, replays={}), folded=frozenset(), configurations=json.dumps(rows))
 
-    def replay(stage: Path, manifest: Manifest, bounds: object, waive: object) -> None:
+    def replay(stage: Path, manifest: Manifest, bounds: object, allow: object) -> None:
         assert {file.name for file in stage.iterdir()} >= {file_names.MANIFEST, file_names.WEIGHTS, file_names.EXAM, "graphs"}
         if stage.name in said.unproved:
             raise said.unproved[stage.name]
@@ -122,7 +122,7 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     gpu = SimpleNamespace(name="a GPU", multi_processor_count=1, total_memory=1)
     monkeypatch.setattr(tried_lowerings.torch.cuda, "get_device_properties", lambda index: gpu)
     monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
-    said.times = {name: {1: 10.0, 4: 20.0} for name in ("eager", "inductor", "traced", "max-autotune")}
+    said.times = {name: {1: 10.0, 4: 20.0} for name in ("eager", "inductor", "cross-compile", "max-autotune")}
     return said
 
 
@@ -135,7 +135,7 @@ def build(out: Path, **options: Any) -> cgcompile.Built:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return x * self.factor
 
-    return cgcompile.build(Twice(), lambda batch: torch.randn(batch, WIDTH), sizes=SIZES, out=out, lower="best", **options)
+    return cgcompile.build(Twice(), lambda batch: torch.randn(batch, WIDTH), sizes=SIZES, out=out, autotune=True, **options)
 
 
 def chosen(built: cgcompile.Built) -> list[str]:
@@ -159,9 +159,9 @@ def test_the_fastest_of_each_int_key_is_in_the_bundle_and_the_times_of_all(told:
 
 
 def test_a_traced_int_key_is_held_to_eager_pytorch(told: SimpleNamespace, tmp_path: Path) -> None:
-    told.times["traced"] = {1: 1.0, 4: 99.0}
+    told.times["cross-compile"] = {1: 1.0, 4: 99.0}
     made = build(tmp_path / "a.cgb")
-    assert chosen(made) == ["traced", "eager"]
+    assert chosen(made) == ["cross-compile", "eager"]
     assert (made.manifest.entries[0].self_test.expected, made.manifest.entries[0].self_test.compare) == ("eager", "tolerance")
     assert json.loads((made.path / KERNELS).read_text()) == [], "of kernels that the bundle has"
 
@@ -179,17 +179,17 @@ def test_what_was_chosen_before_is_recorded_without_a_search(told: SimpleNamespa
 
 def test_one_that_cannot_be_recorded_proved_or_timed_is_left_out_and_says_why(told: SimpleNamespace, tmp_path: Path) -> None:
     told.refused["max-autotune"] = ModelError("lowering-failed", "no kernel")
-    told.unproved["traced"] = BuildError("proof-failed", "it differs")
+    told.unproved["cross-compile"] = BuildError("proof-failed", "it differs")
     told.untimed["eager"] = BuildError("recorder-failed", "the process ended (log: /tmp/x/record0.log)")
     made = build(tmp_path / "a.cgb")
     assert chosen(made) == ["inductor"] * 2
     reasons = {row.name: row.reason for row in made.manifest.entries[0].programs[0].lowerings}
-    assert reasons == {"eager": "the process ended", "inductor": "", "traced": "it differs", "max-autotune": "no kernel"}
+    assert reasons == {"eager": "the process ended", "inductor": "", "cross-compile": "it differs", "max-autotune": "no kernel"}
 
 
 @pytest.mark.parametrize("stage", ["refused", "unproved", "untimed"])
 def test_where_none_is_left_the_build_fails_with_the_firsts_reason(told: SimpleNamespace, tmp_path: Path, stage: str) -> None:
-    names = ("eager", "traced", "max-autotune", "inductor")
+    names = ("eager", "cross-compile", "max-autotune", "inductor")
     getattr(told, stage).update({name: BuildError("proof-failed", f"not {name}") for name in names})
     with raises("proof-failed", match="not inductor"):
         build(tmp_path / "a.cgb")
@@ -197,7 +197,7 @@ def test_where_none_is_left_the_build_fails_with_the_firsts_reason(told: SimpleN
 
 
 def test_when_the_time_is_over_what_is_there_is_chosen_from_and_nothing_kept(told: SimpleNamespace, tmp_path: Path) -> None:
-    made = build(tmp_path / "a.cgb", budget=1e-9)
+    made = build(tmp_path / "a.cgb", autotune_timeout=1e-9)
     reasons = {row.name: row.reason for row in made.manifest.entries[0].programs[0].lowerings}
     late = "not recorded in the 1e-09 seconds that the search may take"
     assert chosen(made) == ["inductor"] * 2 and reasons["eager"] == reasons["max-autotune"] == late
@@ -207,16 +207,16 @@ def test_when_the_time_is_over_what_is_there_is_chosen_from_and_nothing_kept(tol
 
 def test_seconds_of_a_search_that_is_none(tmp_path: Path) -> None:
     layer = torch.nn.ReLU()
-    with raises("limit-invalid", match="budget is 5 seconds, .*lower is 'inductor'"):
-        cgcompile.build(layer, lambda: torch.ones(2), out=tmp_path / "a.cgb", target="cpu", budget=5)
-    with raises("limit-invalid", match="budget is 0"):
-        cgcompile.build(layer, lambda: torch.ones(2), out=tmp_path / "a.cgb", target="cuda", lower="best", budget=0)
+    with raises("limit-invalid", match="autotune_timeout is 5 seconds, and nothing is autotuned"):
+        cgcompile.build(layer, lambda: torch.ones(2), out=tmp_path / "a.cgb", target="cpu", autotune_timeout=5)
+    with raises("limit-invalid", match="autotune_timeout is 0"):
+        cgcompile.build(layer, lambda: torch.ones(2), out=tmp_path / "a.cgb", target="cuda", autotune=True, autotune_timeout=0)
 
 
 @pytest.mark.parametrize(("target", "text"), [("cpu", "the cpu target has one lowering"), ("sm_80", "can time no kernel")])
-def test_where_nothing_can_be_timed_best_is_refused(tmp_path: Path, target: str, text: str) -> None:
-    with raises("target-unavailable", match=f"lower 'best': .*{text}"):
-        cgcompile.build(torch.nn.ReLU(), lambda: torch.ones(2), out=tmp_path / "a.cgb", target=target, lower="best")
+def test_where_nothing_can_be_timed_autotune_is_refused(tmp_path: Path, target: str, text: str) -> None:
+    with raises("target-unavailable", match=f"autotune: .*{text}"):
+        cgcompile.build(torch.nn.ReLU(), lambda: torch.ones(2), out=tmp_path / "a.cgb", target=target, autotune=True)
 
 
 # --- recordings that become one -----------------------------------------------------------------------------------
@@ -251,10 +251,10 @@ def test_tables_go_behind_each_other_with_what_refers_to_them() -> None:
     one = made_up([Table(offset=1024, contents=b"a" * 300)], at=((WEIGHTS, 1024), (ARENA, 0)))
     two = made_up([Table(offset=1024, contents=b"b" * 10), Table(offset=1280, contents=b"c")], at=((WEIGHTS, 1280), (ARENA, 0)))
     weight = made_up([Table(offset=1024, contents=b"d")], at=((WEIGHTS, 768), (ARENA, 0)))
-    made = beside_each_other({"eager": one, "inductor": two, "traced": weight, "max-autotune": one}, 1024)
+    made = beside_each_other({"eager": one, "inductor": two, "cross-compile": weight, "max-autotune": one}, 1024)
     assert [table.offset for table in made["inductor"].tables] == [1536, 1792]
     assert places(made["eager"])[0] == 1024 and places(made["inductor"])[0] == 1792
-    assert places(made["traced"])[0] == 768, "the model's own weights stay"
+    assert places(made["cross-compile"])[0] == 768, "the model's own weights stay"
     assert made["max-autotune"].tables == made["eager"].tables, "equal tables lie in one place"
     assert {each.weights_bytes for each in made.values()} == {1024 + 512 + 512 + 256 + PAD}
 
@@ -264,12 +264,12 @@ def test_what_a_later_call_takes_has_one_place_in_all() -> None:
     large = [DonatedRange(entry="a", offset=0, bytes=(4 << 20) + PAD), DonatedRange(entry="b", offset=6 << 20, bytes=512)]
     one = made_up(reserved=small, at=((ARENA, 512), (ARENA, 1024 + 64)))
     two = made_up(reserved=large, at=((ARENA, 6 << 20), (ARENA, 8 << 20)))
-    made = beside_each_other({"traced": one, "eager": two}, 1024)
-    assert made["traced"].reserved == made["eager"].reserved
+    made = beside_each_other({"cross-compile": one, "eager": two}, 1024)
+    assert made["cross-compile"].reserved == made["eager"].reserved
     parts = {row.entry: row for row in made["eager"].reserved}
     assert parts["a"].bytes == (4 << 20) + PAD and parts["b"].bytes == 512
     end = parts["b"].offset + parts["b"].bytes
-    for each, before in ((made["traced"], one), (made["eager"], two)):
+    for each, before in ((made["cross-compile"], one), (made["eager"], two)):
         source, target, output = places(each)
         assert source == parts["b"].offset and target == output >= end
         moved = target - places(before)[1]
@@ -285,7 +285,7 @@ def test_other_contents_of_one_module_variable_conflict() -> None:
     table = Table(offset=1024, contents=b"twiddles")
     one, same, other = [replace(made_up([table]), states=(state(each),)) for each in (b"a", b"a", b"b")]
     behind = replace(made_up([Table(offset=1024, contents=b"x"), Table(offset=1280, contents=b"y")]), states=())
-    made = beside_each_other({"eager": behind, "inductor": one, "traced": same, "max-autotune": other}, 1024)
-    assert conflicts(made) == {frozenset(("inductor", "max-autotune")), frozenset(("traced", "max-autotune"))}
+    made = beside_each_other({"eager": behind, "inductor": one, "cross-compile": same, "max-autotune": other}, 1024)
+    assert conflicts(made) == {frozenset(("inductor", "max-autotune")), frozenset(("cross-compile", "max-autotune"))}
     assert made["inductor"].states[0].relocations[0].target.offset == 1536
     assert merged({"inductor": made["inductor"]}, {(1,): "inductor"}).states == (), "of images that no kernel is of"

@@ -1,4 +1,4 @@
-"""Several entries built for a GPU that is not here: traced, interpreted, and one of them beside the host."""
+"""Several entries cross-compiled: interpreted, and one of them beside the host."""
 
 from __future__ import annotations
 

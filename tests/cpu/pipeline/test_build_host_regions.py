@@ -1,4 +1,4 @@
-"""Programs with host regions, built for a GPU that is not here: what stays on the GPU is lowered region by region over one arena,
+"""Programs with host regions, cross-compiled: what stays on the GPU is lowered region by region over one arena,
 and proved with eager PyTorch in the host's place."""
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
     """Builds a model of MODELS, each way once.  `compiled`: with its host regions, which takes some 8 s each."""
     done: dict[object, Build] = {}
 
-    def build(name: str, sizes: Sequence[int] = (1, 4), host_ops: Sequence[str] = (), compiled: bool = False) -> Build:
+    def build(name: str, sizes: Sequence[int] = (1, 4), fallback_ops: Sequence[str] = (), compiled: bool = False) -> Build:
         if name not in done:
             alone: dict[IntKey, list[int]] = {}
             with pytest.MonkeyPatch.context() as patch:
@@ -178,7 +178,7 @@ def make(environment: Path, tmp_path_factory: pytest.TempPathFactory) -> Make:
                     patch.setattr(host_regions, "compile_host_regions", uncompiled)
                 out = tmp_path_factory.mktemp(name) / f"{name}.cgb"
                 built = cgcompile.build(
-                    environment / f"{name}.py", sizes=list(sizes), out=out, target="sm_90", host_ops=tuple(host_ops)
+                    environment / f"{name}.py", sizes=list(sizes), out=out, target="sm_90", fallback_ops=tuple(fallback_ops)
                 )
             done[name] = Build(path=built.path, manifest=built.manifest, alone=alone)
         return done[name]
@@ -268,10 +268,10 @@ def test_what_has_no_triton_kernel_builds_with_the_options_of_the_hint(make: Mak
     with raises("check-refused", match=r"digamma\.py:\d+: operator-without-kernel: digamma has no Triton kernel") as caught:
         make("digamma", sizes=[4])
     hint = caught.value.hint
-    assert hint.startswith(CATALOGUE["operator-without-kernel"].hint) and "cgcompile build ... --host-op " in hint
-    names = re.findall(r"--host-op (\S+)", hint)
+    assert hint.startswith(CATALOGUE["operator-without-kernel"].hint) and "cgcompile build ... --fallback-op " in hint
+    names = re.findall(r"--fallback-op (\S+)", hint)
     assert names == ["aten.digamma"]
-    build = make("digamma", sizes=[4], host_ops=names)
+    build = make("digamma", sizes=[4], fallback_ops=names)
     sound(build, [(4,)])
     assert build.regions(build.manifest.entries[0].programs[0]) == ["graph-1", "copy", "host-1", "copy", "graph-2"]
 
@@ -338,9 +338,9 @@ def test_rounding_may_turn_a_comparison_over_for_the_host(flipped: int, passes: 
             judged(trial(mask, mask), output, replace(MASK, rounded=False), WAIVER)
 
 
-def judged(tried: Trial, outcome: Outcome, bound: ErrorBound, *waive: str) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
+def judged(tried: Trial, outcome: Outcome, bound: ErrorBound, *allow: str) -> tuple[tuple[float, ...], tuple[Proof, ...]]:
     dimension = Dimension(name="batch", sizes=(1,), pad="no", chunk=False, reason="")
-    return proved([dimension], [bound], [CLAIM], [(tried, outcome)], 1e-4, waive)
+    return proved([dimension], [bound], [CLAIM], [(tried, outcome)], 1e-4, allow)
 
 
 CLAIM = Proof(key=(1,), method="none", error=0.0, tolerance=1e-4, errors=(), distance=0.0)

@@ -1,4 +1,4 @@
-"""Building for a GPU that is not here, from a model file to a published bundle; kernels, plan and proof have tests of their own."""
+"""Cross-compiling, from a model file to a published bundle; kernels, plan and proof have tests of their own."""
 
 from __future__ import annotations
 
@@ -348,13 +348,13 @@ def test_an_operation_without_a_triton_kernel_is_named_with_the_users_line(files
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--target", "sm_90", "--lower", "eager"], "lower 'eager': a build for sm_90 without that GPU has one lowering, inductor"),
-        (["--target", "sm_90", "--lower", "max-autotune"], "lower 'max-autotune': a build for sm_90 without that GPU"),
+        (["--target", "sm_90", "--lower", "eager"], "lower 'eager': cross-compiling for sm_90 has one lowering, inductor"),
+        (["--target", "sm_90", "--lower", "max-autotune"], "lower 'max-autotune': cross-compiling for sm_90"),
         (["--target", "sm_77"], "target 'sm_77': no such architecture"),
-        (["--target", "sm_90", "--specialize", "shared"], "specialize 'shared': a build for sm_90 without that GPU"),
+        (["--target", "sm_90", "--specialize", "shared"], "specialize 'shared': cross-compiling for sm_90"),
         (["--target", "sm_90", "--record", "capture"], "target sm_90: this machine has no GPU, and only a GPU that is here"),
         (["--target", "cuda"], "target cuda: there is no GPU on this machine"),
-        (["--record", "trace"], "target auto: there is no GPU on this machine"),
+        (["--record", "cross-compile"], "target auto: there is no GPU on this machine"),
     ],
     ids=lambda value: "-".join(value).replace("--", "") if isinstance(value, list) else "",
 )

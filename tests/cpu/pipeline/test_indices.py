@@ -1,4 +1,4 @@
-"""Indices that rounding decides, from the build to the replay: no waiver, and nothing but equal floats."""
+"""Indices that rounding decides, from the build to the replay: no --allow, and nothing but equal floats."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_build_tells_which_indices_differ_and_its_exam_holds_them(built: cgcom
 def test_another_processor_may_select_as_many_others_as_are_as_good(
     built: cgcompile.Built, tmp_path: Path, others: int, passes: bool
 ) -> None:
-    """The bundle is the other one here: its exam holds what this processor does not select."""
+    """The bundle is the other one here: its self-test holds what this processor does not select."""
     folder = shutil.copytree(built.path, tmp_path / "other.cgb")
     key = read_exam(folder / EXAM, built.manifest, built.manifest.entries[0], (ROWS,))
     token, *rest = key.outputs

@@ -1,4 +1,4 @@
-"""Methods that take no input, natural for state: on the CPU, and built for a GPU that is not here."""
+"""Methods that take no input, natural for state: on the CPU, and cross-compiled."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ BOUNDS = [
 
 @pytest.fixture(scope="module")
 def path() -> Path:
-    return token_model.waived()
+    return token_model.allowed()
 
 
 @pytest.fixture
@@ -50,12 +50,12 @@ def test_integers_that_differ_end_a_build_and_the_message_says_where(path: Path,
     words = f"batch=8: the bundle's outputs differ from eager PyTorch: {token}"
     with raises("proof-failed", match=words) as caught:
         replay(path, manifest, [BOUNDS], ())
-    assert caught.value.hint.endswith(f"or accept it with --waive {WAIVER}")
+    assert caught.value.hint.endswith(f"or allow it with --allow {WAIVER}")
     with raises("proof-failed", match=words):
         replay(path, manifest, [[BOUNDS[0], replace(BOUNDS[1], rounded=False), BOUNDS[2]]], (WAIVER,))
 
 
-def test_what_is_waived_stands_in_the_manifest_and_bounds_the_replay(path: Path, manifest: Manifest) -> None:
+def test_what_is_allowed_stands_in_the_manifest_and_bounds_the_replay(path: Path, manifest: Manifest) -> None:
     share = manifest.entries[0].self_test.bounds[1]
     assert manifest.entries[0].self_test.bounds == (4e-2, share, 0.0) and 0 < share <= 1 and manifest.allowed == (WAIVER,)
     (proof,) = manifest.entries[0].self_test.proofs

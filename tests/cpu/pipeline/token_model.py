@@ -29,10 +29,10 @@ def inputs(batch: int) -> dict[str, object]:
     return {"x": torch.rand(batch, VOCABULARY).to(torch.bfloat16), "mode": "b", "temperature": 2.0}
 
 
-def build(folder: Path, *waive: str) -> cgcompile.Built:
-    return cgcompile.build(Token(), inputs, sizes=[8], out=folder / "token.cgb", target="cpu", waive=waive)
+def build(folder: Path, *allow: str) -> cgcompile.Built:
+    return cgcompile.build(Token(), inputs, sizes=[8], out=folder / "token.cgb", target="cpu", allow=allow)
 
 
-def waived() -> Path:
-    """The bundle with the waiver of mismatched integers."""
+def allowed() -> Path:
+    """The bundle that allows mismatched integers."""
     return shared_build("token", lambda folder: build(folder, "mismatched-integers")) / "token.cgb"

@@ -102,8 +102,8 @@ def test_the_exam_compares_chained_calls_with_copies() -> None:
     answer = exam.fresh(str(BUNDLE))
     if "error" in answer:
         pytest.skip(answer["error"])
-    assert [row["title"] for row in answer["chains"]] == ["encode batch=4 -> step batch=4", "step batch=4 -> step batch=4"]
-    assert all(row["passed"] for row in (*answer["results"], *answer["chains"])) and not answer["exit_code"]
+    assert [row["title"] for row in answer["donations"]] == ["encode batch=4 -> step batch=4", "step batch=4 -> step batch=4"]
+    assert all(row["passed"] for row in (*answer["results"], *answer["donations"])) and not answer["exit_code"]
 
 
 def test_warmup_by_entry(program: cgbundle.Program) -> None:

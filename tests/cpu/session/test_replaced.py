@@ -37,7 +37,7 @@ def bundle(tmp_path: Path) -> Path:
 
 
 def passes(program: Program, origin: Path) -> bool:
-    """Whether the program gives the answers of the exam of the bundle that it was loaded from, a copy of `origin`."""
+    """Whether the program gives the answers of the self-test of the bundle that it was loaded from, a copy of `origin`."""
     results = exam.replay_exam(program)
     stored, expected = program.open_exam(), Mapped(str(origin / file_names.EXAM), file_names.EXAM)
     try:

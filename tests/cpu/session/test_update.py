@@ -454,7 +454,7 @@ def test_the_exam_is_about_the_first_weights(bundle: Path) -> None:
         assert all(result.exact or result.error <= result.tolerance for result in exam.replay_exam(program))
         program.update(weights_of(tiny(7)))
         assert program.updated and program.session().updated
-        with raises("exam-outdated", match="was updated, and its exam is about the weights that were loaded"):
+        with raises("self-test-outdated", match="was updated, and its self-test is about the weights that were loaded"):
             exam.replay_exam(program)
         program.warmup()
         check(program, tiny(7))
@@ -475,7 +475,7 @@ def test_a_profile_goes_on(bundle: Path) -> None:
 
 @pytest.mark.parametrize("alone", [False, True], ids=["program", "sessions"])
 def test_every_answer_is_by_the_old_weights_or_the_new_ones_entirely(bundle: Path, alone: bool) -> None:
-    """Four threads call while weights change; calls are cut in three, so that one runs several replays."""
+    """Four threads call while weights change; calls are chunked in three, so that one runs several replays."""
     x = torch.randn(9, 6, generator=torch.Generator().manual_seed(9))
     models = [tiny(seed) for seed in range(5)]
     with torch.no_grad():

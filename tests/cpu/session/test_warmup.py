@@ -48,7 +48,7 @@ def test_a_warm_program_answers_as_a_fresh_one_does(outputs: str) -> None:
     """State, random numbers and the results of later calls are those of a program that was not warmed up."""
     with cgbundle.load(STATEFUL) as fresh, cgbundle.load(STATEFUL, outputs=outputs) as warm:
         for program in (fresh, warm):
-            if program.manifest.random >= 0:
+            if program.manifest.random is not None:
                 program.seed(7)
             program(given(program, program.int_keys[0]))
         before = {name: warm.state[name].tolist() for name in warm.state}

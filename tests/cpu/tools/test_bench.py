@@ -61,7 +61,7 @@ def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
 
 
 def other_expectations(bundle: Path, path: Path) -> Path:
-    """A sound bundle whose exam promises, at batch 4, something else than the model gives."""
+    """A sound bundle whose self-test promises, at batch 4, something else than the model gives."""
     shutil.copytree(bundle, path)
     file = path / file_names.EXAM
     stored = safetensors.Mapped(str(file), file_names.EXAM)
@@ -237,7 +237,7 @@ def test_a_users_module_is_called_as_its_forward_wants(tmp_path: Path) -> None:
 
 
 def test_the_compilers_worker_serves_in_this_process_too(bundle: Path, model_file: Path) -> None:
-    """What a fresh process does, without one: the exam's inputs in, the exam's outputs out."""
+    """What a fresh process does, without one: the self-test's inputs in, the self-test's outputs out."""
     manifest = archive.read_manifest(str(bundle))
     given = {
         "bundle": str(bundle), "target": "cpu", "entry": "forward",

@@ -73,6 +73,6 @@ def test_one_changed_weight_is_what_differs(bundle: Path, tmp_path: Path) -> Non
     rows = compare(open_bundle(str(bundle)), open_bundle(str(build(tmp_path / "changed", changed))))
     first, *others = rows
     assert (first.part, first.name, first.note) == ("weights", "0.weight", "1 of 96 elements differ (float32)")
-    assert {row.part for row in others} == {"exam"}, "and what the model gives with it"
+    assert {row.part for row in others} == {"self-test"}, "and what the model gives with it"
     tensors = {row.name for row in others if "/" in row.name}
     assert tensors and tensors <= {"1/output/0", "4/output/0"}, "the same inputs; a unit that is 0 may hide the change"

@@ -1,4 +1,4 @@
-"""A signed bundle that runs: loaded with a key, and its exam replayed by a process that has it, too."""
+"""A signed bundle that runs: loaded with a key, and its self-test replayed by a process that has it, too."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_what_was_signed_is_loaded_and_runs(bundle: Path, tmp_path: Path) -> Non
     for key, code in ((ours, 0), (theirs, 1)):
         result = CliRunner().invoke(main.app, ["verify", str(copy), "--run", "--key", str(key.public), "--json"])
         told = json.loads(result.stdout)
-        assert result.exit_code == code and bool(told["exam"]) is (code == 0), "an exam is replayed only of what is signed"
+        assert result.exit_code == code and bool(told["self_test"]) is (code == 0), "a self-test is replayed only of what is signed"
     with open(copy / file_names.WEIGHTS, "r+b") as file:
         file.seek(-1, 2)
         file.write(b"\x7f")

@@ -1,4 +1,4 @@
-"""The stored exam of a bundle, replayed by a process with the runtime alone."""
+"""The stored self-test of a bundle, replayed by a process with the runtime alone."""
 
 from __future__ import annotations
 

@@ -123,7 +123,7 @@ class FakeResults:
 
 
 def kept_exam(folder: str) -> KeptFile:
-    """The exam in a folder, as `loader` hands it to a program."""
+    """The self-test in a folder, as `loader` hands it to a program."""
     with open(os.path.join(folder, EXAM), "rb") as file:
         return KeptFile(file.fileno())
 

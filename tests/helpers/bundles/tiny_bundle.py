@@ -74,7 +74,7 @@ def floats(values: range) -> Callable[[], bytes]:
 
 
 def exam_tensors() -> dict[str, safetensors.Tensor]:
-    """x and y of both sizes, under the exam's names."""
+    """x and y of both sizes, under the self-test's names."""
     made: dict[str, safetensors.Tensor] = {}
     for size in SIZES:
         made[entry((size,), "input", 0)] = ("float32", (size, 3), floats(range(size * 3)))

@@ -40,7 +40,7 @@ class FailingDriver(FakeDriver):
 
 
 def write(folder: Path) -> Manifest:
-    """The bundle's first entry alone, with an exam."""
+    """The bundle's first entry alone, with a self-test."""
     whole = chained_bundles.write(folder)
     image = hashlib.sha256(b"an image").hexdigest()
     for path in [*(folder / "graphs").iterdir(), *folder.glob("programs/*")]:

@@ -269,9 +269,9 @@ class Inverse(nn.Module):
 
 
 CASES = (
-    _case(CustomOperator, rows, CUSTOM, near=("host-op", "cudagraph-unsafe")),
+    _case(CustomOperator, rows, CUSTOM, near=("fallback-op", "cudagraph-unsafe")),
     _case(OperatorByItsName, rows, near=("custom-operator",)),
-    _case(CustomOperatorOnTheHost, rows, CUSTOM, "host-op", host_ops=("parity::scaled",)),
+    _case(CustomOperatorOnTheHost, rows, CUSTOM, "fallback-op", fallback_ops=("parity::scaled",)),
     _case(UnsafeOperator, rows, CUSTOM, "cudagraph-unsafe"),
     _case(OperatorOfUnknownSize, rows, CUSTOM, "data-dependent-shape", "data-dependent-follower"),
     _case(OperatorWithoutFake, rows, "export-failed"),

@@ -175,8 +175,8 @@ def test_a_size_that_cannot_be_cut_names_the_dimension_and_why(own: bool) -> Non
     reason, not_chunked = (whole, why) if own else (why, "")
     each = dimension("seq", 32, 128, pad="zeros", chunk=False, reason=reason, not_chunked=not_chunked)
     error = refused([each], [200], "pad")
-    assert str(error) == "seq: expected at most seq=128, got 200, and a call cannot be cut along seq"
-    why = "a call cannot be cut along seq: outputs depend on the filling"
+    assert str(error) == "seq: expected at most seq=128, got 200, and a call cannot be chunked along seq"
+    why = "a call cannot be chunked along seq: outputs depend on the filling"
     assert error.hint == f"build the bundle with seq=200 among its --sizes, or more ({why})"
 
 

@@ -333,7 +333,7 @@ def test_of_many_tensors_the_pairs_that_share_are_found() -> None:
     assert sorted(shared([reach(0, (100,), (4,), 4), reach(4, (2,), (4,), 4), reach(200, (2,), (4,), 4)], [2])) == [(2, 0)]
 
 
-# --- the manifest and the exam -------------------------------------------------------------------------------------
+# --- the manifest and the self-test -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -349,7 +349,7 @@ def test_written_inputs_are_positions(written: tuple[int, ...], words: str) -> N
 @pytest.mark.parametrize("change", [{"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}])
 def test_a_bundle_that_writes_neither_pads_nor_cuts(change: dict[str, Any]) -> None:
     made = model()
-    with raises("manifest-invalid", match=r"dimensions\[0\].pad: batch is padded or cut, and calls write to their inputs"):
+    with raises("manifest-invalid", match=r"dimensions\[0\].pad: batch is padded or chunked, and calls write to their inputs"):
         check_manifest(edited(made, dimensions=(replace(made.entries[0].dimensions[0], **change),)))
 
 

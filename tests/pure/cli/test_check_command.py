@@ -123,9 +123,10 @@ def test_only_a_refusal_is_a_failure(call: Any, findings: tuple[Finding, ...], c
 
 
 def test_options_reach_the_library(call: Any) -> None:
-    call(REPORT, "--sizes", "batch=1,8", "--sizes", "seq=4", "--target", "sm_90", "--strict", "--host-op", "a::b", "--host-op", "c")
+    kept = ("--fallback-op", "a::b", "--fallback-op", "c")
+    call(REPORT, "--sizes", "batch=1,8", "--sizes", "seq=4", "--target", "sm_90", "--strict", *kept)
     assert call.given == {
-        "model": "m.py", "sizes": ["batch=1,8", "seq=4"], "target": "sm_90", "strict": True, "host_ops": ("a::b", "c"),
+        "model": "m.py", "sizes": ["batch=1,8", "seq=4"], "target": "sm_90", "strict": True, "fallback_ops": ("a::b", "c"),
         "train": False, "max_paths": 64,
     }  # fmt: skip
 

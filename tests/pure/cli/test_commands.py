@@ -184,7 +184,7 @@ def test_inspect_graph(bundle: Path) -> None:
     assert "no int_key '3': the bundle has 1, 4" in refused(call("inspect", bundle, "--graph", "3"), 2)
 
 
-def test_inspect_shows_findings_and_waivers(tmp_path: Path) -> None:
+def test_inspect_shows_findings_and_allowed_rules(tmp_path: Path) -> None:
     found = Finding(
         rule="cpu-sync",
         severity="host",
@@ -250,7 +250,7 @@ def test_verify_sound(bundle: Path) -> None:
     result = call("verify", bundle)
     assert result.exit_code == 0 and result.stderr == "" and "every hash and invariant holds" in result.stdout
     told = json.loads(call("verify", bundle, "--json").stdout)
-    assert told == {"path": str(bundle), "ok": True, "damage": [], "signature": None, "exam": None}
+    assert told == {"path": str(bundle), "ok": True, "damage": [], "signature": None, "self_test": None}
 
 
 @pytest.mark.parametrize(
@@ -313,10 +313,10 @@ def test_verify_run_names_the_output_that_failed(bundle: Path, monkeypatch: pyte
 
     monkeypatch.setattr(exam, "fresh", fresh)
     result = call("verify", bundle, "--run")
-    assert result.exit_code == 1 and "exam failed for batch=4" in result.stderr
+    assert result.exit_code == 1 and "self-test failed for batch=4" in result.stderr
     assert f"batch=4: output 1 (int64): {text}" in result.stdout and "batch=4: state cache (float32): 1 of 1" in result.stdout
     assert "output 0" not in result.stdout and "equal" in result.stdout
-    told = json.loads(call("verify", bundle, "--run", "--json").stdout)["exam"]["results"]
+    told = json.loads(call("verify", bundle, "--run", "--json").stdout)["self_test"]["results"]
     assert [each["passed"] for each in told[1]["tensors"]] == [True, False, False]
     assert told[1]["tensors"][2]["error"] == "inf"
 

@@ -55,18 +55,18 @@ def test_a_machine_without_a_gpu_builds_for_those_that_are_not_here(here: Any) -
     found = here()
     assert (found["cpu"].recorder, found["cpu"].not_run) == ("host", "")
     assert (found["cuda"].recorder, found["cuda"].not_built) == ("", "no CUDA driver (libcuda.so.1)")
-    assert (found["sm_90"].recorder, found["sm_90"].not_run) == ("trace", "no CUDA driver (libcuda.so.1)")
+    assert (found["sm_90"].recorder, found["sm_90"].not_run) == ("cross-compile", "no CUDA driver (libcuda.so.1)")
 
 
 def test_a_gpu_that_is_here_is_captured_and_runs(here: Any) -> None:
     found = here((H200,))
-    assert [found[name].recorder for name in ("cuda", "sm_90", "sm_80")] == ["capture", "capture", "trace"]
+    assert [found[name].recorder for name in ("cuda", "sm_90", "sm_80")] == ["capture", "capture", "cross-compile"]
     assert (found["cuda"].not_run, found["sm_90"].not_run, found["sm_80"].not_run) == ("", "", "the GPU here is sm_90")
 
 
 def test_a_gpu_beside_a_torch_without_cuda_is_built_for_as_if_it_were_elsewhere(here: Any) -> None:
     found = here((H200,), cuda=" (without CUDA)")
-    assert (found["cuda"].not_built, found["sm_90"].recorder) == ("torch is installed without CUDA", "trace")
+    assert (found["cuda"].not_built, found["sm_90"].recorder) == ("torch is installed without CUDA", "cross-compile")
 
 
 def test_without_torchs_libraries_standalone_bundles_run_where_the_processor_does(
@@ -115,12 +115,12 @@ def test_a_triton_that_kernels_cannot_be_interpreted_with_is_named(
 ) -> None:
     monkeypatch.setattr("cgcompile.targets.requirements.installed", lambda name: version)
     found = here()["sm_90"]
-    assert found.recorder == ("trace" if known else "")
+    assert found.recorder == ("cross-compile" if known else "")
     if not known:
         assert found.not_built == f"Triton {version} is installed, and this needs one of 3.6 to 3.7"
         assert found.fix == "pip install 'triton>=3.6,<3.8'"
         with raises("triton-unsupported"):
-            check_packages("trace")
+            check_packages("cross-compile")
 
 
 def _without_compiler(here: Any) -> Any:
@@ -135,14 +135,14 @@ def _without_compiler(here: Any) -> Any:
 def test_recording_on_a_gpu_needs_the_bindings_and_running_none(here: Any) -> None:
     found = here((H200,), lacking=("cuda",))
     assert found["cuda"].not_built == "recording on a GPU needs cuda-bindings, which is not installed"
-    assert (found["cuda"].not_run, found["sm_90"].not_run, found["sm_90"].recorder) == ("", "", "trace")
+    assert (found["cuda"].not_run, found["sm_90"].not_run, found["sm_90"].recorder) == ("", "", "cross-compile")
 
 
 def test_doctor_and_targets_say_it_in_words_and_as_json(here: Any) -> None:
     here()
     told = call("doctor")
     assert told.exit_code == 0 and "cgcompile" in told.stdout and "none: no CUDA driver" in told.stdout
-    assert re.search(r"^sm_90 +yes, traced +no$", told.stdout, re.MULTILINE)
+    assert re.search(r"^sm_90 +yes, cross-compiled +no$", told.stdout, re.MULTILINE)
     assert "not run here: " + ", ".join([row.name for row in ARCHES]) + ": no CUDA driver (libcuda.so.1)\n" in told.stdout
     plain = json.loads(call("doctor", "--json").stdout)
     assert {"parts", "processor", "gpus", "driver", "cache", "targets"} <= set(plain)

@@ -1,4 +1,4 @@
-"""A bundle of several entries on the command line: the golden one, traced without a GPU."""
+"""A bundle of several entries on the command line: the golden one, cross-compiled."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def test_inspect_shows_every_entry() -> None:
     code, text = call("inspect", BUNDLE)
     assert code == 0
     for words in (
-        "entry             forward", "changes cache", "batch 1, 4: 2 int_keys", "rows 2: 1 int_key", "no dimensions: 1 int_key",
-        "programs fill", "exam empty", "result = program(x)", "result = program.fill(x, lane)", "result = program.empty(lane)",
+        "entry              forward", "changes cache", "batch 1, 4: 2 int_keys", "rows 2: 1 int_key", "no dimensions: 1 int_key",
+        "programs fill", "self-test empty", "result = program(x)", "result = program.fill(x, lane)", "result = program.empty(lane)",
     ):  # fmt: skip
         assert words in text, words
 
@@ -106,7 +106,7 @@ def test_chains_and_what_is_reserved_for_them_are_shown(tmp_path: Path) -> None:
     assert plain["donated"] == {"encode": 512, "step": 512}
     assert call("inspect", CHAINED, "--html", tmp_path / "page.html")[0] == 0
     assert "<li>encode.output -&gt; step.hidden</li>" in (tmp_path / "page.html").read_text()
-    assert "\nchains  " in text and "\nchains  " not in call("inspect", BUNDLE)[1]
+    assert "\ndonations  " in text and "\ndonations  " not in call("inspect", BUNDLE)[1]
 
 
 def test_diff_knows_chains() -> None:

@@ -126,8 +126,8 @@ def test_completion_knows_every_closed_set(tmp_path: Path) -> None:
     assert completed("cgcompile bench m.cgb --against comp", tmp_path) == ["compile", "compile-warm"]
     assert completed("cgcompile bench m.cgb --against eager,o", tmp_path) == ["eager,ort"]
     assert "eager,eager" not in completed("cgcompile bench m.cgb --against eager,", tmp_path)
-    assert completed("cgcompile build m.py --waive mismatched", tmp_path) == ["mismatched-integers"]
-    assert "no-such-rule" not in (rules := completed("cgcompile build m.py --waive ", tmp_path)) and "host-scalar" in rules
+    assert completed("cgcompile build m.py --allow mismatched", tmp_path) == ["mismatched-integers"]
+    assert "no-such-rule" not in (rules := completed("cgcompile build m.py --allow ", tmp_path)) and "host-scalar" in rules
 
 
 def test_completion_knows_the_int_keys_of_the_bundle(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_nothing_that_is_printed_names_a_path_of_the_source_tree() -> None:
     assert [each for each in printed if TREE.search(each)] == []
 
 
-@pytest.mark.parametrize("option", ["--host-op", "--lower", "--max-keys", "--force", "--waive", "--record"])
+@pytest.mark.parametrize("option", ["--fallback-op", "--lower", "--max-keys", "--force", "--allow", "--record"])
 def test_a_build_takes_what_its_hints_name(option: str) -> None:
     build = get_command(app).commands["build"]  # type: ignore[attr-defined]
     assert option in {each for parameter in build.params for each in parameter.opts}

@@ -455,7 +455,8 @@ def test_the_error_against_eager_and_the_distance_from_the_recording_are_told(tm
 
 def test_several_outputs_have_a_bound_each(tmp_path: Path) -> None:
     shown = call("inspect", shown_bundles.write(tmp_path / "s.cgb", change=stateful)).stdout
-    assert re.search(r"^exam +error +bound\n +output y \(float32\) +1\.0e-05\n +state cache \(uint8\) +equal$", shown, re.MULTILINE)
+    rows = r"^self-test +error +bound\n +output y \(float32\) +1\.0e-05\n +state cache \(uint8\) +equal$"
+    assert re.search(rows, shown, re.MULTILINE)
 
 
 def test_state_and_random_numbers_are_told(tmp_path: Path) -> None:

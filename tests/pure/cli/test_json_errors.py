@@ -76,7 +76,7 @@ def test_a_process_that_ends_without_an_answer_is_an_error_with_a_code(tmp_path:
     (tmp_path / "python").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "python"))
     status, error, _ = call("verify", bundle, "--run")
-    assert (status, error["code"], error["where"]) == (1, "exam-crashed", str(bundle))
+    assert (status, error["code"], error["where"]) == (1, "self-test-crashed", str(bundle))
     assert error["message"].endswith("was killed by signal 6: free(): invalid pointer")
 
 

@@ -69,5 +69,5 @@ def test_options_that_do_not_exist_are_named() -> None:
 
 
 def test_a_build_becomes_a_check_of_the_same_model() -> None:
-    build = ["build", "m.py", "--sizes", "a=1", "--sizes", "b=2", "--target", "cpu", "-q", "-o", "x", "--host-op", "f"]
-    assert as_check(build) == ["check", "m.py", "--sizes", "a=1", "--sizes", "b=2", "--host-op", "f", "--target", "cuda"]
+    build = ["build", "m.py", "--sizes", "a=1", "--sizes", "b=2", "--target", "cpu", "-q", "-o", "x", "--fallback-op", "f"]
+    assert as_check(build) == ["check", "m.py", "--sizes", "a=1", "--sizes", "b=2", "--fallback-op", "f", "--target", "cuda"]

@@ -220,7 +220,7 @@ def test_a_hash_is_taken_over_more_than_one_piece(tmp_path: Path) -> None:
     assert archive.sha256(str(tmp_path / "big")) == hashlib.sha256(data).hexdigest()
 
 
-# --- weights and exam ------------------------------------------------------------------------------------------------
+# --- weights and self-test ------------------------------------------------------------------------------------------------
 
 
 def test_weights_that_the_manifest_names_must_be_there(bundle: Path) -> None:

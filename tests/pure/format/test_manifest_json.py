@@ -289,7 +289,7 @@ def test_a_whole_number_is_a_number() -> None:
 
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1" + "0" * 400])
 def test_a_number_that_no_float_holds_is_refused(number: str) -> None:
-    """An infinite tolerance would let every exam pass."""
+    """An infinite tolerance would let every self-test pass."""
     plain = json.loads(manifest_json.encode(manifest()))
     plain["entries"][0]["self_test"]["proofs"][0]["tolerance"] = 0.123
     text = seal_plain(plain).decode().replace("0.123", number)

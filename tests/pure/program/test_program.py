@@ -1,4 +1,4 @@
-"""A program over a fake backend: exact, padded and cut calls, layouts, nesting, views, threads and the end."""
+"""A program over a fake backend: exact, padded and chunked calls, layouts, nesting, views, threads and the end."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def path(tmp_path: Path) -> Path:
 
 
 def write(folder: Path) -> Manifest:
-    """The bundle of `cuda_bundles` with a signature to call it by and an exam: whole, so that `load` takes it."""
+    """The bundle of `cuda_bundles` with a signature to call it by and a self-test: whole, so that `load` takes it."""
     made = cuda_bundles.write(folder, IMAGE)
     (folder / PROGRAM).write_bytes(b"PK, but not really\n")
     contents = {}

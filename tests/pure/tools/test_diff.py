@@ -318,7 +318,7 @@ def finding(rule: str, **changes: str) -> Finding:
         (lambda m: edited(m, allowed=("cpu-sync",)), ["findings: allowed: only in B: cpu-sync"]),
         (
             lambda m: edited(m, self_test=replace(m.entries[0].self_test, compare="bits", proofs=better(m))),
-            ["exam: compare: tolerance -> bits", "exam: proof batch=1: error 1e-07 -> 0.0"],
+            ["self-test: compare: tolerance -> bits", "self-test: proof batch=1: error 1e-07 -> 0.0"],
         ),
         (
             lambda m: replace(m, provenance=replace(m.provenance, versions=(("torch", "2.11.0"),), options=(("target", "cuda"),))),
@@ -396,7 +396,7 @@ def test_the_exam_is_compared_tensor_by_tensor(tiny: Path, tmp_path: Path) -> No
     with open(other / file_names.EXAM, "wb") as file:
         safetensors.write(file, tensors)
     reseal(other)
-    assert lines(found(tiny, other)) == ["exam: 4/output/0: 8 of 8 elements differ (float32)"]
+    assert lines(found(tiny, other)) == ["self-test: 4/output/0: 8 of 8 elements differ (float32)"]
 
 
 @pytest.mark.parametrize("name", [file_names.PROGRAM, tiny_bundle.HOST_FILE])
@@ -662,7 +662,7 @@ def test_errors_that_were_measured_are_told_once(
 ) -> None:
     a, b = open_bundle(str(tiny)), open_bundle(str(changed(proofs(**other))))
     rows = compare(a, b)
-    assert {each.part for each in rows} == {"exam"}
+    assert {each.part for each in rows} == {"self-test"}
     assert [f"{each.name}  {diff._text(each)}" for each in diff._once(rows)] == told
 
 

@@ -93,7 +93,7 @@ def test_another_bundle_is_replaced_only_when_asked_to(bundle: Path, other: Path
     with raises("output-exists", "has another bundle"):
         push(other, url)
     moved = push(other, url, replace=True).moved - (other / file_names.MANIFEST).stat().st_size
-    assert moved < 1000  # weights and exam are the same
+    assert moved < 1000  # weights and self-test are the same
     with raises("output-exists", "tiny.cgb: exists"):
         pull(url, bundle)
     pull(url, bundle, replace=True)

@@ -175,22 +175,22 @@ BROKEN: list[tuple[str, Change, str, str]] = [
         "an output that cannot be joined",
         put_row("outputs", 0, shape=(4, 2)),
         "dimensions[0].chunk",
-        "outputs[0] cannot be cut along batch",
+        "outputs[0] cannot be chunked along batch",
     ),
     (
         "an output with a rest",
         put_row("outputs", 0, shape=(("+", "batch", 1), 2)),
         "dimensions[0].chunk",
-        "outputs[0] cannot be cut",
+        "outputs[0] cannot be chunked",
     ),
     (
         "an output of halves",
         put_row("outputs", 0, shape=(("//", "batch", 2), 2)),
         "dimensions[0].chunk",
-        "outputs[0] cannot be cut",
+        "outputs[0] cannot be chunked",
     ),
-    ("an output cut twice", put_row("outputs", 0, shape=("batch", "batch")), "dimensions[0].chunk", "outputs[0] cannot be cut"),
-    ("an input with a rest", put_row("inputs", 0, shape=(("+", "batch", 1), 3)), "dimensions[0].chunk", "inputs[0] cannot be cut"),
+    ("an output cut twice", put_row("outputs", 0, shape=("batch", "batch")), "dimensions[0].chunk", "outputs[0] cannot be chunked"),
+    ("an input with a rest", put_row("inputs", 0, shape=(("+", "batch", 1), 3)), "dimensions[0].chunk", "inputs[0] cannot be"),
     ("no call", put(call={"tensor": 0}), "call", "is not the structure of a call"),
     ("a call of other tensors", put(call={"call": []}), "call", "expected each of 1 once"),
     ("a result of other tensors", put(result={"tuple": [{"tensor": 0}, {"tensor": 1}]}), "result", "expected each of 1 once"),
@@ -315,9 +315,9 @@ BROKEN: list[tuple[str, Change, str, str]] = [
         "programs[1].steps",
         "one host step over the call's values",
     ),
-    # exam and findings
+    # self-test and findings
     (
-        "an exam of other keys",
+        "a self-test of other keys",
         put(self_test=replace(manifest().entries[0].self_test, proofs=())),
         "self_test.proofs",
         "do not match the programs",
@@ -330,7 +330,7 @@ BROKEN: list[tuple[str, Change, str, str]] = [
         "-1.0 is below 0",
     ),
     (
-        "an unknown source of the exam",
+        "an unknown source of the self-test",
         put(self_test=replace(manifest().entries[0].self_test, expected="luck")),
         "self_test.expected",
         "expected one of eager, recording",
@@ -433,7 +433,7 @@ def tried(**changes: Any) -> Change:
     rows = [
         Lowering(name="eager", chosen=True, microseconds=(4.0, 1.5), reason=""),
         Lowering(name="inductor", chosen=False, microseconds=(5.0, 1.5), reason=""),
-        Lowering(name="traced", chosen=False, microseconds=(), reason="no kernel"),
+        Lowering(name="cross-compile", chosen=False, microseconds=(), reason="no kernel"),
     ]
     return put_row("programs", 1, lowerings=(replace(rows[0], **changes), *rows[1:]))
 
@@ -453,7 +453,7 @@ def test_every_lowering_is_checked() -> None:
 
 
 BROKEN_CUDA: list[tuple[str, Change, str, str]] = [
-    ("a lowering twice", tried(name="traced"), "programs[1].lowerings", "a name stands twice"),
+    ("a lowering twice", tried(name="cross-compile"), "programs[1].lowerings", "a name stands twice"),
     ("no lowering chosen", tried(chosen=False), "programs[1].lowerings", "0 are chosen"),
     ("a time too many", tried(microseconds=(1.0, 2.0, 3.0)), "programs[1].lowerings[0].microseconds", "has 2 graph steps"),
     ("no time and no reason", tried(microseconds=()), "programs[1].lowerings[0].microseconds", "0 times"),
@@ -704,7 +704,7 @@ def test_module_states_that_reach_outside_their_memory_are_refused(tmp_path: Pat
         check_tables(ArchiveOf(tmp_path, edited(made, programs=(), memories=memories)))
 
 
-def test_only_a_waiver_or_near_ties_let_integers_differ() -> None:
+def test_only_an_allowed_rule_or_near_ties_let_integers_differ() -> None:
     made = cpu()
     mask = replace(made.entries[0].outputs[0], dtype="bool")
     values = [

@@ -1,4 +1,4 @@
-"""The exam: its rows, and its file beside what the manifest says of inputs, outputs, written inputs and state."""
+"""The self-test: its rows, and its file beside what the manifest says of inputs, outputs, written inputs and state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def stateful() -> Manifest:
 
 
 def sound() -> Shapes:
-    """dtype and shape of every tensor of its exam."""
+    """dtype and shape of every tensor of its self-test."""
     found: Shapes = {}
     for size in (1, 4):
         found[exam_entry((size,), "input", 0)] = ("float32", (size, 3))

@@ -192,7 +192,7 @@ def test_an_output_can_be_joined(shape: Any, fits: bool) -> None:
         if fits or not chunk:
             check_manifest(made)
         else:
-            reject(made, "dimensions[0].chunk", "outputs[1] cannot be cut along n")
+            reject(made, "dimensions[0].chunk", "outputs[1] cannot be chunked along n")
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_an_input_can_be_cut(shape: Any, fits: bool) -> None:
         if fits or not chunk:
             check_manifest(made)
         else:
-            reject(made, "dimensions[0].chunk", "inputs[1] cannot be cut along n")
+            reject(made, "dimensions[0].chunk", "inputs[1] cannot be chunked along n")
 
 
 def test_only_the_dimension_that_is_cut_has_to_be_told_apart() -> None:

@@ -141,7 +141,7 @@ def test_calls_of_a_model_with_state_are_not_cut_nor_padded(manifest: Manifest) 
     (dimension,) = manifest.entries[0].dimensions
     for changes in ({"pad": "rows"}, {"pad": "zeros"}, {"chunk": True}):
         made = edited(manifest, dimensions=(replace(dimension, **changes),))  # type: ignore[arg-type]
-        bad(check_changes, made, "batch is padded or cut, and calls change state")
+        bad(check_changes, made, "batch is padded or chunked, and calls change state")
         check_changes(edited(made, mutated_buffers=()))  # of an entry that only reads the state
         only = tuple([weight for weight in made.weights if weight.name not in ("total", "marks")])
         check_state(replace(made, weights=only, random=[weight.name for weight in only].index("random")))
