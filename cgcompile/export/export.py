@@ -223,9 +223,12 @@ def _as_eager(job: _Job, calls: list[SideEffects]) -> _Made:
     asked = [each for call in calls for each in call.obstacles if each.rule == "data-dependent-branch"]
     if asked:  # the way that was taken may be one that no data takes
         flat.earlier, flat.known, flat.asserted, flat.as_eager = first, frozenset(), NOTHING, ""
-        with suppress(WayStopped):
+        try:
             if made := _followed(job, calls, str(why)):
                 return made
+        except ModelError as error:
+            if not isinstance(error.__cause__, WayStopped):
+                raise
         most = next((each for each in asked if each.source.startswith("while ")), asked[0])  # loops are what may have no bound
         raise branch(most.where or job.source.label, most.source, most.message) from why
     raise why
@@ -262,14 +265,14 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
             with suppress(ModelError):
                 return _per_size(job, calls, _reason(source, obstacles), follow=True)
             return dynamic
-        except WayStopped as stopped:
-            with suppress(ModelError):
-                return _per_size(job, calls, _reason(source, obstacles), follow=True)
-            return replace(dynamic, obstacles=(stopped.obstacle, *_others(obstacles)))
         except ModelError as error:
-            if not isinstance(error.__cause__, PathsRefused) or error.code != "data-dependent-branch":
+            cause = error.__cause__
+            if isinstance(cause, WayStopped):
+                with suppress(ModelError):
+                    return _per_size(job, calls, _reason(source, obstacles), follow=True)
+            elif not isinstance(cause, PathsRefused) or error.code != "data-dependent-branch":
                 raise
-            return replace(dynamic, obstacles=(error.__cause__.obstacle, *_others(obstacles)))
+            return replace(dynamic, obstacles=(cause.obstacle, *_others(obstacles)))
     if not sizes:
         made = _paths(job, calls) if why.code == "data-dependent-branch" else None
         if made is None:
@@ -285,12 +288,14 @@ def _made(job: _Job, calls: Sequence[SideEffects]) -> _Made:
 
 
 def _followed(job: _Job, calls: Sequence[SideEffects], reason: str) -> _Made | None:
-    """Every way through the model's Python: for all sizes, else for each.  Raises WayStopped."""
-    stopped: WayStopped | None = None
+    """Every way through the model's Python: for all sizes, else for each.  Raises the error that comes from WayStopped."""
+    stopped: ModelError | None = None
     try:
         if made := _paths(job, calls):
             return made
-    except WayStopped as error:
+    except ModelError as error:
+        if not isinstance(error.__cause__, WayStopped):
+            raise
         stopped = error
     with suppress(ModelError):
         made = _per_size(job, calls, reason, follow=True)

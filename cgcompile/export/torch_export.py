@@ -34,9 +34,9 @@ from ..model.side_effects import BRANCH, NOTHING, Obstacle, SideEffects, branch_
 from ..model.source import Source
 from ..model.user_code import called_by, first_line, text_of, user_line, user_place
 from .assertions import settle_assertions
-from .composite_operators import give_sizes_at_once, without_composites
 from .exported import memory_order
 from .higher_order import untraced
+from .higher_order.composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
 from .higher_order.shared_memory import copy_shared
 

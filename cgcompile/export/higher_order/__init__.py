@@ -1,1 +1,1 @@
-"""Higher-order operators that are no more than their operations, taken out of an exported program (`expand`)."""
+"""Operators that are no more than their operations, taken out of an exported program: higher-order ones (`expand`), composites."""

@@ -21,11 +21,11 @@ from .tree import Tree, tree
 from .verify import reached, verify
 
 
-class WayStopped(ModelError):
-    """torch stops in the middle of a way that the model's Python can take; `obstacle` says where."""
+class WayStopped(Exception):
+    """Why torch stops in the middle of a way that the model's Python can take: the cause of a ModelError; `obstacle` says where."""
 
-    def __init__(self, error: ModelError, obstacle: Obstacle) -> None:
-        super().__init__(error.code, str(error), error.hint)
+    def __init__(self, obstacle: Obstacle) -> None:
+        super().__init__(obstacle.message)
         self.obstacle = obstacle
 
 
@@ -42,7 +42,8 @@ def with_paths(
     """The program of all ways, compared with eager PyTorch on `samples`, and notes about its questions.
 
     None where the ways give no such program: what stopped the first export says why.  `calls` grows by what each call of `flat`
-    does.  Raises data-dependent-branch for too many ways, structure-unsupported, export-differs, WayStopped.
+    does.  Raises data-dependent-branch for too many ways, structure-unsupported, export-differs; what torch stops at comes
+    from WayStopped.
     """
     before, result, assigned = len(calls), flat.result, flat.assigned
     flat.known, flat.asserted = frozenset(), NOTHING
@@ -61,7 +62,8 @@ def with_paths(
         if error.code == "export-differs":
             raise
         if isinstance(error.__cause__, TORCH_STOPS):
-            raise _stopped(error, error.__cause__) from error.__cause__
+            stopped, obstacle = _stopped(error, error.__cause__)
+            raise stopped from WayStopped(obstacle)
         return None
     finally:
         flat.result, flat.assigned = result, assigned
@@ -70,15 +72,16 @@ def with_paths(
     return joined.program, tuple(dict.fromkeys([*other, *_changes(flat, names, early), *_notes(joined, samples, not_compared)]))
 
 
-def _stopped(error: ModelError, cause: BaseException) -> WayStopped:
-    """The error for a line of a way that torch cannot trace: what asks for a whole number there makes a size
+def _stopped(error: ModelError, cause: BaseException) -> tuple[ModelError, Obstacle]:
+    """The error for a line of a way that torch cannot trace, and where it is: what asks for a whole number there makes a size
     of it, unless that is how often a loop turns."""
     where, line = user_place(cause)
     if error.code == "data-dependent-shape" or "extract specialized integer" not in text_of(cause) or "range(" in line:
-        return WayStopped(error, Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line))
+        plain = ModelError(error.code, str(error), error.hint)
+        return plain, Obstacle(rule="data-dependent-branch", message=BRANCH, where=where, source=line)
     message = SIZED + called_by(cause)
     sized = ModelError("data-dependent-shape", f"{where}: {message}: {line}", SIZE_FIX)
-    return WayStopped(sized, Obstacle(rule="data-dependent-branch", message=message, where=where, source=line))
+    return sized, Obstacle(rule="data-dependent-branch", message=message, where=where, source=line)
 
 
 def _changes(flat: FlatModule, names: Sequence[str], early: Set[str]) -> Iterator[Obstacle]:

@@ -191,7 +191,7 @@ def test_run_gives_an_input_and_an_output_of_one_name_a_name_each() -> None:
     manifest = edited(signature([], [spec("x", 1)], [spec("x", 1), spec("x.written", 1)]), mutated_inputs=(0,))
     given, first, second = [from_bytes(bytes(4), "float32", (1,)) for _ in range(3)]
     named = [("x", first), ("x.written", second), ("x.written.written", given)]
-    assert _named(manifest, [given], [first, second]) == named
+    assert _named(manifest.entries[0], [given], [first, second]) == named
 
 
 # --- what is refused when it is built ------------------------------------------------------------------------------

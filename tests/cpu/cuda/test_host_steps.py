@@ -110,6 +110,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with open(folder / file_names.EXAM, "wb") as file:
         safetensors.write(file, exam)
     base = tiny_bundle.manifest()
+    entry = base.entries[0]
     tiny_bundle.finish(
         folder,
         edited(
@@ -117,7 +118,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             target=Target(
                 kind="cuda", arch="sm_90", level="", features=compiled.features, torch=torch.__version__.split("+")[0], driver=12000
             ),
-            dimensions=(replace(base.dimensions[0], sizes=KEYS, pad="no", chunk=False),),
+            dimensions=(replace(entry.dimensions[0], sizes=KEYS, pad="no", chunk=False),),
             outputs=(
                 TensorSpec(name="total", dtype="float32", shape=(16,), order=(0,)),
                 TensorSpec(name="turned", dtype="float32", shape=(3, "batch"), order=(1, 0)),
@@ -130,7 +131,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
             memories=(("weights", 256), ("inputs", 256), ("arena", 512), ("host", 1024)),
             regions=(Region(name="pick", kind="host", reason="data-dependent-shape", file=FILE, constants=((own, 1),)),),
             programs=tuple(map(program, KEYS)),
-            self_test=replace(base.self_test, bounds=(1e-5, 1e-5), proofs=tuple([tiny_bundle.proof(key) for key in KEYS])),
+            self_test=replace(entry.self_test, bounds=(1e-5, 1e-5), proofs=tuple([tiny_bundle.proof(key) for key in KEYS])),
         ),
     )
     return folder
@@ -223,9 +224,9 @@ def test_an_output_that_is_not_what_the_bundle_says(
     fake: FakeDriver, bundle: Path, changes: dict[str, object], message: str
 ) -> None:
     made = manifest_of(bundle)
-    last = made.programs[1]
+    last = made.entries[0].programs[1]
     values = tuple([replace(value, **changes) if index in (3, 5) else value for index, value in enumerate(last.values)])
-    broken = edited(made, programs=(made.programs[0], replace(last, values=values)))
+    broken = edited(made, programs=(made.entries[0].programs[0], replace(last, values=values)))
     calls = CudaBackend(ArchiveOf(bundle, broken), 0, "graph")
     x = example(5)
     with raises("library-refused", match=f"^{FILE}: an output is {message}"), calls.locked(None) as turn:
@@ -237,13 +238,14 @@ def test_an_output_that_is_not_what_the_bundle_says(
 
 def test_another_number_of_inputs_is_refused(fake: FakeDriver, bundle: Path) -> None:
     made = manifest_of(bundle)
-    steps = list(made.programs[0].steps)
+    (program, *_) = made.entries[0].programs
+    steps = list(program.steps)
     steps[1] = replace(steps[1], inputs=(1, 1))
     with raises("library-refused", match=f"^{FILE}: has 1 inputs, the bundle says 2"):
-        CudaBackend(ArchiveOf(bundle, edited(made, programs=(replace(made.programs[0], steps=tuple(steps)),))), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, edited(made, programs=(replace(program, steps=tuple(steps)),))), 0, "graph")
     steps[1] = replace(steps[1], inputs=(1,), outputs=(2,))
     with raises("library-refused", match=f"^{FILE}: has 2 outputs, the bundle says 1"):
-        CudaBackend(ArchiveOf(bundle, edited(made, programs=(replace(made.programs[0], steps=tuple(steps)),))), 0, "graph")
+        CudaBackend(ArchiveOf(bundle, edited(made, programs=(replace(program, steps=tuple(steps)),))), 0, "graph")
 
 
 def test_a_constant_that_the_bundle_does_not_give(fake: FakeDriver, bundle: Path) -> None:
