@@ -36,7 +36,7 @@ from tests.helpers.raising import raises  # noqa: E402
 
 @pytest.fixture(scope="module", params=["capture", "cross-compile", "capture-eager", "without-gpu"])
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    record, _, lower = request.param.partition("-")
+    record, lower = ("capture", "eager") if request.param == "capture-eager" else (request.param, "inductor")
     prove = "none" if record == "cross-compile" else "interpret"  # the tests replay it
     path = tmp_path_factory.mktemp("chains") / f"{request.param}.cgb"
     if request.param == "without-gpu":
@@ -50,7 +50,7 @@ def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
         target="cuda",
         record=record,
         prove=prove,
-        lower=lower or "inductor",
+        lower=lower,
     ).path
 
 
