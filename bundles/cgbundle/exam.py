@@ -25,6 +25,7 @@ from .format.file_names import EXAM, exam_entry
 from .format.safetensors import Mapped
 from .format.schema import DTYPES, Dimension, EntrySpec, Proof
 from .format.spans import span
+from .format.variants import variant_name
 from .loader import open_program
 from .program import Program
 from .tensors import condensed
@@ -241,7 +242,8 @@ def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, A
     """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
     are given, one of them must have signed what it loads.  What failed replays gave is written to the file `outputs`, if named.
 
-    {"results": [as `Result.plain`], "donations": [as `chained_calls.ChainResult`], "torch_imported"}, or {"error", "hint", "code"}.
+    {"results": [as `Result.plain`], "donations": [as `chained_calls.ChainResult`], "variant": the one that ran, "torch_imported"},
+    or {"error", "hint", "code"}.
     """
     import subprocess
 
@@ -283,13 +285,14 @@ def main(arguments: Sequence[str]) -> int:
                     safetensors.write(opened, failed)
             compare = {entry.name: entry.self_test.compare for entry in program.manifest.entries}
             rows = [result.plain(compare[result.entry]) for result in results]
+            variant = variant_name(program.manifest.target)
             chains: list[dict[str, Any]] = []
             if program.manifest.donations:
                 chains = [asdict(each) for each in replay_chained(program)]
     except CgbundleError as error:
         print(json.dumps(_plain_error(error)))
         return error.exit_code
-    print(json.dumps({"results": rows, "donations": chains, "torch_imported": "torch" in sys.modules}))
+    print(json.dumps({"results": rows, "donations": chains, "variant": variant, "torch_imported": "torch" in sys.modules}))
     return 0 if all(row["passed"] for row in (*rows, *chains)) else 1
 
 

@@ -119,6 +119,10 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
     if signed:
         show(signed)
     if answer:
+        from ..summary import variant_names
+
+        if len(variant_names(path)) > 1:
+            show(f"replayed the variant {answer['variant']}")
         rows = [_row(manifest, row) for row in answer["results"]]
         wrong = [row for row in rows if row[-1] == "FAILED"]
         show(table(("int_key", ">error", ">allowed", ""), first_rows(wrong or rows)))

@@ -102,6 +102,12 @@ def test_a_machine_without_a_gpu_takes_the_highest_level(bundle: Path) -> None:
         cgbundle.load(bundle, variant="sm_90")
 
 
+def test_verify_says_which_variant_it_replayed(bundle: Path) -> None:
+    result = CliRunner().invoke(main.app, ["verify", str(bundle), "--run"], prog_name="cgcompile", env={"COLUMNS": "120"})
+    with cgbundle.load(bundle) as program:
+        assert result.exit_code == 0 and f"replayed the variant {program.manifest.target.level}" in result.output, result.output
+
+
 def test_a_damaged_variant_is_told_by_its_name(bundle: Path, tmp_path: Path) -> None:
     """`load` looks at the variant that it takes, `verify` at all."""
     import shutil
