@@ -18,7 +18,7 @@ from tests.helpers.places import ROOT
 
 TESTS = (
     "tests/pure/tensors", "tests/pure/call", "tests/pure/session", "tests/pure/tables", "tests/pure/program",
-    "tests/pure/test_exam.py", "tests/pure/test_golden.py::test_the_exam_of_a_cpu_golden_passes_here",
+    "tests/pure/test_self_test.py", "tests/pure/test_golden.py::test_the_self_test_of_a_cpu_golden_passes_here",
     "tests/pure/format/test_safetensors.py", "tests/cpu/call", "tests/cpu/session",
 )  # fmt: skip
 

@@ -190,10 +190,10 @@ def open_program(
 
 def _program(made: type[Program], bundle: Archive, backend: Any, on_miss: str, outputs: str, cast: bool) -> Program:
     """A program over a backend, which is closed where that fails."""
-    from .format.file_names import EXAM
+    from .format.file_names import SELF_TEST
 
     try:
-        return made(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(EXAM))
+        return made(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(SELF_TEST))
     except BaseException:
         backend.close()
         raise

@@ -9,42 +9,50 @@ import torch
 
 from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import EntrySpec, IntKey, Manifest, Weight
-from cgbundle.tensors.exam_tensors import exam_tensors
+from cgbundle.tensors.self_test_tensors import self_test_tensors
 
 from ..model.flat_module import PREFIX, ProgramModule, traced_per_size
 from ..transforms.error_bounds import ErrorBound, selection_floor
 from ..transforms.near_ties.judge import Run, Seen, Verdict, judged_beside, near_ties
 from ..transforms.prepared import Prepared
 from ..util.raw_bytes import copied
-from .exam import KeyExam, flat, from_bytes, state_after
+from .self_test import KeySelfTest, flat, from_bytes, state_after
 
 
 def verdict(
-    prepared: Prepared, exam: KeyExam, got: Seen, bounds: Sequence[ErrorBound], weights: Sequence[Weight]
+    prepared: Prepared, self_test: KeySelfTest, got: Seen, bounds: Sequence[ErrorBound], weights: Sequence[Weight]
 ) -> Verdict | None:
     """How far what a bundle gave at an int_key is from eager PyTorch that makes the same choices; None where none explain it.
-    `exam`: what eager PyTorch gave of its own; `weights`: the manifest's rows."""
-    expected = [*exam.outputs, *[value for _, value in exam.written], *[value for _, value in state_after(exam, prepared, weights)]]
-    return judged_beside(_run(prepared, exam, weights), expected, got, bounds, selection_floor(prepared, bounds))
+    `self_test`: what eager PyTorch gave of its own; `weights`: the manifest's rows."""
+    expected = [
+        *self_test.outputs,
+        *[value for _, value in self_test.written],
+        *[value for _, value in state_after(self_test, prepared, weights)],
+    ]
+    return judged_beside(_run(prepared, self_test, weights), expected, got, bounds, selection_floor(prepared, bounds))
 
 
 def with_near_ties(
-    kept: Sequence[float], prepared: Prepared, exams: Sequence[KeyExam], bounds: Sequence[ErrorBound], weights: Sequence[Weight]
+    kept: Sequence[float],
+    prepared: Prepared,
+    self_tests: Sequence[KeySelfTest],
+    bounds: Sequence[ErrorBound],
+    weights: Sequence[Weight],
 ) -> tuple[float, ...]:
     """The bounds that a bundle keeps, those of indices at least the largest share with others that are as good: a processor that
     rounds otherwise may select these."""
     if not any(each.exact and each.rounded for each in bounds):
         return tuple(kept)
     floor = selection_floor(prepared, bounds)
-    shares = [near_ties(_run(prepared, exam, weights), floor) for exam in exams]
+    shares = [near_ties(_run(prepared, self_test, weights), floor) for self_test in self_tests]
     largest = [max(each) for each in zip(*shares, strict=True)]
     pairs = zip(kept, largest, bounds, strict=True)
     return tuple([max(bound, share) if each.exact else bound for bound, share, each in pairs])
 
 
-def _run(prepared: Prepared, exam: KeyExam, weights: Sequence[Weight]) -> Run:
+def _run(prepared: Prepared, self_test: KeySelfTest, weights: Sequence[Weight]) -> Run:
     """The self-test's calls by eager PyTorch, of the exported program."""
-    module = ProgramModule([prepared.programs.at(exam.key)])
+    module = ProgramModule([prepared.programs.at(self_test.key)])
     device = next((value.device for value in prepared.weights.values()), torch.device("cpu"))
     rows = [row for row in weights if row.memory == "state"]
 
@@ -58,8 +66,8 @@ def _run(prepared: Prepared, exam: KeyExam, weights: Sequence[Weight]) -> Run:
     def run() -> Seen:
         calls = []
         try:
-            for _ in range(prepared.exam_calls):
-                given = [value.to(device, copy=True) for value in exam.inputs]
+            for _ in range(prepared.self_test_calls):
+                given = [value.to(device, copy=True) for value in self_test.inputs]
                 with traced_per_size():
                     calls.append(tuple([value.clone() for value in module(*given)]))  # one may be state, which is put back
             state = [kept(row) for row in rows]
@@ -71,21 +79,21 @@ def _run(prepared: Prepared, exam: KeyExam, weights: Sequence[Weight]) -> Run:
 
 
 def read_outputs(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> Seen | None:
-    """What a failed replay of an int_key gave, from the file that `cgbundle.exam` wrote; None where it did not fail."""
+    """What a failed replay of an int_key gave, from the file that `cgbundle.self_test` wrote; None where it did not fail."""
     if not path.exists():
         return None
     stored = safetensors.Mapped(str(path), path.name)
     try:
 
         def tensor(kind: str, index: int) -> torch.Tensor:
-            name = file_names.exam_entry(key, kind, index, entry.name)
+            name = file_names.self_test_entry(key, kind, index, entry.name)
             if name not in stored.entries:
                 return torch.empty(0)  # of earlier calls floats are not kept
             row = stored.entries[name]
             return from_bytes(bytes(stored.data(name)), row.dtype).reshape(row.shape)
 
-        compared = exam_tensors(manifest, entry)
-        if file_names.exam_entry(key, compared[0].kind, compared[0].index, entry.name) not in stored.entries:
+        compared = self_test_tensors(manifest, entry)
+        if file_names.self_test_entry(key, compared[0].kind, compared[0].index, entry.name) not in stored.entries:
             return None
         earlier = [
             tuple([tensor(f"call-{call}", index) for index in range(len(entry.outputs))])

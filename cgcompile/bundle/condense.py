@@ -14,10 +14,10 @@ from cgbundle.format import file_names, safetensors
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.tensors import condensed
-from cgbundle.tensors.exam_tensors import exam_tensors, is_exact
+from cgbundle.tensors.self_test_tensors import is_exact, self_test_tensors
 
 from ..util.raw_bytes import raw
-from .exam import from_bytes
+from .self_test import from_bytes
 
 LEAST, SHARE = 32 << 20, 0.05
 """A self-test may take so many bytes, and so much of the weights."""
@@ -32,7 +32,7 @@ def condense(stage: Path, manifest: Manifest) -> None:
     Where bits are promised, and of integers that have to be equal, hashes of blocks remain.  Floats within a tolerance have
     samples and statistics beside them.  Integers of which some may differ stay whole, as do numbers that are not finite.
     """
-    path = stage / file_names.EXAM
+    path = stage / file_names.SELF_TEST
     limit = max(LEAST, int(SHARE * sum(file.bytes for file in manifest.files if file.path == file_names.WEIGHTS)))
     size = path.stat().st_size
     if size <= limit:
@@ -63,10 +63,10 @@ def _expected(manifest: Manifest) -> Iterator[tuple[str, bool]]:
     """The names of what replays are compared with, and whether the bits have to be equal; without integers that may differ."""
     for entry in manifest.entries:
         for proof in entry.self_test.proofs:
-            for row, bound in zip(exam_tensors(manifest, entry), entry.self_test.bounds, strict=True):
+            for row, bound in zip(self_test_tensors(manifest, entry), entry.self_test.bounds, strict=True):
                 bits = entry.self_test.compare == "bits" or is_exact(row.dtype)
                 if entry.self_test.compare == "bits" or not (is_exact(row.dtype) and bound):
-                    yield file_names.exam_entry(proof.key, row.kind, row.index, entry.name), bits
+                    yield file_names.self_test_entry(proof.key, row.kind, row.index, entry.name), bits
 
 
 def _condensed(name: str, tensor: safetensors.Tensor, *, bits: bool) -> dict[str, safetensors.Tensor]:

@@ -15,7 +15,7 @@ from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names, manifest_json, schema
 from cgbundle.format.archive import Archive
 from cgbundle.validate import bundle as verify
-from cgbundle.validate.exam import check_exam
+from cgbundle.validate.self_test import check_self_test
 
 from ..errors import BuildError
 from ..export.programs import Programs
@@ -65,7 +65,7 @@ def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
     Raises bundle-refused for what a runtime would refuse: it is read back as if a stranger had written it, within the same limits.
     """
     described = tuple(
-        [archive.describe_file(str(stage), row.path) if row.path == file_names.EXAM else row for row in manifest.files]
+        [archive.describe_file(str(stage), row.path) if row.path == file_names.SELF_TEST else row for row in manifest.files]
     )
     sealed = replace(manifest, files=described or archive.describe_files(str(stage)))
     try:
@@ -79,7 +79,7 @@ def _write_checked(stage: Path, sealed: schema.Manifest) -> None:
     (stage / file_names.MANIFEST).write_bytes(manifest_json.encode(sealed))
     written = Archive(str(stage))
     verify.check_bundle(written)
-    check_exam(written)
+    check_self_test(written)
     written.close()
 
 

@@ -10,12 +10,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cgbundle.exam import fresh, key_text, name_key
 from cgbundle.format.entries import FORWARD
-from cgbundle.format.file_names import EXAM
+from cgbundle.format.file_names import SELF_TEST
 from cgbundle.format.schema import Dimension, EntrySpec, Finding, IntKey, Manifest, Proof, SelfTest
+from cgbundle.self_test import fresh, key_text, name_key
 from cgbundle.tensors.comparison import nearest
-from cgbundle.tensors.exam_tensors import NEAR_TIES, WAIVER, exam_tensors, is_exact
+from cgbundle.tensors.self_test_tensors import NEAR_TIES, WAIVER, is_exact, self_test_tensors
 
 from ..errors import BuildError
 from ..transforms.error_bounds import ErrorBound
@@ -24,7 +24,7 @@ from ..transforms.prepared import Prepared
 from ..util.scratch import scratch_folder
 from ..util.tolerance import Difference
 from .choices import read_outputs, verdict, with_near_ties
-from .exam import KeyExam, read_exam, replace_exams, with_left
+from .self_test import KeySelfTest, read_self_test, replace_self_tests, with_left
 
 REPORT = "nothing was published; please report this model"
 
@@ -86,7 +86,7 @@ def measured(
 class Replayed:
     """The self-test of every entry with measured proofs.  `told`: which indices differ from eager PyTorch's, in words."""
 
-    exams: tuple[SelfTest, ...]
+    self_tests: tuple[SelfTest, ...]
     told: str
 
 
@@ -115,21 +115,25 @@ def replay(
             if not row["passed"]:
                 text = f"{row['title']}: an output that is taken where it lies gives something else than its copy: {row['text']}"
                 raise BuildError("proof-failed", text, REPORT)
-        exams, told, chosen = [], [], {}
+        self_tests, told, chosen = [], [], {}
         for number, (entry, own) in enumerate(zip(manifest.entries, bounds, strict=True)):
             theirs = [row for row in rows if row["entry"] == entry.name]
             verdicts = _verdicts(stage, manifest, entry, own, theirs, prepared[number], outputs) if prepared else {}
-            exam = _examined(manifest, entry, own, theirs, allow, {key: found.differences for key, (_, found) in verdicts.items()})
+            self_test = _examined(
+                manifest, entry, own, theirs, allow, {key: found.differences for key, (_, found) in verdicts.items()}
+            )
             if prepared:
-                taken = [read_exam(stage / EXAM, manifest, entry, proof.key) for proof in exam.proofs]
-                exam = replace(exam, bounds=with_near_ties(exam.bounds, prepared[number], taken, own, manifest.weights))
-            exams.append(exam)
+                taken = [read_self_test(stage / SELF_TEST, manifest, entry, proof.key) for proof in self_test.proofs]
+                self_test = replace(
+                    self_test, bounds=with_near_ties(self_test.bounds, prepared[number], taken, own, manifest.weights)
+                )
+            self_tests.append(self_test)
             told.append(indices_text(own, [found.indices for _, found in verdicts.values()]))
             if verdicts:
-                chosen[entry.name] = [exam for exam, _ in verdicts.values()]
+                chosen[entry.name] = [self_test for self_test, _ in verdicts.values()]
     if chosen:
-        replace_exams(stage / EXAM, chosen)
-    return Replayed(exams=tuple(exams), told="; ".join(filter(None, told)))
+        replace_self_tests(stage / SELF_TEST, chosen)
+    return Replayed(self_tests=tuple(self_tests), told="; ".join(filter(None, told)))
 
 
 def _verdicts(
@@ -140,17 +144,17 @@ def _verdicts(
     rows: Sequence[dict[str, Any]],
     prepared: Prepared,
     outputs: Path,
-) -> dict[IntKey, tuple[KeyExam, Verdict]]:
+) -> dict[IntKey, tuple[KeySelfTest, Verdict]]:
     """What the choices of the bundle explain, by int_key of an entry, and the self-test for these choices."""
     found = {}
     for proof, row in zip(entry.self_test.proofs, rows, strict=True):
         if all(each["error"] <= bound.bound for each, bound in zip(row["tensors"], bounds, strict=True)):
             continue
         got = read_outputs(outputs, manifest, entry, proof.key)
-        exam = read_exam(stage / EXAM, manifest, entry, proof.key)
-        made = verdict(prepared, exam, got, bounds, manifest.weights) if got else None
+        self_test = read_self_test(stage / SELF_TEST, manifest, entry, proof.key)
+        made = verdict(prepared, self_test, got, bounds, manifest.weights) if got else None
         if made:
-            found[proof.key] = with_left(exam, made.expected, prepared, manifest.weights), made
+            found[proof.key] = with_left(self_test, made.expected, prepared, manifest.weights), made
     return found
 
 
@@ -164,19 +168,19 @@ def _examined(
 ) -> SelfTest:
     """The self-test of an entry, given the `rows` that a replay of it gave, and the differences of the int_keys that were
     `judged`."""
-    exam = entry.self_test
-    if exam.expected == "eager":
+    self_test = entry.self_test
+    if self_test.expected == "eager":
         if WAIVER not in manifest.allowed:  # indices with others that are as good, of a bundle that was interpreted before
-            bounds = [replace(each, bound=max(each.bound, kept)) for each, kept in zip(bounds, exam.bounds, strict=True)]
+            bounds = [replace(each, bound=max(each.bound, kept)) for each, kept in zip(bounds, self_test.bounds, strict=True)]
         found = {
             proof.key: judged.get(proof.key) or [Difference(error=each["error"], text=each["text"]) for each in row["tensors"]]
-            for proof, row in zip(exam.proofs, rows, strict=True)
+            for proof, row in zip(self_test.proofs, rows, strict=True)
         }
         hint = STANDALONE if manifest.target.kind == "cpu" and not manifest.target.torch else REPORT
         kept = accepted(entry.dimensions, bounds, found, allow, "the bundle's outputs differ", hint, entry.name)
-        return replace(exam, bounds=kept, proofs=tuple([measured(key, "replay", each, kept) for key, each in found.items()]))
+        return replace(self_test, bounds=kept, proofs=tuple([measured(key, "replay", each, kept) for key, each in found.items()]))
     proofs = []
-    for proof, row in zip(exam.proofs, rows, strict=True):
+    for proof, row in zip(self_test.proofs, rows, strict=True):
         for each in row["tensors"]:
             if not each["passed"]:
                 where = f"int_key {name_key(entry, proof.key)}"
@@ -184,13 +188,13 @@ def _examined(
                 raise BuildError("proof-failed", text, REPORT)
         distance = max((each["error"] for each in row["tensors"]), default=0.0)
         proofs.append(replace(proof, method="replay", distance=distance))
-    return replace(exam, proofs=tuple(proofs))
+    return replace(self_test, proofs=tuple(proofs))
 
 
 def mismatches(manifest: Manifest, entry: EntrySpec) -> tuple[Finding, ...]:
     """A finding for every integer tensor that may differ: it was accepted though it does, or floats are nearly equal."""
     found = []
-    for index, (tensor, bound) in enumerate(zip(exam_tensors(manifest, entry), entry.self_test.bounds, strict=True)):
+    for index, (tensor, bound) in enumerate(zip(self_test_tensors(manifest, entry), entry.self_test.bounds, strict=True)):
         if not (is_exact(tensor.dtype) and bound):
             continue
         differs = max([proof.errors[index] for proof in entry.self_test.proofs if proof.errors], default=0.0)

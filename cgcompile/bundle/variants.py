@@ -61,7 +61,7 @@ class _Files:
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self.mapped: dict[str, Mapped] = {}
-        for name in (file_names.WEIGHTS, file_names.TABLES, file_names.EXAM):
+        for name in (file_names.WEIGHTS, file_names.TABLES, file_names.SELF_TEST):
             if (folder / name).exists():
                 mapped = self.mapped[name] = Mapped(str(folder / name), name)
                 stack.callback(mapped.close)
@@ -124,17 +124,17 @@ def _write_self_test(manifests: Sequence[Manifest], files: Sequence[_Files], out
                 f"{variant_name(manifests[0].target)}: it holds what was recorded on a GPU, or indices that are as good",
                 f"build {variant_name(manifest.target)} as a bundle of its own, or with --record cross-compile",
             )
-    with open(out / file_names.EXAM, "wb") as file:
+    with open(out / file_names.SELF_TEST, "wb") as file:
         safetensors.write(file, first)
 
 
 def _numbered(files: _Files, positions: Mapping[int, int]) -> dict[str, safetensors.Tensor]:
     """The tensors of a self-test, with the new positions of the weights in the names of state."""
     tensors = {}
-    for name in files.names(file_names.EXAM):
+    for name in files.names(file_names.SELF_TEST):
         before, kind, index = name.rsplit("/", 2)
         number = positions[int(index)] if kind in ("state", "state-at") else int(index)
-        tensors[f"{before}/{kind}/{number}"] = files.tensor(file_names.EXAM, name)
+        tensors[f"{before}/{kind}/{number}"] = files.tensor(file_names.SELF_TEST, name)
     return tensors
 
 

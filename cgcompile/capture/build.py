@@ -15,10 +15,10 @@ from cgbundle.format.schema import IntKey, SelfTest
 from cgcompile.bundle.recordings import encode_states
 
 from ..bundle.emit import describe_size
-from ..bundle.exam import KeyExam, replayed_exam, write_exam
 from ..bundle.proof import accepted, measured, unproved
 from ..bundle.rows import WHOLE
-from ..model.source import EXAM_SEED, SEED, sample
+from ..bundle.self_test import KeySelfTest, replayed_self_test, write_self_test
+from ..model.source import SEED, SELF_TEST_SEED, sample
 from ..targets.build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
 from ..targets.cuda.chains import chained_outputs
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
@@ -100,7 +100,7 @@ def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Pat
         example_calls(spec),
         folder=folder,
         specialize=spec.specialize,
-        exam=_calls(spec, EXAM_SEED),
+        self_test=_calls(spec, SELF_TEST_SEED),
         code=code_of(spec.entries[0].source, programs),
         placements=placements if split else {},
         uploads=split.uploads if split else {},
@@ -110,7 +110,7 @@ def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Pat
         state=spec.entries[0].prepared.state,
         bounds=lambda rows: {key: error_bounds(own, rows) for key, own in prepared.items()},
         floors={key: selection_floor(own, error_bounds(own)) for key, own in prepared.items()},
-        exam_calls={key: own.exam_calls for key, own in prepared.items()},
+        self_test_calls={key: own.self_test_calls for key, own in prepared.items()},
         stored=stage / file_names.WEIGHTS,
         release=True,
         tell=tell,
@@ -139,7 +139,7 @@ def emit(
     cut: CutProgram,
     *,
     folded: Collection[str] = (),
-    expected: Mapping[str, Sequence[KeyExam]] = MappingProxyType({}),
+    expected: Mapping[str, Sequence[KeySelfTest]] = MappingProxyType({}),
 ) -> ManifestParts:
     """Writes tables, images and the self-test into `stage`, where the weights are.
 
@@ -153,7 +153,9 @@ def emit(
         _entry_parts(spec, number, recorded, written, expected.get(entry.name, ()), exact=cut.split is None)
         for number, entry in enumerate(spec.entries)
     ]
-    write_exam(stage / file_names.EXAM, {entry.name: exam for entry, (_, exam) in zip(spec.entries, parts, strict=True)})
+    write_self_test(
+        stage / file_names.SELF_TEST, {entry.name: self_test for entry, (_, self_test) in zip(spec.entries, parts, strict=True)}
+    )
     driver = max(_lowest_driver(recorded), graph_driver(written.recordings.values()))
     if written.fills or recorded.graphs.keys() - recorded.replays.keys():  # our own ptxas made images
         driver = max(driver, lowest_driver(int(recorded.arch.removeprefix("sm_"))))
@@ -170,8 +172,8 @@ def emit(
 
 
 def _entry_parts(
-    spec: BuildSpec, number: int, recorded: Recorded, written: Written, expected: Sequence[KeyExam], *, exact: bool
-) -> tuple[EntryParts, list[KeyExam]]:
+    spec: BuildSpec, number: int, recorded: Recorded, written: Written, expected: Sequence[KeySelfTest], *, exact: bool
+) -> tuple[EntryParts, list[KeySelfTest]]:
     """The rows of entry number `number`, and its self-test.  `exact`: no host computes a part of it.  Raises proof-failed."""
     entry = spec.entries[number]
     prepared, replays = entry.prepared, spec.own(number, recorded.replays)
@@ -179,23 +181,23 @@ def _entry_parts(
     rows = with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights)
     if len(replays) < len(own):
         bounds = error_bounds(prepared, written.weights)
-        exam = SelfTest(
-            compare="tolerance", calls=prepared.exam_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
+        self_test = SelfTest(
+            compare="tolerance", calls=prepared.self_test_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
             proofs=tuple([unproved(key, bounds) for key in own]),
         )  # fmt: skip
-        return EntryParts(programs=rows, self_test=exam), list(expected)
+        return EntryParts(programs=rows, self_test=self_test), list(expected)
     differences = {key: replays[key].differences for key in entry.keys}
     bounds = error_bounds(prepared, recorded.weights)
     kept = accepted(entry.dimensions, bounds, differences, spec.allow, "the graph differs", EAGER, entry.name)
-    exam = SelfTest(
+    self_test = SelfTest(
         compare="bits" if exact and all(replay.deterministic for replay in replays.values()) else "tolerance",
-        calls=prepared.exam_calls,
+        calls=prepared.self_test_calls,
         expected="recording",
         bounds=kept,
         proofs=tuple([measured(key, "none", found, kept) for key, found in differences.items()]),
     )
     contents = {key: replay.contents for key, replay in replays.items()}
-    return EntryParts(programs=rows, self_test=exam), replayed_exam(rows, contents, prepared, written.weights)
+    return EntryParts(programs=rows, self_test=self_test), replayed_self_test(rows, contents, prepared, written.weights)
 
 
 def example_calls(spec: BuildSpec) -> dict[IntKey, Call]:

@@ -56,14 +56,14 @@ def prepare(
     *,
     folder: Path,
     specialize: str = "size",
-    exam: Mapping[IntKey, Call],
+    self_test: Mapping[IntKey, Call],
     code: str = "",
     placements: Mapping[IntKey, Mapping[str, str]] = MappingProxyType({}),
     uploads: Mapping[IntKey, tuple[UploadedValue, ...]] = MappingProxyType({}),
     host_only: frozenset[str] = frozenset(),
     written: Mapping[IntKey, tuple[int, ...]] = MappingProxyType({}),
     state: Collection[str] = (),
-    exam_calls: Mapping[IntKey, int] = MappingProxyType({}),
+    self_test_calls: Mapping[IntKey, int] = MappingProxyType({}),
     chained: Mapping[IntKey, Sequence[ChainedOutput]] = MappingProxyType({}),
     bounds: Callable[[Sequence[Weight]], Mapping[IntKey, tuple[ErrorBound, ...]]] = lambda rows: {},
     floors: Mapping[IntKey, float] = MappingProxyType({}),
@@ -75,7 +75,7 @@ def prepare(
 
     `calls` are example tensors on any device; other leaves are constants of the call.
 
-    `exam`: other inputs of the same shapes, which are replayed `exam_calls` times (once by default) from the first state on.
+    `self_test`: other inputs of the same shapes, which are replayed `self_test_calls` times (default: once) from the first state.
     `code`: as in `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph;
     `uploads` is what the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.
     `written`: by key, positions of the inputs, among the call's tensors, that its program writes to; `state`: buffers that one
@@ -88,7 +88,7 @@ def prepare(
     Raises inputs-unlike, state-shared.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    _check_calls(calls, exam)
+    _check_calls(calls, self_test)
     tensors = programs.weights()
     _check_apart(state, tensors)
     layout = lay_out(shapes_of(tensors), state, host_only)
@@ -100,7 +100,7 @@ def prepare(
     if release:
         _release({name: tensor for name, tensor in tensors.items() if name not in state}, kept=[tensors[name] for name in state])
     files = _saved(programs, folder)
-    both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], exam[key])) for key in calls}
+    both = {key: tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), (calls[key], self_test[key])) for key in calls}
     torch.save(both, folder / "calls.pt")
     static = {key: static_bytes(tensors_of(calls[key]), uploads.get(key, ())) for key in calls}
     largest = max(static.values(), default=0)
@@ -123,13 +123,13 @@ def prepare(
         settings=settings(),
         shift=False,
         written={key: written.get(key, ()) for key in calls},
-        exam_calls={key: exam_calls.get(key, 1) for key in calls},
+        self_test_calls={key: self_test_calls.get(key, 1) for key in calls},
         bounds=dict(bounds(layout.rows)),
         floors=dict(floors),
     )
     return Recordable(
         request=request, folder=folder, layout=layout, stored=rows, static=static,
-        inputs={key: tuple(row_major(t) for t in tensors_of(call)) for key, call in exam.items()},
+        inputs={key: tuple(row_major(t) for t in tensors_of(call)) for key, call in self_test.items()},
         chained=chained, need=layout.weights_end + STATES * layout.state_end + largest + 2 * activations + MARGIN,
     )  # fmt: skip
 
@@ -158,12 +158,12 @@ def _saved(programs: Programs, folder: Path) -> dict[IntKey, Path]:
     return {key: files[id(program)] for key, program in programs.by_key.items()}
 
 
-def _check_calls(calls: Mapping[IntKey, Call], exam: Mapping[IntKey, Call]) -> None:
+def _check_calls(calls: Mapping[IntKey, Call], self_test: Mapping[IntKey, Call]) -> None:
     for key, call in calls.items():
-        if key not in exam:
+        if key not in self_test:
             raise BuildError("inputs-unlike", f"there are no fresh inputs for int_key {key}")
         shapes = []
-        for leaves, spec in (tree_flatten(call), tree_flatten(exam[key])):
+        for leaves, spec in (tree_flatten(call), tree_flatten(self_test[key])):
             shapes.append((spec, [(leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]))
         if shapes[0] != shapes[1]:
             raise BuildError("inputs-unlike", f"int_key {key}: the fresh inputs have other shapes than the example's")

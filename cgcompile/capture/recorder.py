@@ -20,7 +20,7 @@ from cgbundle.format import file_names
 from cgbundle.format.schema import DonatedRange, IntKey, Weight
 from cgbundle.tables.module_state import ModuleState
 
-from ..bundle.exam import ReplayedBytes
+from ..bundle.self_test import ReplayedBytes
 from ..errors import ModelError
 from ..export.programs import Programs
 from ..targets.cuda.recorded import RecordedGraph
@@ -39,7 +39,7 @@ from .take import Take
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Replay:
     """A replay of one key on the self-test's inputs.  `deterministic`: all replays got the same bits.  `differences` from eager
-    PyTorch are as in RawExam, of the process where they are larger; `indices` are those of the first."""
+    PyTorch are as in RawSelfTest, of the process where they are larger; `indices` are those of the first."""
 
     contents: ReplayedBytes
     deterministic: bool
@@ -151,7 +151,7 @@ def _recorded(a: Take, b: Take, assembled: Assembled, recordable: Recordable, im
     """`images` are ours, beside those that the recorders saw."""
     layout, inputs = recordable.layout, recordable.inputs
     replays = {}
-    for mine, theirs in zip(a.exams, b.exams, strict=True):
+    for mine, theirs in zip(a.self_tests, b.self_tests, strict=True):
         replays[mine.key] = Replay(
             contents=ReplayedBytes(inputs=inputs[mine.key], outputs=mine.outputs, written=mine.written, state=mine.state),
             deterministic=mine.steady

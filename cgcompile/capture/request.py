@@ -30,7 +30,7 @@ class Request:
     (args, kwargs).  `code` names the model whose code registers operators that a program calls, or is "".  `placements` by key,
     {node of its program: reason}, are on the host: where there are any, programs are several regions, and `uploads` is what the
     host makes by key.  `stored` is the bundle's file of weights, and `weights` are rows of all its tensors, those of the host alone
-    too.  By key, `written` are positions of the call's tensors that its program writes to, and `exam_calls` is how often the
+    too.  By key, `written` are positions of the call's tensors that its program writes to, and `self_test_calls` is how often the
     self-test replays it.
     `bounds` are those of what the self-test compares, and `floors` the least of floats that an index is selected from.
     `shift` makes this process's addresses differ from another's.
@@ -54,6 +54,6 @@ class Request:
     settings: dict[str, Any]
     shift: bool
     written: dict[IntKey, tuple[int, ...]]
-    exam_calls: dict[IntKey, int]
+    self_test_calls: dict[IntKey, int]
     bounds: dict[IntKey, tuple[ErrorBound, ...]] = field(default_factory=dict)
     floors: dict[IntKey, float] = field(default_factory=dict)

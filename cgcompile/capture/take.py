@@ -173,7 +173,7 @@ class RawModuleState:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RawExam:
+class RawSelfTest:
     """A replay on the self-test's inputs: contents as in ReplayedBytes.  `differences` from eager PyTorch are those of the outputs,
     the inputs that the program writes to, and state, in this order, and `indices` as in `near_ties.judge.Verdict`.  `steady`: more
     replays gave the same bits."""
@@ -194,7 +194,7 @@ class Take:
     ranges: tuple[Range, ...]
     graphs: tuple[RawGraph, ...]
     states: tuple[RawModuleState, ...]
-    exams: tuple[RawExam, ...]
+    self_tests: tuple[RawSelfTest, ...]
     images: dict[str, bytes] = field(repr=False)
     mutated: tuple[str, ...]
     arch: str

@@ -24,7 +24,7 @@ from .user_code import call_user, definition, mismatch
 SEED = 0
 """Inputs are drawn after seeding torch with this, so that two builds of one model have the same self-test."""
 
-EXAM_SEED, OTHER_SEED = 1, 2
+SELF_TEST_SEED, OTHER_SEED = 1, 2
 """Those of inputs that neither the export nor a recording has seen: of the self-test, and of calls between these."""
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 
 from cgbundle.cpu.machine import processor_flags
-from cgbundle.exam import key_text
 from cgbundle.format import file_names
 from cgbundle.format.schema import IntKey, SelfTest, Weight
+from cgbundle.self_test import key_text
 
 from ..bundle.choices import verdict, with_near_ties
 from ..bundle.emit import describe_size
-from ..bundle.exam import KeyExam, eager_exam, replace_exams, with_left, write_exam
 from ..bundle.proof import unproved
+from ..bundle.self_test import KeySelfTest, eager_self_test, replace_self_tests, with_left, write_self_test
 from ..export.programs import coarsest
 from ..model.source import sample
 from ..targets.architectures import arch
@@ -87,25 +87,33 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             rows += write_tables(stage / file_names.TABLES, recorded.tables)
             written = write_recorded(stage, recorded, rows, target.name, split, hosts)
             (stage / KERNELS).write_text(configurations(compiled.kernels))
-            exams = {each.name: eager_exam(each.source, each.prepared, each.sizes, written.weights) for each in spec.entries}
-            write_exam(stage / file_names.EXAM, exams)
+            self_tests = {
+                each.name: eager_self_test(each.source, each.prepared, each.sizes, written.weights) for each in spec.entries
+            }
+            write_self_test(stage / file_names.SELF_TEST, self_tests)
             tell.result(describe_size(stage))
-        parts = [_unproved(spec, number, exams[entry.name], written) for number, entry in enumerate(spec.entries)]
+        parts = [_unproved(spec, number, self_tests[entry.name], written) for number, entry in enumerate(spec.entries)]
         if spec.prove == "interpret":
             with stages("interpret") as tell:
-                trials = _interpret(spec, parts, written, exams, split, compiled.kernels, weight_files(stage, rows), scratch, tell)
+                trials = _interpret(
+                    spec, parts, written, self_tests, split, compiled.kernels, weight_files(stage, rows), scratch, tell
+                )
                 proofs = [_proved_entry(spec, number, part, trials[number], written.weights) for number, part in enumerate(parts)]
                 parts = [part for part, _ in proofs]
-                chosen = {entry.name: exams for entry, (_, exams) in zip(spec.entries, proofs, strict=True) if exams.exams}
+                chosen = {
+                    entry.name: self_tests
+                    for entry, (_, self_tests) in zip(spec.entries, proofs, strict=True)
+                    if self_tests.self_tests
+                }
                 if chosen:
-                    replace_exams(stage / file_names.EXAM, {name: each.exams for name, each in chosen.items()})
+                    replace_self_tests(stage / file_names.SELF_TEST, {name: each.self_tests for name, each in chosen.items()})
                 tell.result("; ".join([_proved(spec, parts), *[each.told for each in chosen.values()]]))
     world = planned.world
     peer = [("peer", world.size * world.stride)] if world else []
     driver = max(lowest_driver(target.capability), graph_driver(written.recordings.values()))
     if spec.ranks is None:  # eager PyTorch needs all ranks for a run
         parts = [
-            _with_near_ties(entry, part, exams[entry.name], written.weights)
+            _with_near_ties(entry, part, self_tests[entry.name], written.weights)
             for entry, part in zip(spec.entries, parts, strict=True)
         ]
     return ManifestParts(
@@ -125,7 +133,7 @@ def _calls(entry: EntryBuild) -> dict[IntKey, tuple[torch.Tensor, ...]]:
     return {key: sample(entry.source, dict(zip(entry.sizes, key, strict=True))).tensors for key in entry.keys}
 
 
-def _unproved(spec: BuildSpec, number: int, exams: Sequence[KeyExam], written: Written) -> EntryParts:
+def _unproved(spec: BuildSpec, number: int, self_tests: Sequence[KeySelfTest], written: Written) -> EntryParts:
     """The rows of entry number `number`, none of whose int_keys was compared yet."""
     prepared = spec.entries[number].prepared
     own = spec.own(number, dict(zip(spec.programs.by_key, written.programs, strict=True)))
@@ -133,16 +141,18 @@ def _unproved(spec: BuildSpec, number: int, exams: Sequence[KeyExam], written: W
     return EntryParts(
         programs=with_aliases(tuple(own.values()), prepared.aliases, prepared.signature.outputs, written.weights),
         self_test=SelfTest(
-            compare="tolerance", calls=prepared.exam_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
-            proofs=tuple([unproved(exam.key, bounds) for exam in exams]),
+            compare="tolerance", calls=prepared.self_test_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
+            proofs=tuple([unproved(self_test.key, bounds) for self_test in self_tests]),
         ),
     )  # fmt: skip
 
 
-def _with_near_ties(entry: EntryBuild, part: EntryParts, exams: Sequence[KeyExam], weights: Sequence[Weight]) -> EntryParts:
+def _with_near_ties(
+    entry: EntryBuild, part: EntryParts, self_tests: Sequence[KeySelfTest], weights: Sequence[Weight]
+) -> EntryParts:
     """The rows of an entry, whose bounds allow a GPU to select other indices that are as good."""
     measured, test = error_bounds(entry.prepared, weights), part.self_test
-    bounds = with_near_ties(test.bounds, entry.prepared, exams, measured, weights)
+    bounds = with_near_ties(test.bounds, entry.prepared, self_tests, measured, weights)
     return replace(part, self_test=replace(test, bounds=bounds))
 
 
@@ -151,7 +161,7 @@ class Chosen:
     """The self-tests of the int_keys of an entry whose kernels select other indices than eager PyTorch, for these; `told`: how
     many."""
 
-    exams: tuple[KeyExam, ...]
+    self_tests: tuple[KeySelfTest, ...]
     told: str
 
 
@@ -162,21 +172,21 @@ def _proved_entry(
     entry = spec.entries[number]
     bounds = error_bounds(entry.prepared, weights)
     within = coarsest(entry.prepared.programs)
-    exams: list[KeyExam] = []
+    self_tests: list[KeySelfTest] = []
     verdicts: list[Verdict] = []
 
-    def judge(exam: KeyExam, seen: Seen) -> Sequence[Difference] | None:
+    def judge(self_test: KeySelfTest, seen: Seen) -> Sequence[Difference] | None:
         if spec.ranks is not None:  # eager PyTorch needs all ranks for a run
             return None
-        made = verdict(entry.prepared, exam, seen, bounds, weights)
+        made = verdict(entry.prepared, self_test, seen, bounds, weights)
         if made is None:
             return None
         verdicts.append(made)
-        exams.append(with_left(exam, made.expected, entry.prepared, weights))
+        self_tests.append(with_left(self_test, made.expected, entry.prepared, weights))
         return made.differences
 
     kept, proofs = proved(entry.dimensions, bounds, part.self_test.proofs, trials, within, spec.allow, entry.name, judge)
-    chosen = Chosen(exams=tuple(exams), told=indices_text(bounds, [each.indices for each in verdicts]))
+    chosen = Chosen(self_tests=tuple(self_tests), told=indices_text(bounds, [each.indices for each in verdicts]))
     return replace(part, self_test=replace(part.self_test, bounds=kept, proofs=proofs)), chosen
 
 
@@ -184,7 +194,7 @@ def _interpret(
     spec: BuildSpec,
     parts: Sequence[EntryParts],
     written: Written,
-    exams: Mapping[str, Sequence[KeyExam]],
+    self_tests: Mapping[str, Sequence[KeySelfTest]],
     split: SplitProgram | None,
     compiled: Mapping[KernelVariant, CompiledKernel],
     weights: WeightFiles,
@@ -196,9 +206,9 @@ def _interpret(
     trials: dict[IntKey, Trial] = {}
     tasks = []
     for number, (entry, part) in enumerate(zip(spec.entries, parts, strict=True)):
-        for program, exam in zip(part.programs, exams[entry.name], strict=True):
+        for program, self_test in zip(part.programs, self_tests[entry.name], strict=True):
             key = build_key(spec, number, program.key)
-            trials[key] = make_trial(program, exam, entry.prepared, written.weights, written.recordings, split, key)
+            trials[key] = make_trial(program, self_test, entry.prepared, written.weights, written.recordings, split, key)
             tasks.append(make_task(trials[key], key, program, sources, written.memories, weights))
     run = partial(interpret, folder=scratch / "interpret", budget=spec.prove_budget, cache=cache_folder(), tell=tell)
     done = run(tasks) if spec.ranks is None else interpret_ranks(tasks, spec.ranks, run)

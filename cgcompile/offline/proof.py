@@ -10,15 +10,15 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.exam import key_text
 from cgbundle.format import file_names
 from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import Dimension, IntKey, Program, Proof, Value, Weight
+from cgbundle.self_test import key_text
 from cgcompile.bundle.recordings import Recording
 
-from ..bundle.exam import KeyExam, state_after
 from ..bundle.proof import REPORT, accepted, measured
 from ..bundle.ranks import Ranks
+from ..bundle.self_test import KeySelfTest, state_after
 from ..errors import BuildError
 from ..model.flat_module import PREFIX
 from ..partition.isolated import eager_values
@@ -47,7 +47,7 @@ class Trial:
     stages: tuple[Stage, ...]
     crossing: tuple[torch.Tensor, ...] = field(repr=False)
     left: tuple[torch.Tensor, ...] = field(repr=False)
-    exam: KeyExam = field(repr=False)
+    self_test: KeySelfTest = field(repr=False)
     early: tuple[tuple[torch.Tensor | None, ...], ...] = field(repr=False)
     order: tuple[str, ...]
 
@@ -60,7 +60,7 @@ class Trial:
         early = iter(self.read(outcome, EARLY))
         calls = [tuple([torch.empty(0) if like is None else _tensor(like, next(early)) for like in call]) for call in self.early]
         left = tuple([_tensor(want, got) for want, got in zip(self.left, self.read(outcome, LEFT), strict=True)])
-        return Seen(calls=(*calls, left[: len(self.exam.outputs)]), left=left)
+        return Seen(calls=(*calls, left[: len(self.self_test.outputs)]), left=left)
 
 
 CROSSING, EARLY, LEFT = "crossing", "early", "left"
@@ -68,7 +68,7 @@ CROSSING, EARLY, LEFT = "crossing", "early", "left"
 
 def make_trial(
     program: Program,
-    exam: KeyExam,
+    self_test: KeySelfTest,
     prepared: Prepared,
     weights: Sequence[Weight],
     recordings: Mapping[str, Recording],
@@ -79,8 +79,8 @@ def make_trial(
     `recordings` by the file of the step; `split` None for one graph alone, else by build key, which is `key` here."""
     growing = _Stages()
     crossing, order = [], []
-    early = [None if is_float(value.dtype) else value for value in exam.outputs]
-    for call, contents in enumerate(_contents(program, exam, prepared, weights, split, key)):
+    early = [None if is_float(value.dtype) else value for value in self_test.outputs]
+    for call, contents in enumerate(_contents(program, self_test, prepared, weights, split, key)):
         growing.give([(program.values[index], contents[index]) for index in program.inputs])
         for step in program.steps:
             if step.kind == "graph":
@@ -93,36 +93,36 @@ def make_trial(
                     growing.read.append(program.values[source])
                     crossing.append(contents[source])
                     order.append(CROSSING)
-        if call < prepared.exam_calls - 1:
+        if call < prepared.self_test_calls - 1:
             growing.read += [program.values[at] for at, like in zip(program.outputs, early, strict=True) if like is not None]
             order += [EARLY for like in early if like is not None]
-    state = state_after(exam, prepared, weights)
+    state = state_after(self_test, prepared, weights)
     growing.read += [program.values[index] for index in program.outputs]
     growing.read += [program.values[program.inputs[index]] for index in prepared.written]
     growing.read += [
         Value(dtype=row.dtype, shape=tuple(value.shape), strides=(1,), memory="state", offset=row.offset) for row, value in state
     ]
     growing.close()
-    left = (*exam.outputs, *[tensor for _, tensor in exam.written], *[value for _, value in state])
+    left = (*self_test.outputs, *[tensor for _, tensor in self_test.written], *[value for _, value in state])
     return Trial(
-        key=program.key, stages=tuple(growing.stages), crossing=tuple(crossing), left=left, exam=exam,
-        early=(tuple(early),) * (prepared.exam_calls - 1), order=(*order, *[LEFT] * len(left)),
+        key=program.key, stages=tuple(growing.stages), crossing=tuple(crossing), left=left, self_test=self_test,
+        early=(tuple(early),) * (prepared.self_test_calls - 1), order=(*order, *[LEFT] * len(left)),
     )  # fmt: skip
 
 
 def _contents(
-    program: Program, exam: KeyExam, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None, key: IntKey
+    program: Program, self_test: KeySelfTest, prepared: Prepared, weights: Sequence[Weight], split: SplitProgram | None, key: IntKey
 ) -> Iterator[dict[int, torch.Tensor]]:
     """Call by call: position of a value -> what eager PyTorch says it holds, on the CPU.  Of inputs and state that is what they
     hold when the call begins."""
-    given = dict(zip(program.inputs, exam.inputs, strict=True))
+    given = dict(zip(program.inputs, self_test.inputs, strict=True))
     if split is None:
-        yield from [given] * prepared.exam_calls
+        yield from [given] * prepared.self_test_calls
         return
-    planned, own = split.partitions[key], prepared.programs.at(exam.key)
+    planned, own = split.partitions[key], prepared.programs.at(self_test.key)
     rows: dict[tuple[str, int], str] = {(row.memory, row.offset): row.name for row in weights}
     names = {name.removeprefix(PREFIX): placeholder for placeholder, name in split.state[key].items()}
-    for values in eager_values(own, split.regions[key], planned, exam.inputs, prepared.exam_calls):
+    for values in eager_values(own, split.regions[key], planned, self_test.inputs, prepared.self_test_calls):
         found = dict(given)
         for index, value in enumerate(program.values):
             if value.memory == "state" and (name := names.get(rows.get((value.memory, value.offset), ""))):
@@ -179,11 +179,11 @@ def interpret_ranks(tasks: Sequence[Task], ranks: Ranks, run: Callable[[Sequence
     return ranks.scattered(found or [()] * ranks.size)
 
 
-Judge = Callable[[KeyExam, Seen], Sequence[Difference] | None]
+Judge = Callable[[KeySelfTest, Seen], Sequence[Difference] | None]
 """Says how far what calls gave is from eager PyTorch that makes the same choices; None where no choices explain it."""
 
 
-def nobody(exam: KeyExam, seen: Seen) -> None:
+def nobody(self_test: KeySelfTest, seen: Seen) -> None:
     """The judge who explains nothing."""
 
 
@@ -217,7 +217,7 @@ def proved(
         seen = trial.seen(outcome)
         found[trial.key] = [compare(want, got) for want, got in zip(trial.left, seen.left, strict=True)]
         if not all(each.error <= bound.bound for each, bound in zip(found[trial.key], bounds, strict=True)):
-            found[trial.key] = judge(trial.exam, seen) or found[trial.key]
+            found[trial.key] = judge(trial.self_test, seen) or found[trial.key]
     kept = accepted(dimensions, bounds, found, allow, "the interpreted kernels differ", entry=entry)
     made = {key: measured(key, "interpret", differences, kept) for key, differences in found.items()}
     return kept, tuple([made.get(proof.key, proof) for proof in proofs])

@@ -231,13 +231,13 @@ def _finished(
             tell.result("refused with functions of its own: again with those of torch's libraries")
             return None
         examined = [
-            replace(entry, self_test=exam, findings=found)
-            for entry, exam, found in zip(sealed.entries, replayed.exams, findings, strict=True)
+            replace(entry, self_test=self_test, findings=found)
+            for entry, self_test, found in zip(sealed.entries, replayed.self_tests, findings, strict=True)
         ]
         sealed = replace(sealed, entries=tuple(examined))
         condense(folder, sealed)
         sealed = seal(folder, with_mismatches(sealed))
-        proofs = [proof for exam in replayed.exams for proof in exam.proofs]
+        proofs = [proof for self_test in replayed.self_tests for proof in self_test.proofs]
         error = max(proof.error for proof in proofs)
         compared = f"{_counted(len(proofs), 'int_key')} in a fresh process, largest error {error:.1e}"
         tell.result("; ".join(filter(None, [compared, replayed.told])))

@@ -23,7 +23,7 @@ from ..model.flat_module import ProgramModule, call_eager
 from ..model.nondeterminism.fresh_process import Called, FreshModel, FreshModels
 from ..model.nondeterminism.kept_values import Kept
 from ..model.side_effects import Obstacle
-from ..model.source import EXAM_SEED, OTHER_SEED, all_keys, sample, written_method
+from ..model.source import OTHER_SEED, SELF_TEST_SEED, all_keys, sample, written_method
 from ..model.user_code import defined
 from ..util.tolerance import compare, is_float
 
@@ -70,7 +70,11 @@ def sequence(exported: Sequence[Exported]) -> list[Call]:
     keys = [
         (number, dict(zip(each.sizes, key, strict=True))) for number, each in enumerate(exported) for key in all_keys(each.sizes)
     ]
-    first = [Call(entry=number, sizes=sizes, seed=seed) for number, sizes in keys for seed in (EXAM_SEED, OTHER_SEED, EXAM_SEED)]
+    first = [
+        Call(entry=number, sizes=sizes, seed=seed)
+        for number, sizes in keys
+        for seed in (SELF_TEST_SEED, OTHER_SEED, SELF_TEST_SEED)
+    ]
     return first + [Call(entry=number, sizes=sizes, seed=OTHER_SEED) for number, sizes in reversed(keys[:-1])]
 
 
@@ -83,7 +87,7 @@ def between(exported: Sequence[Exported]) -> list[Call]:
             free = [size for size in range(1, values[-1]) if size not in values]
             if free:
                 sizes = {**smallest, name: free[len(free) // 2]}
-                found.append(Call(entry=number, sizes=sizes, seed=EXAM_SEED, declared=False))
+                found.append(Call(entry=number, sizes=sizes, seed=SELF_TEST_SEED, declared=False))
     return found
 
 
@@ -231,7 +235,7 @@ def _programs(exported: Sequence[Exported], threads: int) -> Iterator[_Programs]
 def _cause(exported: Exported, entries: Sequence[Exported], models: FreshModels, call: Call, text: str) -> list[Obstacle]:
     """Obstacles that name what a call keeps for later ones, else one that says where results differ."""
     kept: list[Kept] = []
-    for seed in (EXAM_SEED, OTHER_SEED, EXAM_SEED):
+    for seed in (SELF_TEST_SEED, OTHER_SEED, SELF_TEST_SEED):
         calls = [
             (
                 number,

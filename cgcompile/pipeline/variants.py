@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
-from cgbundle.exam import fresh
 from cgbundle.format.schema import Manifest
 from cgbundle.format.variants import variant_name
+from cgbundle.self_test import fresh
 
 from ..bundle.proof import REPORT
 from ..bundle.variants import join_variants

@@ -32,7 +32,7 @@ FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ErrorBound:
-    """The bound of one tensor, as `comparison.difference` measures it.  `title` names it as `exam_tensors` does.
+    """The bound of one tensor, as `comparison.difference` measures it.  `title` names it as `self_test_tensors` does.
 
     `rounded`: floats were computed on the way to it, so that an integer may turn over where two were nearly equal.  `widened`: the
     bound that it had before eager PyTorch's own differences widened it, 0 where they did not.
@@ -46,7 +46,7 @@ class ErrorBound:
 
 
 def error_bounds(prepared: Prepared, weights: Sequence[Weight] = ()) -> tuple[ErrorBound, ...]:
-    """The bounds in the order of `exam_tensors`: outputs, written inputs, and those of `weights` that are state, whose
+    """The bounds in the order of `self_test_tensors`: outputs, written inputs, and those of `weights` that are state, whose
     names may be the program's or the user's.  Of several programs the largest counts.
 
     Eager PyTorch itself is inexact: on a GPU it may round float32 to TF32, and outputs differ by `Prepared.spread` between

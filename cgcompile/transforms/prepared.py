@@ -30,7 +30,7 @@ class Prepared:
 
     `written`: positions of the inputs that one of them writes to.  `changes`: the buffers that one writes to, by their names in the
     programs.  `state`: those that any entry of the model writes to, and `weights` the tensors of all entries.  `generator`: the
-    buffer of the random numbers, named so too, "" without.  `reference` gives what a call has to give, and `exam_calls` is how
+    buffer of the random numbers, named so too, "" without.  `reference` gives what a call has to give, and `self_test_calls` is how
     often the self-test calls each int_key.  `spread`: of `eager_spread`, at the smallest int_key.  `on_gpu`: eager PyTorch ran
     there. `baked`: as `Exported` has them.
     """
@@ -44,7 +44,7 @@ class Prepared:
     generator: str
     aliases: tuple[OutputAlias, ...]
     reference: Reference
-    exam_calls: int
+    self_test_calls: int
     spread: tuple[float, ...]
     on_gpu: bool
     baked: Mapping[str, str] = field(default_factory=dict)
@@ -71,7 +71,7 @@ def prepare(
     return Prepared(
         programs=programs, signature=signature, written=written,
         changes=state, state=state, weights=programs.weights(), generator=generator, aliases=aliases, reference=reference,
-        exam_calls=_exam_calls(exported, reference, state), spread=_spread(exported, reference),
+        self_test_calls=_self_test_calls(exported, reference, state), spread=_spread(exported, reference),
         on_gpu=exported.source.device != CPU, baked=exported.baked,
     )  # fmt: skip
 
@@ -94,7 +94,7 @@ def together(each: Sequence[Prepared]) -> tuple[Prepared, ...]:
     return tuple([replace(one, state=state, weights=weights, aliases=tuple(map(alias, one.aliases))) for one in each])
 
 
-def _exam_calls(exported: Exported, reference: Reference, state: Sequence[str]) -> int:
+def _self_test_calls(exported: Exported, reference: Reference, state: Sequence[str]) -> int:
     """Twice for a model with state: only the second call shows whether it begins where the first one ended.  Once where eager
     PyTorch fails at that, as with a cache that one call fills."""
     if not state:

@@ -23,7 +23,7 @@ from .padding_reasons import ALWAYS, HEADLINE, REASONS
 RULES = ("checks", "offline/lower/coverage.py")
 """Where the rules are, below this package: a folder of files, and a file."""
 
-ALLOWABLE = "tensors/exam_tensors.py"
+ALLOWABLE = "tensors/self_test_tensors.py"
 """Below cgbundle: the rule that the self-test of a bundle knows."""
 
 LABELS = {"What it looks for": "what", "Effect": "effect", "Fix": "fix", "Source": "source"}

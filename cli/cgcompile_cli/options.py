@@ -47,7 +47,7 @@ def rule_names(incomplete: str) -> Words:
 def recorded_keys(context: typer.Context, incomplete: str) -> Words:
     """The int_keys of the bundle that the command names; none where there is none."""
     from cgbundle.errors import CgbundleError
-    from cgbundle.exam import name_key
+    from cgbundle.self_test import name_key
     from cgbundle.validate.bundle import checked_manifest
 
     from .int_keys import spell

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import cgbundle
-from cgbundle.exam import replay_exam
 from cgbundle.format.entries import FORWARD
 from cgbundle.format.size_expressions import text
+from cgbundle.self_test import replay_self_test
 from cgbundle.tensors.tensor import from_bytes
 
 from .inference_protocol import DATATYPES, Given, Port
@@ -219,7 +219,7 @@ class Version:
             self.served = describe(program.manifest)
             compare = {entry.name: entry.self_test.compare for entry in program.manifest.entries}
             copies = program.programs if isinstance(program, cgbundle.Replicas) else (program,)
-            for result in chain.from_iterable(map(replay_exam, copies)):
+            for result in chain.from_iterable(map(replay_self_test, copies)):
                 if not result.passed(compare[result.entry]):
                     raise Refused(
                         f"the self-test fails at int_key {result.key}: error {result.error:.1e}, allowed {result.tolerance:.1e}"

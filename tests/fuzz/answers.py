@@ -8,9 +8,9 @@ from typing import Any
 
 import cgbundle
 from cgbundle.errors import CgbundleError
-from cgbundle.exam import inputs_of
 from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
+from cgbundle.self_test import inputs_of
 from cgbundle.tensors.comparison import describe, difference
 from cgbundle.tensors.tensor import Tensor, from_bytes
 
@@ -39,19 +39,19 @@ class Answers:
             cgbundle.load(path).close()
         except CgbundleError:
             return None
-        exam = Mapped(os.path.join(path, file_names.EXAM), file_names.EXAM)
+        self_test = Mapped(os.path.join(path, file_names.SELF_TEST), file_names.SELF_TEST)
         cases = []
         for each in manifest.entries:
             allowed = each.self_test.bounds
             for program in each.programs:
-                inputs = [(t.dtype, tuple(t.shape), t.tobytes()) for t in inputs_of(exam, each, program.key)]
+                inputs = [(t.dtype, tuple(t.shape), t.tobytes()) for t in inputs_of(self_test, each, program.key)]
                 outputs = []
                 for index in range(len(each.outputs)):
-                    name = file_names.exam_entry(program.key, "output", index, each.name)
-                    entry = exam.entries[name]
-                    outputs.append((entry.dtype, tuple(entry.shape), bytes(exam.data(name))))
+                    name = file_names.self_test_entry(program.key, "output", index, each.name)
+                    entry = self_test.entries[name]
+                    outputs.append((entry.dtype, tuple(entry.shape), bytes(self_test.data(name))))
                 cases.append(Case(entry=each.name, inputs=tuple(inputs), outputs=tuple(outputs), bounds=allowed))
-        exam.close()
+        self_test.close()
         return cls(cases)
 
     def judge(self, program: Any) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import cgbundle
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.schema import DTYPES, MEMORIES, Manifest
@@ -113,7 +113,7 @@ def mutate(golden: Golden, number: int) -> str:
         return "bytes"
     if how < 0.75:
         golden.write({}, golden.manifest)
-        given = (golden.origin / file_names.EXAM).read_bytes()
+        given = (golden.origin / file_names.SELF_TEST).read_bytes()
         golden.inputs.write_bytes((mutations.tensors if draw.random() < 0.7 else mutations.table)(given, draw))
         return "inputs"
     kind, change, names = "tensors", mutations.tensors, golden.stored
@@ -151,7 +151,7 @@ def run(golden: Golden, answers: Answers | None, kind: str, number: int) -> str:
             with cgbundle.load(path) as program:
                 found = answers.judge(program)
                 if kind in ("tensors", "data"):
-                    exam.replay_exam(program)
+                    self_test.replay_self_test(program)
             if " values differ" in found and (kind in ("tensors", "data") or weights_of(bundle.manifest) != golden.weights):
                 found = "another model"
     except CgbundleError as error:

@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle import exam  # noqa: E402
+from cgbundle import self_test  # noqa: E402
 from cgbundle.format.schema import Manifest  # noqa: E402
 from cgcompile.pipeline.best.choice import ALIKE, LOWERINGS  # noqa: E402
 from tests.gpu.helpers.models import GPT  # noqa: E402
@@ -73,8 +73,8 @@ def test_what_is_chosen_answers_as_the_model_does(built: Any, size: int) -> None
     assert float((got - want).abs().max() / want.abs().max()) < 4e-2
 
 
-def test_its_exam_passes_in_a_fresh_process(built: Any) -> None:
-    answer = exam.fresh(str(built.path))
+def test_its_self_test_passes_in_a_fresh_process(built: Any) -> None:
+    answer = self_test.fresh(str(built.path))
     assert answer["exit_code"] == 0 and [row["passed"] for row in answer["results"]] == [True] * len(SIZES)
 
 

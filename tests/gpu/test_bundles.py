@@ -18,7 +18,7 @@ if not torch.cuda.is_available():
     pytest.skip("no GPU", allow_module_level=True)
 
 import cgbundle  # noqa: E402
-from cgbundle import exam  # noqa: E402
+from cgbundle import self_test  # noqa: E402
 from cgbundle.cuda import driver  # noqa: E402
 from cgbundle.tensors.tensor import from_bytes  # noqa: E402
 from tests.gpu.helpers import built  # noqa: E402
@@ -41,8 +41,8 @@ def program(case: Case) -> Iterator[Any]:
 # --- calls -------------------------------------------------------------------------------------------------------
 
 
-def test_the_exam_has_the_recorded_bits_in_a_process_without_torch(case: Case) -> None:
-    answer = exam.fresh(str(case.path))
+def test_the_self_test_has_the_recorded_bits_in_a_process_without_torch(case: Case) -> None:
+    answer = self_test.fresh(str(case.path))
     assert [row["exact"] for row in answer["results"]] == [True] * len(built.SIZES) and not answer["torch_imported"]
 
 

@@ -67,7 +67,7 @@ def test_a_kernel_is_identified_by_its_image_not_its_name(tmp_path: Path) -> Non
 
 def test_fresh_inputs_of_another_shape_are_refused_before_anything_starts(tmp_path: Path) -> None:
     programs, calls = export("mlp_small")
-    exam = {key: (CASES["mlp_small"].inputs(key[0] + 1), {}) for key in calls}
+    self_test = {key: (CASES["mlp_small"].inputs(key[0] + 1), {}) for key in calls}
     with raises("inputs-unlike", match=r"int_key \(1,\)|int_key \(4,\)"):
-        record(programs, calls, folder=tmp_path, exam=exam)
+        record(programs, calls, folder=tmp_path, self_test=self_test)
     assert not list(tmp_path.iterdir())

@@ -20,8 +20,8 @@ from cgbundle.format import archive  # noqa: E402
 from cgbundle.gpu import backend  # noqa: E402
 from cgbundle.gpu import device_bundle as shared  # noqa: E402
 from cgbundle.gpu import programs as binding  # noqa: E402
-from tests.gpu.helpers.exams import passed  # noqa: E402
 from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
+from tests.gpu.helpers.self_tests import passed  # noqa: E402
 from tests.helpers.models.chain_models import (  # noqa: E402
     CHAINS,
     ENTRIES,
@@ -188,5 +188,5 @@ def test_memory_is_what_the_manifest_says(bundle: Path, monkeypatch: pytest.Monk
     assert sorted(asked) == sorted(max(size, memory.SMALLEST) for size in sizes)
 
 
-def test_the_exam_passes_without_torch(bundle: Path) -> None:
+def test_the_self_test_passes_without_torch(bundle: Path) -> None:
     passed(bundle)

@@ -16,7 +16,7 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle import exam  # noqa: E402
+from cgbundle import self_test  # noqa: E402
 from cgbundle.cuda import memory  # noqa: E402
 from cgbundle.errors import CgbundleError  # noqa: E402
 from cgbundle.format import archive, file_names  # noqa: E402
@@ -63,8 +63,8 @@ def test_the_steps_are_as_planned(case: Case) -> None:
         assert table.memory == "host" and dict(manifest.memories)["weights"] < 5000 * WIDTH * 4, "the table stays off the GPU"
 
 
-def test_the_exam_passes_in_a_process_without_torch(case: Case) -> None:
-    answer = exam.fresh(str(case[0]))
+def test_the_self_test_passes_in_a_process_without_torch(case: Case) -> None:
+    answer = self_test.fresh(str(case[0]))
     assert [row["passed"] for row in answer["results"]] == [True] * len(SIZES) and not answer["torch_imported"]
 
 
@@ -95,10 +95,10 @@ def test_dead_memory_may_hold_anything(case: Case) -> None:
     path, _ = case
     manifest = archive.read_manifest(str(path))
     backend = CudaBackend(ArchiveOf(path, manifest))
-    stored = Mapped(str(path / file_names.EXAM), file_names.EXAM)
+    stored = Mapped(str(path / file_names.SELF_TEST), file_names.SELF_TEST)
     try:
         for number, program in enumerate(manifest.entries[0].programs):
-            tensors = exam.inputs_of(stored, manifest.entries[0], program.key)  # held: the addresses are theirs
+            tensors = self_test.inputs_of(stored, manifest.entries[0], program.key)  # held: the addresses are theirs
             given = [tensor.address for tensor in tensors]
             clean = read(backend, program, number, given, poisoned=False)
             assert read(backend, program, number, given, poisoned=True) == clean

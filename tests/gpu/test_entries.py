@@ -15,8 +15,8 @@ import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from cgbundle.format.entries import all_programs  # noqa: E402
-from tests.gpu.helpers.exams import passed  # noqa: E402
 from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
+from tests.gpu.helpers.self_tests import passed  # noqa: E402
 from tests.helpers.models.entry_models import ENTRIES, SIZES, calls, check_calls, error, lanes  # noqa: E402
 
 
@@ -107,7 +107,7 @@ def test_calls_from_the_host(bundle: Path) -> None:
             assert got is expected is None or error(got, expected) <= 1e-3  # the CPU's sums are in another order
 
 
-def test_the_exam_passes_without_torch(bundle: Path) -> None:
+def test_the_self_test_passes_without_torch(bundle: Path) -> None:
     passed(bundle)
     assert all(
         proof.method in ("replay", "none") for each in archive.read_manifest(str(bundle)).entries for proof in each.self_test.proofs

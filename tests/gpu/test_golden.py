@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import cgbundle
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.errors import MachineError
 from cgbundle.format import archive
 from tests.helpers.places import GOLDEN
@@ -28,8 +28,8 @@ def golden(request: pytest.FixtureRequest) -> Path:
     return path
 
 
-def test_the_exam_has_the_recorded_bits(golden: Path) -> None:
-    answer = exam.fresh(str(golden))
+def test_the_self_test_has_the_recorded_bits(golden: Path) -> None:
+    answer = self_test.fresh(str(golden))
     assert "error" not in answer, answer
     assert all(row["passed"] for row in answer["results"]) and not answer["torch_imported"]
 
@@ -37,4 +37,4 @@ def test_the_exam_has_the_recorded_bits(golden: Path) -> None:
 def test_stream_mode_has_the_recorded_bits(golden: Path) -> None:
     with cgbundle.load(golden, mode="stream") as program:
         compare = program.manifest.entries[0].self_test.compare
-        assert all(result.passed(compare) for result in exam.replay_exam(program))
+        assert all(result.passed(compare) for result in self_test.replay_self_test(program))

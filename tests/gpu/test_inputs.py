@@ -11,11 +11,11 @@ import pytest
 import cgbundle
 from cgbundle.cuda import driver, graph_executor
 from cgbundle.errors import CgbundleError, MachineError
-from cgbundle.exam import inputs_of
-from cgbundle.format.file_names import EXAM
+from cgbundle.format.file_names import SELF_TEST
 from cgbundle.format.safetensors import Mapped
 from cgbundle.gpu import outputs as gpu_outputs
 from cgbundle.gpu import threaded_copies
+from cgbundle.self_test import inputs_of
 from tests.helpers.places import GOLDEN
 
 torch = pytest.importorskip("torch")
@@ -37,9 +37,9 @@ def bundle(request: pytest.FixtureRequest) -> Path:
 
 def on_gpu(bundle: Path, program: Any) -> dict[tuple[int, ...], list[Any]]:
     """The self-test's first inputs of every key."""
-    exam = Mapped(str(bundle / EXAM), EXAM)
+    self_test = Mapped(str(bundle / SELF_TEST), SELF_TEST)
     try:
-        rows = {key: inputs_of(exam, program.manifest.entries[0], key) for key in program.int_keys}
+        rows = {key: inputs_of(self_test, program.manifest.entries[0], key) for key in program.int_keys}
         return {
             key: [
                 torch.frombuffer(bytearray(each.tobytes()), dtype=getattr(torch, each.dtype)).reshape(each.shape).cuda()
@@ -48,7 +48,7 @@ def on_gpu(bundle: Path, program: Any) -> dict[tuple[int, ...], list[Any]]:
             for key, row in rows.items()
         }
     finally:
-        exam.close()
+        self_test.close()
 
 
 def elsewhere(value: Any, at: int) -> Any:
@@ -73,21 +73,23 @@ def test_any_tensors_in_any_order(bundle: Path, monkeypatch: pytest.MonkeyPatch)
             return call(*given)
 
         monkeypatch.setattr(driver.cu, "cuGraphExecKernelNodeSetParams", counted)
-        exams = on_gpu(bundle, program)
-        others = {key: [torch.roll(each, 1, 0).contiguous() if each.dim() else each for each in row] for key, row in exams.items()}
+        self_tests = on_gpu(bundle, program)
+        others = {
+            key: [torch.roll(each, 1, 0).contiguous() if each.dim() else each for each in row] for key, row in self_tests.items()
+        }
         with monkeypatch.context() as patch:
             patch.setattr(graph_executor, "READERS", 0)
             with cgbundle.load(bundle) as copying:
                 wanted = {
                     (key, which): [each.clone() for each in flat(copying(*row))]
-                    for which, rows in enumerate((exams, others))
+                    for which, rows in enumerate((self_tests, others))
                     for key, row in rows.items()
                 }
                 assert not asked
         rng, made = random.Random(0), []
         for _ in range(CALLS):
             key, which = rng.choice(program.int_keys), rng.randrange(2)
-            row = (exams, others)[which][key]
+            row = (self_tests, others)[which][key]
             way = rng.choice(("same", "fresh", "odd", "host"))
             if way == "host":
                 given = [each.cpu() for each in row]

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format.file_names import exam_entry
+from cgbundle.format.file_names import self_test_entry
 from tests.helpers.places import GOLDEN
 from tests.helpers.raising import raises
 
@@ -29,11 +29,11 @@ def replicas() -> Iterator[cgbundle.Replicas]:
         yield made
 
 
-def exam(program: cgbundle.Program, key: tuple[int, ...], kind: str) -> Any:
+def self_test(program: cgbundle.Program, key: tuple[int, ...], kind: str) -> Any:
     """The self-test's first tensor of a kind, as torch has it on the CPU."""
-    opened = program.open_exam()
+    opened = program.open_self_test()
     try:
-        name = exam_entry(key, kind, 0)
+        name = self_test_entry(key, kind, 0)
         entry = opened.entries[name]
         raw = torch.frombuffer(bytearray(opened.data(name)), dtype=getattr(torch, entry.dtype))
         return raw.reshape(entry.shape)
@@ -43,7 +43,7 @@ def exam(program: cgbundle.Program, key: tuple[int, ...], kind: str) -> Any:
 
 def test_inputs_of_a_gpu_are_served_there(replicas: cgbundle.Replicas) -> None:
     for key in replicas.int_keys:
-        given, wanted = [exam(replicas.programs[0], key, kind) for kind in ("input", "output")]
+        given, wanted = [self_test(replicas.programs[0], key, kind) for kind in ("input", "output")]
         for device in (1, 0, 1):
             made = replicas(given.to(f"cuda:{device}"))
             assert made.device.index == device
@@ -52,7 +52,7 @@ def test_inputs_of_a_gpu_are_served_there(replicas: cgbundle.Replicas) -> None:
 
 def test_threads_with_inputs_of_the_cpu_keep_both_devices_busy(replicas: cgbundle.Replicas) -> None:
     key = replicas.int_keys[-1]
-    given, wanted = [exam(replicas.programs[0], key, kind) for kind in ("input", "output")]
+    given, wanted = [self_test(replicas.programs[0], key, kind) for kind in ("input", "output")]
     wrong: list[Any] = []
 
     def serve() -> None:

@@ -12,7 +12,7 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle import exam  # noqa: E402
+from cgbundle import self_test  # noqa: E402
 from tests.helpers.models import state_checks as checks  # noqa: E402
 from tests.helpers.models.state_models import SIZES, Sum, draw, draws, looks, pairs, rows, running, singles, triples  # noqa: E402
 
@@ -85,7 +85,7 @@ def test_dead_memory_may_hold_anything(stateful: Path) -> None:
     with cgbundle.load(stateful) as program, torch.no_grad():
         for round_, batch in enumerate(checks.ORDER):
             (x,) = draw(rows, batch, round_, "cuda")
-            program.poison(exam.POISON)
+            program.poison(self_test.POISON)
             for got, want in zip(program(x), network(x), strict=True):
                 checks.near(got, want)
 

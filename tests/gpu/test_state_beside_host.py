@@ -13,7 +13,7 @@ if not torch.cuda.is_available():
 
 import cgcompile  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
-from tests.gpu.helpers.exams import passed  # noqa: E402
+from tests.gpu.helpers.self_tests import passed  # noqa: E402
 from tests.helpers.models import state_checks as checks  # noqa: E402
 from tests.helpers.models.state_models import SIZES, Between, HostDraws, between, singles  # noqa: E402
 
@@ -37,7 +37,7 @@ def test_state_and_written_inputs_beside_host_regions(cut: Path, device: str, mo
         checks.check_between(cut, device, mode, outputs)
 
 
-def test_the_exam_beside_host_regions_passes_without_torch(cut: Path) -> None:
+def test_the_self_test_beside_host_regions_passes_without_torch(cut: Path) -> None:
     passed(cut)
 
 

@@ -15,8 +15,8 @@ if not torch.cuda.is_available():
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle.tensors.tensor import from_bytes  # noqa: E402
-from tests.gpu.helpers.exams import passed  # noqa: E402
 from tests.gpu.helpers.hidden import STATEFUL, built_without_gpu  # noqa: E402
+from tests.gpu.helpers.self_tests import passed  # noqa: E402
 from tests.helpers.models import state_checks as checks  # noqa: E402
 from tests.helpers.models import written_models  # noqa: E402
 from tests.helpers.models.state_models import SIZES  # noqa: E402
@@ -52,7 +52,7 @@ def test_state_is_guarded_and_live(stateful: Path) -> None:
     checks.check_a_buffer_that_is_handed_out_is_live(stateful, "cuda")
 
 
-def test_the_exam_of_state_passes_without_torch(stateful: Path) -> None:
+def test_the_self_test_of_state_passes_without_torch(stateful: Path) -> None:
     passed(stateful)
 
 

@@ -10,7 +10,7 @@ import pytest
 import cgbundle
 from cgbundle.format import archive, safetensors
 from cgbundle.format.file_names import TABLES, WEIGHTS
-from tests.gpu.helpers import exams
+from tests.gpu.helpers import self_tests
 from tests.helpers.places import GOLDEN
 
 numpy = pytest.importorskip("numpy")
@@ -43,8 +43,8 @@ def test_every_length_has_its_table(mode: str, lazy: bool, weights: str) -> None
             assert numpy.array_equal(session(x), program(x))
 
 
-def test_the_exam_and_a_file_that_is_cut(tmp_path: Path) -> None:
-    exams.passed(BUNDLE)
+def test_the_self_test_and_a_file_that_is_cut(tmp_path: Path) -> None:
+    self_tests.passed(BUNDLE)
     copy = Path(shutil.copytree(BUNDLE, tmp_path / "copy.cgb"))
     (copy / TABLES).write_bytes((copy / TABLES).read_bytes()[:-1])
     with pytest.raises(cgbundle.BundleError, match=TABLES):
@@ -81,7 +81,7 @@ def test_a_build_here_has_its_tables_beside_the_weights(record: str, tmp_path: P
     names = safetensors.Mapped(str(path / WEIGHTS), WEIGHTS).entries.keys()
     assert names == network.state_dict().keys()
     assert any(weight.computed for weight in archive.read_manifest(str(path)).weights) and (path / TABLES).exists()
-    exams.passed(path)
+    self_tests.passed(path)
     x = torch.randn(6, 8, device="cuda")
     with cgbundle.load(path) as program, torch.inference_mode():
         assert (program(x) - network.cuda()(x)).abs().max() < 1e-4

@@ -22,7 +22,7 @@ if not torch.cuda.can_device_access_peer(0, 1):
 pytest.importorskip("triton")
 
 import cgbundle  # noqa: E402
-from cgbundle.exam import replay_exam  # noqa: E402
+from cgbundle.self_test import replay_self_test  # noqa: E402
 from cgcompile.targets.collectives.kernels import collective_image  # noqa: E402
 from cgcompile.targets.kernels.ptxas import assemble  # noqa: E402
 from tests.helpers.bundles import rank_bundles  # noqa: E402
@@ -88,8 +88,8 @@ def wanted(key: int, seed: int) -> Any:
     return torch.tensor(expected(inputs(key, seed))).reshape(key, FLOATS)
 
 
-def test_its_exam(program: cgbundle.Program) -> None:
-    assert [each.exact for each in replay_exam(program)] == [True, True]
+def test_its_self_test(program: cgbundle.Program) -> None:
+    assert [each.exact for each in replay_self_test(program)] == [True, True]
 
 
 @pytest.mark.parametrize("devices", [[0, 1], [1, 0], [0, 0]])

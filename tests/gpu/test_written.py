@@ -15,7 +15,7 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle import exam  # noqa: E402
+from cgbundle import self_test  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
 from tests.gpu.helpers.recording import record_case  # noqa: E402
 from tests.helpers.models.written_models import MODELS, PLACES, WIDTH, draw, eager  # noqa: E402
@@ -71,10 +71,10 @@ def test_inputs_and_outputs_equal_eager(case: Case, kind: str, handed: str, mode
                 close(tensor, want)
 
 
-def test_the_exam_names_what_is_written_and_passes_without_torch(case: Case) -> None:
+def test_the_self_test_names_what_is_written_and_passes_without_torch(case: Case) -> None:
     path, _, _, written = case
     assert archive.read_manifest(str(path)).entries[0].mutated_inputs == written
-    answer = exam.fresh(str(path))
+    answer = self_test.fresh(str(path))
     assert [row["passed"] for row in answer["results"]] == [True] * len(SIZES) and not answer["torch_imported"]
 
 

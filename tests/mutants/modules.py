@@ -16,7 +16,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "bundles/cgbundle/validate/lifetimes.py": VALIDATE,
     "bundles/cgbundle/validate/programs.py": VALIDATE,
     "bundles/cgbundle/validate/signature.py": VALIDATE,
-    "bundles/cgbundle/validate/exam.py": VALIDATE,
+    "bundles/cgbundle/validate/self_test.py": VALIDATE,
     "bundles/cgbundle/call/plan.py": (
         "tests/pure/call/test_dispatch.py",
         "tests/pure/call/test_guards.py",

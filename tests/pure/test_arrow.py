@@ -162,7 +162,7 @@ def test_the_command_line_is_read_by_these_tests_too() -> None:
 LAYERS = {
     "cgbundle": (
         "errors", "format", "signatures", "tables", "tensors", "validate", "weights", "call", "cuda", "weights.lanes",
-        "weights.upload", "cpu", "gpu", "program", "loader", "exam",
+        "weights.upload", "cpu", "gpu", "program", "loader", "self_test",
     ),
     "cgcompile": (
         "errors", "util", "model", "export", "transforms", "checks", "partition", "bundle",

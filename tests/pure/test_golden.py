@@ -16,7 +16,7 @@ import pytest
 from typer.testing import CliRunner
 
 import cgbundle
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.errors import BundleError, CgbundleError, MachineError
 from cgbundle.format import archive, file_names, manifest_json
 from cgbundle.format.entries import all_programs
@@ -127,14 +127,14 @@ def test_every_key_was_verified_by_a_replay_or_by_interpreting_it(manifest: Mani
     for proof in [proof for each in manifest.entries for proof in each.self_test.proofs]:
         assert proof.method == ("interpret" if traced else "replay") and proof.error <= proof.tolerance
     if manifest.target.kind == "cuda":
-        assert (manifest.entries[0].self_test.compare == exam.BITS) is not traced
+        assert (manifest.entries[0].self_test.compare == self_test.BITS) is not traced
 
 
-def test_the_exam_of_a_cpu_golden_passes_here(golden: Path, manifest: Manifest) -> None:
+def test_the_self_test_of_a_cpu_golden_passes_here(golden: Path, manifest: Manifest) -> None:
     if manifest.target.kind != "cpu":
         pytest.skip("for a GPU: tests/gpu/test_golden.py")
     skip_older_torch()
-    answer = exam.fresh(str(golden))
+    answer = self_test.fresh(str(golden))
     if answer.get("code") in ("wrong-machine", "library-missing"):
         pytest.skip(answer["error"])
     assert "error" not in answer, answer

@@ -12,7 +12,7 @@ from ctypes import addressof, create_string_buffer
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from ..format.file_names import EXAM
+from ..format.file_names import SELF_TEST
 from ..format.schema import EntrySpec, Manifest
 from ..validate.state import STATE
 from .locks import closed, during
@@ -36,26 +36,26 @@ class Epoch:
 
 
 class Session:
-    """The memories and programs of a session, the count of its calls, and the bundle's exam.  It is closed when the last who holds
-    it goes."""
+    """The memories and programs of a session, the count of its calls, and the bundle's self-test.  It is closed when its last
+    owner goes."""
 
-    __slots__ = ("__weakref__", "backend", "epoch", "exam")
+    __slots__ = ("__weakref__", "backend", "epoch", "self_test")
 
-    def __init__(self, backend: Backend, exam: KeptFile | None = None) -> None:
-        self.backend, self.epoch, self.exam = backend, Epoch(), exam
+    def __init__(self, backend: Backend, self_test: KeptFile | None = None) -> None:
+        self.backend, self.epoch, self.self_test = backend, Epoch(), self_test
 
     def warm_up(self, manifest: Manifest, calls: Sequence[Warmup]) -> None:
         """Makes each of the calls once; state, and that of random numbers, is then what it was.  Other threads' calls wait where
         there is any.  Raises as a call does, and program-closed."""
         from ..format.safetensors import Mapped
-        from ..tensors.exam_tensors import inputs_of  # no other call needs them
+        from ..tensors.self_test_tensors import inputs_of  # no other call needs them
 
         backend = self.backend
-        if self.exam is None:
+        if self.self_test is None:
             raise closed(manifest.name)
         backend.populate()
         state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
-        stored = Mapped(self.exam.descriptor, EXAM)
+        stored = Mapped(self.self_test.descriptor, SELF_TEST)
 
         def replay_all() -> None:
             for entry, key, replay in calls:

@@ -14,12 +14,12 @@ from itertools import chain
 from ..errors import BundleError
 from . import limits, manifest_json
 from .file_names import (
-    EXAM,
     GRAPHS,
     HOST,
     KERNELS,
     MANIFEST,
     OWN_FOLDERS,
+    SELF_TEST,
     SIGNATURE,
     SIGNATURE_BYTES,
     TABLES,
@@ -180,7 +180,7 @@ class Archive:
 
     def drop(self, name: str) -> None:
         """Closes an open file that is not read again: a bundle may have more files than a process may open."""
-        if name not in (WEIGHTS, TABLES, EXAM):
+        if name not in (WEIGHTS, TABLES, SELF_TEST):
             os.close(self._files.pop(name))
 
     def kept(self, name: str) -> KeptFile:

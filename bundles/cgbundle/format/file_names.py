@@ -1,4 +1,4 @@
-"""What the files of a bundle are called, and the tensors of its exam.  Pure."""
+"""What the files of a bundle are called, and the tensors of its self-test.  Pure."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MANIFEST = "manifest.json"
 SIGNATURE, SIGNATURE_BYTES = "manifest.json.sig", 96
 PROGRAM, PROGRAMS = "program.pt2", "programs/"
 WEIGHTS, TABLES = "weights.safetensors", "tables.safetensors"
-EXAM = "exam.safetensors"
+SELF_TEST = "exam.safetensors"
 GRAPHS, KERNELS, HOST, RANKS = "graphs/", "kernels/", "host/", "ranks/"
 OWN_FOLDERS = tuple([folder.rstrip("/") for folder in (PROGRAMS, GRAPHS, KERNELS, HOST)])
 """Folders that a bundle may have without a file in them: builds of earlier versions left some."""
@@ -40,8 +40,8 @@ def kernel_images(manifest: Manifest) -> set[str]:
     return {file.path.removeprefix(KERNELS) for file in manifest.files if file.path.startswith(KERNELS)}
 
 
-def exam_entry(key: Sequence[int], kind: str, index: int, entry: str = FORWARD) -> str:
-    """The name of an exam tensor: `8x128/input/0`; the key of a model without dimensions is `-`.  `kind`: input, output, or
+def self_test_entry(key: Sequence[int], kind: str, index: int, entry: str = FORWARD) -> str:
+    """The name of a self-test tensor: `8x128/input/0`; the key of a model without dimensions is `-`.  `kind`: input, output, or
     mutated, which is what the input of that number holds after the call.  Of another entry than `forward`:
     `decode/8x128/input/0`."""
     return f"{_folder(entry)}{'x'.join(map(str, key)) or '-'}/{kind}/{index}"

@@ -1,8 +1,8 @@
-"""The exam of chains: calls that take outputs where they lie give what the same calls give of copies.
+"""The self-test of chains: calls that take outputs where they lie give what the same calls give of copies.
 
 For every int_key that may take an output of another entry there are two runs, from the first state on.  Each calls the output's
-entry, others at random, and then the taker, all with the inputs of the stored exam.  In the first one the outputs are copied in, in
-the second one they are taken where they lie, after what is not reserved for them was overwritten.
+entry, others at random, and then the taker, all with the inputs of the stored self-test.  In the first one the outputs are copied
+in, in the second one they are taken where they lie, after what is not reserved for them was overwritten.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import Any
 from ..call.backend import Backend
 from ..call.locks import during
 from ..format.entries import donating_programs
-from ..format.file_names import exam_entry
+from ..format.file_names import self_test_entry
 from ..format.safetensors import Mapped
 from ..format.schema import DTYPES, Manifest, Value
 from ..format.spans import span
 from ..tensors.comparison import describe, difference
-from ..tensors.exam_tensors import is_exact, stored
+from ..tensors.self_test_tensors import is_exact, stored
 from ..tensors.tensor import Tensor, copy, empty, from_bytes
 from .state import State
 
@@ -38,7 +38,7 @@ class ChainResult:
     text: str
 
 
-def replay_chains(manifest: Manifest, backend: Backend, exam: Mapped, poison: int) -> list[ChainResult]:
+def replay_chains(manifest: Manifest, backend: Backend, self_test: Mapped, poison: int) -> list[ChainResult]:
     """A result for every int_key that may take outputs of another call, and every entry that gives some: of one of its int_keys.
 
     `poison`: the byte that overwrites what is not reserved.  Raises what calls raise.
@@ -46,7 +46,7 @@ def replay_chains(manifest: Manifest, backend: Backend, exam: Mapped, poison: in
     takers: dict[int, dict[int, list[tuple[int, int]]]] = {}
     for donation, source, target in donating_programs(manifest):
         takers.setdefault(target, {}).setdefault(source, []).append((donation.output, donation.input))
-    calls, drawn, results = _Calls(manifest, backend, exam, poison), random.Random(0), []
+    calls, drawn, results = _Calls(manifest, backend, self_test, poison), random.Random(0), []
     for target, sources in takers.items():
         by_entry: dict[str, list[int]] = {}
         for source in sources:
@@ -60,8 +60,8 @@ def replay_chains(manifest: Manifest, backend: Backend, exam: Mapped, poison: in
 class _Calls:
     """Calls of the programs of a loaded bundle, by number, over the memory of their device."""
 
-    def __init__(self, manifest: Manifest, backend: Backend, exam: Mapped, poison: int) -> None:
-        self.exam, self.backend, self.byte, self.state = exam, backend, poison, State(manifest, backend)
+    def __init__(self, manifest: Manifest, backend: Backend, self_test: Mapped, poison: int) -> None:
+        self.self_test, self.backend, self.byte, self.state = self_test, backend, poison, State(manifest, backend)
         self.draws = manifest.random is not None
         self.rows = [(entry, program) for entry in manifest.entries for program in entry.programs]
 
@@ -102,7 +102,7 @@ class _Calls:
         return [self.read(target, output, results) for output in range(len(self.rows[target][0].outputs))]
 
     def call(self, number: int, inputs: dict[int, int | bytes]) -> Any:
-        """Replays a program; what is not given, as an address or as bytes, is of the exam."""
+        """Replays a program; what is not given, as an address or as bytes, is of the self-test."""
         entry, program = self.rows[number]
         backend = self.backend
         buffers, _ = backend.buffers(number)
@@ -112,7 +112,7 @@ class _Calls:
             for index, buffer in enumerate(buffers):
                 data = inputs.get(index)
                 if data is None:
-                    data = bytes(stored(self.exam, exam_entry(program.key, "input", index, entry.name)))
+                    data = bytes(stored(self.self_test, self_test_entry(program.key, "input", index, entry.name)))
                     data = _ordered(data, program.values[program.inputs[index]])
                 if isinstance(data, bytes):
                     backend.write(buffer, data, stream)

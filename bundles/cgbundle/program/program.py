@@ -73,11 +73,17 @@ class Program(Entry):
     """
 
     def __init__(
-        self, manifest: Manifest, backend: Backend, on_miss: str, outputs: str, cast: bool = False, exam: KeptFile | None = None
+        self,
+        manifest: Manifest,
+        backend: Backend,
+        on_miss: str,
+        outputs: str,
+        cast: bool = False,
+        self_test: KeptFile | None = None,
     ) -> None:
-        """`exam`: the bundle's, which `warmup` and `open_exam` read."""
+        """`self_test`: the bundle's, which `warmup` and `open_self_test` read."""
         first, *others = manifest.entries
-        super().__init__(manifest, first, Session(backend, exam), 0, on_miss, outputs, cast)
+        super().__init__(manifest, first, Session(backend, self_test), 0, on_miss, outputs, cast)
         self._others: dict[str, Entry] = {}  # what is in here must not hold the program, which closes when it is forgotten
         if others and self.name != FORWARD:
             self._others[self.name] = Entry(manifest, first, self._session, 0, on_miss, outputs, cast)
@@ -141,7 +147,7 @@ class Program(Entry):
         """
         root = self._root or self
         policies = (root._on_miss, "view" if root._views else "copy", root._cast)
-        session = Program(root.manifest, root._backend.session(), *policies, root._session.exam)
+        session = Program(root.manifest, root._backend.session(), *policies, root._session.self_test)
         session._root = root
         if not root._sessions.add(session, session._session):
             session.close()
@@ -218,15 +224,15 @@ class Program(Entry):
 
         return Profile(self.manifest.name, self._watch_all)
 
-    def open_exam(self) -> Mapped:
+    def open_self_test(self) -> Mapped:
         """The self-test of the bundle that was loaded, to be closed by the caller.  For verification.  Raises ProgramClosed,
         weights-invalid."""
-        from ..format.file_names import EXAM  # no call needs it
+        from ..format.file_names import SELF_TEST  # no call needs it
         from ..format.safetensors import Mapped
 
-        if self._session.exam is None:
+        if self._session.self_test is None:
             raise closed(self.manifest.name)
-        return Mapped(self._session.exam.descriptor, EXAM)
+        return Mapped(self._session.self_test.descriptor, SELF_TEST)
 
     def poison(self, byte: int, *, reserved: bool = True) -> None:
         """Overwrites with `byte` what no replay may rely on: results must not change.  `reserved`: also the outputs that a later
@@ -243,7 +249,7 @@ class Program(Entry):
         self._backend.close()
         for entry in (self, *self._others.values()):
             entry.forget()
-        self._session.exam = None
+        self._session.self_test = None
         self._finalizer.detach()
 
     def __enter__(self) -> Program:

@@ -7,8 +7,8 @@ from math import inf
 from typing import Any
 
 from ..format.schema import DTYPES
-from .exam_tensors import is_exact
 from .numbers import decode
+from .self_test_tensors import is_exact
 
 BLOCK = 1 << 16
 """Bytes that are decoded at a time, a multiple of every element: a cache of 0.5 GB as Python's numbers would take 16."""

@@ -13,10 +13,10 @@ from hashlib import sha256
 from math import fsum, inf, nan, sqrt
 
 from ..errors import BundleError
-from ..format.file_names import EXAM
+from ..format.file_names import SELF_TEST
 from ..format.safetensors import Entry, Mapped
 from ..format.schema import DTYPES
-from .exam_tensors import is_exact, stored
+from .self_test_tensors import is_exact, stored
 
 BLOCK = 1 << 16
 """Bytes of a block, a multiple of every element."""
@@ -122,15 +122,15 @@ def compare(dtype: str, stored: Mapping[str, bytes], got: bytes) -> tuple[float,
     return furthest / scale, text
 
 
-def compare_stored(exam: Mapped, name: str, dtype: str, got: bytes) -> tuple[float, str]:
+def compare_stored(self_test: Mapped, name: str, dtype: str, got: bytes) -> tuple[float, str]:
     """As `compare`, of the tensor `name` of a self-test.  Raises weights-invalid where what takes its place does not fit `got`."""
-    endings, elements = stand_in(exam.entries, name), len(got) // DTYPES[dtype]
+    endings, elements = stand_in(self_test.entries, name), len(got) // DTYPES[dtype]
     for shapes in expected_shapes(name, dtype, elements):
         if shapes.keys() == {name + ending for ending in endings}:
-            if any((exam.entries[part].dtype, exam.entries[part].shape) != shape for part, shape in shapes.items()):
+            if any((self_test.entries[part].dtype, self_test.entries[part].shape) != shape for part, shape in shapes.items()):
                 break
-            return compare(dtype, {ending: bytes(stored(exam, name + ending)) for ending in endings}, got)
-    raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r}: what takes its place does not fit {elements} elements")
+            return compare(dtype, {ending: bytes(stored(self_test, name + ending)) for ending in endings}, got)
+    raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r}: what takes its place does not fit {elements} elements")
 
 
 def stand_in(entries: Mapping[str, Entry], name: str) -> tuple[str, ...]:

@@ -15,10 +15,10 @@ from ..format.schema import EntrySpec, File, Manifest
 from ..format.variants import check_variants, named_variant, variant_name
 from . import host_code
 from .contents import check_host_code, check_tables, check_weights
-from .exam import check_exam, check_exam_rows
 from .memories import check_computed, check_memories, check_weight_rows, check_world
 from .programs import check_programs, check_size_evaluations
 from .require import require
+from .self_test import check_self_test, check_self_test_rows
 from .signature import check_signature
 from .state import check_alias_spans, check_aliases, check_changes, check_donations, check_frozen, check_state
 
@@ -52,7 +52,7 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
     check_weights(bundle)
     check_host_code(bundle)
     if level == "full":
-        check_exam(bundle)
+        check_self_test(bundle)
         _check_variants(bundle)
     if manifest.target.kind == CUDA:
         check_tables(bundle)
@@ -66,7 +66,7 @@ def check_bundle(bundle: Archive, level: str = "load") -> None:
 def _own_files(manifest: Manifest) -> list[File]:
     """The files of one variant of several, but for its kernel images, whose hashes are checked when they are loaded."""
     own = {step.file for program in all_programs(manifest) for step in program.steps} | {region.file for region in manifest.regions}
-    own |= {manifest.module_state, file_names.EXAM, *file_names.weight_files(manifest), *file_names.program_files(manifest)}
+    own |= {manifest.module_state, file_names.SELF_TEST, *file_names.weight_files(manifest), *file_names.program_files(manifest)}
     return [file for file in manifest.files if file.path in own]
 
 
@@ -191,7 +191,7 @@ def examine(bundle: Archive) -> list[CgbundleError]:
     for file in manifest.files:
         if not holds(bundle.check_hash, file):
             broken.add(file.path)
-    for names, check in ((LARGE, check_weights), ((file_names.EXAM,), check_exam)):
+    for names, check in ((LARGE, check_weights), ((file_names.SELF_TEST,), check_self_test)):
         if not broken.intersection(names):
             holds(check, bundle)
     if not broken:
@@ -220,7 +220,7 @@ def check_manifest(manifest: Manifest) -> None:
     check_donations(manifest)
     _check_owners(manifest)
     _check_files(manifest)
-    _of_entries(partial(check_exam_rows, manifest), manifest.entries)
+    _of_entries(partial(check_self_test_rows, manifest), manifest.entries)
 
 
 def _of_entries(check: Callable[[EntrySpec], None], entries: Sequence[EntrySpec]) -> None:
@@ -304,7 +304,7 @@ def _check_files(manifest: Manifest) -> None:
     for index, file in enumerate(manifest.files):
         small = file.bytes <= limits.TABLE_BYTES or file.path not in tables
         require(small, f"files[{index}].bytes", f"a table of {file.bytes} bytes, more than the limit of {limits.TABLE_BYTES}")
-    needed = {*file_names.weight_files(manifest), file_names.EXAM, *file_names.program_files(manifest)}
+    needed = {*file_names.weight_files(manifest), file_names.SELF_TEST, *file_names.program_files(manifest)}
     needed |= {region.file for region in manifest.regions if region.file}
     needed |= tables - {""}
     for path in sorted(needed - set(paths)):

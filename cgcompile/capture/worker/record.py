@@ -22,7 +22,19 @@ from ...util.raw_bytes import changes, same_bits
 from ...util.tolerance import compare, is_float
 from ..placement import LARGEST_TABLE
 from ..request import Request
-from ..take import Range, RawExam, RawGraph, RawKernel, RawMemcpy, RawMemset, RawModuleState, RawSetCondition, RawValue, Take, Word
+from ..take import (
+    Range,
+    RawGraph,
+    RawKernel,
+    RawMemcpy,
+    RawMemset,
+    RawModuleState,
+    RawSelfTest,
+    RawSetCondition,
+    RawValue,
+    Take,
+    Word,
+)
 from .address_map import AddressMap
 from .cupti import ImageLog
 from .driver import check, driver, inspect_pointer, read_device
@@ -78,13 +90,13 @@ def record(request: Request, log: ImageLog, tell: Tell) -> Take:
     ranges = _filled(addresses, graphs, states)
     tell("replaying")
     mutated = loaded.mutated()
-    exams = [_examine(loaded, key, [item for item in captured if item.key == key]) for key in request.keys]
+    self_tests = [_examine(loaded, key, [item for item in captured if item.key == key]) for key in request.keys]
     mutated = tuple(dict.fromkeys((*mutated, *loaded.mutated())))
     return Take(
         ranges=ranges,
         graphs=tuple(graphs),
         states=states,
-        exams=tuple(exams),
+        self_tests=tuple(self_tests),
         images={image: images[image] for image in used},
         mutated=mutated,
         arch="sm_{}{}".format(*torch.cuda.get_device_capability()),
@@ -143,7 +155,7 @@ AGAIN = 3
 """More replays of the self-test: atomic additions of a few numbers often come in the same order twice (SchNet with 4 atoms)."""
 
 
-def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> RawExam:
+def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> RawSelfTest:
     """Replay the graphs of a key on the fresh call, from the original weights, and compare with eager PyTorch.  Raises
     random-operation when torch's generator advanced, input-mutated when a static input changed that the program is not known to
     write to."""
@@ -164,7 +176,7 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
             static.copy_(value)
         return replay_regions(opened, items) if opened else _replay(items[0])
 
-    for _ in range(loaded.request.exam_calls[key]):
+    for _ in range(loaded.request.self_test_calls[key]):
         made = replayed()
         calls.append(tuple([torch.empty(0) if is_float(t.dtype) else t.clone() for t in made]))
     if not torch.equal(before, torch.cuda.get_rng_state()):
@@ -195,7 +207,9 @@ def _examine(loaded: LoadedProgram, key: IntKey, items: Sequence[Captured]) -> R
         if verdict:
             differences, indices = verdict.differences, verdict.indices
     loaded.restore()
-    return RawExam(key=key, outputs=outputs, differences=differences, written=written, state=state, indices=indices, steady=steady)
+    return RawSelfTest(
+        key=key, outputs=outputs, differences=differences, written=written, state=state, indices=indices, steady=steady
+    )
 
 
 def _changed(loaded: LoadedProgram, row: Weight) -> tuple[bytes, bytes]:
@@ -217,7 +231,7 @@ def _eager(loaded: LoadedProgram, key: IntKey, rows: Sequence[Weight]) -> Seen:
     loaded.restore()
     opened = open_regions(loaded, key) if loaded.split else None
     calls = []
-    for _ in range(loaded.request.exam_calls[key]):
+    for _ in range(loaded.request.self_test_calls[key]):
         args, kwargs = tree_map_only(torch.Tensor, lambda t: t.to(loaded.inputs.device, copy=True), loaded.calls[key][1])
         given = tensors_of((args, kwargs))
         with torch.no_grad():

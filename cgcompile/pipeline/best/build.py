@@ -21,7 +21,7 @@ from cgbundle.format import file_names
 from cgbundle.format.schema import IntKey, Lowering, Manifest
 
 from ...bundle.emit import describe_size
-from ...bundle.exam import KeyExam, eager_exam, on_cpu
+from ...bundle.self_test import KeySelfTest, eager_self_test, on_cpu
 from ...capture.build import CutProgram, cut_stage, emit, prepare_recording
 from ...capture.processes import RecorderProcesses
 from ...capture.recordable import Recordable
@@ -89,7 +89,7 @@ def _wanted(known: Lowerings | None) -> list[str]:
     return [name for name in LOWERINGS if name in chosen]
 
 
-def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable | CgbundleError, dict[str, Sequence[KeyExam]]]:
+def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable | CgbundleError, dict[str, Sequence[KeySelfTest]]]:
     """What tracing needs, or why it cannot be had; and what eager PyTorch gives, by entry.  Needs the model's weights."""
     tell("the program in eager PyTorch, and on the CPU")
     layout = lay_out(shapes_of(spec.programs.weights()), spec.entries[0].prepared.state, cut.host_only)
@@ -98,8 +98,8 @@ def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable 
         found = traceable(spec, cut)
     except CgbundleError as refusal:
         return refusal, {}
-    exams = {each.name: eager_exam(each.source, each.prepared, each.sizes, rows) for each in spec.entries}
-    return found, {name: [on_cpu(exam) for exam in own] for name, own in exams.items()}
+    self_tests = {each.name: eager_self_test(each.source, each.prepared, each.sizes, rows) for each in spec.entries}
+    return found, {name: [on_cpu(self_test) for self_test in own] for name, own in self_tests.items()}
 
 
 def _placed(found: Searched, recordable: Recordable, trials: Path) -> tuple[Searched, Path]:
@@ -118,7 +118,7 @@ def _proved(
     spec: BuildSpec,
     placed: Searched,
     cut: CutProgram,
-    expected: Mapping[str, Sequence[KeyExam]],
+    expected: Mapping[str, Sequence[KeySelfTest]],
     stage: Path,
     file: Path,
     tell: Tell,
@@ -172,7 +172,7 @@ def _emitted(
     stage: Path,
     cut: CutProgram,
     found: Searched,
-    expected: Mapping[str, Sequence[KeyExam]],
+    expected: Mapping[str, Sequence[KeySelfTest]],
     recordable: Recordable,
     lowerings: Lowerings,
 ) -> ManifestParts:

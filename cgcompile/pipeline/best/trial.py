@@ -12,9 +12,9 @@ from cgbundle.format.schema import Manifest
 from cgbundle.validate import host_code
 
 from ...bundle.emit import seal, write_programs
-from ...bundle.exam import KeyExam
 from ...bundle.proof import replay
 from ...bundle.provenance import provenance
+from ...bundle.self_test import KeySelfTest
 from ...capture.build import CutProgram, emit
 from ...targets.build_spec import BuildSpec
 from ...transforms.error_bounds import error_bounds
@@ -26,7 +26,7 @@ def prove(
     spec: BuildSpec,
     candidate: Candidate,
     cut: CutProgram,
-    expected: Mapping[str, Sequence[KeyExam]],
+    expected: Mapping[str, Sequence[KeySelfTest]],
     stage: Path,
     weights: Path,
     trial: Path,

@@ -9,11 +9,11 @@ from statistics import median
 from cgbundle.call.profile import Profile, step_names
 from cgbundle.cuda.driver import check, cu
 from cgbundle.errors import CgbundleError
-from cgbundle.exam import inputs_of
 from cgbundle.format.schema import EntrySpec, Program
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.loader import open_program
 from cgbundle.program import Program as LoadedProgram
+from cgbundle.self_test import inputs_of
 
 from ...errors import BuildError
 from ...util.workers import serve
@@ -115,11 +115,11 @@ def _call(program: LoadedProgram, entry: EntrySpec, row: Program) -> None:
     """A call with the self-test's inputs, from the first state."""
     if any(weight.memory == "state" for weight in program.manifest.weights):
         program.reset()
-    exam = program.open_exam()
+    self_test = program.open_self_test()
     try:
-        program[entry.name].replay(inputs_of(exam, entry, row.key))
+        program[entry.name].replay(inputs_of(self_test, entry, row.key))
     finally:
-        exam.close()
+        self_test.close()
 
 
 if __name__ == "__main__":

@@ -16,9 +16,9 @@ from cgbundle.format.entries import FORWARD
 from cgbundle.format.schema import IntKey, Region, SelfTest, Target, Value, Weight
 
 from ...bundle.emit import describe_size
-from ...bundle.exam import KeyExam, eager_exam, write_exam
 from ...bundle.proof import unproved
 from ...bundle.rows import WHOLE, whole_program, whole_region
+from ...bundle.self_test import KeySelfTest, eager_self_test, write_self_test
 from ...errors import BuildError, ModelError
 from ...export.exported import memory_order
 from ...export.programs import Programs
@@ -84,19 +84,20 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
             weights = write_weights(stage / file_names.WEIGHTS, tensors, weight_rows(tensors, spec.entries[0].prepared.state))
             (stage / file_names.HOST).mkdir()
-            exams = {
-                each.entry.name: eager_exam(each.entry.source, each.entry.prepared, each.entry.sizes, weights) for each in entries
+            self_tests = {
+                each.entry.name: eager_self_test(each.entry.source, each.entry.prepared, each.entry.sizes, weights)
+                for each in entries
             }
             try:
-                parts, regions, folded = _parts_of_all(entries, exams, weights, stage)
+                parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
             except CgbundleError:
                 if standalone is not None:
                     raise
                 standalone = False  # where a function of ours fails, torch's may not
                 for each, told in zip(entries, each_named(tell, [entry.name for entry in spec.entries]), strict=True):
                     _compile(each, scratch / "libtorch", told, changing, level, interface, standalone)
-                parts, regions, folded = _parts_of_all(entries, exams, weights, stage)
-            write_exam(stage / file_names.EXAM, exams)
+                parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
+            write_self_test(stage / file_names.SELF_TEST, self_tests)
             tell.result(describe_size(stage))
     features = {feature for each in entries for compiled in each.compiled.values() for feature in compiled.features}
     return ManifestParts(
@@ -140,18 +141,18 @@ def _compile(
 
 
 def _parts_of_all(
-    entries: Sequence[_CompiledEntry], exams: Mapping[str, Sequence[KeyExam]], weights: tuple[Weight, ...], stage: Path
+    entries: Sequence[_CompiledEntry], self_tests: Mapping[str, Sequence[KeySelfTest]], weights: tuple[Weight, ...], stage: Path
 ) -> tuple[list[EntryParts], list[Region], set[str]]:
     """The rows of all entries, their regions, and the weights whose values the code holds.  Runs the code once for each int_key."""
     regions: list[Region] = []
     folded: set[str] = set()
-    parts = [_entry_parts(each, exams[each.entry.name], weights, regions, folded, stage) for each in entries]
+    parts = [_entry_parts(each, self_tests[each.entry.name], weights, regions, folded, stage) for each in entries]
     return parts, regions, folded
 
 
 def _entry_parts(
     each: _CompiledEntry,
-    exams: Sequence[KeyExam],
+    self_tests: Sequence[KeySelfTest],
     weights: tuple[Weight, ...],
     regions: list[Region],
     folded: set[str],
@@ -164,10 +165,12 @@ def _entry_parts(
     strides: dict[IntKey, list[tuple[int, ...]]] = {}
     for key, program in each.programs.each:
         bound = layouts.bind_constants(each.compiled[key].path, program, weights)
-        for exam in [exam for exam in exams if each.programs.at(exam.key) is program]:
-            numbers[exam.key] = len(regions)
+        for self_test in [self_test for self_test in self_tests if each.programs.at(self_test.key) is program]:
+            numbers[self_test.key] = len(regions)
             try:
-                strides[exam.key] = layouts.output_strides(bound, [_copy(tensor) for tensor in exam.inputs], exam.outputs)
+                strides[self_test.key] = layouts.output_strides(
+                    bound, [_copy(tensor) for tensor in self_test.inputs], self_test.outputs
+                )
             except CallError as error:
                 text = f"the compiled code fails with the example inputs, which eager PyTorch takes: {error}"
                 own = each.compiled[key].standalone
@@ -177,16 +180,16 @@ def _entry_parts(
         shutil.copyfile(each.compiled[key].path, stage / each.file(key))
         regions.append(whole_region("host", REASON, each.file(key), bound.constants, each.name(key)))
     programs = []
-    for exam in exams:
-        given = [_value(tensor, tensor.stride()) for tensor in exam.inputs]
-        made = [_value(tensor, stride) for tensor, stride in zip(exam.outputs, strides[exam.key], strict=True)]
-        programs.append(whole_program("host", exam.key, given, made, region=numbers[exam.key]))
+    for self_test in self_tests:
+        given = [_value(tensor, tensor.stride()) for tensor in self_test.inputs]
+        made = [_value(tensor, stride) for tensor, stride in zip(self_test.outputs, strides[self_test.key], strict=True)]
+        programs.append(whole_program("host", self_test.key, given, made, region=numbers[self_test.key]))
     bounds = error_bounds(prepared, weights)
     return EntryParts(
         programs=with_aliases(tuple(programs), prepared.aliases, prepared.signature.outputs, weights),
         self_test=SelfTest(
-            compare="tolerance", calls=prepared.exam_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
-            proofs=tuple([unproved(exam.key, bounds) for exam in exams]),
+            compare="tolerance", calls=prepared.self_test_calls, expected="eager", bounds=tuple([each.bound for each in bounds]),
+            proofs=tuple([unproved(self_test.key, bounds) for self_test in self_tests]),
         ),
     )  # fmt: skip
 

@@ -38,14 +38,14 @@ class BundleModel:
         self._keys = [tuple(key) for key in job["keys"]]
         self._resets = job["state"]
         self._gpu = job["target"] == "cuda"
-        from cgbundle import exam
+        from cgbundle import self_test
         from cgbundle.format import file_names
         from cgbundle.format.entries import entry_named
         from cgbundle.format.safetensors import Mapped
 
         self._spec = entry_named(self._loaded.manifest, job["entry"])
-        self._exam = Mapped(f"{job['bundle']}/{file_names.EXAM}", file_names.EXAM)
-        self._given = [exam.inputs_of(self._exam, self._spec, key) for key in self._keys]
+        self._self_test = Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)
+        self._given = [self_test.inputs_of(self._self_test, self._spec, key) for key in self._keys]
         laps.skip()
 
     def call(self, key: int) -> None:
@@ -58,20 +58,20 @@ class BundleModel:
             self.call(key)
 
     def differs(self, key: int) -> dict[str, Any]:
-        from cgbundle import exam
+        from cgbundle import self_test
         from cgbundle.format import file_names
 
         if self._resets:
             self._loaded.reset()
         int_key = self._keys[key]
         for _ in range(self._spec.self_test.calls):
-            given = exam.inputs_of(self._exam, self._spec, int_key)
+            given = self_test.inputs_of(self._self_test, self._spec, int_key)
             made = [_plain(output) for output in self._program.replay(given)]
         found = [("output", index, value) for index, value in enumerate(made)]
         found += [("mutated", index, given[index]) for index in self._spec.mutated_inputs]
-        names = [file_names.exam_entry(int_key, kind, index, self._spec.name) for kind, index, _ in found]
+        names = [file_names.self_test_entry(int_key, kind, index, self._spec.name) for kind, index, _ in found]
         rows = zip(names, found, strict=True)
-        return difference(self._exam, [(name, value.dtype, value.tobytes()) for name, (_, _, value) in rows])
+        return difference(self._self_test, [(name, value.dtype, value.tobytes()) for name, (_, _, value) in rows])
 
     def prepare(self, key: int) -> Callable[[], object]:
         given = (

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from cgbundle.exam import BITS, name_key
 from cgbundle.format.archive import Archive
 from cgbundle.format.entries import entry_named
 from cgbundle.format.schema import EntrySpec, IntKey, Manifest
+from cgbundle.self_test import BITS, name_key
 from cgbundle.tensors.comparison import nearest
 from cgbundle.validate import bundle as verify
 

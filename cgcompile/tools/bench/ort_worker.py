@@ -26,19 +26,19 @@ class OnnxModel:
         options.intra_op_num_threads = job.get("threads") or 0  # 0: its own choice
         self._session = onnxruntime.InferenceSession(job["onnx"], options, providers=[wanted])
         laps.mark("load")
-        from cgbundle.exam import inputs_of
         from cgbundle.format import archive, file_names
         from cgbundle.format.entries import entry_named
         from cgbundle.format.safetensors import Mapped
+        from cgbundle.self_test import inputs_of
 
         self._job, self._gpu = job, job["target"] == "cuda"
         self._value = onnxruntime.OrtValue
-        self._exam = Mapped(f"{job['bundle']}/{file_names.EXAM}", file_names.EXAM)
+        self._self_test = Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)
         entry = entry_named(archive.read_manifest(job["bundle"]), job["entry"])
         self._dtypes = [output.dtype for output in entry.outputs]
         names = [each.name for each in self._session.get_inputs()]
         self._given = [
-            dict(zip(names, [numpy.asarray(value) for value in inputs_of(self._exam, entry, tuple(key))], strict=True))
+            dict(zip(names, [numpy.asarray(value) for value in inputs_of(self._self_test, entry, tuple(key))], strict=True))
             for key in job["keys"]
         ]
         laps.skip()
@@ -55,9 +55,9 @@ class OnnxModel:
 
         found = []
         for index, value in enumerate(self._session.run(None, self._given[key])):
-            name = file_names.exam_entry(self._job["keys"][key], "output", index, self._job["entry"])
+            name = file_names.self_test_entry(self._job["keys"][key], "output", index, self._job["entry"])
             found.append((name, self._dtypes[index], value.tobytes()))
-        return difference(self._exam, found)
+        return difference(self._self_test, found)
 
     def prepare(self, key: int) -> Callable[[], object]:
         session, given = self._session, self._given[key]

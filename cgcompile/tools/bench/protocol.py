@@ -68,23 +68,23 @@ class Laps:
         self._last = now()
 
 
-def difference(exam: Mapped, found: Iterable[tuple[str, str, bytes]]) -> dict[str, Any]:
+def difference(self_test: Mapped, found: Iterable[tuple[str, str, bytes]]) -> dict[str, Any]:
     """{"errors", "exact"} of a worker that has no PyTorch.
 
     `found` holds (name in the self-test, dtype, contents) of every output, then of every input that the call writes to.
     """
-    rows = [beside_stored(exam, *row) for row in found]
+    rows = [beside_stored(self_test, *row) for row in found]
     return {"errors": [error for error, _ in rows], "exact": all(exact for _, exact in rows)}
 
 
-def beside_stored(exam: Mapped, name: str, dtype: str, got: bytes) -> tuple[float, bool]:
+def beside_stored(self_test: Mapped, name: str, dtype: str, got: bytes) -> tuple[float, bool]:
     """(error, whether the bits are equal) of a tensor beside the self-test's, which may be condensed."""
     from cgbundle.tensors import comparison, condensed
 
-    if condensed.stand_in(exam.entries, name):
-        error, text = condensed.compare_stored(exam, name, dtype, got)
+    if condensed.stand_in(self_test.entries, name):
+        error, text = condensed.compare_stored(self_test, name, dtype, got)
         return error, not text
-    expected = bytes(exam.data(name))
+    expected = bytes(self_test.data(name))
     return (0.0, True) if expected == got else (comparison.difference(dtype, expected, got), False)
 
 

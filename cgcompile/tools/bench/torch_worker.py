@@ -87,11 +87,11 @@ class TorchModel:
         from ...util.raw_bytes import raw
         from ...util.tolerance import compare
 
-        name = file_names.exam_entry(self._job["keys"][key], kind, index, self._job["entry"])
-        with closing(Mapped(f"{self._job['bundle']}/{file_names.EXAM}", file_names.EXAM)) as exam:
-            if name not in exam.entries:  # condensed
-                return beside_stored(exam, name, str(got.dtype).removeprefix("torch."), bytes(raw(got).numpy()))
-            want = _tensor(exam, name)
+        name = file_names.self_test_entry(self._job["keys"][key], kind, index, self._job["entry"])
+        with closing(Mapped(f"{self._job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)) as self_test:
+            if name not in self_test.entries:  # condensed
+                return beside_stored(self_test, name, str(got.dtype).removeprefix("torch."), bytes(raw(got).numpy()))
+            want = _tensor(self_test, name)
             return compare(want, got).error, torch.equal(want, got)
 
     def prepare(self, key: int) -> Callable[[], object]:
@@ -260,16 +260,16 @@ def _inputs(job: dict[str, Any], key: int) -> list[torch.Tensor]:
     from cgbundle.format import file_names  # late: the start is measured without it
     from cgbundle.format.safetensors import Mapped
 
-    with closing(Mapped(f"{job['bundle']}/{file_names.EXAM}", file_names.EXAM)) as exam:
+    with closing(Mapped(f"{job['bundle']}/{file_names.SELF_TEST}", file_names.SELF_TEST)) as self_test:
         found = []
         for index, order in enumerate(job["orders"]):
-            value = _tensor(exam, file_names.exam_entry(job["keys"][key], "input", index, job["entry"]))
+            value = _tensor(self_test, file_names.self_test_entry(job["keys"][key], "input", index, job["entry"]))
             found.append(value.permute(order).contiguous().permute(sorted(range(len(order)), key=order.__getitem__)))
         return found
 
 
-def _tensor(exam: Mapped, name: str) -> torch.Tensor:
-    row, data = exam.entries[name], bytearray(exam.data(name))
+def _tensor(self_test: Mapped, name: str) -> torch.Tensor:
+    row, data = self_test.entries[name], bytearray(self_test.data(name))
     dtype = getattr(torch, row.dtype)
     return torch.frombuffer(data, dtype=dtype).reshape(row.shape) if data else torch.empty(row.shape, dtype=dtype)
 

@@ -16,7 +16,7 @@ from cgbundle.tables.module_state import ModuleState, decode_states
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
-from cgbundle.validate.exam import check_exam
+from cgbundle.validate.self_test import check_self_test
 from cgcompile.bundle.recordings import Recording, decode
 
 
@@ -98,7 +98,7 @@ def tensors(bundle: BundleFiles, name: str) -> Iterator[Mapped]:
 
 
 _CHECKS: dict[str, Callable[[Archive], None]] = {
-    file_names.WEIGHTS: contents.check_weights, file_names.TABLES: contents.check_weights, file_names.EXAM: check_exam,
+    file_names.WEIGHTS: contents.check_weights, file_names.TABLES: contents.check_weights, file_names.SELF_TEST: check_self_test,
 }  # fmt: skip
 
 

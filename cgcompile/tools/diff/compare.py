@@ -42,7 +42,7 @@ def compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
 
 def _compare(a: BundleFiles, b: BundleFiles) -> tuple[Difference, ...]:
     """Of one variant of each."""
-    rows = [*manifests.compare(a.manifest, b.manifest), *contents.weights(a, b), *contents.exam(a, b)]
+    rows = [*manifests.compare(a.manifest, b.manifest), *contents.weights(a, b), *contents.self_test(a, b)]
     same = recordings.same_tables(a, b)
     launched = [{} if same else recordings.launches(each) for each in (a, b)]
     rows += [*recordings.compare_kernels(*launched), *recordings.compare_nodes(a, b)]
@@ -80,6 +80,6 @@ def _told(bundle: BundleFiles, launched: recordings.Launches, parts: set[str]) -
     if "weights" in parts:
         yield from (file_names.WEIGHTS, file_names.TABLES)
     if parts & {"self-test", "sizes"}:
-        yield file_names.EXAM
+        yield file_names.SELF_TEST
     if parts & {"kernels", "module state"}:
         yield bundle.manifest.module_state

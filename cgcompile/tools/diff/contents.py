@@ -34,12 +34,12 @@ def _tensors(a: BundleFiles, b: BundleFiles, file: str) -> Iterator[Difference]:
                 yield from _elements("weights", name, mine, theirs)
 
 
-def exam(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
+def self_test(a: BundleFiles, b: BundleFiles) -> Iterator[Difference]:
     """The tensors of exam.safetensors for the int_keys that both have."""
-    if not _both_other(a, b, file_names.EXAM):
+    if not _both_other(a, b, file_names.SELF_TEST):
         return
     keys = [set(_calls(found)) for found in (a, b)]
-    with tensors(a, file_names.EXAM) as mine, tensors(b, file_names.EXAM) as theirs:
+    with tensors(a, file_names.SELF_TEST) as mine, tensors(b, file_names.SELF_TEST) as theirs:
         for name in sorted({*mine.entries, *theirs.entries}):
             if name.rpartition("/")[0].rpartition("/")[0] not in keys[0] & keys[1]:
                 continue
@@ -57,7 +57,7 @@ def _calls(bundle: BundleFiles) -> Iterator[str]:
     """What the names of an int_key's tensors begin with, of all entries."""
     for entry in bundle.manifest.entries:
         for program in entry.programs:
-            yield file_names.exam_entry(program.key, "input", 0, entry.name).removesuffix("/input/0")
+            yield file_names.self_test_entry(program.key, "input", 0, entry.name).removesuffix("/input/0")
 
 
 def files(a: BundleFiles, b: BundleFiles, told: Collection[str]) -> Iterator[Difference]:

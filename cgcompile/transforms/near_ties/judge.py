@@ -25,7 +25,7 @@ TRIES = 32
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """What calls gave: the outputs of each, in order, and what is compared after the last, as `exam_tensors` has it."""
+    """What calls gave: the outputs of each, in order, and what is compared after the last, as `self_test_tensors` has it."""
 
     calls: tuple[tuple[Tensor, ...], ...]
     left: tuple[Tensor, ...]

@@ -204,11 +204,11 @@ def _plain(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _stored(path: str, entry: EntrySpec, key: str | None) -> list[Tensor]:
-    from cgbundle import exam
+    from cgbundle import self_test
     from cgbundle.errors import CallError
     from cgbundle.format.archive import Archive
-    from cgbundle.format.file_names import EXAM
-    from cgbundle.validate.exam import check_exam
+    from cgbundle.format.file_names import SELF_TEST
+    from cgbundle.validate.self_test import check_self_test
 
     from .. import int_keys
 
@@ -220,9 +220,9 @@ def _stored(path: str, entry: EntrySpec, key: str | None) -> list[Tensor]:
         except CallError as error:
             raise UsageError(f"--size picks among the stored inputs: {error}", OTHER_SIZES) from None
     bundle = Archive(path)
-    check_exam(bundle)
-    with closing(bundle.mapped(EXAM)) as stored:
-        return exam.inputs_of(stored, entry, chosen)
+    check_self_test(bundle)
+    with closing(bundle.mapped(SELF_TEST)) as stored:
+        return self_test.inputs_of(stored, entry, chosen)
 
 
 def _read(path: str, entry: EntrySpec) -> list[Tensor]:

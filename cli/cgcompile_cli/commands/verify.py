@@ -47,7 +47,7 @@ def verify(
     manifest, signature, damage = _examine(bundle, keys)
     answer: dict[str, Any] = {}
     if run and manifest and not damage:
-        from cgbundle.exam import fresh
+        from cgbundle.self_test import fresh
 
         answer = fresh(bundle, keys)
     compared = [*answer.get("results", []), *answer.get("donations", [])]
@@ -145,16 +145,16 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
 
 def _failures(manifest: Manifest, row: dict[str, Any]) -> list[str]:
     """`batch=8: output 1 (int64): 3 of 8 values differ, first at [2]: 17, expected 12` of every tensor that failed."""
-    from cgbundle.exam import name_key
     from cgbundle.format.entries import entry_named
+    from cgbundle.self_test import name_key
 
     key = name_key(entry_named(manifest, row["entry"]), row["key"])
     return [f"{key}: {each['title']}: {each['text']}" for each in row["tensors"] if not each["passed"]]
 
 
 def _row(manifest: Manifest, row: dict[str, Any]) -> tuple[str, str, str, str]:
-    from cgbundle.exam import BITS, name_key
     from cgbundle.format.entries import entry_named
+    from cgbundle.self_test import BITS, name_key
 
     from ..inspection.program_rows import bound_text
 

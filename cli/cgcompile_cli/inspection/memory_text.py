@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cgbundle.exam import name_key
 from cgbundle.format.spans import span
+from cgbundle.self_test import name_key
 
 from ..int_keys import spell
 from ..output import count, record, shortened, size, table

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from cgbundle.format.schema import EntrySpec, Manifest, Program
-from cgbundle.tensors.exam_tensors import exam_tensors
+from cgbundle.tensors.self_test_tensors import self_test_tensors
 
 from ..int_keys import spell
 from ..output import first_lines, shortened, size, table
@@ -76,7 +76,7 @@ def self_test_rows(manifest: Manifest, entry: EntrySpec) -> list[tuple[str, str,
     errors = [proof.errors for proof in self_test.proofs if proof.errors]
     return [
         (tensor.title, f"{max([row[index] for row in errors]):.1e}" if errors else "", bound_text(bound))
-        for index, (tensor, bound) in enumerate(zip(exam_tensors(manifest, entry), self_test.bounds, strict=True))
+        for index, (tensor, bound) in enumerate(zip(self_test_tensors(manifest, entry), self_test.bounds, strict=True))
     ]
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cgbundle.exam import name_key
+from cgbundle.self_test import name_key
 
 from ..output import count, listed, safe, size, table
 from .names import roles

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cgbundle.exam import name_key
 from cgbundle.format.entries import FORWARD
 from cgbundle.format.spans import span
+from cgbundle.self_test import name_key
 
 from ..inspection.kernels import KernelLaunches
 from ..inspection.lanes import LaneRow, lanes

@@ -33,7 +33,7 @@ def microseconds(call: gpu_calls.Call) -> float:
 
 def main(model: str, bundle: str) -> None:
     """Prints per size the microseconds of every way, medians over the rounds, and differences of the outputs, as JSON."""
-    calls = gpu_calls.exam_calls(bundle)
+    calls = gpu_calls.self_test_calls(bundle)
     network = gpu_calls.network_of(model, bundle)
     backend = gpu_calls.bare(bundle)
     program = gpu_calls.loaded(bundle, outputs="view")

@@ -22,7 +22,7 @@ BURST = 12
 
 def main(model: str, bundle: str) -> None:
     """Prints microseconds per call, quartiles of every way, as JSON."""
-    calls = gpu_calls.exam_calls(bundle)
+    calls = gpu_calls.self_test_calls(bundle)
     key = min(calls)
     value = calls[key]
     network = gpu_calls.network_of(model, bundle)

@@ -27,14 +27,14 @@ class Graph(NamedTuple):
     handle: Any
 
 
-def exam_calls(bundle: str) -> dict[tuple[int, ...], torch.Tensor]:
+def self_test_calls(bundle: str) -> dict[tuple[int, ...], torch.Tensor]:
     """The self-test's first input of every key, on the GPU."""
     entry = archive.read_manifest(bundle).entries[0]
-    stored = Mapped(str(Path(bundle, file_names.EXAM)), file_names.EXAM)
+    stored = Mapped(str(Path(bundle, file_names.SELF_TEST)), file_names.SELF_TEST)
     found = {}
     try:
         for program in entry.programs:
-            name = file_names.exam_entry(program.key, "input", 0)
+            name = file_names.self_test_entry(program.key, "input", 0)
             row = stored.entries[name]
             raw = torch.frombuffer(bytearray(stored.data(name)), dtype=getattr(torch, row.dtype))
             found[program.key] = raw.reshape(row.shape).cuda()

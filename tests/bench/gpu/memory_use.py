@@ -12,8 +12,8 @@ from pathlib import Path
 import cgbundle
 from cgbundle.cuda import driver
 from cgbundle.cuda.driver import Context
-from cgbundle.exam import inputs_of
 from cgbundle.format.safetensors import Mapped
+from cgbundle.self_test import inputs_of
 
 SETTLED = 10
 """Rounds after which the driver has taken all that it keeps for itself."""
@@ -26,8 +26,8 @@ def main(bundle: str, rounds: str) -> None:
     program = cgbundle.load(bundle)
     manifest, spec = program.manifest, program.spec
     loaded = free(context)
-    exam = Mapped(str(Path(bundle, "exam.safetensors")), "exam.safetensors")
-    calls = [inputs_of(exam, spec, key) for key in program.int_keys]
+    self_test = Mapped(str(Path(bundle, "exam.safetensors")), "exam.safetensors")
+    calls = [inputs_of(self_test, spec, key) for key in program.int_keys]
     for call in calls:
         program.replay(call)
     served = free(context)

@@ -25,7 +25,7 @@ def main(model: str, bundle: str, count: str) -> None:
     """Prints counts and differences as JSON."""
     torch.manual_seed(5)
     network = gpu_calls.network_of(model, bundle)
-    pool = {key: drawn(value) for key, value in gpu_calls.exam_calls(bundle).items()}
+    pool = {key: drawn(value) for key, value in gpu_calls.self_test_calls(bundle).items()}
     with torch.no_grad(), gpu_calls.loaded(bundle) as program:
         first = {key: [program(value) for value in values] for key, values in pool.items()}
         found: dict[str, Any] = {

@@ -24,7 +24,7 @@ Key = tuple[int, ...]
 
 def main(bundle: str, sessions: int = 8, calls: int = 1000) -> int:
     """Exit 1 when an output differs."""
-    inputs = gpu_calls.exam_calls(bundle)
+    inputs = gpu_calls.self_test_calls(bundle)
     order = list(inputs)
     with cgbundle.load(bundle) as program:
         wanted = {key: first(program(value)).clone() for key, value in inputs.items()}

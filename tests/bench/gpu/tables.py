@@ -102,7 +102,7 @@ def wrong_cold(found: dict[str, Any]) -> list[str]:
     for run in [row for way in ("bundle", "bundle alone", "watched") for row in found.get(way, [])]:
         if run.get("banned"):
             sentences.append(f"the loading process imported {', '.join(run['banned'])}")
-        if not all(run.get("exam", [True])):
+        if not all(run.get("self-test", [True])):
             sentences.append("the self-test gave other bits")
         first, *others = run.get("addresses", [[]])
         if others and any(a == b for a, b in zip(first, others[-1], strict=True) if a):

@@ -33,7 +33,7 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
     """Every way's repetitions; a way that fails has {"error"} instead."""
     folder = cache / "cold"
     folder.mkdir(parents=True, exist_ok=True)
-    texts = exam_inputs(bundle, folder)
+    texts = self_test_inputs(bundle, folder)
     weights = bundle / file_names.WEIGHTS
     model = built_models.GPT.source
     compiling = child_rows.inductor_cache(cache) | child_rows.gpt_environment()
@@ -75,18 +75,18 @@ def measure(bundle: Path, cache: Path) -> dict[str, Any]:
     return found
 
 
-def exam_inputs(bundle: Path, folder: Path) -> list[str]:
+def self_test_inputs(bundle: Path, folder: Path) -> list[str]:
     """The self-test's input of every key as a raw file: `file:dtype:shape` each."""
     entry = archive.read_manifest(str(bundle)).entries[0]
-    stored = Mapped(str(bundle / file_names.EXAM), file_names.EXAM)
+    stored = Mapped(str(bundle / file_names.SELF_TEST), file_names.SELF_TEST)
     texts = []
     try:
         for index, program in enumerate(entry.programs):
-            name = file_names.exam_entry(program.key, "input", 0)
+            name = file_names.self_test_entry(program.key, "input", 0)
             row = stored.entries[name]
             path = folder / f"input.{index}"
             path.write_bytes(bytes(stored.data(name)))
-            (folder / f"expected.{index}").write_bytes(bytes(stored.data(file_names.exam_entry(program.key, "output", 0))))
+            (folder / f"expected.{index}").write_bytes(bytes(stored.data(file_names.self_test_entry(program.key, "output", 0))))
             texts.append(f"{path}:{row.dtype}:{'x'.join(map(str, row.shape))}")
     finally:
         stored.close()
@@ -196,7 +196,7 @@ def show_breakdown(screen: report.Console, found: dict[str, Any]) -> None:
     screen.print(f"imported of torch, numpy, triton, cgcompile: {held}; packages beside the standard library: {plain}")
     screen.print(f"two loads in one process: {'all' if apart else 'NOT ALL'} memories at other addresses, e.g. weights at")
     screen.print(
-        f"  {first[0]:#x} and {second[0]:#x}; self-test at the second: {'same bits' if all(run['exam']) else 'OTHER BITS'}"
+        f"  {first[0]:#x} and {second[0]:#x}; self-test at the second: {'same bits' if all(run['self-test']) else 'OTHER BITS'}"
     )
     for way, values in found["differences"].items():
         shown = ", ".join(f"{value:.1e}" for value in values)

@@ -53,10 +53,10 @@ def main(how: str, bundle: str, output: str, text: str) -> None:
 
     import json
 
-    from cgbundle.exam import replay_exam
+    from cgbundle.self_test import replay_self_test
 
     with cgbundle.load(bundle) as second:
-        found["exam"] = [row.exact for row in replay_exam(second)]
+        found["self-test"] = [row.exact for row in replay_self_test(second)]
     if stopwatch is not None:
         found["addresses"] = [list(memories.bases) for memories in stopwatch.seen.get("memories", [])]
     program.close()

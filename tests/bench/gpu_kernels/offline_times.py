@@ -12,7 +12,7 @@ import sys
 
 from cuda.bindings import driver as cu
 
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.cuda.driver import check
 from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
@@ -47,8 +47,8 @@ def main(paths: list[str]) -> None:
 
 def fill(path: str, entry: EntrySpec, backend: CudaBackend, key: tuple[int, ...], number: int) -> None:
     """Puts the self-test's inputs into the static buffers."""
-    stored = Mapped(f"{path}/{file_names.EXAM}", file_names.EXAM)
-    tensors = exam.inputs_of(stored, entry, key)
+    stored = Mapped(f"{path}/{file_names.SELF_TEST}", file_names.SELF_TEST)
+    tensors = self_test.inputs_of(stored, entry, key)
     with backend.locked(None) as stream:
         backend.run(number, [tensor.address for tensor in tensors], None, stream)
     stored.close()

@@ -10,7 +10,7 @@ import random
 import sys
 
 import cgbundle
-from cgbundle import exam
+from cgbundle import self_test
 
 ROUNDS = 40
 
@@ -21,15 +21,15 @@ def main(bundles: list[str]) -> int:
     for path in bundles:
         choice, failed, worst = random.Random(0), 0, 0.0
         with cgbundle.load(path) as program:
-            manifest, self_test = program.manifest, program.spec.self_test
+            manifest, promised = program.manifest, program.spec.self_test
             sessions = [program, program.session(), program.session()]
             for _ in range(ROUNDS):
                 key = choice.choice(program.int_keys)
-                (result,) = exam.replay_exam(choice.choice(sessions), [key])
-                failed += not result.passed(self_test.compare)
+                (result,) = self_test.replay_self_test(choice.choice(sessions), [key])
+                failed += not result.passed(promised.compare)
                 worst = max(worst, result.error)
         broken += failed
-        row = {"replays": ROUNDS * self_test.calls, "failed": failed, "worst": worst, "promise": self_test.compare}
+        row = {"replays": ROUNDS * promised.calls, "failed": failed, "worst": worst, "promise": promised.compare}
         print(json.dumps({"bundle": manifest.name, **row}), flush=True)
     return 1 if broken else 0
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from cgbundle.exam import Compared, Result
 from cgbundle.format.schema import Manifest
+from cgbundle.self_test import Compared, Result
 from cgcompile.bundle import proof
 from cgcompile.transforms.error_bounds import ErrorBound
 from tests.helpers.bundles.edits import edited
@@ -45,16 +45,16 @@ def answers(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_beside_a_recording_both_distances_are_kept(answers: Any) -> None:
     """The error against eager PyTorch, measured when it was recorded, and how far the replay was from the recording."""
     answers("tolerance", 1e-6, 0.0)
-    (exam,) = proof.replay(Path("nowhere"), made("recording"), [[BOUND]], ()).exams
-    assert [(each.method, each.error, each.errors, each.distance) for each in exam.proofs] == [
+    (self_test,) = proof.replay(Path("nowhere"), made("recording"), [[BOUND]], ()).self_tests
+    assert [(each.method, each.error, each.errors, each.distance) for each in self_test.proofs] == [
         ("replay", 4e-6, (4e-6,), 1e-6), ("replay", 4e-6, (4e-6,), 0.0),
     ]  # fmt: skip
 
 
 def test_without_a_recording_the_replay_is_what_is_compared_with_eager(answers: Any) -> None:
     answers("tolerance", 1e-6, 2e-6)
-    (exam,) = proof.replay(Path("nowhere"), made("eager"), [[BOUND]], ()).exams
-    assert [(each.method, each.error, each.tolerance, each.errors, each.distance) for each in exam.proofs] == [
+    (self_test,) = proof.replay(Path("nowhere"), made("eager"), [[BOUND]], ()).self_tests
+    assert [(each.method, each.error, each.tolerance, each.errors, each.distance) for each in self_test.proofs] == [
         ("replay", 1e-6, 1e-5, (1e-6,), 0.0), ("replay", 2e-6, 1e-5, (2e-6,), 0.0),
     ]  # fmt: skip
     answers("tolerance", 1e-6, 2e-5)

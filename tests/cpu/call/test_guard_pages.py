@@ -16,7 +16,7 @@ CALLS = """
 import sys
 from contextlib import closing
 import cgbundle
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.errors import MachineError
 from cgbundle.format import archive, file_names
 from tests.helpers.drivers.guard_pages import guarded
@@ -26,10 +26,10 @@ for path in sys.argv[1:]:
     except MachineError as error:
         print("cannot run here:", error)
         continue
-    with program, closing(archive.Archive(path).mapped(file_names.EXAM)) as stored:
+    with program, closing(archive.Archive(path).mapped(file_names.SELF_TEST)) as stored:
         for key in program.int_keys:
             for at_end in (False, True):
-                inputs = exam.inputs_of(stored, program.manifest.entries[0], key)
+                inputs = self_test.inputs_of(stored, program.manifest.entries[0], key)
                 made = program.replay([guarded(each.tobytes(), each.dtype, each.shape, at_end=at_end) for each in inputs])
                 print(len(made), "outputs of", len(b"".join([each.tobytes() for each in made])), "bytes")
 """

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 import cgbundle
 import cgcompile
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.format import archive, file_names
 from cgbundle.tensors.tensor import from_bytes
 from cgcompile.errors import BuildError
@@ -99,7 +99,7 @@ def test_inputs_and_outputs_equal_eager(case: Case, kind: str, batch: int, hande
             assert places == [t.__array_interface__ if isinstance(t, numpy.ndarray) else t.data_ptr() for t in given]
 
 
-def test_the_manifest_and_the_exam_name_what_is_written(case: Case) -> None:
+def test_the_manifest_and_the_self_test_name_what_is_written(case: Case) -> None:
     path, network, _, written = case
     manifest = archive.read_manifest(str(path))
     assert manifest.entries[0].mutated_inputs == written
@@ -110,7 +110,7 @@ def test_the_manifest_and_the_exam_name_what_is_written(case: Case) -> None:
     assert all(finding.where.startswith("tests/helpers/models/written_models.py:") for finding in notes)
     (batch,) = manifest.entries[0].dimensions
     assert (batch.pad, batch.chunk) == ("no", False) and batch.reason.startswith("forward() writes to its input '")
-    stored = load_file(path / file_names.EXAM)
+    stored = load_file(path / file_names.SELF_TEST)
     for size in SIZES:
         given = tuple([stored[f"{size}/input/{index}"] for index in range(len(manifest.entries[0].inputs))])
         _, after = eager(network, given)
@@ -120,8 +120,8 @@ def test_the_manifest_and_the_exam_name_what_is_written(case: Case) -> None:
     assert {name for name in stored if "/mutated/" in name} == {f"{size}/mutated/{index}" for size in SIZES for index in written}
 
 
-def test_a_fresh_process_without_torch_sits_the_exam(case: Case) -> None:
-    answer = exam.fresh(str(case[0]))
+def test_a_fresh_process_without_torch_sits_the_self_test(case: Case) -> None:
+    answer = self_test.fresh(str(case[0]))
     assert [row["passed"] for row in answer["results"]] == [True] * len(SIZES) and not answer["torch_imported"]
 
 
@@ -180,7 +180,7 @@ def test_inspect_and_run_show_what_is_written(decoder: Path, tmp_path: Path) -> 
     assert json.loads(call("inspect", decoder, "--json"))["mutated_inputs"] == ["cache", "place"]
     shown = json.loads(call("run", decoder, "--size", "4", "--json", "--outputs", tmp_path / "made.safetensors"))
     assert [row["name"] for row in shown["written"]] == ["cache", "place"] and len(shown["outputs"]) == 1
-    made, stored = load_file(tmp_path / "made.safetensors"), load_file(decoder / file_names.EXAM)
+    made, stored = load_file(tmp_path / "made.safetensors"), load_file(decoder / file_names.SELF_TEST)
     assert made.keys() == {"output", "cache", "place"}
     close(made["cache"], stored["4/mutated/1"])
     close(made["place"], stored["4/mutated/2"])

@@ -149,7 +149,7 @@ def planned(folder: Path, source: Source) -> tuple[regions.LoadedProgram, SplitP
         role="record", programs=dict.fromkeys(KEYS, folder), calls=folder, result=folder, keys=KEYS, level="eager",
         specialize="size", code="", placements=placed, uploads=split.uploads, stored=folder,
         weights=lay_out(shapes_of(tensors), state_buffers(changed)).rows, written=dict.fromkeys(KEYS, written_inputs(changed)),
-        exam_calls=dict.fromkeys(KEYS, 1),
+        self_test_calls=dict.fromkeys(KEYS, 1),
         weights_end=0, state_end=0, inputs_end=0,
         settings={}, shift=False,
     )  # fmt: skip

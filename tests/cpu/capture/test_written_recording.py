@@ -44,7 +44,7 @@ def case(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mon
     asked = Request(
         role="record", programs={KEY: tmp_path}, calls=tmp_path, result=tmp_path, keys=(KEY,), level="eager", specialize="size",
         code="", placements={}, uploads={}, stored=tmp_path, weights=(), weights_end=0, state_end=0, inputs_end=0, settings={},
-        shift=False, written={KEY: written}, exam_calls={KEY: 1},
+        shift=False, written={KEY: written}, self_test_calls={KEY: 1},
     )  # fmt: skip
     nothing = torch.empty(0)
     calls = {KEY: ((draw(inputs, 4, 0), {}), (draw(inputs, 4, 1), {}))}
@@ -95,7 +95,7 @@ def examined(loaded: Any, monkeypatch: pytest.MonkeyPatch, spoil: Callable[[list
     return record._examine(loaded, KEY, [item])
 
 
-def test_the_exam_holds_what_the_replay_leaves_in_the_inputs(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_self_test_holds_what_the_replay_leaves_in_the_inputs(case: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     loaded, network = case
     found = examined(loaded, monkeypatch)
     fresh = loaded.calls[KEY][1][0]

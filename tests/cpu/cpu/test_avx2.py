@@ -23,14 +23,14 @@ SEEN = """
 import json, sys, torch
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 import cgbundle
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.cpu.machine import processor_flags
 from cgcompile.targets.instruction_sets import macros
 
 def answer(path):
     try:
         with cgbundle.load(path) as program:
-            return all(result.passed("tolerance") for result in exam.replay_exam(program))
+            return all(result.passed("tolerance") for result in self_test.replay_self_test(program))
     except cgbundle.CgbundleError as error:
         return str(error)
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import cgbundle
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.format import archive, file_names, safetensors
 from cgbundle.format.schema import Manifest
 from cgbundle.tensors.tensor import empty
@@ -126,11 +126,11 @@ def test_strides_that_do_not_count(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("golden", ["v1/cpu_mlp", "v1/cpu_cache", "v1/cpu_state"])
-def test_goldens_pass_their_exams(golden: str) -> None:
+def test_goldens_pass_their_self_tests(golden: str) -> None:
     skip_older_torch()
     path = str(GOLDEN / f"{golden}.cgb")
     with cgbundle.load(path) as program:
-        assert all(result.passed("tolerance") for result in exam.replay_exam(program))
+        assert all(result.passed("tolerance") for result in self_test.replay_self_test(program))
 
 
 def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path) -> None:
@@ -139,15 +139,15 @@ def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path)
     made = archive.read_manifest(str(folder))
     other = put_values(0, shape=lambda shape: (shape[0], 5), strides=lambda _: (5, 1))(made)
     other = edited(other, inputs=(replace(made.entries[0].inputs[0], shape=("batch", 5)),))
-    exam_file = safetensors.Mapped(str(folder / file_names.EXAM), file_names.EXAM)
+    self_test_file = safetensors.Mapped(str(folder / file_names.SELF_TEST), file_names.SELF_TEST)
     stored = {}
-    for name, entry in exam_file.entries.items():
+    for name, entry in self_test_file.entries.items():
         shape = (entry.shape[0], 5) if "/input/" in name else entry.shape
         stored[name] = entry.dtype, shape, lambda shape=shape: bytes(4 * shape[0] * shape[1])
-    with open(tmp_path / "exam", "wb") as file:
+    with open(tmp_path / "self-test", "wb") as file:
         safetensors.write(file, stored)
-    exam_file.close()
-    (tmp_path / "exam").rename(folder / file_names.EXAM)
+    self_test_file.close()
+    (tmp_path / "self-test").rename(folder / file_names.SELF_TEST)
     tiny_bundle.seal(folder, replace(other, files=archive.describe_files(str(folder))))
     with raises("manifest-invalid", match=r"host/model\.so was built for other calls than the manifest has"):
         cgbundle.load(folder)

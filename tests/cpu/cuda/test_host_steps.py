@@ -102,13 +102,13 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n")
     with open(folder / file_names.WEIGHTS, "wb") as file:
         safetensors.write(file, {"scale": floats(model.scale), "other": floats(torch.arange(7.0))})
-    exam = {}
+    self_test = {}
     for key in KEYS:
-        exam[file_names.exam_entry((key,), "input", 0)] = floats(example(key))
+        self_test[file_names.self_test_entry((key,), "input", 0)] = floats(example(key))
         for index, output in enumerate(model(example(key))):
-            exam[file_names.exam_entry((key,), "output", index)] = floats(output)
-    with open(folder / file_names.EXAM, "wb") as file:
-        safetensors.write(file, exam)
+            self_test[file_names.self_test_entry((key,), "output", index)] = floats(output)
+    with open(folder / file_names.SELF_TEST, "wb") as file:
+        safetensors.write(file, self_test)
     base = tiny_bundle.manifest()
     entry = base.entries[0]
     tiny_bundle.finish(
@@ -168,12 +168,12 @@ def test_a_mixed_program_computes(fake: FakeDriver, bundle: Path, mode: str, laz
             assert turned.tolist() == expected[1].tolist()
 
 
-def test_the_exam_passes_with_poison(fake: FakeDriver, bundle: Path) -> None:
-    from cgbundle.exam import POISON, replay_exam
+def test_the_self_test_passes_with_poison(fake: FakeDriver, bundle: Path) -> None:
     from cgbundle.loader import open_program
+    from cgbundle.self_test import POISON, replay_self_test
 
     with open_program(bundle, poison=POISON) as loaded:
-        results = replay_exam(loaded)
+        results = replay_self_test(loaded)
         assert [result.passed(loaded.manifest.entries[0].self_test.compare) for result in results] == [True] * len(KEYS)
 
 

@@ -105,8 +105,8 @@ def test_a_copy_on_every_device(
 
     asyncio.run(run())
     assert asked_for == [((0, 1), True)]
-    exam = len(archive.read_manifest(str(bundle)).entries[0].programs)
-    assert called[: 2 * exam] == [0] * exam + [1] * exam and sorted(called[2 * exam :]) == [0] * 3 + [1] * 3
+    self_test = len(archive.read_manifest(str(bundle)).entries[0].programs)
+    assert called[: 2 * self_test] == [0] * self_test + [1] * self_test and sorted(called[2 * self_test :]) == [0] * 3 + [1] * 3
 
 
 def test_requests_that_run_are_answered_by_a_model_that_goes(caching: ModuleType, folder: Path, size: int) -> None:

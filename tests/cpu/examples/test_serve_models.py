@@ -42,7 +42,7 @@ def shifted(bundle: Path, folder: Path, shift: float, examined: bool = True) -> 
     shutil.copytree(bundle, folder)
     _add(folder / file_names.WEIGHTS, lambda name: name == "2.bias", shift)
     if examined:
-        _add(folder / file_names.EXAM, lambda name: "/output/" in name, shift)
+        _add(folder / file_names.SELF_TEST, lambda name: "/output/" in name, shift)
     manifest = replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder)))
     (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(manifest))
     return folder
@@ -418,7 +418,7 @@ def test_versions_are_exchanged_under_load(folder: Folder, eager: Any) -> None:
         assert len(threads) < 40 and max(found.memory[6:]) < 2 * max(found.memory[:4]), found.memory
 
 
-def test_a_version_whose_exam_fails_is_refused_and_the_old_one_stays(folder: Folder) -> None:
+def test_a_version_whose_self_test_fails_is_refused_and_the_old_one_stays(folder: Folder) -> None:
     with serving(folder.path / "models", "--poll", 0.1) as server:
         client = server.ready()
         try:

@@ -130,7 +130,7 @@ def test_state_is_the_union_of_what_the_programs_write() -> None:
         return x + m.calls
 
     ready = prepared(exported(counting, batch=(2, 8)))
-    assert ready.state == ("model.calls",) and ready.exam_calls == 2
+    assert ready.state == ("model.calls",) and ready.self_test_calls == 2
 
 
 def test_random_numbers_of_some_sizes() -> None:

@@ -18,8 +18,8 @@ from cgbundle.format import file_names
 from cgbundle.format.schema import MEMORIES, DonatedRange, Manifest, Value
 from cgbundle.tables.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle import recordings as codec
-from cgcompile.bundle.exam import ReplayedBytes
 from cgcompile.bundle.recordings import MemcpyNode, Recording
+from cgcompile.bundle.self_test import ReplayedBytes
 from cgcompile.capture import build as capture_build
 from cgcompile.capture.recordable import Recordable
 from cgcompile.capture.recorder import Recorded, Replay
@@ -94,7 +94,7 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
         return Candidate(recorded=replace(made, replays={}), folded=frozenset(), configurations=json.dumps(rows))
 
     def replay(stage: Path, manifest: Manifest, bounds: object, allow: object) -> None:
-        assert {file.name for file in stage.iterdir()} >= {file_names.MANIFEST, file_names.WEIGHTS, file_names.EXAM, "graphs"}
+        assert {file.name for file in stage.iterdir()} >= {file_names.MANIFEST, file_names.WEIGHTS, file_names.SELF_TEST, "graphs"}
         if stage.name in said.unproved:
             raise said.unproved[stage.name]
 

@@ -24,11 +24,11 @@ import cgcompile
 from cgbundle.cpu.machine import processor_flags
 from cgbundle.format import archive
 from cgbundle.format.schema import MEMORIES, Dimension, IntKey, Manifest, Program, Proof
-from cgbundle.tensors.exam_tensors import WAIVER
+from cgbundle.tensors.self_test_tensors import WAIVER
 from cgbundle.validate import bundle as verify
 from cgcompile.bundle import recordings as tables
-from cgcompile.bundle.exam import KeyExam
 from cgcompile.bundle.recordings import KernelNode, Recording
+from cgcompile.bundle.self_test import KeySelfTest
 from cgcompile.checks import check
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
@@ -311,8 +311,8 @@ def again(name: str, folder: Path) -> None:
 
 
 def trial(crossing: torch.Tensor, output: torch.Tensor) -> Trial:
-    exam = KeyExam(key=(1,), inputs=(), outputs=(output,))
-    return Trial(key=(1,), stages=(), crossing=(crossing,), left=(output,), exam=exam, early=(), order=(CROSSING, LEFT))
+    self_test = KeySelfTest(key=(1,), inputs=(), outputs=(output,))
+    return Trial(key=(1,), stages=(), crossing=(crossing,), left=(output,), self_test=self_test, early=(), order=(CROSSING, LEFT))
 
 
 @pytest.mark.parametrize(("flipped", "passes"), [(0, True), (1, True), (3, False)])

@@ -18,7 +18,7 @@ from tests.helpers.raising import raises
 pytest.importorskip("triton")
 
 import cgcompile
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.format import archive, file_names
 from cgbundle.format.schema import Manifest
 from cgbundle.validate import bundle as verify
@@ -218,13 +218,13 @@ def test_it_was_proved_by_interpretation(bundle: tuple[Path, str]) -> None:
     assert "interpret" in call("inspect", path).stdout
 
 
-def test_the_exam_is_eager_pytorch(hopper: Path, files: Path) -> None:
+def test_the_self_test_is_eager_pytorch(hopper: Path, files: Path) -> None:
     """The stored outputs are what the model gives for the stored inputs: `verify --run` on a GPU compares with these."""
     from safetensors.torch import load_file
 
     scope: dict[str, object] = {}
     exec((files / "gpt.py").read_text(), scope)
-    stored = load_file(hopper / file_names.EXAM)
+    stored = load_file(hopper / file_names.SELF_TEST)
     with torch.no_grad():
         expected = scope["model"]()(stored["2/input/0"])  # type: ignore[operator]
     torch.testing.assert_close(stored["2/output/0"], expected)
@@ -240,7 +240,7 @@ def test_another_gpu_is_refused_when_the_bundle_is_loaded(ampere: Path, monkeypa
 
 
 def test_a_machine_without_a_gpu_says_so(hopper: Path) -> None:
-    answer = exam.fresh(str(hopper))
+    answer = self_test.fresh(str(hopper))
     if "results" in answer:
         assert all(row["passed"] for row in answer["results"]), "a GPU of this architecture is here"
     else:

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 import cgbundle
 import cgcompile
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.errors import CgbundleError
 from cgbundle.format import file_names
 from cgbundle.format.archive import Archive
@@ -73,7 +73,7 @@ def test_weights_and_self_test_stand_once(bundle: Path) -> None:
     assert validate.examine(Archive(str(bundle))) == []
     names = [file.path for file in opened.manifest.files]
     assert [name for name in names if name.endswith((".safetensors", ".pt2"))] == [
-        file_names.EXAM, file_names.PROGRAM, file_names.TABLES, file_names.WEIGHTS,
+        file_names.SELF_TEST, file_names.PROGRAM, file_names.TABLES, file_names.WEIGHTS,
     ]  # fmt: skip
     for name in TARGETS[:1]:
         assert f"graphs/{name}/model-2.bin" in names
@@ -89,7 +89,7 @@ def test_a_machine_without_a_gpu_takes_the_highest_level(bundle: Path) -> None:
     with cgbundle.load(bundle) as program:
         level = program.manifest.target.level
         assert level in TARGETS[1:]
-        assert all(result.passed("tolerance") for result in exam.replay_exam(program))
+        assert all(result.passed("tolerance") for result in self_test.replay_self_test(program))
     with cgbundle.load(bundle, variant="x86-64-v2") as other, cgbundle.load(bundle, variant=level) as one:
         x = torch.randn(4, 8)
         for made, expected in zip(other(x), one(x), strict=True):

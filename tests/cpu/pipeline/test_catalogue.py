@@ -177,25 +177,25 @@ def exported() -> Any:
 
 def test_state_that_shares_memory_is_not_torn_apart(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     with raises("state-shared", match="whole"):
-        record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, state=("whole",))
+        record.recorder.record(exported, CALLS, self_test=CALLS, folder=tmp_path, state=("whole",))
 
 
 def test_a_weight_that_a_replay_changes(
     record: SimpleNamespace, exported: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "exams")}
+    nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "self_tests")}
     take = Take(**nothing, images={}, mutated=("whole",), arch="", driver=0)
     monkeypatch.setattr(record.recorder, "fitting", lambda wanted, need: wanted)
     processes = SimpleNamespace(run=lambda *_: [take, take])
     with raises("weight-mutated", match="a replay changes whole"):
-        record.recorder.record(exported, CALLS, exam=CALLS, folder=tmp_path, level="eager", processes=processes)
+        record.recorder.record(exported, CALLS, self_test=CALLS, folder=tmp_path, level="eager", processes=processes)
 
 
 def test_fresh_inputs_of_another_size(record: SimpleNamespace, exported: Any, tmp_path: Path) -> None:
     calls = {KEY: ((torch.ones(2),), {})}
     for fresh, message in (({}, "no fresh inputs"), ({KEY: ((torch.ones(3),), {})}, "other shapes than the example's")):
         with raises("inputs-unlike", match=message):
-            record.recorder.record(exported, calls, folder=tmp_path, exam=fresh)
+            record.recorder.record(exported, calls, folder=tmp_path, self_test=fresh)
 
 
 # --- what a graph may hold ----------------------------------------------------------------------------------------

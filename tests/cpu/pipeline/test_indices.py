@@ -12,12 +12,12 @@ from torch import nn
 
 import cgbundle
 import cgcompile
-from cgbundle import exam
-from cgbundle.format.file_names import EXAM
-from cgbundle.tensors.exam_tensors import NEAR_TIES
+from cgbundle import self_test
+from cgbundle.format.file_names import SELF_TEST
+from cgbundle.tensors.self_test_tensors import NEAR_TIES
 from cgcompile.bundle.emit import seal
-from cgcompile.bundle.exam import eager_exam, read_exam, replace_exams
 from cgcompile.bundle.proof import replay
+from cgcompile.bundle.self_test import eager_self_test, read_self_test, replace_self_tests
 from cgcompile.export.export import export
 from cgcompile.export.functionalization import functional
 from cgcompile.export.signature.signature import describe_signature
@@ -62,7 +62,7 @@ def built(tmp_path_factory: pytest.TempPathFactory, told: list[Event]) -> cgcomp
     return cgcompile.build(Words().eval(), inputs, sizes=[ROWS], out=out, target="cpu", progress=told.append)
 
 
-def test_a_build_tells_which_indices_differ_and_its_exam_holds_them(built: cgcompile.Built, told: list[Event]) -> None:
+def test_a_build_tells_which_indices_differ_and_its_self_test_holds_them(built: cgcompile.Built, told: list[Event]) -> None:
     (verified,) = [event.text for event in told if (event.stage, event.state) == ("verify", "done")]
     assert f"of {ROWS} indices differ from eager PyTorch's where the values are equal within tolerance" in verified
     assert (
@@ -73,7 +73,7 @@ def test_a_build_tells_which_indices_differ_and_its_exam_holds_them(built: cgcom
     (found,) = [each for each in built.manifest.entries[0].findings if each.rule == NEAR_TIES]
     assert found.message == "output token (int64): up to 50.0% of the indices have another one that is as good"
     with cgbundle.load(built.path) as program:
-        assert all(result.exact for result in exam.replay_exam(program))
+        assert all(result.exact for result in self_test.replay_self_test(program))
 
 
 @pytest.mark.parametrize(("others", "passes"), [(ROWS // 2, True), (ROWS // 2 + 1, False)])
@@ -82,13 +82,13 @@ def test_another_processor_may_select_as_many_others_as_are_as_good(
 ) -> None:
     """The bundle is the other one here: its self-test holds what this processor does not select."""
     folder = shutil.copytree(built.path, tmp_path / "other.cgb")
-    key = read_exam(folder / EXAM, built.manifest, built.manifest.entries[0], (ROWS,))
+    key = read_self_test(folder / SELF_TEST, built.manifest, built.manifest.entries[0], (ROWS,))
     token, *rest = key.outputs
     selected = torch.cat([token[:others] + 1, token[others:]])
-    replace_exams(folder / EXAM, {built.manifest.entries[0].name: [replace(key, outputs=(selected, *rest))]})
+    replace_self_tests(folder / SELF_TEST, {built.manifest.entries[0].name: [replace(key, outputs=(selected, *rest))]})
     seal(folder, built.manifest)
     with cgbundle.load(folder) as program:
-        (result,) = exam.replay_exam(program)
+        (result,) = self_test.replay_self_test(program)
     assert result.passed("tolerance") == passes and result.tensors[0].error == others / ROWS
 
 
@@ -100,7 +100,7 @@ def test_code_that_selects_another_word_is_refused(built: cgcompile.Built, tmp_p
     functionalized = {key: functional(program) for key, program in exported.programs.each}
     prepared = prepare(exported, describe_signature(exported), functionalized, markers=False)
     folder = shutil.copytree(built.path, tmp_path / "other.cgb")
-    exams = eager_exam(source, prepared, {"batch": (ROWS,)}, built.manifest.weights)
-    replace_exams(folder / EXAM, {built.manifest.entries[0].name: exams})
+    self_tests = eager_self_test(source, prepared, {"batch": (ROWS,)}, built.manifest.weights)
+    replace_self_tests(folder / SELF_TEST, {built.manifest.entries[0].name: self_tests})
     with raises("proof-failed", match=f"output token .int64.: . of {ROWS} values differ"):
         replay(folder, seal(folder, built.manifest), [error_bounds(prepared, built.manifest.weights)], (), [prepared])

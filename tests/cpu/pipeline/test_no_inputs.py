@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 import cgbundle
 import cgcompile
-from cgbundle.exam import replay_exam
+from cgbundle.self_test import replay_self_test
 from cgcompile.util.progress import Event
 from cgcompile_cli import main
 from tests.helpers.lowered_here import lower_here
@@ -73,10 +73,10 @@ def test_progress_names_the_entry(counter: Path, told: list[Event]) -> None:
         assert list(dict.fromkeys(text.partition(": ")[0] for text in texts)) == names, stage
 
 
-def test_calls_sessions_buffers_and_the_exam(counter: Path) -> None:
+def test_calls_sessions_buffers_and_the_self_test(counter: Path) -> None:
     with cgbundle.load(counter) as program:
         program.warmup()
-        assert all(each.passed("tolerance") for each in replay_exam(program))
+        assert all(each.passed("tolerance") for each in replay_self_test(program))
         assert numpy.asarray(program.tick()).tolist() == [2.0] * 4
         other = program.session()
         assert [numpy.asarray(other.tick())[0] for _ in range(3)] == [2.0, 4.0, 6.0]

@@ -11,7 +11,7 @@ import torch
 from typer.testing import CliRunner
 
 import cgbundle
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
 from cgcompile.bundle.proof import replay
@@ -62,7 +62,7 @@ def test_what_is_allowed_stands_in_the_manifest_and_bounds_the_replay(path: Path
     assert proof.errors[1] == share and 0 < proof.errors[0] < 4e-2 and proof.errors[2] == proof.distance == 0
     (finding,) = [each for each in manifest.entries[0].findings if each.rule == WAIVER]
     assert finding.message == f"output token (int64): up to {share:.1%} of the values differ from eager PyTorch's"
-    (row,) = exam.fresh(str(path))["results"]
+    (row,) = self_test.fresh(str(path))["results"]
     assert row["passed"] and [each["error"] for each in row["tensors"]] == list(proof.errors)
     shown = call("inspect", path)
     assert WAIVER in shown and f"output token (int64)      {share:.1e}" in shown

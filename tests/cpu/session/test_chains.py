@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import cgbundle
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.errors import MachineError
 from cgbundle.format import file_names
 from cgbundle.format.safetensors import Mapped
@@ -98,8 +98,8 @@ def test_a_stale_one_raises(program: cgbundle.Program) -> None:
     program.step(second, x)
 
 
-def test_the_exam_compares_chained_calls_with_copies() -> None:
-    answer = exam.fresh(str(BUNDLE))
+def test_the_self_test_compares_chained_calls_with_copies() -> None:
+    answer = self_test.fresh(str(BUNDLE))
     if "error" in answer:
         pytest.skip(answer["error"])
     assert [row["title"] for row in answer["donations"]] == ["encode batch=4 -> step batch=4", "step batch=4 -> step batch=4"]

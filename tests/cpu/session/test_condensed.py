@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 torch = pytest.importorskip("torch")
 
 import cgcompile  # noqa: E402
-from cgbundle import exam  # noqa: E402
+from cgbundle import self_test  # noqa: E402
 from cgbundle.format import archive, file_names, safetensors  # noqa: E402
 from cgcompile.bundle.emit import seal  # noqa: E402
 from cgcompile_cli.main import app  # noqa: E402
@@ -49,12 +49,12 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors.Tensor]], None]) -> Path:
     """A copy of the bundle with another self-test."""
     copy = shutil.copytree(bundle, folder / "changed.cgb")
-    stored = safetensors.Mapped(str(bundle / file_names.EXAM), file_names.EXAM)
+    stored = safetensors.Mapped(str(bundle / file_names.SELF_TEST), file_names.SELF_TEST)
     tensors: dict[str, safetensors.Tensor] = {
         name: (row.dtype, row.shape, lambda name=name: bytes(stored.data(name))) for name, row in stored.entries.items()
     }
     change(tensors)
-    with open(copy / file_names.EXAM, "wb") as file:
+    with open(copy / file_names.SELF_TEST, "wb") as file:
         safetensors.write(file, tensors)
     manifest = archive.read_manifest(str(copy))
     seal(copy, replace(manifest, files=archive.describe_files(str(copy))))
@@ -62,13 +62,13 @@ def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors.
 
 
 def test_the_self_test_is_small_and_passes(bundle: Path) -> None:
-    assert (bundle / file_names.EXAM).stat().st_size < 32 << 20
-    stored = safetensors.Mapped(str(bundle / file_names.EXAM), file_names.EXAM)
+    assert (bundle / file_names.SELF_TEST).stat().st_size < 32 << 20
+    stored = safetensors.Mapped(str(bundle / file_names.SELF_TEST), file_names.SELF_TEST)
     assert {"-/output/0.samples", "-/state/0.statistics"} <= stored.entries.keys()
     assert "-/output/1" in stored.entries, "what is small enough stays whole"
     done = CliRunner().invoke(app, ["verify", str(bundle), "--run", "--json"])
     assert done.exit_code == 0, done.output
-    answer = exam.fresh(str(bundle))
+    answer = self_test.fresh(str(bundle))
     assert answer["exit_code"] == 0 and all(row["passed"] for row in answer["results"])
 
 
@@ -83,7 +83,7 @@ def test_a_wrong_expectation_is_named(bundle: Path, tmp_path: Path) -> None:
             hashes = tensors[name + ".hashes"]
             tensors[name + ".hashes"] = (*hashes[:2], lambda size=len(bytes(hashes[2]())): bytes(size))
 
-    answer: dict[str, Any] = exam.fresh(str(changed(bundle, tmp_path, change)))
+    answer: dict[str, Any] = self_test.fresh(str(changed(bundle, tmp_path, change)))
     (row,) = answer["results"]
     texts = [tensor["text"] for tensor in row["tensors"] if not tensor["passed"]]
     assert answer["exit_code"] == 1 and len(texts) == 2, json.dumps(answer)
@@ -95,7 +95,7 @@ def test_parts_that_do_not_fit_are_refused(bundle: Path, tmp_path: Path) -> None
         dtype, (count,), contents = tensors["-/state/0.samples"]
         tensors["-/state/0.samples"] = (dtype, (count - 1,), lambda: bytes(contents())[:-4])
 
-    answer = exam.fresh(str(changed(bundle, tmp_path, shorter)))
+    answer = self_test.fresh(str(changed(bundle, tmp_path, shorter)))
     assert answer["code"] == "weights-invalid" and "what takes its place does not fit 9011200 elements" in answer["error"]
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import cgbundle
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
@@ -38,8 +38,8 @@ def bundle(tmp_path: Path) -> Path:
 
 def passes(program: Program, origin: Path) -> bool:
     """Whether the program gives the answers of the self-test of the bundle that it was loaded from, a copy of `origin`."""
-    results = exam.replay_exam(program)
-    stored, expected = program.open_exam(), Mapped(str(origin / file_names.EXAM), file_names.EXAM)
+    results = self_test.replay_self_test(program)
+    stored, expected = program.open_self_test(), Mapped(str(origin / file_names.SELF_TEST), file_names.SELF_TEST)
     try:
         same = [stored.data(name) == expected.data(name) for name in expected.entries] if stored.entries == expected.entries else []
     finally:
@@ -106,11 +106,11 @@ def test_weights_that_were_copied_are_not_seen_to_change(tmp_path: Path) -> None
     bundle = Path(shutil.copytree(ONE, tmp_path / "model.cgb"))
     code = (
         "import os, sys, cgbundle\n"
-        "from cgbundle import exam\n"
+        "from cgbundle import self_test\n"
         "bundle = sys.argv[1]\n"
         "program = cgbundle.load(bundle, weights='copy')\n"
         "os.truncate(f'{bundle}/weights.safetensors', 0)\n"
-        "assert all(result.error <= result.tolerance for result in exam.replay_exam(program))\n"
+        "assert all(result.error <= result.tolerance for result in self_test.replay_self_test(program))\n"
         "print('right')\n"
     )
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT / "bundles"), *sys.path])}

@@ -98,7 +98,7 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     region.close()
     assert sorted(weights[index].name for _, index in constants) == ["memory", "steps", "weight"]
     tensors = {name: stored(tensor) for name, tensor in model.state_dict().items()} | {"random": stored(torch.zeros(2).long())}
-    for name, held in ((file_names.WEIGHTS, tensors), (file_names.EXAM, {})):
+    for name, held in ((file_names.WEIGHTS, tensors), (file_names.SELF_TEST, {})):
         with open(folder / name, "wb") as file:
             safetensors.write(file, held)
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n")

@@ -12,7 +12,7 @@ torch = pytest.importorskip("torch")
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle import exam  # noqa: E402
+from cgbundle import self_test  # noqa: E402
 from cgbundle.format import archive, file_names, safetensors  # noqa: E402
 from cgcompile.export.export import export  # noqa: E402
 from cgcompile.export.signature.signature import describe_signature  # noqa: E402
@@ -77,20 +77,20 @@ def test_the_build_leaves_no_trace_in_the_model(tmp_path: Path) -> None:
     assert all(torch.equal(value, before[name]) for name, value in network.named_buffers())
 
 
-def test_the_exam_holds_what_a_call_changes_and_notices_a_change(stateful: Path) -> None:
+def test_the_self_test_holds_what_a_call_changes_and_notices_a_change(stateful: Path) -> None:
     manifest = archive.read_manifest(str(stateful))
     names = {weight.name: index for index, weight in enumerate(manifest.weights) if weight.memory == "state"}
     assert names.keys() == dict(running().named_buffers()).keys()
-    stored = safetensors.Mapped(str(stateful / file_names.EXAM), file_names.EXAM)
-    runs = memoryview(stored.data(file_names.exam_entry((1,), "state-at", names["cache"]))).cast("q").tolist()
+    stored = safetensors.Mapped(str(stateful / file_names.SELF_TEST), file_names.SELF_TEST)
+    runs = memoryview(stored.data(file_names.self_test_entry((1,), "state-at", names["cache"]))).cast("q").tolist()
     assert manifest.entries[0].self_test.calls == 2 and runs == [2 * 8, 2 * 8], (
         "one row of the cache, at a place for each of two calls"
     )
     with cgbundle.load(stateful) as program:
-        assert all(result.error < 1e-5 for result in exam.replay_exam(program))
+        assert all(result.error < 1e-5 for result in self_test.replay_self_test(program))
         program.state["place"] = torch.full((1,), 3)
         program.reset = lambda: None  # type: ignore[method-assign]
-        assert any(not result.passed(manifest.entries[0].self_test.compare) for result in exam.replay_exam(program))
+        assert any(not result.passed(manifest.entries[0].self_test.compare) for result in self_test.replay_self_test(program))
 
 
 def test_the_same_state_by_numpy_and_without_any_library(stateful: Path) -> None:

@@ -22,7 +22,7 @@ save_file = pytest.importorskip("safetensors.torch").save_file
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle import exam  # noqa: E402
+from cgbundle import self_test  # noqa: E402
 from cgbundle.format import archive, file_names  # noqa: E402
 
 SPIN = 60
@@ -449,13 +449,13 @@ def test_what_is_fixed_may_be_given_as_it_is(odd_bundle: Path) -> None:
         torch.testing.assert_close(program(ids), odd(1)(ids), **CLOSE)
 
 
-def test_the_exam_is_about_the_first_weights(bundle: Path) -> None:
+def test_the_self_test_is_about_the_first_weights(bundle: Path) -> None:
     with cgbundle.load(bundle) as program:
-        assert all(result.exact or result.error <= result.tolerance for result in exam.replay_exam(program))
+        assert all(result.exact or result.error <= result.tolerance for result in self_test.replay_self_test(program))
         program.update(weights_of(tiny(7)))
         assert program.updated and program.session().updated
         with raises("self-test-outdated", match="was updated, and its self-test is about the weights that were loaded"):
-            exam.replay_exam(program)
+            self_test.replay_self_test(program)
         program.warmup()
         check(program, tiny(7))
 

@@ -348,12 +348,12 @@ WITHOUT_TORCH = """
 import sys
 sys.path[:] = [{runtime!r}, *[each for each in sys.path if "site-packages" not in each]]
 import cgbundle
-from cgbundle.exam import inputs_of
+from cgbundle.self_test import inputs_of
 with cgbundle.load({path!r}, check="full") as program:
-    exam = program.open_exam()
+    self-test = program.open_self_test()
     for key in program.int_keys:
-        program.replay(inputs_of(exam, program.manifest.entries[0], key))
-    exam.close()
+        program.replay(inputs_of(self-test, program.manifest.entries[0], key))
+    self_test.close()
     print("torch" in open("/proc/self/maps").read(), program.manifest.target.torch == "")
 """
 

@@ -63,12 +63,12 @@ def test_a_bundle_beside_eager(bundle: Path, tmp_path: Path) -> None:
 def other_expectations(bundle: Path, path: Path) -> Path:
     """A sound bundle whose self-test promises, at batch 4, something else than the model gives."""
     shutil.copytree(bundle, path)
-    file = path / file_names.EXAM
-    stored = safetensors.Mapped(str(file), file_names.EXAM)
+    file = path / file_names.SELF_TEST
+    stored = safetensors.Mapped(str(file), file_names.SELF_TEST)
     tensors: dict[str, safetensors.Tensor] = {}
     for name, entry in stored.entries.items():
         data = bytearray(stored.data(name))
-        if name == file_names.exam_entry((4,), "output", 0):
+        if name == file_names.self_test_entry((4,), "output", 0):
             data[3] ^= 0x40  # an exponent's bit of the first element
         tensors[name] = (entry.dtype, entry.shape, lambda data=data: bytes(data))
     with open(file, "wb") as target:

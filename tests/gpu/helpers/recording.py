@@ -50,10 +50,16 @@ def record_case(name: str, folder: Path, level: str, **options) -> tuple[Recorde
         takes[:] = a, b
         return assemble(a, b, *rest)
 
-    exam = options.pop("exam", None) or other_calls(calls)
+    self_test = options.pop("self_test", None) or other_calls(calls)
     with mock.patch.object(recorder, "assemble", noted):
         recorded = recorder.record(
-            programs, calls, exam=exam, folder=folder, level=level, state=state_buffers(functional(programs.first)), **options
+            programs,
+            calls,
+            self_test=self_test,
+            folder=folder,
+            level=level,
+            state=state_buffers(functional(programs.first)),
+            **options,
         )
     tensors = programs.weights()
     plain = {

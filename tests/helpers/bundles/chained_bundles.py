@@ -15,7 +15,7 @@ from struct import pack
 
 from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
-from cgbundle.format.file_names import EXAM, WEIGHTS, exam_entry, whole_program_file
+from cgbundle.format.file_names import SELF_TEST, WEIGHTS, self_test_entry, whole_program_file
 from cgbundle.format.schema import DonatedRange, Donation, EntrySpec, Manifest, Program, Region, Step, TensorSpec, Value
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Function, Recording
@@ -85,11 +85,11 @@ def write(folder: Path) -> Manifest:
         path.parent.mkdir(exist_ok=True)
         path.write_bytes(b"")
     given = {
-        exam_entry((), "input", index, name): ("float32", (N,), lambda index=index: numbers(index))
+        self_test_entry((), "input", index, name): ("float32", (N,), lambda index=index: numbers(index))
         for name in ADDS
         for index in range(2 if name == "take" else 1)
     }
-    for name, entries in ((WEIGHTS, {}), (EXAM, given)):
+    for name, entries in ((WEIGHTS, {}), (SELF_TEST, given)):
         with open(folder / name, "wb") as file:
             safetensors.write(file, entries)
 

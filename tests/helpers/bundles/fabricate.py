@@ -18,7 +18,7 @@ from typing import Any
 
 from cgbundle.call.locks import ExclusiveLock, SharedLock, locked
 from cgbundle.format.entries import all_programs
-from cgbundle.format.file_names import EXAM
+from cgbundle.format.file_names import SELF_TEST
 from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import evaluate
@@ -122,9 +122,9 @@ class FakeResults:
                 ctypes.memset(ctypes.addressof(buffer), SPOILED, ctypes.sizeof(buffer))
 
 
-def kept_exam(folder: str) -> KeptFile:
+def kept_self_test(folder: str) -> KeptFile:
     """The self-test in a folder, as `loader` hands it to a program."""
-    with open(os.path.join(folder, EXAM), "rb") as file:
+    with open(os.path.join(folder, SELF_TEST), "rb") as file:
         return KeptFile(file.fileno())
 
 

@@ -16,7 +16,7 @@ from struct import pack
 
 from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
-from cgbundle.format.file_names import EXAM, PROGRAM, WEIGHTS, exam_entry
+from cgbundle.format.file_names import PROGRAM, SELF_TEST, WEIGHTS, self_test_entry
 from cgbundle.format.schema import MEMORIES, Dimension, Manifest, Program, SelfTest, Step, TensorSpec, Value, Weight
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Function, Recording
@@ -77,8 +77,8 @@ def _write_rank(folder: Path, image: bytes, world: int, rank: int, exchange: byt
     contents = {}
     for key in KEYS:
         for kind, data in (("input", inputs(key)), ("output", expected(inputs(key), world))):
-            contents[exam_entry((key,), kind, 0)] = ("float32", (key, FLOATS), partial(bytes, data))
-    with open(folder / EXAM, "wb") as file:
+            contents[self_test_entry((key,), kind, 0)] = ("float32", (key, FLOATS), partial(bytes, data))
+    with open(folder / SELF_TEST, "wb") as file:
         safetensors.write(file, contents)
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1))
     files = describe_files(str(folder))

@@ -12,7 +12,7 @@ from pathlib import Path
 from struct import pack
 
 from cgbundle.format import archive, file_names, manifest_json, safetensors
-from cgbundle.format.file_names import exam_entry as entry
+from cgbundle.format.file_names import self_test_entry as entry
 from cgbundle.format.schema import (
     VERSION,
     Dimension,
@@ -46,8 +46,8 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
         safetensors.write(
             file, {"first.weight": ("float32", (2, 3), floats(range(6))), "first.bias": ("float32", (2,), floats(range(2)))}
         )
-    with open(folder / file_names.EXAM, "wb") as file:
-        safetensors.write(file, exam_tensors())
+    with open(folder / file_names.SELF_TEST, "wb") as file:
+        safetensors.write(file, self_test_tensors())
     made = replace(manifest(), files=archive.describe_files(str(folder)))
     changed = change(made) if change else made
     if changed.files == made.files:
@@ -73,7 +73,7 @@ def floats(values: range) -> Callable[[], bytes]:
     return lambda: pack(f"<{len(values)}f", *values)
 
 
-def exam_tensors() -> dict[str, safetensors.Tensor]:
+def self_test_tensors() -> dict[str, safetensors.Tensor]:
     """x and y of both sizes, under the self-test's names."""
     made: dict[str, safetensors.Tensor] = {}
     for size in SIZES:

@@ -47,13 +47,16 @@ def write(folder: Path) -> Manifest:
         path.unlink()
     (folder / file_names.PROGRAM).write_bytes(b"")
     (folder / "graphs/make.bin").write_bytes(chained_bundles.tables.encode(chained_bundles.recording(image, "make")))
-    with open(folder / file_names.EXAM, "wb") as file:
+    with open(folder / file_names.SELF_TEST, "wb") as file:
         shape = ("float32", (N,))
-        named = {file_names.exam_entry((), "input", 0): numbers(0), file_names.exam_entry((), "output", 0): twice(numbers(0))}
+        named = {
+            file_names.self_test_entry((), "input", 0): numbers(0),
+            file_names.self_test_entry((), "output", 0): twice(numbers(0)),
+        }
         safetensors.write(file, {name: (*shape, lambda data=data: data) for name, data in named.items()})
-    exam = replace(whole.entries[0].self_test, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
+    self_test = replace(whole.entries[0].self_test, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
     made = edited(
-        whole, name="twice", entries=(replace(whole.entries[0], name="forward"),), donations=(), donated=(), self_test=exam,
+        whole, name="twice", entries=(replace(whole.entries[0], name="forward"),), donations=(), donated=(), self_test=self_test,
         regions=whole.regions[:1], files=archive.describe_files(str(folder)),
     )  # fmt: skip
     (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(made))

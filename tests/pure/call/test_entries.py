@@ -165,7 +165,7 @@ def bundle() -> Manifest:
     )
 
 
-FILES = (tiny_bundle.HOST_FILE, "programs/prefill.pt2", file_names.WEIGHTS, file_names.EXAM)
+FILES = (tiny_bundle.HOST_FILE, "programs/prefill.pt2", file_names.WEIGHTS, file_names.SELF_TEST)
 
 
 def support_file(path: str) -> archive.File:

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.call.mutated_inputs import apart, folds, reach, shared
 from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import Manifest
@@ -35,7 +35,7 @@ from tests.helpers.bundles.fabricate import (
     Numbers,
     _offsets,
     dimension,
-    kept_exam,
+    kept_self_test,
     signature,
     spec,
 )
@@ -354,18 +354,18 @@ def test_a_bundle_that_writes_neither_pads_nor_cuts(change: dict[str, Any]) -> N
 
 
 @pytest.mark.parametrize(("stored", "passes"), [(ADDED, True), (ADDED + 1, False)])
-def test_the_exam_compares_what_was_written(tmp_path: Path, stored: float, passes: bool) -> None:
+def test_the_self_test_compares_what_was_written(tmp_path: Path, stored: float, passes: bool) -> None:
     made = signature([], [spec("x", 2)], [spec("y", 2)])
     made = edited(made, mutated_inputs=(0,), self_test=replace(made.entries[0].self_test, bounds=(1e-5, 1e-5)))
     numbers = {"input": [1.0, 2.0], "output": [1.0, 2.0], "mutated": [1.0 + stored, 2.0 + stored]}
     entries: dict[str, Any] = {
-        file_names.exam_entry((), kind, 0): ("float32", (2,), lambda values=values: array("f", values))
+        file_names.self_test_entry((), kind, 0): ("float32", (2,), lambda values=values: array("f", values))
         for kind, values in numbers.items()
     }
-    with open(tmp_path / file_names.EXAM, "wb") as file:
+    with open(tmp_path / file_names.SELF_TEST, "wb") as file:
         safetensors.write(file, entries)
     backend = Writing(made, lambda key, given: [list(given[0])])
-    (result,) = exam.replay_exam(Program(made, backend, "pad", "copy", exam=kept_exam(str(tmp_path))))
+    (result,) = self_test.replay_self_test(Program(made, backend, "pad", "copy", self_test=kept_self_test(str(tmp_path))))
     assert result.exact is passes and result.passed(made.entries[0].self_test.compare) is passes
     assert (result.error > 0.05) is not passes
 

@@ -14,12 +14,12 @@ from cgcompile.capture.take import (
     Block,
     Range,
     RawEmpty,
-    RawExam,
     RawGraph,
     RawKernel,
     RawMemcpy,
     RawMemset,
     RawModuleState,
+    RawSelfTest,
     RawSetCondition,
     RawValue,
     Reading,
@@ -74,7 +74,7 @@ def take(
     graph = RawGraph(key=key, nodes=nodes, edges=edges, inputs=inputs, outputs=outputs)
     return Take(
         ranges=ranges, graphs=(replace(graph, region=region),), states=states,
-        exams=(RawExam(key=key, outputs=(), differences=()),),
+        self_tests=(RawSelfTest(key=key, outputs=(), differences=()),),
         images={}, mutated=(), arch="sm_90", driver=13000,
     )  # fmt: skip
 

@@ -43,7 +43,7 @@ def write(
     for key in keys:
         (folder / "graphs" / f"g0-{key[0]}x{key[1]}.bin").write_bytes(tables.encode(replace(record(image, key[0]), key=key)))
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
-    with open(folder / file_names.EXAM, "wb") as file:
+    with open(folder / file_names.SELF_TEST, "wb") as file:
         safetensors.write(file, {"nothing": ("uint8", (1,), lambda: b"0")})
     made = edited(
         base,

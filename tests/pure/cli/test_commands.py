@@ -12,11 +12,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.errors import CgbundleError, OutOfMemory
-from cgbundle.exam import Compared
 from cgbundle.format import archive, file_names
 from cgbundle.format.schema import VERSION, Finding, Manifest
+from cgbundle.self_test import Compared
 from cgcompile_cli import errors, main, output
 from cgcompile_cli import int_keys as keys
 from tests.helpers.bundles import tiny_bundle
@@ -254,7 +254,7 @@ def test_verify_sound(bundle: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [file_names.MANIFEST, file_names.WEIGHTS, file_names.EXAM, file_names.PROGRAM, tiny_bundle.HOST_FILE]
+    "name", [file_names.MANIFEST, file_names.WEIGHTS, file_names.SELF_TEST, file_names.PROGRAM, tiny_bundle.HOST_FILE]
 )
 @pytest.mark.parametrize("at", [0, 100, -1])
 def test_verify_finds_a_flipped_byte(bundle: Path, name: str, at: int) -> None:
@@ -269,7 +269,7 @@ def test_verify_finds_all_damage(bundle: Path) -> None:
     (bundle / "stranger").write_text("")
     with open(bundle / file_names.WEIGHTS, "ab") as file:
         file.truncate(file.tell() - 3)
-    flip(bundle / file_names.EXAM)
+    flip(bundle / file_names.SELF_TEST)
     result = call("verify", bundle)
     assert result.exit_code == 1 and "4 defects" in result.stderr
     for text in (
@@ -284,10 +284,10 @@ def test_verify_finds_all_damage(bundle: Path) -> None:
     assert set(told["damage"][0]) == {"code", "message", "where", "fix"}
 
 
-def test_verify_wants_an_exam_for_every_key(bundle: Path) -> None:
-    tensors = tiny_bundle.exam_tensors()
+def test_verify_wants_a_self_test_for_every_key(bundle: Path) -> None:
+    tensors = tiny_bundle.self_test_tensors()
     del tensors["4/output/0"]
-    with open(bundle / file_names.EXAM, "wb") as file:
+    with open(bundle / file_names.SELF_TEST, "wb") as file:
         tiny_bundle.safetensors.write(file, tensors)
     tiny_bundle.seal(bundle, replace(tiny_bundle.manifest(), files=archive.describe_files(str(bundle))))
     result = call("verify", bundle)
@@ -305,13 +305,13 @@ def test_verify_run_names_the_output_that_failed(bundle: Path, monkeypatch: pyte
     wrong = Compared(title="output 1 (int64)", error=0.375, bound=0.0, exact=False, text=text)
     lost = Compared(title="state cache (float32)", error=float("inf"), bound=1e-5, exact=False, text="1 of 1 values differ")
     results = [
-        exam.Result(entry="forward", key=key, tensors=found) for key, found in (((1,), (fine,)), ((4,), (fine, wrong, lost)))
+        self_test.Result(entry="forward", key=key, tensors=found) for key, found in (((1,), (fine,)), ((4,), (fine, wrong, lost)))
     ]
 
     def fresh(path: str, keys: object = ()) -> dict[str, object]:
         return {"results": [result.plain("tolerance") for result in results], "torch_imported": False, "exit_code": 1}
 
-    monkeypatch.setattr(exam, "fresh", fresh)
+    monkeypatch.setattr(self_test, "fresh", fresh)
     result = call("verify", bundle, "--run")
     assert result.exit_code == 1 and "self-test failed for batch=4" in result.stderr
     assert f"batch=4: output 1 (int64): {text}" in result.stdout and "batch=4: state cache (float32): 1 of 1" in result.stdout

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from cgbundle import exam
+from cgbundle import self_test
 from cgbundle.errors import CATALOGUE, place
 from cgbundle.format import file_names
 from cgcompile_cli import errors, main
@@ -61,10 +61,12 @@ def test_damage_has_the_exit_status_1(tmp_path: Path) -> None:
     assert (status, error["code"]) == (1, "manifest-invalid")
 
 
-def test_an_exam_that_this_machine_cannot_replay_is_an_error_and_no_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_self_test_that_this_machine_cannot_replay_is_an_error_and_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     bundle = tiny_bundle.write_bundle(tmp_path / "tiny.cgb")
     answer = {"error": "the bundle is for sm_90: no GPU here", "hint": "", "code": "wrong-machine", "exit_code": 2}
-    monkeypatch.setattr(exam, "fresh", lambda path, keys=(): answer)
+    monkeypatch.setattr(self_test, "fresh", lambda path, keys=(): answer)
     status, error, told = call("verify", bundle, "--run")
     assert (status, error["code"], error["message"]) == (2, "wrong-machine", answer["error"])
     assert error["fix"] == CATALOGUE["wrong-machine"].hint and told.startswith(f"error: {answer['error']}\nhint: ")

@@ -13,20 +13,20 @@ import pytest
 
 from cgbundle.cuda import memory
 from cgbundle.errors import CgbundleError
-from cgbundle.exam import replay_chained
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu import device_bundle as shared
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.gpu.programs import with_inputs_at
 from cgbundle.loader import MODES
 from cgbundle.program import Program
+from cgbundle.self_test import replay_chained
 from cgbundle.tensors.tensor import Tensor
 from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles import chained_bundles
 from tests.helpers.bundles.chained_bundles import ADDS, AGAIN_AT, MAKE_AT, SIZE, N, numbers, taken, twice, write
 from tests.helpers.bundles.cuda_bundles import ARENA_AT
 from tests.helpers.bundles.edits import edited
-from tests.helpers.bundles.fabricate import kept_exam
+from tests.helpers.bundles.fabricate import kept_self_test
 from tests.helpers.drivers.cuda_calls import opened
 from tests.helpers.drivers.fake_driver import FakeDriver, install
 from tests.helpers.raising import raises
@@ -244,17 +244,17 @@ def test_an_address_behind_the_last_byte_moves_along(manifest: Manifest) -> None
 
 
 def examined(manifest: Manifest, folder: Path) -> list[tuple[str, bool]]:
-    with Program(manifest, opened(manifest, folder), "pad", "copy", exam=kept_exam(str(folder))) as program:
+    with Program(manifest, opened(manifest, folder), "pad", "copy", self_test=kept_self_test(str(folder))) as program:
         return [(row.title, row.passed) for row in replay_chained(program)]
 
 
-def test_the_exam_of_chains(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
+def test_the_self_test_of_chains(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
     found = examined(manifest, tmp_path / "chained.cgb")
     assert sorted(found) == [("again -> again", True), ("again -> take", True), ("make -> again", True), ("make -> take", True)]
 
 
 @pytest.mark.parametrize("place", [MAKE_AT, MAKE_AT + SIZE // 2])
-def test_the_exam_sees_a_taker_that_writes_over_what_it_takes(
+def test_the_self_test_sees_a_taker_that_writes_over_what_it_takes(
     fake: FakeDriver, manifest: Manifest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int
 ) -> None:
     (one, two), (out, _, other) = ADDS["take"][0][1:], ADDS["take"][1]
@@ -265,7 +265,7 @@ def test_the_exam_sees_a_taker_that_writes_over_what_it_takes(
     assert ("make -> take", False) in examined(manifest, tmp_path / "chained.cgb")
 
 
-def test_the_exam_sees_what_is_not_reserved(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
+def test_the_self_test_sees_what_is_not_reserved(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
     short = edited(manifest, donated=(replace(manifest.donated[0], bytes=SIZE - 4), manifest.donated[1]))
     assert ("make -> take", False) in examined(short, tmp_path / "chained.cgb")
 

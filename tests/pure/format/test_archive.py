@@ -67,7 +67,7 @@ def test_a_manifest_is_read(bundle: Path) -> None:
 
 # --- the files -------------------------------------------------------------------------------------------------------
 
-FILES = [file_names.WEIGHTS, file_names.EXAM, file_names.PROGRAM, HOST_FILE]
+FILES = [file_names.WEIGHTS, file_names.SELF_TEST, file_names.PROGRAM, HOST_FILE]
 
 
 def check(bundle: Path, level: str) -> None:
@@ -130,7 +130,7 @@ def test_every_flipped_byte_is_found_by_the_full_check(bundle: Path, name: str) 
         assert str(caught.value).startswith(f"{name}: ")
 
 
-@pytest.mark.parametrize("name", [file_names.EXAM, file_names.PROGRAM, HOST_FILE])
+@pytest.mark.parametrize("name", [file_names.SELF_TEST, file_names.PROGRAM, HOST_FILE])
 def test_loading_finds_a_flipped_byte_in_all_files_but_the_weights(bundle: Path, name: str) -> None:
     data = bytearray((bundle / name).read_bytes())
     data[-1] ^= 1

@@ -25,7 +25,7 @@ from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, write_bundle
 from tests.helpers.raising import raises
 
-FILES = [file_names.WEIGHTS, file_names.EXAM, file_names.PROGRAM, HOST_FILE]
+FILES = [file_names.WEIGHTS, file_names.SELF_TEST, file_names.PROGRAM, HOST_FILE]
 
 
 @pytest.fixture
@@ -145,7 +145,7 @@ def test_what_was_opened_is_read_though_the_path_names_another(bundle: Path, tmp
     (tmp_path / "other").rename(bundle)
     shutil.rmtree(tmp_path / "old")
     assert opened.is_replaced() and opened.data(HOST_FILE) == held
-    with closing(opened.mapped(file_names.EXAM)) as mapped:
+    with closing(opened.mapped(file_names.SELF_TEST)) as mapped:
         assert [name for name in mapped.entries if bytes(mapped.data(name))]
 
 
@@ -184,11 +184,11 @@ def test_a_file_that_is_written_to_while_it_is_read_is_refused(bundle: Path) -> 
 
 
 @pytest.mark.parametrize("later", [-1, 1, 10**9, -(10**12)])
-@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.EXAM, file_names.MANIFEST])
+@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.SELF_TEST, file_names.MANIFEST])
 def test_any_other_time_of_any_open_file_is_a_change(name: str, later: int, bundle: Path) -> None:
     """A file that is put in place of another by hand may be older."""
     opened = Archive(str(bundle))
-    for each in (file_names.WEIGHTS, file_names.EXAM):
+    for each in (file_names.WEIGHTS, file_names.SELF_TEST):
         opened.descriptor(each)
     checkpoint = OpenFile(str(bundle / name))
     found = (bundle / name).stat()

@@ -103,7 +103,7 @@ def test_captured(data: st.DataObject) -> None:
             used[key] = [0, 1, *own]
             if keeps:
                 held[key] = f"e{entry}", data.draw(st.lists(st.sampled_from(own), min_size=1, max_size=3))
-    take = Take(ranges=tuple(ranges), graphs=(), states=(), exams=(), images={}, mutated=(), arch="", driver=0)
+    take = Take(ranges=tuple(ranges), graphs=(), states=(), self_tests=(), images={}, mutated=(), arch="", driver=0)
     kept = keep(take, held)
     placed = {}
     for key, pieces in used.items():

@@ -15,8 +15,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 
 import cgbundle
-from cgbundle.exam import replay_exam
 from cgbundle.program.ranks import RanksBackend
+from cgbundle.self_test import replay_self_test
 from cgbundle.tensors.tensor import Tensor, from_bytes
 from tests.helpers.bundles import rank_bundles
 from tests.helpers.bundles.rank_bundles import FLOATS, KEYS, expected, inputs
@@ -76,7 +76,7 @@ def test_it_is_called_like_any_program(fake: RanksDriver, path: Path, mode: str)
         for seed, key in enumerate((4, 8, 4, 8, 8)):
             assert flat(program(given(key, seed))) == wanted(key, seed)
         assert program.int_keys == tuple((key,) for key in KEYS)
-        assert [each.passed("bits") for each in replay_exam(program)] == [True, True]
+        assert [each.passed("bits") for each in replay_self_test(program)] == [True, True]
     with cgbundle.load(path) as program:  # the first devices
         assert flat(program(given(4))) == wanted(4)
 

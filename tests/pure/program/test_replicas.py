@@ -16,7 +16,7 @@ import cgbundle
 from cgbundle.errors import CgbundleError
 from cgbundle.format import safetensors
 from cgbundle.format.archive import describe_files
-from cgbundle.format.file_names import EXAM, PROGRAM, exam_entry
+from cgbundle.format.file_names import PROGRAM, SELF_TEST, self_test_entry
 from cgbundle.format.schema import Dimension, Manifest, SelfTest, TensorSpec
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program.program import Program
@@ -57,8 +57,8 @@ def write(folder: Path) -> Manifest:
     contents = {}
     for key in KEYS:
         for kind, data in (("input", inputs(key)), ("output", expected(inputs(key)))):
-            contents[exam_entry((key,), kind, 0)] = ("float32", (key, FLOATS), partial(bytes, data))
-    with open(folder / EXAM, "wb") as file:
+            contents[self_test_entry((key,), kind, 0)] = ("float32", (key, FLOATS), partial(bytes, data))
+    with open(folder / SELF_TEST, "wb") as file:
         safetensors.write(file, contents)
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1))
     made = edited(

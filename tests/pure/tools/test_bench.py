@@ -399,13 +399,13 @@ class TimedDriver(FakeDriver):
 def gpu_bundle(folder: Path) -> Manifest:
     """A whole bundle of the fake driver's kernels: y[batch, FLOATS] of x[batch, FLOATS]."""
     bare = cuda_bundles.write(folder, b"an image")
-    exam: dict[str, safetensors.Tensor] = {}
+    self_test: dict[str, safetensors.Tensor] = {}
     for size in cuda_bundles.KEYS:
         given = cuda_bundles.inputs(size)
         for kind, values in (("input", given), ("output", cuda_bundles.expected(given))):
-            exam[file_names.exam_entry((size,), kind, 0)] = ("float32", (size, cuda_bundles.FLOATS), values.tobytes)
-    with open(folder / file_names.EXAM, "wb") as file:
-        safetensors.write(file, exam)
+            self_test[file_names.self_test_entry((size,), kind, 0)] = ("float32", (size, cuda_bundles.FLOATS), values.tobytes)
+    with open(folder / file_names.SELF_TEST, "wb") as file:
+        safetensors.write(file, self_test)
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", cuda_bundles.FLOATS), order=(0, 1))
     proofs = tuple([proof(size, tolerance=1e-4) for size in cuda_bundles.KEYS])

@@ -389,11 +389,11 @@ def test_a_weights_file_with_the_same_tensors_in_other_bytes_is_told(tiny: Path,
     assert lines(found(tiny, other)) == ["files: weights.safetensors: other contents, 288 bytes"]
 
 
-def test_the_exam_is_compared_tensor_by_tensor(tiny: Path, tmp_path: Path) -> None:
+def test_the_self_test_is_compared_tensor_by_tensor(tiny: Path, tmp_path: Path) -> None:
     other = tiny_bundle.write_bundle(tmp_path / "other.cgb")
-    tensors = tiny_bundle.exam_tensors()
+    tensors = tiny_bundle.self_test_tensors()
     tensors["4/output/0"] = ("float32", (4, 2), tiny_bundle.floats(range(1, 9)))
-    with open(other / file_names.EXAM, "wb") as file:
+    with open(other / file_names.SELF_TEST, "wb") as file:
         safetensors.write(file, tensors)
     reseal(other)
     assert lines(found(tiny, other)) == ["self-test: 4/output/0: 8 of 8 elements differ (float32)"]
@@ -604,8 +604,10 @@ def test_another_number_of_sizes_says_so_and_compares_the_common_ones(gpu: Path)
         proofs = manifest.entries[0].self_test.proofs[:1]
         dimension = replace(manifest.entries[0].dimensions[0], sizes=(1,))
         files = tuple([file for file in manifest.files if file.path != "graphs/model-4.bin"])
-        exam = replace(manifest.entries[0].self_test, proofs=proofs)
-        return edited(manifest, dimensions=(dimension,), programs=manifest.entries[0].programs[:1], self_test=exam, files=files)
+        self_test = replace(manifest.entries[0].self_test, proofs=proofs)
+        return edited(
+            manifest, dimensions=(dimension,), programs=manifest.entries[0].programs[:1], self_test=self_test, files=files
+        )
 
     reseal(gpu, change)
     rows = found(MLP, gpu)

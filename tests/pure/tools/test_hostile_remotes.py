@@ -152,7 +152,7 @@ class Endless(io.RawIOBase):
         return bytes(size)
 
 
-@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.EXAM, file_names.MANIFEST, file_names.SIGNATURE])
+@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.SELF_TEST, file_names.MANIFEST, file_names.SIGNATURE])
 def test_no_more_is_read_than_is_declared(
     name: str, bundle: Path, tmp_path: Path, memory: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -140,13 +140,13 @@ def test_an_interrupted_pull_leaves_no_bundle_and_goes_on(
     """Also within a file: the first half of one is there."""
     pushed = push(bundle, url)
     with monkeypatch.context() as patch:
-        breaking(patch, url, "open", lambda number, path: path.endswith(file_names.EXAM))
+        breaking(patch, url, "open", lambda number, path: path.endswith(file_names.SELF_TEST))
         with raises("remote-failed", "the network is gone"):
             pull(url, tmp_path / "back.cgb")
     assert not (tmp_path / "back.cgb").exists()
-    [exam] = [file for file in pushed.manifest.files if file.path == file_names.EXAM]
+    [self_test] = [file for file in pushed.manifest.files if file.path == file_names.SELF_TEST]
     [left] = tmp_path.glob(".back.cgb.*.pull")
-    (left / exam.sha256).write_bytes((bundle / file_names.EXAM).read_bytes()[: exam.bytes // 2])
+    (left / self_test.sha256).write_bytes((bundle / file_names.SELF_TEST).read_bytes()[: self_test.bytes // 2])
     arrived = sum(path.stat().st_size for path in left.iterdir())
     assert pull(url, tmp_path / "back.cgb").moved == bundle_bytes(pushed.manifest) - arrived
     assert same(bundle, tmp_path / "back.cgb") and not left.exists()

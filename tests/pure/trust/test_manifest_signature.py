@@ -129,7 +129,7 @@ def test_a_signature_comes_before_anything_that_the_manifest_says(signed: Path, 
         cgbundle.load(signed, key=pairs[0].public)
 
 
-@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.EXAM, file_names.PROGRAM, tiny_bundle.HOST_FILE])
+@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.SELF_TEST, file_names.PROGRAM, tiny_bundle.HOST_FILE])
 def test_a_key_means_that_every_file_is_checked(signed: Path, pairs: tuple[Pair, Pair], name: str) -> None:
     flip(signed / name)
     with raises("file-damaged", match=f"{name}: SHA-256"):

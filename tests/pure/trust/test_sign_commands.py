@@ -16,8 +16,8 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from typer.testing import CliRunner, Result
 
-from cgbundle.exam import fresh
 from cgbundle.format import archive, file_names
+from cgbundle.self_test import fresh
 from cgcompile.bundle.sign import sign
 from cgcompile_cli import main
 from tests.helpers.bundles import tiny_bundle
@@ -61,7 +61,7 @@ def test_a_damaged_signature_is_replaced(signed: Path, pairs: tuple[Pair, Pair])
     assert call("verify", signed, "--key", pairs[0].public).exit_code == 0
 
 
-@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.EXAM, tiny_bundle.HOST_FILE, file_names.MANIFEST])
+@pytest.mark.parametrize("name", [file_names.WEIGHTS, file_names.SELF_TEST, tiny_bundle.HOST_FILE, file_names.MANIFEST])
 def test_a_damaged_bundle_is_not_signed(unsigned: Path, pairs: tuple[Pair, Pair], name: str) -> None:
     flip(unsigned / name)
     assert call("sign", unsigned, "--key", pairs[0].private).exit_code == 1
@@ -164,7 +164,7 @@ def test_verify_refuses(signed: Path, unsigned: Path, pairs: tuple[Pair, Pair]) 
     assert [each["code"] for each in told["damage"]] == ["signature-wrong", "file-damaged"] and told["signature"] is None
 
 
-def test_the_process_that_replays_the_exam_checks_the_signature_again(signed: Path, pairs: tuple[Pair, Pair]) -> None:
+def test_the_process_that_replays_the_self_test_checks_the_signature_again(signed: Path, pairs: tuple[Pair, Pair]) -> None:
     assert "by key" in fresh(str(signed), [pairs[1].digits])["error"]
 
 

@@ -31,7 +31,9 @@ from tests.helpers.raising import raises
 Change = Callable[[Manifest], Manifest]
 
 SHA = "ab" * 32
-FILES = tuple(File(path=path, bytes=1, sha256=SHA) for path in (file_names.EXAM, HOST_FILE, file_names.PROGRAM, file_names.WEIGHTS))
+FILES = tuple(
+    File(path=path, bytes=1, sha256=SHA) for path in (file_names.SELF_TEST, HOST_FILE, file_names.PROGRAM, file_names.WEIGHTS)
+)
 TABLES = tuple(File(path=f"graphs/{name}-{size}.bin", bytes=1, sha256=SHA) for name in ("g0", "g1") for size in (1, 4))
 
 
@@ -574,7 +576,7 @@ def test_a_file_lies_inside_the_bundle_under_a_plain_name(path: str) -> None:
     )
 
 
-@pytest.mark.parametrize("path", [file_names.WEIGHTS, file_names.EXAM, file_names.PROGRAM, HOST_FILE])
+@pytest.mark.parametrize("path", [file_names.WEIGHTS, file_names.SELF_TEST, file_names.PROGRAM, HOST_FILE])
 def test_a_file_that_is_needed_is_listed(path: str) -> None:
     made = cpu()
     with raises("file-damaged", match=f"^{path}: the manifest needs it and does not list it"):
@@ -780,14 +782,14 @@ def test_forward_is_the_first_entry(tmp_path: Path) -> None:
 @pytest.mark.parametrize("golden", ["cpu_state", "traced_state"])
 def test_what_is_checked_at_each_level(golden: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[str] = []
-    for name in ("check_weights", "check_tables", "check_host_code", "check_exam"):
+    for name in ("check_weights", "check_tables", "check_host_code", "check_self_test"):
         monkeypatch.setattr(bundle, name, lambda opened, name=name: seen.append(name))
     monkeypatch.setattr(Archive, "check_hash", lambda self, file: seen.append(f"{file.path} hashed"))
     monkeypatch.setattr(Archive, "check_size", lambda self, file: seen.append(f"{file.path} measured"))
     opened = Archive(str(GOLDEN / f"v1/{golden}.cgb"))
     bundle.check_bundle(opened, level)
-    assert ("check_exam" in seen) == (level == "full") and ("check_tables" in seen) == (opened.manifest.target.kind == "cuda")
-    assert {"check_weights", "check_host_code", f"{file_names.EXAM} hashed"} <= set(seen)
+    assert ("check_self_test" in seen) == (level == "full") and ("check_tables" in seen) == (opened.manifest.target.kind == "cuda")
+    assert {"check_weights", "check_host_code", f"{file_names.SELF_TEST} hashed"} <= set(seen)
     assert (f"{file_names.WEIGHTS} hashed" in seen) == (level == "full")
     assert (f"{file_names.WEIGHTS} measured" in seen) == (level == "load")
 

@@ -52,8 +52,8 @@ def test_ranks_that_are_alike_hold(path: Path) -> None:
 
 
 def test_damage_of_a_rank_is_named_with_its_folder(path: Path) -> None:
-    (path / RANK / file_names.EXAM).unlink()
-    with raises("file-damaged", match=f"^{RANK}/: {file_names.EXAM}: missing"):
+    (path / RANK / file_names.SELF_TEST).unlink()
+    with raises("file-damaged", match=f"^{RANK}/: {file_names.SELF_TEST}: missing"):
         check_ranks(Archive(str(path)))
 
 

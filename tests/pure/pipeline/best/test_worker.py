@@ -28,7 +28,7 @@ from tests.helpers.raising import raises
 def fake(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> FakeDriver:
     """The driver that the worker finds, too."""
     monkeypatch.setattr(worker, "cu", fake)
-    monkeypatch.setattr(worker, "inputs_of", lambda exam, manifest, key: [given(*key)])
+    monkeypatch.setattr(worker, "inputs_of", lambda self_test, manifest, key: [given(*key)])
     return fake
 
 
@@ -53,7 +53,7 @@ def alone(manifest: Manifest) -> Manifest:
 def timed(monkeypatch: pytest.MonkeyPatch, folder: Path, manifest: Manifest, count: int) -> list[Any]:
     def opened(path: Path) -> Program:
         program = Program(manifest, CudaBackend(ArchiveOf(folder, manifest), 0, "graph"), "error", "copy")
-        monkeypatch.setattr(program, "open_exam", lambda: SimpleNamespace(close=lambda: None), raising=False)
+        monkeypatch.setattr(program, "open_self_test", lambda: SimpleNamespace(close=lambda: None), raising=False)
         return program
 
     monkeypatch.setattr(worker, "open_program", opened)

@@ -13,17 +13,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cgbundle import exam
-from cgbundle.exam import Compared, Result
+from cgbundle import self_test
 from cgbundle.format import file_names, safetensors
 from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.program import Program
+from cgbundle.self_test import Compared, Result
 from cgbundle.tensors import comparison
 from cgbundle.tensors.comparison import describe, difference, nearest
 from tests.helpers.bundles.edits import edited
-from tests.helpers.bundles.fabricate import FakeBackend, Numbers, kept_exam
-from tests.helpers.bundles.tiny_bundle import exam_tensors as exam_tensors_files
+from tests.helpers.bundles.fabricate import FakeBackend, Numbers, kept_self_test
 from tests.helpers.bundles.tiny_bundle import manifest
+from tests.helpers.bundles.tiny_bundle import self_test_tensors as self_test_tensors_files
 from tests.helpers.raising import raises
 
 INFINITY, NAN = float("inf"), float("nan")
@@ -211,16 +211,16 @@ def off_by_half(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
 
 
 def bundle(tmp_path: Path, drop: str = "") -> str:
-    tensors = {name: value for name, value in exam_tensors_files().items() if name != drop}
-    with open(tmp_path / file_names.EXAM, "wb") as file:
+    tensors = {name: value for name, value in self_test_tensors_files().items() if name != drop}
+    with open(tmp_path / file_names.SELF_TEST, "wb") as file:
         safetensors.write(file, tensors)
     return str(tmp_path)
 
 
 @pytest.mark.parametrize("outputs", ["copy", "view"])
-def test_an_exam_that_holds_is_exact(tmp_path: Path, outputs: str) -> None:
+def test_a_self_test_that_holds_is_exact(tmp_path: Path, outputs: str) -> None:
     backend = FakeBackend(manifest(), first_two)
-    results = exam.replay_exam(Program(manifest(), backend, "pad", outputs, exam=kept_exam(bundle(tmp_path))))
+    results = self_test.replay_self_test(Program(manifest(), backend, "pad", outputs, self_test=kept_self_test(bundle(tmp_path))))
     assert [(result.key, result.error, result.exact) for result in results] == [((1,), 0.0, True), ((4,), 0.0, True)]
     assert [given for _, (given,) in backend.calls] == [[0.0, 1.0, 2.0], [float(number) for number in range(12)]]
 
@@ -252,16 +252,16 @@ def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path:
     """17 for 1000 of a vocabulary is within 4 % of the largest."""
     made = token_and_logits(manifest())
     tokens = {size: [1000 + row for row in range(size)] for (size,) in [each.key for each in made.entries[0].programs]}
-    tensors = exam_tensors_of(tokens)
-    with open(tmp_path / file_names.EXAM, "wb") as file:
+    tensors = self_test_tensors_of(tokens)
+    with open(tmp_path / file_names.SELF_TEST, "wb") as file:
         safetensors.write(file, tensors)
 
     def replayed(key: tuple[int, ...], inputs: list[Numbers]) -> list[Numbers]:
         near = [number * 1.01 for number in first_two(key, inputs)[0]]
         return [near, [number + (17 if number == 1002 else 0) for number in tokens[key[0]]]]
 
-    program = Program(made, FakeBackend(made, replayed), "pad", "copy", exam=kept_exam(str(tmp_path)))
-    one, four = exam.replay_exam(program)
+    program = Program(made, FakeBackend(made, replayed), "pad", "copy", self_test=kept_self_test(str(tmp_path)))
+    one, four = self_test.replay_self_test(program)
     assert one.passed("tolerance") and 0 < one.error < 4e-2
     assert not four.passed("tolerance")
     assert [each.title for each in four.tensors] == ["output y (float32)", "output token (int64)"]
@@ -269,41 +269,43 @@ def test_an_integer_is_not_judged_by_the_bound_of_the_floats_beside_it(tmp_path:
     assert [each.passed("tolerance") for each in four.tensors] == [True, False]
 
 
-def exam_tensors_of(tokens: dict[int, list[int]]) -> dict[str, safetensors.Tensor]:
-    made = exam_tensors_files()
+def self_test_tensors_of(tokens: dict[int, list[int]]) -> dict[str, safetensors.Tensor]:
+    made = self_test_tensors_files()
     for size, numbers in tokens.items():
         data = struct.pack(f"<{size}q", *numbers)
-        made[file_names.exam_entry((size,), "output", 1)] = ("int64", (size,), lambda data=data: data)
+        made[file_names.self_test_entry((size,), "output", 1)] = ("int64", (size,), lambda data=data: data)
     return made
 
 
 @pytest.mark.parametrize(("compare", "passed"), [("tolerance", [True, False]), ("bits", [True, False])])
-def test_an_exam_that_fails_says_which_key_and_by_how_much(tmp_path: Path, compare: str, passed: list[bool]) -> None:
+def test_a_self_test_that_fails_says_which_key_and_by_how_much(tmp_path: Path, compare: str, passed: list[bool]) -> None:
     made = edited(manifest(), self_test=replace(manifest().entries[0].self_test, compare=compare))
-    program = Program(made, FakeBackend(made, off_by_half), "pad", "copy", exam=kept_exam(bundle(tmp_path)))
-    results = exam.replay_exam(program)
+    program = Program(made, FakeBackend(made, off_by_half), "pad", "copy", self_test=kept_self_test(bundle(tmp_path)))
+    results = self_test.replay_self_test(program)
     assert [result.exact for result in results] == [True, False]
     assert [result.passed(compare) for result in results] == passed
     assert f"{results[1].error:.1e}" == "7.1e-02" and results[1].tolerance == 1e-5
 
 
-def test_a_part_of_the_exam_can_be_replayed(tmp_path: Path) -> None:
-    program = Program(manifest(), FakeBackend(manifest(), first_two), "pad", "copy", exam=kept_exam(bundle(tmp_path)))
-    assert [result.key for result in exam.replay_exam(program, keys=[(4,)])] == [(4,)]
+def test_a_part_of_the_self_test_can_be_replayed(tmp_path: Path) -> None:
+    program = Program(manifest(), FakeBackend(manifest(), first_two), "pad", "copy", self_test=kept_self_test(bundle(tmp_path)))
+    assert [result.key for result in self_test.replay_self_test(program, keys=[(4,)])] == [(4,)]
 
 
 @pytest.mark.parametrize("drop", ["4/input/0", "4/output/0"])
-def test_an_exam_that_lacks_a_tensor_is_damaged(tmp_path: Path, drop: str) -> None:
-    program = Program(manifest(), FakeBackend(manifest(), first_two), "pad", "copy", exam=kept_exam(bundle(tmp_path, drop)))
+def test_a_self_test_that_lacks_a_tensor_is_damaged(tmp_path: Path, drop: str) -> None:
+    program = Program(
+        manifest(), FakeBackend(manifest(), first_two), "pad", "copy", self_test=kept_self_test(bundle(tmp_path, drop))
+    )
     with raises("weights-invalid", match=rf"^exam\.safetensors: tensor '{drop}' is missing"):
-        exam.replay_exam(program)
+        self_test.replay_self_test(program)
 
 
 @pytest.mark.parametrize(("key", "name"), [((), "-/input/3"), ((8,), "8/input/3"), ((8, 128), "8x128/input/3")])
-def test_the_names_of_exam_tensors(key: tuple[int, ...], name: str) -> None:
-    assert file_names.exam_entry(key, "input", 3) == name
+def test_the_names_of_self_test_tensors(key: tuple[int, ...], name: str) -> None:
+    assert file_names.self_test_entry(key, "input", 3) == name
 
 
 def test_a_key_is_named_with_its_dimensions() -> None:
-    assert exam.name_key(manifest().entries[0], (8,)) == "batch=8"
-    assert exam.name_key(replace(manifest().entries[0], dimensions=()), ()) == "()"
+    assert self_test.name_key(manifest().entries[0], (8,)) == "batch=8"
+    assert self_test.name_key(replace(manifest().entries[0], dimensions=()), ()) == "()"

@@ -17,7 +17,7 @@ from cgbundle.format.schema import EntrySpec, IntKey, Manifest, Program, Value, 
 
 from ..model.flat_module import PREFIX, run_eager
 from ..model.pytree import dtype_name
-from ..model.source import EXAM_SEED, Source, all_keys, sample
+from ..model.source import SELF_TEST_SEED, Source, all_keys, sample
 from ..transforms.prepared import Prepared
 from ..util.raw_bytes import changes, raw
 
@@ -26,7 +26,7 @@ Changed = tuple[int, torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class KeyExam:
+class KeySelfTest:
     """The self-test at one int_key.  `written`: what inputs that the model writes to hold after the call, by their position."""
 
     key: IntKey
@@ -49,46 +49,46 @@ class ReplayedBytes:
     state: tuple[tuple[str, bytes, bytes], ...]
 
 
-def eager_exam(
+def eager_self_test(
     source: Source, prepared: Prepared, sizes: Mapping[str, tuple[int, ...]], weights: Sequence[Weight]
-) -> list[KeyExam]:
+) -> list[KeySelfTest]:
     """What eager PyTorch gives at every int_key, on inputs that the export has not seen, from the model's first state.
 
     `weights`: the manifest's rows.
     """
-    exams = []
+    self_tests = []
     before = _first_state(prepared)
     rows = [row for row in weights if row.memory == "state"]
     for key in all_keys(sizes):
-        inputs = sample(source, dict(zip(sizes, key, strict=True)), EXAM_SEED).tensors
-        ran = run_eager(prepared.reference, inputs, prepared.exam_calls)
+        inputs = sample(source, dict(zip(sizes, key, strict=True)), SELF_TEST_SEED).tensors
+        ran = run_eager(prepared.reference, inputs, prepared.self_test_calls)
         written = tuple([(index, ran.given[index]) for index in prepared.written])
         # of the random numbers' state an entry that draws none knows nothing
         after = {row.name: flat(ran.state.get(row.name, before[row.name]), row) for row in rows}
         state = _changed(weights, before, after)
-        exams.append(KeyExam(key=key, inputs=inputs, outputs=ran.outputs, written=written, state=state))
-    return exams
+        self_tests.append(KeySelfTest(key=key, inputs=inputs, outputs=ran.outputs, written=written, state=state))
+    return self_tests
 
 
-def on_cpu(exam: KeyExam) -> KeyExam:
+def on_cpu(self_test: KeySelfTest) -> KeySelfTest:
     """The self-test with all tensors on the CPU, wherever the model ran."""
-    written = tuple([(index, value.cpu()) for index, value in exam.written])
-    inputs, outputs = (tuple([value.cpu() for value in side]) for side in (exam.inputs, exam.outputs))
-    return replace(exam, inputs=inputs, outputs=outputs, written=written)
+    written = tuple([(index, value.cpu()) for index, value in self_test.written])
+    inputs, outputs = (tuple([value.cpu() for value in side]) for side in (self_test.inputs, self_test.outputs))
+    return replace(self_test, inputs=inputs, outputs=outputs, written=written)
 
 
-def replayed_exam(
+def replayed_self_test(
     programs: Sequence[Program], replays: Mapping[IntKey, ReplayedBytes], prepared: Prepared, weights: Sequence[Weight]
-) -> list[KeyExam]:
+) -> list[KeySelfTest]:
     """What replays gave at every int_key, as tensors of the dtypes and shapes that the manifest's `programs` say."""
-    exams = []
+    self_tests = []
     for program in programs:
         replay = replays[program.key]
         given, made = [[program.values[index] for index in side] for side in (program.inputs, program.outputs)]
         changed = {name.removeprefix(PREFIX): (from_bytes(runs, "int64"), elements) for name, runs, elements in replay.state}
         state = [(index, row) for index, row in enumerate(weights) if row.memory == "state"]
-        exams.append(
-            KeyExam(
+        self_tests.append(
+            KeySelfTest(
                 key=program.key,
                 inputs=_tensors(given, replay.inputs),
                 outputs=_tensors(made, replay.outputs),
@@ -101,14 +101,14 @@ def replayed_exam(
                 ),
             )
         )
-    return exams
+    return self_tests
 
 
-def state_after(exam: KeyExam, prepared: Prepared, weights: Sequence[Weight]) -> list[tuple[Weight, torch.Tensor]]:
+def state_after(self_test: KeySelfTest, prepared: Prepared, weights: Sequence[Weight]) -> list[tuple[Weight, torch.Tensor]]:
     """What the self-test says of state after its calls: the rows of memory state, each with all elements, flat, in memory order."""
     first = _first_state(prepared)
     found = []
-    for index, runs, changed in exam.state:
+    for index, runs, changed in self_test.state:
         row = weights[index]
         value = flat(first[row.name], row).clone()
         places = [torch.arange(begin, begin + count) for begin, count in runs.tolist()]
@@ -118,52 +118,52 @@ def state_after(exam: KeyExam, prepared: Prepared, weights: Sequence[Weight]) ->
     return found
 
 
-def with_left(exam: KeyExam, left: Sequence[torch.Tensor], prepared: Prepared, weights: Sequence[Weight]) -> KeyExam:
-    """The self-test that expects what is `left` after its calls, as `exam_tensors` has it; of state all elements in memory
+def with_left(self_test: KeySelfTest, left: Sequence[torch.Tensor], prepared: Prepared, weights: Sequence[Weight]) -> KeySelfTest:
+    """The self-test that expects what is `left` after its calls, as `self_test_tensors` has it; of state all elements in memory
     order."""
-    count, written = len(exam.outputs), len(exam.written)
+    count, written = len(self_test.outputs), len(self_test.written)
     rows = [row for row in weights if row.memory == "state"]
     first = _first_state(prepared)
     after = {row.name: value.cpu() for row, value in zip(rows, left[count + written :], strict=True)}
     return replace(
-        exam, outputs=tuple([value.cpu() for value in left[:count]]),
-        written=tuple([(at, value.cpu()) for (at, _), value in zip(exam.written, left[count : count + written], strict=True)]),
+        self_test, outputs=tuple([value.cpu() for value in left[:count]]),
+        written=tuple([(at, value.cpu()) for (at, _), value in zip(self_test.written, left[count : count + written], strict=True)]),
         state=_changed(weights, {row.name: first[row.name] for row in rows}, after),
     )  # fmt: skip
 
 
-def write_exam(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
+def write_self_test(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]]) -> None:
     """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3` of entry
-    `forward`, `decode/8x128/input/0`, ... of others.  `exams` by entry."""
+    `forward`, `decode/8x128/input/0`, ... of others.  `self_tests` by entry."""
     with open(path, "wb") as file:
-        safetensors.write(file, _named(exams))
+        safetensors.write(file, _named(self_tests))
 
 
-def replace_exams(path: Path, exams: Mapping[str, Sequence[KeyExam]]) -> None:
+def replace_self_tests(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]]) -> None:
     """Writes the self-tests of some int_keys over those in the file."""
     known = safetensors.Mapped(str(path), path.name)
     new = path.with_name(f"{path.name}.new")
     try:
         kept = {name: (row.dtype, row.shape, partial(known.data, name)) for name, row in known.entries.items()}
         with open(new, "wb") as file:
-            safetensors.write(file, {**kept, **_named(exams)})
+            safetensors.write(file, {**kept, **_named(self_tests)})
     finally:
         known.close()
     new.replace(path)
 
 
-def read_exam(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> KeyExam:
+def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> KeySelfTest:
     """The self-test of an int_key of an entry from the file."""
     stored = safetensors.Mapped(str(path), path.name)
     try:
 
         def tensor(kind: str, index: int) -> torch.Tensor:
-            name = file_names.exam_entry(key, kind, index, entry.name)
+            name = file_names.self_test_entry(key, kind, index, entry.name)
             row = stored.entries[name]
             return from_bytes(bytes(stored.data(name)), row.dtype).reshape(row.shape)
 
         state = [index for index, row in enumerate(manifest.weights) if row.memory == "state"]
-        return KeyExam(
+        return KeySelfTest(
             key=key,
             inputs=tuple([tensor("input", index) for index in range(len(entry.inputs))]),
             outputs=tuple([tensor("output", index) for index in range(len(entry.outputs))]),
@@ -174,19 +174,19 @@ def read_exam(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey) -> 
         stored.close()
 
 
-def _named(exams: Mapping[str, Sequence[KeyExam]]) -> dict[str, safetensors.Tensor]:
+def _named(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors.Tensor]:
     """The tensors of self-tests by their names in the file."""
     tensors: dict[str, safetensors.Tensor] = {}
-    for entry, exam in [(entry, exam) for entry, own in exams.items() for exam in own]:
+    for entry, self_test in [(entry, self_test) for entry, own in self_tests.items() for self_test in own]:
         for kind, values in (
-            ("input", enumerate(exam.inputs)),
-            ("output", enumerate(exam.outputs)),
-            ("mutated", exam.written),
-            ("state-at", [(index, runs) for index, runs, _ in exam.state]),
-            ("state", [(index, changed) for index, _, changed in exam.state]),
+            ("input", enumerate(self_test.inputs)),
+            ("output", enumerate(self_test.outputs)),
+            ("mutated", self_test.written),
+            ("state-at", [(index, runs) for index, runs, _ in self_test.state]),
+            ("state", [(index, changed) for index, _, changed in self_test.state]),
         ):
             for index, value in values:
-                tensors[file_names.exam_entry(exam.key, kind, index, entry)] = _stored(value)
+                tensors[file_names.self_test_entry(self_test.key, kind, index, entry)] = _stored(value)
     return tensors
 
 

@@ -1,4 +1,4 @@
-"""Every invariant of the exam: its rows in the manifest, and the tensors in its file."""
+"""Every invariant of the self-test: its rows in the manifest, and the tensors in its file."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from ..format.archive import Archive
 from ..format.safetensors import Entry
 from ..format.schema import EntrySpec, IntKey, Manifest, Program
 from ..tensors import condensed
-from ..tensors.exam_tensors import NEAR_TIES, WAIVER, exam_tensors, is_exact
+from ..tensors.self_test_tensors import NEAR_TIES, WAIVER, is_exact, self_test_tensors
 from .require import require
 from .state import STATE
 
 
-def check_exam_rows(manifest: Manifest, entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless every program has its proof and the exam can be taken."""
+def check_self_test_rows(manifest: Manifest, entry: EntrySpec) -> None:
+    """Raises manifest-invalid unless every program has its proof and the self-test can be taken."""
     keys = [program.key for program in entry.programs]
     require([proof.key for proof in entry.self_test.proofs] == keys, "self_test.proofs", "do not match the programs")
     require(1 <= entry.self_test.calls <= 16, "self_test.calls", f"{entry.self_test.calls} calls")
@@ -30,26 +30,26 @@ def check_exam_rows(manifest: Manifest, entry: EntrySpec) -> None:
 
 
 def _check_bounds(manifest: Manifest, entry: EntrySpec) -> None:
-    exam, compared = entry.self_test, exam_tensors(manifest, entry)
-    require(len(exam.bounds) == len(compared), "self_test.bounds", f"{len(exam.bounds)} for {len(compared)} tensors")
-    tied = exam.compare == "tolerance" and any(each.rule == NEAR_TIES for each in entry.findings)
-    for index, (tensor, bound) in enumerate(zip(compared, exam.bounds, strict=True)):
+    self_test, compared = entry.self_test, self_test_tensors(manifest, entry)
+    require(len(self_test.bounds) == len(compared), "self_test.bounds", f"{len(self_test.bounds)} for {len(compared)} tensors")
+    tied = self_test.compare == "tolerance" and any(each.rule == NEAR_TIES for each in entry.findings)
+    for index, (tensor, bound) in enumerate(zip(compared, self_test.bounds, strict=True)):
         accepted = bound == 0 or (bound <= 1 and (WAIVER in manifest.allowed or tied))
         require(
             not is_exact(tensor.dtype) or accepted, f"self_test.bounds[{index}]", f"{tensor.title} has to be equal, got {bound}"
         )
 
 
-def check_exam(bundle: Archive) -> None:
+def check_self_test(bundle: Archive) -> None:
     """Raises weights-invalid unless the file holds the inputs, outputs and what calls change of every int_key, and nothing else."""
-    manifest, entries = bundle.manifest, bundle.tensors(file_names.EXAM)
+    manifest, entries = bundle.manifest, bundle.tensors(file_names.SELF_TEST)
     expected = set()
     for entry in manifest.entries:
         for program in entry.programs:
             expected |= _check_state(manifest, entry, program.key, entries)
             expected |= _check_values(entry, program, entries)
     for name in sorted(entries.keys() - expected):
-        raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r} belongs to no int_key")
+        raise BundleError("weights-invalid", f"{file_names.SELF_TEST}: tensor {name!r} belongs to no int_key")
 
 
 def _check_values(spec: EntrySpec, program: Program, entries: Mapping[str, Entry]) -> set[str]:
@@ -58,7 +58,7 @@ def _check_values(spec: EntrySpec, program: Program, entries: Mapping[str, Entry
     names = set()
     for kind, positions in (("input", enumerate(program.inputs)), ("output", enumerate(program.outputs)), ("mutated", mutated)):
         for index, position in positions:
-            name, value = file_names.exam_entry(program.key, kind, index, spec.name), program.values[position]
+            name, value = file_names.self_test_entry(program.key, kind, index, spec.name), program.values[position]
             if kind != "input" and (endings := condensed.stand_in(entries, name)):
                 names |= _check_condensed(entries, name, endings, value.dtype, prod(value.shape))
                 continue
@@ -66,7 +66,7 @@ def _check_values(spec: EntrySpec, program: Program, entries: Mapping[str, Entry
             entry = _entry(entries, name)
             if (entry.dtype, entry.shape) != (value.dtype, value.shape):
                 found, wanted = f"{entry.dtype} {list(entry.shape)}", f"{value.dtype} {list(value.shape)}"
-                raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r} is {found}, expected {wanted}")
+                raise BundleError("weights-invalid", f"{file_names.SELF_TEST}: tensor {name!r} is {found}, expected {wanted}")
     return names
 
 
@@ -77,14 +77,16 @@ def _check_state(manifest: Manifest, spec: EntrySpec, key: IntKey, entries: Mapp
     for index, weight in enumerate(manifest.weights):
         if weight.memory == STATE:
             for kind, dtype, rank in (("state", weight.dtype, 1), ("state-at", "int64", 2)):
-                name = file_names.exam_entry(key, kind, index, spec.name)
+                name = file_names.self_test_entry(key, kind, index, spec.name)
                 if kind == "state" and (endings := condensed.stand_in(entries, name)):
                     names |= _check_condensed(entries, name, endings, dtype, None)
                     continue
                 names.add(name)
                 entry = _entry(entries, name)
                 if entry.dtype != dtype or len(entry.shape) != rank or (rank == 2 and entry.shape[1] != 2):
-                    raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r} is {entry.dtype} {list(entry.shape)}")
+                    raise BundleError(
+                        "weights-invalid", f"{file_names.SELF_TEST}: tensor {name!r} is {entry.dtype} {list(entry.shape)}"
+                    )
     return names
 
 
@@ -96,12 +98,14 @@ def _check_condensed(entries: Mapping[str, Entry], name: str, endings: Sequence[
                 row = _entry(entries, each)
                 fits = row.shape == shape if count is not None else (len(row.shape), row.shape[1:]) == (len(shape), shape[1:])
                 if row.dtype != kind or not fits:
-                    raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {each!r} is {row.dtype} {list(row.shape)}")
+                    raise BundleError(
+                        "weights-invalid", f"{file_names.SELF_TEST}: tensor {each!r} is {row.dtype} {list(row.shape)}"
+                    )
             return set(shapes)
-    raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r}: a part of what takes its place is missing")
+    raise BundleError("weights-invalid", f"{file_names.SELF_TEST}: tensor {name!r}: a part of what takes its place is missing")
 
 
 def _entry(entries: Mapping[str, Entry], name: str) -> Entry:
     if name not in entries:
-        raise BundleError("weights-invalid", f"{file_names.EXAM}: tensor {name!r} is missing")
+        raise BundleError("weights-invalid", f"{file_names.SELF_TEST}: tensor {name!r} is missing")
     return entries[name]

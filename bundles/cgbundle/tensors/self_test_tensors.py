@@ -1,11 +1,11 @@
-"""What an exam compares, in order, and how far each may be off: from the manifest alone."""
+"""What a self-test compares, in order, and how far each may be off: from the manifest alone."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..errors import BundleError
-from ..format.file_names import EXAM, exam_entry
+from ..format.file_names import SELF_TEST, self_test_entry
 from ..format.safetensors import Mapped
 from ..format.schema import EntrySpec, Manifest
 from .tensor import Tensor, from_bytes
@@ -34,7 +34,7 @@ Source: cgcompile/transforms/near_ties.
 
 
 @dataclass(frozen=True, slots=True)
-class ExamTensor:
+class ComparedTensor:
     """A tensor that is compared: `kind` is output, mutated (an input) or state, `index` its position in the signature or in the
     weights."""
 
@@ -49,13 +49,13 @@ class ExamTensor:
         return f"{'input' if self.kind == 'mutated' else self.kind} {self.name} ({self.dtype})"
 
 
-def exam_tensors(manifest: Manifest, entry: EntrySpec) -> list[ExamTensor]:
+def self_test_tensors(manifest: Manifest, entry: EntrySpec) -> list[ComparedTensor]:
     """The outputs, the inputs that a call changes, and the weights of memory state, in this order."""
-    found = [ExamTensor("output", index, spec.name, spec.dtype) for index, spec in enumerate(entry.outputs)]
+    found = [ComparedTensor("output", index, spec.name, spec.dtype) for index, spec in enumerate(entry.outputs)]
     mutated = [(index, entry.inputs[index]) for index in entry.mutated_inputs]
-    found += [ExamTensor("mutated", index, spec.name, spec.dtype) for index, spec in mutated]
+    found += [ComparedTensor("mutated", index, spec.name, spec.dtype) for index, spec in mutated]
     state = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == "state"]
-    return found + [ExamTensor("state", index, weight.name, weight.dtype) for index, weight in state]
+    return found + [ComparedTensor("state", index, weight.name, weight.dtype) for index, weight in state]
 
 
 def is_exact(dtype: str) -> bool:
@@ -63,14 +63,14 @@ def is_exact(dtype: str) -> bool:
     return not dtype.startswith(("float", "bfloat", "complex"))
 
 
-def inputs_of(exam: Mapped, entry: EntrySpec, key: tuple[int, ...]) -> list[Tensor]:
-    """The exam's inputs for `key`, copied."""
-    names = [exam_entry(key, "input", index, entry.name) for index in range(len(entry.inputs))]
-    return [from_bytes(stored(exam, name), exam.entries[name].dtype, exam.entries[name].shape) for name in names]
+def inputs_of(self_test: Mapped, entry: EntrySpec, key: tuple[int, ...]) -> list[Tensor]:
+    """The self-test's inputs for `key`, copied."""
+    names = [self_test_entry(key, "input", index, entry.name) for index in range(len(entry.inputs))]
+    return [from_bytes(stored(self_test, name), self_test.entries[name].dtype, self_test.entries[name].shape) for name in names]
 
 
-def stored(exam: Mapped, name: str) -> memoryview:
-    """The bytes of a tensor of the exam.  Raises weights-invalid where it has none of that name."""
-    if name not in exam.entries:
-        raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r} is missing")
-    return exam.data(name)
+def stored(self_test: Mapped, name: str) -> memoryview:
+    """The bytes of a tensor of the self-test.  Raises weights-invalid where it has none of that name."""
+    if name not in self_test.entries:
+        raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r} is missing")
+    return self_test.data(name)

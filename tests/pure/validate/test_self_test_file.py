@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cgbundle.format import file_names, manifest_json, safetensors
-from cgbundle.format.file_names import exam_entry
+from cgbundle.format.file_names import self_test_entry
 from cgbundle.format.schema import Manifest, Weight
-from cgbundle.validate.exam import check_exam, check_exam_rows
+from cgbundle.validate.self_test import check_self_test, check_self_test_rows
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import manifest
@@ -33,17 +33,17 @@ def sound() -> Shapes:
     """dtype and shape of every tensor of its self-test."""
     found: Shapes = {}
     for size in (1, 4):
-        found[exam_entry((size,), "input", 0)] = ("float32", (size, 3))
-        found[exam_entry((size,), "output", 0)] = ("float32", (size, 2))
-        found[exam_entry((size,), "mutated", 0)] = ("float32", (size, 3))
+        found[self_test_entry((size,), "input", 0)] = ("float32", (size, 3))
+        found[self_test_entry((size,), "output", 0)] = ("float32", (size, 2))
+        found[self_test_entry((size,), "mutated", 0)] = ("float32", (size, 3))
         for place, dtype in ((3, "float32"), (4, "int64")):
-            found[exam_entry((size,), "state", place)] = (dtype, (size,))
-            found[exam_entry((size,), "state-at", place)] = ("int64", (size, 2))
+            found[self_test_entry((size,), "state", place)] = (dtype, (size,))
+            found[self_test_entry((size,), "state-at", place)] = ("int64", (size, 2))
     return found
 
 
 def check(folder: Path, shapes: Shapes) -> None:
-    with open(folder / file_names.EXAM, "wb") as file:
+    with open(folder / file_names.SELF_TEST, "wb") as file:
         safetensors.write(
             file,
             {
@@ -51,12 +51,12 @@ def check(folder: Path, shapes: Shapes) -> None:
                 for name, (dtype, shape) in shapes.items()
             },
         )
-    check_exam(ArchiveOf(folder, stateful()))
+    check_self_test(ArchiveOf(folder, stateful()))
 
 
-def test_the_exam_of_a_model_with_state_is_sound(tmp_path: Path) -> None:
+def test_the_self_test_of_a_model_with_state_is_sound(tmp_path: Path) -> None:
     check(tmp_path, sound())
-    changed = exam_entry((4,), "state", 3), exam_entry((4,), "state-at", 3)
+    changed = self_test_entry((4,), "state", 3), self_test_entry((4,), "state-at", 3)
     check(tmp_path, {**sound(), changed[0]: ("float32", (0,)), changed[1]: ("int64", (0, 2))})
     check(tmp_path, {**sound(), changed[0]: ("float32", (9,)), changed[1]: ("int64", (3, 2))})
 
@@ -76,7 +76,12 @@ def test_every_tensor_is_needed_with_its_dtype_and_rank(tmp_path: Path, name: st
 
 
 def test_a_tensor_of_no_key_is_refused(tmp_path: Path) -> None:
-    for name in ("another", exam_entry((2,), "input", 0), exam_entry((1,), "input", 1), exam_entry((1,), "state", 0)):
+    for name in (
+        "another",
+        self_test_entry((2,), "input", 0),
+        self_test_entry((1,), "input", 1),
+        self_test_entry((1,), "state", 0),
+    ):
         with raises("weights-invalid", match=f"tensor '{name}' belongs to no int_key"):
             check(tmp_path, {**sound(), name: ("float32", (1,))})
 
@@ -84,22 +89,22 @@ def test_a_tensor_of_no_key_is_refused(tmp_path: Path) -> None:
 def checked(made: Manifest) -> None:
     """As a reader of the file checks it."""
     read = manifest_json.decode(manifest_json.encode(made))
-    check_exam_rows(read, read.entries[0])
+    check_self_test_rows(read, read.entries[0])
 
 
 @pytest.mark.parametrize(("calls", "fits"), [(0, False), (1, True), (2, True), (16, True), (17, False)])
-def test_an_exam_has_1_to_16_calls(calls: int, fits: bool) -> None:
+def test_a_self_test_has_1_to_16_calls(calls: int, fits: bool) -> None:
     made = manifest()
     made = edited(made, self_test=replace(made.entries[0].self_test, calls=calls))
     if fits:
-        return check_exam_rows(made, made.entries[0])
+        return check_self_test_rows(made, made.entries[0])
     with raises("manifest-invalid", match=f"self_test.calls: {calls} calls"):
-        check_exam_rows(made, made.entries[0])
+        check_self_test_rows(made, made.entries[0])
 
 
 @pytest.mark.parametrize("method", ["replay", "interpret", "none"])
 @pytest.mark.parametrize("compare", ["bits", "tolerance"])
-def test_what_an_exam_may_be(method: str, compare: str) -> None:
+def test_what_a_self_test_may_be(method: str, compare: str) -> None:
     made = manifest()
     proofs = tuple([replace(proof, method=method, error=0.0, tolerance=0.0) for proof in made.entries[0].self_test.proofs])
     checked(edited(made, self_test=replace(made.entries[0].self_test, proofs=proofs, compare=compare)))

@@ -1,7 +1,7 @@
-"""The stored exam: inputs and expected outputs of every int_key, and what a call leaves in inputs and in state.
+"""The stored self-test: inputs and expected outputs of every int_key, and what a call leaves in inputs and in state.
 
 It is replayed from the first state and compared with nothing but the standard library.
-`python -m cgbundle.exam BUNDLE [KEY ...]` is the fresh process that a build proves itself in; it prints one JSON object.  With
+`python -m cgbundle.self_test BUNDLE [KEY ...]` is the fresh process that a build proves itself in; it prints one JSON object.  With
 `--outputs FILE` before them it writes what a failed replay gave to that file, as exam.safetensors names it.
 """
 
@@ -21,7 +21,7 @@ from .call.outputs import View
 from .errors import BundleError, CallError, CgbundleError
 from .format import safetensors
 from .format.entries import FORWARD
-from .format.file_names import EXAM, exam_entry
+from .format.file_names import SELF_TEST, self_test_entry
 from .format.safetensors import Mapped
 from .format.schema import DTYPES, Dimension, EntrySpec, Proof
 from .format.spans import span
@@ -30,8 +30,8 @@ from .loader import open_program
 from .program import Program
 from .tensors import condensed
 from .tensors.comparison import describe, difference, nearest
-from .tensors.exam_tensors import ExamTensor, exam_tensors, is_exact, stored
-from .tensors.exam_tensors import inputs_of as inputs_of
+from .tensors.self_test_tensors import ComparedTensor, is_exact, self_test_tensors, stored
+from .tensors.self_test_tensors import inputs_of as inputs_of
 from .validate.state import STATE
 
 if TYPE_CHECKING:
@@ -45,7 +45,8 @@ BITS = "bits"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compared:
-    """A tensor of the exam beside what a replay gave: `error` as in `comparison.difference`, `bound` the largest that is allowed.
+    """A tensor of the self-test beside what a replay gave: `error` as in `comparison.difference`, `bound` the
+    largest that is allowed.
 
     `exact`: it had the expected bits.  `text` says what differs, "" where floats are allowed to.
     """
@@ -63,7 +64,7 @@ class Compared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Result:
-    """What one int_key of an entry gave: its outputs, the inputs that the call writes to, and state, as `exam_tensors` has them."""
+    """What one int_key of an entry gave: outputs, mutated inputs and state, in the order of `self_test_tensors`."""
 
     entry: str
     key: tuple[int, ...]
@@ -100,39 +101,41 @@ class Result:
 
 
 Outputs = dict[str, safetensors.Tensor]
-"""What replays gave, by the name of the exam's tensor; `8x128/call-0/1` is output 1 of the first of several calls."""
+"""What replays gave, by the name of the self-test's tensor; `8x128/call-0/1` is output 1 of the first of several calls."""
 
 
-def replay_exam(program: Program, keys: Sequence[tuple[int, ...]] | None = None, failed: Outputs | None = None) -> list[Result]:
-    """Replays the exam of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), entry by
+def replay_self_test(
+    program: Program, keys: Sequence[tuple[int, ...]] | None = None, failed: Outputs | None = None
+) -> list[Result]:
+    """Replays the self-test of the bundle that was loaded, whatever stands in its place by now, for `keys` (default: all), entry by
     entry, in order.  What int_keys that fail gave is added to `failed`.
 
-    Raises weights-invalid when the exam is damaged, and self-test-outdated for a program that was updated.
+    Raises weights-invalid when the self-test is damaged, and self-test-outdated for a program that was updated.
     """
     if program.updated:
         text = f"program {program.manifest.name!r} was updated, and its self-test is about the weights that were loaded"
         raise CallError("self-test-outdated", text)
-    exam = program.open_exam()
+    self_test = program.open_self_test()
     try:
         return [
-            _replay(exam, program, entry, proof, failed)
+            _replay(self_test, program, entry, proof, failed)
             for entry in program.manifest.entries
             for proof in entry.self_test.proofs
             if keys is None or proof.key in keys
         ]
     finally:
-        exam.close()
+        self_test.close()
 
 
 def replay_chained(program: Program) -> list[ChainResult]:
     """Calls that take outputs where they lie beside the same calls of copies: see `session.chained_calls`."""
     from .program.chained_calls import replay_chains  # few bundles have any
 
-    exam = program.open_exam()
+    self_test = program.open_self_test()
     try:
-        return replay_chains(program.manifest, program._backend, exam, POISON)
+        return replay_chains(program.manifest, program._backend, self_test, POISON)
     finally:
-        exam.close()
+        self_test.close()
 
 
 def name_key(entry: EntrySpec, key: Sequence[int]) -> str:
@@ -146,7 +149,7 @@ def key_text(dimensions: Sequence[Dimension], key: Sequence[int], entry: str = F
     return own or "()" if entry == FORWARD else ": ".join(filter(None, [entry, own]))
 
 
-def _replay(exam: Mapped, program: Program, spec: EntrySpec, proof: Proof, failed: Outputs | None) -> Result:
+def _replay(self_test: Mapped, program: Program, spec: EntrySpec, proof: Proof, failed: Outputs | None) -> Result:
     manifest, entry = program.manifest, program[spec.name]
     state = [index for index, weight in enumerate(manifest.weights) if weight.memory == STATE]
     if state:
@@ -158,18 +161,18 @@ def _replay(exam: Mapped, program: Program, spec: EntrySpec, proof: Proof, faile
     given: Outputs = {}
     for call in range(spec.self_test.calls):
         program.poison(POISON)
-        inputs = inputs_of(exam, spec, proof.key)
+        inputs = inputs_of(self_test, spec, proof.key)
         outputs = entry.replay_whole(inputs) if spec.data_sizes else entry.replay(inputs)
         if failed is not None and call < spec.self_test.calls - 1:
             for index, output in enumerate(spec.outputs):
                 if is_exact(output.dtype):
                     tensor = _tensor(outputs[index])
-                    name = exam_entry(proof.key, f"call-{call}", index, spec.name)
+                    name = self_test_entry(proof.key, f"call-{call}", index, spec.name)
                     given[name] = (output.dtype, tuple(tensor.shape), partial(bytes, tensor.tobytes()))
     made: Mapping[str, Sequence[Any]] = {"output": outputs, "mutated": inputs}
 
-    def compared(row: ExamTensor, bound: float) -> Compared:  # one by one: state may be large
-        name = exam_entry(proof.key, row.kind, row.index, spec.name)
+    def compared(row: ComparedTensor, bound: float) -> Compared:  # one by one: state may be large
+        name = self_test_entry(proof.key, row.kind, row.index, spec.name)
         before = b""
         if row.kind == "state":
             weight = manifest.weights[row.index]
@@ -181,18 +184,18 @@ def _replay(exam: Mapped, program: Program, spec: EntrySpec, proof: Proof, faile
             shape, got = tensor.shape, tensor.tobytes()
         if failed is not None:
             given[name] = (row.dtype, tuple(shape), partial(bytes, got))
-        if condensed.stand_in(exam.entries, name):
-            error, text = _beside_condensed(exam, name, row, got, before)
+        if condensed.stand_in(self_test.entries, name):
+            error, text = _beside_condensed(self_test, name, row, got, before)
             found = Compared(title=row.title, error=error, bound=bound, exact=not text, text="")
             return found if found.passed(spec.self_test.compare) else replace(found, text=text)
-        expected = _changed(exam, name, before) if row.kind == "state" else bytes(stored(exam, name))
+        expected = _changed(self_test, name, before) if row.kind == "state" else bytes(stored(self_test, name))
         exact = expected == got
         error = 0.0 if exact else difference(row.dtype, expected, got)
         found = Compared(title=row.title, error=error, bound=bound, exact=exact, text="")
         fine = exact or (found.passed(spec.self_test.compare) and not is_exact(row.dtype))
         return found if fine else replace(found, text=describe(row.dtype, shape, expected, got))
 
-    pairs = zip(exam_tensors(manifest, spec), spec.self_test.bounds, strict=True)
+    pairs = zip(self_test_tensors(manifest, spec), spec.self_test.bounds, strict=True)
     result = Result(entry=spec.name, key=proof.key, tensors=tuple([compared(row, bound) for row, bound in pairs]))
     if failed is not None and not result.passed(spec.self_test.compare):
         failed.update(given)
@@ -203,43 +206,43 @@ def _tensor(value: Any) -> Any:
     return value.tensor if isinstance(value, View) else value
 
 
-def _changed(exam: Mapped, name: str, first: bytes) -> bytes:
-    """What a row of state has to hold after the call: its `first` bytes, but for the runs of elements that the exam names."""
-    made, elements, taken = bytearray(first), stored(exam, name), 0
-    for begin, end in _runs(exam, name, DTYPES[exam.entries[name].dtype], len(first)):
+def _changed(self_test: Mapped, name: str, first: bytes) -> bytes:
+    """What a row of state has to hold after the call: its `first` bytes, but for the runs of elements that the self-test names."""
+    made, elements, taken = bytearray(first), stored(self_test, name), 0
+    for begin, end in _runs(self_test, name, DTYPES[self_test.entries[name].dtype], len(first)):
         if taken + end - begin > len(elements):
-            raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r}: has {len(elements)} bytes, and more were changed")
+            raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r}: has {len(elements)} bytes, and more were changed")
         made[begin:end] = elements[taken : taken + end - begin]
         taken += end - begin
     return bytes(made)
 
 
-def _runs(exam: Mapped, name: str, width: int, size: int) -> list[tuple[int, int]]:
+def _runs(self_test: Mapped, name: str, width: int, size: int) -> list[tuple[int, int]]:
     """The first byte of every run of a row of state that the call changes, and the one behind its last.  Raises weights-invalid."""
     before, _, index = name.rpartition("/state/")
-    runs = memoryview(stored(exam, f"{before}/state-at/{index}")).cast("q")
+    runs = memoryview(stored(self_test, f"{before}/state-at/{index}")).cast("q")
     found = [(begin * width, (begin + count) * width) for begin, count in zip(runs[::2], runs[1::2], strict=True)]
     for begin, end in found:
         if not 0 <= begin <= end <= size:
-            raise BundleError("weights-invalid", f"{EXAM}: tensor {name!r}: bytes {begin} to {end} do not fit")
+            raise BundleError("weights-invalid", f"{SELF_TEST}: tensor {name!r}: bytes {begin} to {end} do not fit")
     return found
 
 
-def _beside_condensed(exam: Mapped, name: str, row: ExamTensor, got: bytes, first: bytes) -> tuple[float, str]:
-    """(error, text) of a tensor that is condensed.  Of state the exam holds what the call changes; the rest has to be as it was
-    `first`."""
+def _beside_condensed(self_test: Mapped, name: str, row: ComparedTensor, got: bytes, first: bytes) -> tuple[float, str]:
+    """(error, text) of a tensor that is condensed.  Of state the self-test holds what the call changes; the rest has to be as it
+    was `first`."""
     if row.kind == "state":
-        runs, kept = _runs(exam, name, DTYPES[row.dtype], len(got)), bytearray(got)
+        runs, kept = _runs(self_test, name, DTYPES[row.dtype], len(got)), bytearray(got)
         for begin, end in runs:
             kept[begin:end] = first[begin:end]
         if kept != first:
             return math.inf, "elements that the call leaves as they are differ"
         got = b"".join([got[begin:end] for begin, end in runs])
-    return condensed.compare_stored(exam, name, row.dtype, got)
+    return condensed.compare_stored(self_test, name, row.dtype, got)
 
 
 def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, Any]:
-    """Replays the exam in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
+    """Replays the self-test in a fresh process that has the runtime alone: what `main` prints, with `exit_code`.  Where `keys`
     are given, one of them must have signed what it loads.  What failed replays gave is written to the file `outputs`, if named.
 
     {"results": [as `Result.plain`], "donations": [as `chained_calls.ChainResult`], "variant": the one that ran, "torch_imported"},
@@ -251,7 +254,8 @@ def fresh(path: str, keys: Sequence[str] = (), outputs: str = "") -> dict[str, A
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     options = ("--outputs", outputs) if outputs else ()
     done = subprocess.run(
-        [sys.executable, "-m", "cgbundle.exam", *options, path, *keys], env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
+        [sys.executable, "-m", "cgbundle.self_test", *options, path, *keys],
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True, text=True, errors="replace", check=False,
     )  # fmt: skip
     lines = done.stdout.strip().splitlines()
@@ -270,8 +274,8 @@ def _plain_error(error: CgbundleError) -> dict[str, str]:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Loads the bundle, replays the exam, prints {"results": [...], "donations": [...], "torch_imported": false} or {"error": ...,
-    "hint": ..., "code": ...}."""
+    """Loads the bundle, replays the self-test and prints {"results": [...], "donations": [...], "variant": ..., "torch_imported":
+    false} or {"error": ..., "hint": ..., "code": ...}."""
     file = ""
     if arguments[0] == "--outputs":
         file, arguments = arguments[1], arguments[2:]
@@ -279,7 +283,7 @@ def main(arguments: Sequence[str]) -> int:
     failed: Outputs | None = {} if file else None
     try:
         with open_program(path, check="full", poison=POISON, key=keys or None) as program:
-            results = replay_exam(program, failed=failed)
+            results = replay_self_test(program, failed=failed)
             if failed:
                 with open(file, "wb") as opened:
                     safetensors.write(opened, failed)

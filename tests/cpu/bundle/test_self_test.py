@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from cgbundle.format.schema import Value, Weight
-from cgcompile.bundle.exam import ReplayedBytes, replayed_exam, write_exam
 from cgcompile.bundle.rows import whole_program
+from cgcompile.bundle.self_test import ReplayedBytes, replayed_self_test, write_self_test
 from cgcompile.util.raw_bytes import changes
 
 
@@ -31,12 +31,12 @@ def test_a_replay_becomes_tensors_and_runs_of_state(tmp_path: Path) -> None:
     replay = ReplayedBytes(inputs=(raw[0], b""), outputs=(raw[1],), written=(raw[2],), state=(("model.cache", raw[3], raw[4]),))
     row = Weight(name="cache", tensor="cache", dtype="bfloat16", shape=(2, 4), strides=(4, 1), memory="state", offset=0)
     prepared = SimpleNamespace(weights={"model.cache": cache}, written=(0,))
-    (exam,) = replayed_exam([program], {(2,): replay}, prepared, [row])  # type: ignore[arg-type]
-    assert torch.equal(exam.inputs[0], x) and exam.inputs[1].shape == (0,) and torch.equal(exam.outputs[0], kept)
-    assert [(index, each.tolist()) for index, each in exam.written] == [(0, (x + 1).tolist())]
-    ((index, runs, elements),) = exam.state
+    (self_test,) = replayed_self_test([program], {(2,): replay}, prepared, [row])  # type: ignore[arg-type]
+    assert torch.equal(self_test.inputs[0], x) and self_test.inputs[1].shape == (0,) and torch.equal(self_test.outputs[0], kept)
+    assert [(index, each.tolist()) for index, each in self_test.written] == [(0, (x + 1).tolist())]
+    ((index, runs, elements),) = self_test.state
     assert (index, runs.tolist(), elements.tolist()) == (0, [[4, 2]], [3, 3])
-    write_exam(tmp_path / "exam.safetensors", {"forward": [exam]})
+    write_self_test(tmp_path / "exam.safetensors", {"forward": [self_test]})
     text = (tmp_path / "exam.safetensors").read_bytes()
     for name in ("2/input/0", "2/input/1", "2/output/0", "2/mutated/0", "2/state/0", "2/state-at/0"):
         assert name.encode() in text, name
