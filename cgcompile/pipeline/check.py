@@ -22,6 +22,7 @@ from ..checks.sizes import small_region, too_many_keys
 from ..errors import BuildError, ModelError
 from ..export.export import export, with_unwritten
 from ..export.exported import Exported
+from ..export.paths.program import WayStopped
 from ..export.signature.signature import describe_signature
 from ..export.weights import weight_placeholders
 from ..model.declared_sizes import Given, Inputs, assumed_sizes, declared_sizes, sizes_of_entries
@@ -183,7 +184,7 @@ def _report(
 
 def _stopped(error: ModelError) -> Finding:
     """The finding of a rule that torch.export stopped at.  Raises `error` where no rule knows it."""
-    cause = error.__cause__
+    cause = error.__cause__.__cause__ if isinstance(error.__cause__, WayStopped) else error.__cause__
     where, line = user_place(cause) if cause is not None else ("", "")
     caller = called_by(cause) if cause is not None else ""
     if error.code == "data-dependent-branch":

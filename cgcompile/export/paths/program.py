@@ -22,11 +22,14 @@ from .verify import reached, verify
 
 
 class WayStopped(Exception):
-    """Why torch stops in the middle of a way that the model's Python can take: the cause of a ModelError; `obstacle` says where."""
+    """Why torch stops in the middle of a way that the model's Python can take: the cause of a ModelError.
 
-    def __init__(self, obstacle: Obstacle) -> None:
+    `obstacle` says where; its own cause is what torch raised.
+    """
+
+    def __init__(self, obstacle: Obstacle, cause: BaseException) -> None:
         super().__init__(obstacle.message)
-        self.obstacle = obstacle
+        self.obstacle, self.__cause__ = obstacle, cause
 
 
 RAISES = "the model raises on the other answer; the bundle asserts this one"
@@ -63,7 +66,7 @@ def with_paths(
             raise
         if isinstance(error.__cause__, TORCH_STOPS):
             stopped, obstacle = _stopped(error, error.__cause__)
-            raise stopped from WayStopped(obstacle)
+            raise stopped from WayStopped(obstacle, error.__cause__)
         return None
     finally:
         flat.result, flat.assigned = result, assigned

@@ -64,5 +64,5 @@ def test_each_request_has_its_wait_and_its_replay(tracing: ModuleType) -> None:
 
 
 def test_without_the_package_nothing_is_done(tracing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tracing, "cross-compile", None)
+    monkeypatch.setattr(tracing, "trace", None)
     assert two_requests(tracing) == [2, 4]

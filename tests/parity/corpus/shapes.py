@@ -261,7 +261,7 @@ CASES = (
     _case(RepeatHeads, sequences, near=("data-dependent-shape",)),
     _case(CountByBincount, tokens, SHAPE, FOLLOWER),
     _case(CountByScatter, tokens, near=("data-dependent-shape",)),
-    _case(OneHotOfUnknownClasses, tokens, "data-dependent-branch"),
+    _case(OneHotOfUnknownClasses, tokens, "data-dependent-shape"),
     _case(OneHot, tokens, near=("data-dependent-shape",)),
     _case(KeepGoodBoxes, boxes, SHAPE, FOLLOWER),
     _case(SuppressByMask, boxes, near=("data-dependent-shape",)),
