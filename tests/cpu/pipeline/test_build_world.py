@@ -71,7 +71,7 @@ def test_damage_of_any_rank_is_found(built: Path) -> None:
     [
         ({"target": "cpu"}, "the target cpu is one device"),
         ({"world": 9}, "expected 2 to 8"),
-        ({"record": "capture"}, "are traced"),
+        ({"record": "capture"}, "is cross-compiled"),
         ({"chains": [("a.b", "c.d")]}, "chains"),
     ],
 )
