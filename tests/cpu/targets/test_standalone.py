@@ -182,7 +182,8 @@ def test_convolutions_are_torchs(
     sized = [word for each in numbers for word in (each, c_int64(2))]
     none = byref((c_int64 * 2)(0, 0)), c_int64(2)
     assert code("convolution", x, weight, given_bias, *sized, c_int32(0), *none, c_int64(1), byref(found)) == 0
-    want = F.conv2d(x, weight, bias, stride, padding, dilation)
+    # torch 2.13's convolution by oneDNN ends the process for some inputs that it has to pad: they are padded for it
+    want = F.conv2d(F.pad(x, (padding[1], padding[1], padding[0], padding[0])), weight, bias, stride, 0, dilation)
     place, library = c_void_p(), libtorch.LibTorch(code.library)
     _, sizes, strides = library.layout(found.value or 0)
     assert tuple(sizes) == want.shape
