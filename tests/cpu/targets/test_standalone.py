@@ -351,9 +351,9 @@ sys.path[:] = [{runtime!r}, *[each for each in sys.path if "site-packages" not i
 import cgbundle
 from cgbundle.self_test import inputs_of
 with cgbundle.load({path!r}, check="full") as program:
-    self-test = program.open_self_test()
+    self_test = program.open_self_test()
     for key in program.int_keys:
-        program.replay(inputs_of(self-test, program.manifest.entries[0], key))
+        program.replay(inputs_of(self_test, program.manifest.entries[0], key))
     self_test.close()
     print("torch" in open("/proc/self/maps").read(), program.manifest.target.torch == "")
 """
