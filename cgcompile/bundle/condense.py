@@ -33,7 +33,8 @@ def condense(stage: Path, manifest: Manifest) -> None:
     samples and statistics beside them.  Integers of which some may differ stay whole, as do numbers that are not finite.
     """
     path = stage / file_names.SELF_TEST
-    limit = max(LEAST, int(SHARE * sum(file.bytes for file in manifest.files if file.path == file_names.WEIGHTS)))
+    weights = stage / file_names.WEIGHTS
+    limit = max(LEAST, int(SHARE * weights.stat().st_size) if weights.exists() else 0)
     size = path.stat().st_size
     if size <= limit:
         return
@@ -87,9 +88,8 @@ def _condensed(name: str, tensor: safetensors.Tensor, *, bits: bool) -> dict[str
 def _statistics(value: torch.Tensor, count: int) -> torch.Tensor:
     """As `condensed.statistics`, of blocks of `count` elements, float64 [blocks, 3]."""
     rows = []
-    for block in (torch.view_as_real(value).reshape(-1) if value.is_complex() else value).split(
-        count * condensed.parts_of(str(value.dtype).removeprefix("torch."))
-    ):
-        numbers = block.double()
-        rows.append(torch.stack([numbers.abs().max(), numbers.mean(), numbers.square().mean().sqrt()]))
+    numbers, count = (torch.view_as_real(value).reshape(-1), 2 * count) if value.is_complex() else (value, count)
+    for block in numbers.split(count):
+        wide = block.double()
+        rows.append(torch.stack([wide.abs().max(), wide.mean(), wide.square().mean().sqrt()]))
     return torch.stack(rows) if rows else torch.empty(0, 3, dtype=torch.float64)

@@ -132,9 +132,10 @@ def _numbered(files: _Files, positions: Mapping[int, int]) -> dict[str, safetens
     """The tensors of a self-test, with the new positions of the weights in the names of state."""
     tensors = {}
     for name in files.names(file_names.SELF_TEST):
-        before, kind, index = name.rsplit("/", 2)
+        before, kind, last = name.rsplit("/", 2)
+        index, dot, part = last.partition(".")  # 0.hashes of a tensor that is condensed
         number = positions[int(index)] if kind in ("state", "state-at") else int(index)
-        tensors[f"{before}/{kind}/{number}"] = files.tensor(file_names.SELF_TEST, name)
+        tensors[f"{before}/{kind}/{number}{dot}{part}"] = files.tensor(file_names.SELF_TEST, name)
     return tensors
 
 

@@ -49,7 +49,7 @@ def build_variants(model: Any, inputs: Inputs | None, options: Options) -> Built
             with stages("variants") as tell:
                 manifests = join_variants(folders, place)
                 tell.result(_verified(place, manifests))
-    seconds = [pair for each in built for pair in each.seconds]
+    seconds = [pair for one in built for pair in one.seconds]
     return Built(
         path=destination, manifest=manifests[0], seconds=(*seconds, *stages.seconds),
         variants=tuple([variant_name(manifest.target) for manifest in manifests]),

@@ -34,16 +34,6 @@ HASHES, SAMPLES, STATISTICS = ".hashes", ".samples", ".statistics"
 """What stands behind a tensor's name in the names of what takes its place."""
 
 
-def parts_of(dtype: str) -> int:
-    """Numbers of an element."""
-    return 2 if dtype.startswith("complex") else 1
-
-
-def blocks_of(size: int) -> int:
-    """How many blocks so many bytes are."""
-    return -(-size // BLOCK)
-
-
 def sample_count(elements: int) -> int:
     """How many samples a tensor of so many elements has."""
     return -(-elements // STEP)
@@ -57,7 +47,7 @@ def place_of(sample: int, elements: int) -> int:
 
 def expected_shapes(name: str, dtype: str, elements: int) -> tuple[dict[str, tuple[str, tuple[int, ...]]], ...]:
     """By name (dtype, shape) of what may take the place of a tensor: where its bits have to be equal, and where they may differ."""
-    blocks = blocks_of(elements * DTYPES[dtype])
+    blocks = -(-elements * DTYPES[dtype] // BLOCK)
     hashes: dict[str, tuple[str, tuple[int, ...]]] = {name + HASHES: ("uint8", (blocks, DIGEST))}
     near = hashes | {
         name + SAMPLES: (dtype, (sample_count(elements),)),
@@ -113,7 +103,7 @@ def compare(dtype: str, stored: Mapping[str, bytes], got: bytes) -> tuple[float,
     pairs = zip(decode(dtype, stored[SAMPLES]), decode(dtype, taken(dtype, got)), strict=True)
     for number, (x, y) in enumerate(pairs):
         if (apart := _apart(x, y)) > furthest:
-            furthest, text = apart, f"sample {number // parts_of(dtype)}: {y:.6g}, expected {x:.6g}"
+            furthest, text = apart, f"sample {number // (2 if dtype.startswith('complex') else 1)}: {y:.6g}, expected {x:.6g}"
     for block in others:
         found = statistics(dtype, got[block * BLOCK : (block + 1) * BLOCK])
         for what, x, y in zip(("largest absolute value", "mean", "root mean square"), rows[block], found, strict=True):

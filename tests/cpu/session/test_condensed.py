@@ -18,6 +18,7 @@ import cgcompile  # noqa: E402
 from cgbundle import self_test  # noqa: E402
 from cgbundle.format import archive, file_names, safetensors  # noqa: E402
 from cgcompile.bundle.emit import seal  # noqa: E402
+from cgcompile.targets.instruction_sets import LEVELS, common_level  # noqa: E402
 from cgcompile_cli.main import app  # noqa: E402
 
 ROWS, COLUMNS = 2200, 4096
@@ -44,6 +45,20 @@ def bundle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     torch.manual_seed(0)
     path = tmp_path_factory.mktemp("condensed") / "outer.cgb"
     return cgcompile.build(Outer(), lambda: (torch.randn(ROWS),), out=path, target="cpu").path
+
+
+def test_variants_share_a_self_test_that_is_condensed(bundle: Path, tmp_path: Path) -> None:
+    if common_level("x86_64", {name for level in LEVELS for name in level.features}) is None:
+        pytest.skip("for x86_64")
+    (tmp_path / "outer.py").write_text(
+        "import torch\nfrom tests.cpu.session.test_condensed import ROWS, Outer as model\n\n\n"
+        "def inputs():\n    return (torch.linspace(-3, 3, ROWS),)\n"
+    )
+    built = cgcompile.build(str(tmp_path / "outer.py"), out=tmp_path / "outer.cgb", target="x86-64-v2,x86-64-v3")
+    stored = safetensors.Mapped(str(built.path / file_names.SELF_TEST), file_names.SELF_TEST)
+    assert {"-/output/0.hashes", "-/output/0.samples", "-/state/0.statistics"} <= stored.entries.keys()
+    answer = self_test.fresh(str(built.path))
+    assert answer["exit_code"] == 0 and answer["variant"] in built.variants, answer
 
 
 def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors.Tensor]], None]) -> Path:
