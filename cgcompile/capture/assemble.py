@@ -13,7 +13,7 @@ from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, M
 
 from ..errors import BuildError
 from ..targets.cuda.bodies import Bodies
-from ..targets.cuda.chains import ChainedOutput, refused
+from ..targets.cuda.donations import DonatedOutput, refused
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.kernels.conditions import set_condition
 from ..targets.memory_layout import Table
@@ -77,13 +77,13 @@ def assemble(
     a: Take,
     b: Take,
     weights_end: int,
-    chained: Mapping[IntKey, Sequence[ChainedOutput]] = MappingProxyType({}),
+    donated: Mapping[IntKey, Sequence[DonatedOutput]] = MappingProxyType({}),
     conditions: Function | None = None,
 ) -> Assembled:
-    """Compare two takes and name every address.  `weights_end`: where the program's own tensors end in memory `weights`; `chained`:
+    """Compare two takes and name every address.  `weights_end`: where the program's own tensors end in memory `weights`; `donated`:
     by key, the outputs that a later call takes where they lie; `conditions`: the kernel that sets conditions, where there are
     branches or loops.  Raises recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs,
-    chain-refused."""
+    donation-refused."""
     compare(a, b)
     paired = pair_takes(a, b)
     classified = [_classified(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
@@ -98,7 +98,7 @@ def assemble(
     of_key: dict[IntKey, list[tuple[RawGraph, _ClassifiedGraph]]] = {}
     for graph, own in zip(a.graphs, classified, strict=True):
         of_key.setdefault(graph.key, []).append((graph, own))
-    held = {key: (outputs[0].entry, _held(a, of_key[key], outputs)) for key, outputs in chained.items()}
+    held = {key: (outputs[0].entry, _held(a, of_key[key], outputs)) for key, outputs in donated.items()}
     kept = keep(a, held)
     graphs = {}
     for key, mine in of_key.items():
@@ -109,8 +109,8 @@ def assemble(
     return Assembled(graphs=graphs, tables=tables, weights_end=end, states=states_of, reserved=kept.reserved)
 
 
-def _held(take: Take, graphs: Sequence[tuple[RawGraph, _ClassifiedGraph]], outputs: Sequence[ChainedOutput]) -> list[int]:
-    """The ranges that chained outputs of a key lie in.  Raises chain-refused for one that lies in no segment of its own pool."""
+def _held(take: Take, graphs: Sequence[tuple[RawGraph, _ClassifiedGraph]], outputs: Sequence[DonatedOutput]) -> list[int]:
+    """The ranges that donated outputs of a key lie in.  Raises donation-refused for one that lies in no segment of its own pool."""
     found = []
     for output in outputs:
         graph, own = graphs[output.region]

@@ -20,7 +20,7 @@ from ..bundle.rows import WHOLE
 from ..bundle.self_test import KeySelfTest, replayed_self_test, write_self_test
 from ..model.source import SEED, SELF_TEST_SEED, sample
 from ..targets.build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
-from ..targets.cuda.chains import chained_outputs
+from ..targets.cuda.donations import donated_outputs
 from ..targets.cuda.emit import Written, cuda_target, write_recorded
 from ..targets.cuda.host_regions import HostRegions, SplitProgram, host_stage, off_gpu, split_stage
 from ..targets.cuda.recorded import RecordedProgram
@@ -106,7 +106,7 @@ def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Pat
         uploads=split.uploads if split else {},
         host_only=cut.host_only,
         written={key: own.written for key, own in prepared.items()},
-        chained=chained_outputs(spec, split),
+        donated=donated_outputs(spec, split),
         state=spec.entries[0].prepared.state,
         bounds=lambda rows: {key: error_bounds(own, rows) for key, own in prepared.items()},
         floors={key: selection_floor(own, error_bounds(own)) for key, own in prepared.items()},

@@ -10,7 +10,7 @@ from cgbundle.format.schema import MEMORIES, DonatedRange, IntKey
 from cgbundle.tables.module_state import Address
 
 from ..errors import ModelError
-from ..targets.cuda.chains import reserved_end, reserved_parts
+from ..targets.cuda.donations import reserved_end, reserved_parts
 from ..targets.memory_layout import ALIGN, PAD, Table, align
 from .pairing import Pairing, agree
 from .take import INPUTS, WEIGHTS, Reading, Take
@@ -112,7 +112,7 @@ class Kept:
 
 
 def keep(take: Take, held: Mapping[IntKey, tuple[str, Sequence[int]]]) -> Kept:
-    """Places the ranges that hold the chained outputs, given the entry of every key and these ranges.
+    """Places the ranges that hold the donated outputs, given the entry of every key and these ranges.
 
     A range is a whole segment of torch's allocator: temporaries of the program may have lain where the output does.
     """

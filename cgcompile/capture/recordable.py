@@ -17,7 +17,7 @@ from cgbundle.format.schema import IntKey, Weight
 from ..errors import BuildError, ModelError
 from ..export.programs import Programs
 from ..export.torch_program import save_program, without_weights
-from ..targets.cuda.chains import ChainedOutput
+from ..targets.cuda.donations import DonatedOutput
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.memory_layout import UploadedValue, WeightLayout, lay_out
 from ..targets.weights import row_major, shapes_of, write_weights
@@ -46,7 +46,7 @@ class Recordable:
     stored: tuple[Weight, ...]
     static: Mapping[IntKey, int]
     inputs: Mapping[IntKey, tuple[bytes, ...]] = field(repr=False)
-    chained: Mapping[IntKey, Sequence[ChainedOutput]]
+    donated: Mapping[IntKey, Sequence[DonatedOutput]]
     need: int
 
 
@@ -64,7 +64,7 @@ def prepare(
     written: Mapping[IntKey, tuple[int, ...]] = MappingProxyType({}),
     state: Collection[str] = (),
     self_test_calls: Mapping[IntKey, int] = MappingProxyType({}),
-    chained: Mapping[IntKey, Sequence[ChainedOutput]] = MappingProxyType({}),
+    donated: Mapping[IntKey, Sequence[DonatedOutput]] = MappingProxyType({}),
     bounds: Callable[[Sequence[Weight]], Mapping[IntKey, tuple[ErrorBound, ...]]] = lambda rows: {},
     floors: Mapping[IntKey, float] = MappingProxyType({}),
     stored: Path | None = None,
@@ -79,7 +79,7 @@ def prepare(
     `code`: as in `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph;
     `uploads` is what the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.
     `written`: by key, positions of the inputs, among the call's tensors, that its program writes to; `state`: buffers that one
-    does, by name.  `chained`: outputs that a later call takes where they lie.  `bounds`: by key, given the rows of weights, and
+    does, by name.  `donated`: outputs that a later call takes where they lie.  `bounds`: by key, given the rows of weights, and
     `floors`, as in `Request`.
 
     `stored` is where the file of weights goes, from which the processes take them (default: inside `folder`).  With `release` the
@@ -130,7 +130,7 @@ def prepare(
     return Recordable(
         request=request, folder=folder, layout=layout, stored=rows, static=static,
         inputs={key: tuple(row_major(t) for t in tensors_of(call)) for key, call in self_test.items()},
-        chained=chained, need=layout.weights_end + STATES * layout.state_end + largest + 2 * activations + MARGIN,
+        donated=donated, need=layout.weights_end + STATES * layout.state_end + largest + 2 * activations + MARGIN,
     )  # fmt: skip
 
 

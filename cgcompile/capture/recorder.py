@@ -131,7 +131,7 @@ def record_level(
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
     own = condition_image(a.arch) if has_conditions(a) else b""
     conditions = condition_function(own) if own else None
-    assembled = assemble(a, b, recordable.layout.weights_end, recordable.chained, conditions)
+    assembled = assemble(a, b, recordable.layout.weights_end, recordable.donated, conditions)
     return _recorded(a, b, assembled, recordable, [own] if own else [])
 
 

@@ -20,7 +20,7 @@ from ..errors import ModelError
 from ..util.model_file import check_arguments, check_file, kind_of, missing_attribute, missing_module, name_of, undefined
 from .declared_sizes import Inputs
 from .quantization.plain_model import plain_model
-from .source import ChainNames, Source
+from .source import DonationNames, Source
 from .tracing.wrapped_modules import unwrapped
 from .user_code import call_user, definition
 
@@ -55,32 +55,32 @@ def load_sources(
         made = _from_module(
             name_of(label), label, label, label, _member(module, "model", label), _given_inputs(module, label), share
         )
-        return _with_chains(made, module, label)
+        return _with_donations(made, module, label)
     path, _, attribute = label.partition(":")
     module = _import(path, label)
     made = _from_module(
         name_of(label), label, path, path, _attribute(module, attribute, label), _given_inputs(module, label), share
     )
-    return _with_chains(made, module, label)
+    return _with_donations(made, module, label)
 
 
-def checked_chains(given: Any, label: str) -> tuple[ChainNames, ...]:
-    """What chains() gave, as pairs of texts.  Raises source-invalid."""
+def checked_donations(given: Any, label: str) -> tuple[DonationNames, ...]:
+    """What donations() gave, as pairs of texts.  Raises source-invalid."""
     pairs = [tuple(pair) if isinstance(pair, tuple | list) else () for pair in given] if isinstance(given, tuple | list) else [()]
     if not all(len(pair) == 2 and all(isinstance(name, str) for name in pair) for pair in pairs):
         raise ModelError(
-            "source-invalid", f"{label}: chains: expected pairs of an output and an input, got {given!r}"[:200],
+            "source-invalid", f"{label}: donations: expected pairs of an output and an input, got {given!r}"[:200],
             'for example [("prefill.hidden", "decode.hidden")]',
         )  # fmt: skip
     return tuple([(source, target) for source, target in pairs])
 
 
-def _with_chains(sources: tuple[Source, ...], module: ModuleType, label: str) -> tuple[Source, ...]:
-    """The sources with what chains() says, where the module has it."""
-    if not hasattr(module, "chains"):
+def _with_donations(sources: tuple[Source, ...], module: ModuleType, label: str) -> tuple[Source, ...]:
+    """The sources with what donations() says, where the module has it."""
+    if not hasattr(module, "donations"):
         return sources
-    found = checked_chains(call_user(module.chains, "chains()", label), label)
-    return tuple([replace(source, chains=found) for source in sources])
+    found = checked_donations(call_user(module.donations, "donations()", label), label)
+    return tuple([replace(source, donations=found) for source in sources])
 
 
 def load_code(code: str) -> None:

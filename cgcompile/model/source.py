@@ -29,7 +29,7 @@ SELF_TEST_SEED, OTHER_SEED = 1, 2
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 
-ChainNames = tuple[str, str]
+DonationNames = tuple[str, str]
 """An output and the input that takes it where it lies, each as `entry.name`."""
 
 
@@ -42,7 +42,7 @@ class Source:
     that defines the model, "" where no other process can import it.  `dimensions` are the parameters of `inputs`.  `owned`: the
     model was made for this build, which may do with it what it likes.  `device`: where it lives.  `told`: where the bundle will
     run; the model's code is told that its tensors are there, and the compute `capability` of that GPU.  `saved` is what a saved
-    program says of its dimensions, None where the model is none.  `chains` are those of the whole model,
+    program says of its dimensions, None where the model is none.  `donations` are those of the whole model,
     `notes` what was taken off it.
     """
 
@@ -59,7 +59,7 @@ class Source:
     saved: tuple[SavedDimension, ...] | None = None
     entry: str = FORWARD
     origin: str = ""
-    chains: tuple[ChainNames, ...] = ()
+    donations: tuple[DonationNames, ...] = ()
     notes: tuple[str, ...] = ()
 
 

@@ -21,7 +21,7 @@ from ..targets.architectures import Arch
 from ..targets.build_spec import BuildSpec
 from ..targets.collectives.exchange_nodes import ExchangeKernels, needed_memory, transfer
 from ..targets.collectives.kernels import collective_image
-from ..targets.cuda.chains import chained_outputs
+from ..targets.cuda.donations import donated_outputs
 from ..targets.cuda.host_regions import SplitProgram
 from ..targets.cuda.recorded import RecordedGraph, RecordedProgram, RegionKey
 from ..targets.cuda.tensors import input_offsets, static_bytes
@@ -143,10 +143,10 @@ def place_programs(
     calls: Calls,
     split: SplitProgram | None,
 ) -> PlacedPrograms:
-    """Plans every key's arena and makes the rows.  Raises chain-refused, parameter-mismatch, place-invalid and the errors of the
+    """Plans every key's arena and makes the rows.  Raises donation-refused, parameter-mismatch, place-invalid and the errors of the
     plan's check."""
     folded, end = folded_tables(lowered.traced, layout.weights_end)
-    kept = keep_outputs(lowered.by_key, chained_outputs(spec, split))
+    kept = keep_outputs(lowered.by_key, donated_outputs(spec, split))
     written = spec.by_key({entry.name: dict.fromkeys(entry.keys, entry.prepared.written) for entry in spec.entries})
     places = _places(layout.rows, folded)
     exchanges = _exchange_kernels(spec, lowered) if spec.ranks else None

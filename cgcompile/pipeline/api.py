@@ -82,7 +82,7 @@ def build(
     force: bool = False,
     max_keys: int = MAX_KEYS,
     max_paths: int = MAX_PATHS,
-    chains: Sequence[tuple[str, str]] = (),
+    donations: Sequence[tuple[str, str]] = (),
     world: int | None = None,
     split: str | None = None,
     progress: Progress = None,
@@ -110,8 +110,8 @@ def build(
     needed where it is served.  By default it does where it can (float32 products, attention, what is compiled); with True the rest
     is refused by name, with False torch's own run.  `force`: replace an existing bundle.
     `max_keys`: the most int_keys that are built.  `max_paths`: the most ways through the model's Python (`if`, `while`, `assert` on
-    tensors) that are exported.  `chains`: pairs of an output of one entry and an input that takes it where it
-    lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `chains` for it.
+    tensors) that are exported.  `donations`: pairs of an output of one entry and an input that takes it where it
+    lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `donations` for it.
     `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,
     and `forward` calls functional collectives of torch.distributed.  The bundle is cross-compiled, whatever GPU is here.
     `split`: "layers" puts the layers of a plain `model()` one after the other on these GPUs, for a model that does not fit on one:
@@ -130,7 +130,7 @@ def build(
             sizes=sizes, out=out, target=target, strict=strict, allow=tuple(allow), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, autotune=autotune, autotune_timeout=autotune_timeout,
             train=train, fallback_ops=tuple(fallback_ops), standalone=standalone, force=force, max_keys=max_keys,
-            max_paths=max_paths, chains=chains, world=world, split=split, progress=tell,
+            max_paths=max_paths, donations=donations, world=world, split=split, progress=tell,
         )  # fmt: skip
         check_build(model, inputs, options)
         if world is not None:

@@ -84,8 +84,8 @@ def _check_world(model: Any, options: Options) -> str:
         raise BuildError("world-refused", f"world={options.world}: the target {options.target} is one device")
     if options.record == "capture":
         raise BuildError("world-refused", f"world={options.world}: NCCL's kernels cannot be captured, the bundle is cross-compiled")
-    if options.chains:
-        raise BuildError("world-refused", f"world={options.world}: chains are of one device")
+    if options.donations:
+        raise BuildError("world-refused", f"world={options.world}: donations are of one device")
     return "cross-compile"
 
 

@@ -31,14 +31,14 @@ from ..export.programs import Programs, with_shared_constants
 from ..export.signature.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
-from ..model.load import checked_chains, load_sources
+from ..model.load import checked_donations, load_sources
 from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_models, models_at
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
 from ..targets.architectures import capability_of
 from ..targets.build_spec import BuildSpec, EntryBuild, ManifestParts
-from ..targets.chains import chains_of, check_layouts
 from ..targets.choice import CONDITIONALS, Chosen, asks_gpu, choose
+from ..targets.donations import check_layouts, donations_of
 from ..transforms.bounded.exports import with_bounded_outputs
 from ..transforms.error_bounds import error_bounds
 from ..transforms.padding.proof import prove_padding, unpadded
@@ -177,7 +177,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             ]
         )
         spec = BuildSpec(
-            entries=entries, chains=chains_of(checked_chains(options.chains, first.label) or first.chains, entries),
+            entries=entries, donations=donations_of(checked_donations(options.donations, first.label) or first.donations, entries),
             target=chosen.target, recorder=chosen.recorder, lower=options.lower, specialize=options.specialize, prove=options.prove,
             prove_budget=options.prove_budget, autotune_timeout=options.autotune_timeout, allow=options.allow,
             standalone=options.standalone, torch_version=torch.__version__.partition("+")[0], ranks=ranks,

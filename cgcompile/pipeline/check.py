@@ -38,8 +38,8 @@ from ..partition.region_modules import region_modules
 from ..partition.split import Partition, partition
 from ..targets.architectures import capability_of
 from ..targets.build_spec import EntryBuild
-from ..targets.chains import chains_of
 from ..targets.choice import CONDITIONALS, recorder_for, resolved
+from ..targets.donations import donations_of
 from ..transforms.bounded.exports import with_bounded_outputs
 from ..transforms.prepared import prepare
 from .kernel_coverage import operators_without_kernel
@@ -89,7 +89,7 @@ def check(
         ]
     reports, entries = [report for report, _ in found], [entry for _, entry in found if entry is not None]
     if len(entries) == len(sources):
-        chains_of(sources[0].chains, entries)  # raises what a build would
+        donations_of(sources[0].donations, entries)  # raises what a build would
     return replace(reports[0], mode=mode, others=tuple([replace(report, mode=mode) for report in reports[1:]]))
 
 

@@ -47,7 +47,7 @@ def made_manifest(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tupl
         memories=parts.memories,
         regions=parts.regions,
         module_state=parts.module_state,
-        donations=spec.chains,
+        donations=spec.donations,
         donated=parts.donated,
         allowed=tuple(sorted(spec.allow)),
         world=parts.world,

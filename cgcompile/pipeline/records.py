@@ -41,7 +41,7 @@ class Options:
     force: bool
     max_keys: int
     max_paths: int
-    chains: Sequence[tuple[str, str]]
+    donations: Sequence[tuple[str, str]]
     world: int | None
     split: str | None
     progress: Watcher

@@ -51,14 +51,14 @@ class EntryBuild:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BuildSpec:
-    """What is built: the entries of one model, the chains between them, and how.  `recorder` is that of `targets.Chosen`, the rest,
-    `allow` too, are options of `build`.  `ranks`: the processes that build the others of a model over several devices.
+    """What is built: the entries of one model, the donations between them, and how.  `recorder` is that of `targets.Chosen`;
+    the rest, `allow` too, are options of `build`.  `ranks`: the processes that build the others of a model over several devices.
 
     A recorder works on all entries together, in mappings by *build key*: see `build_key`.
     """
 
     entries: tuple[EntryBuild, ...]
-    chains: tuple[Donation, ...]
+    donations: tuple[Donation, ...]
     target: str
     recorder: str
     lower: str

@@ -38,10 +38,10 @@ class Golden:
     target: str = "x86-64-v3"
     level: str = "inductor"
     environment: tuple[tuple[str, str], ...] = ()
-    chains: tuple[tuple[str, str], ...] = ()
+    donations: tuple[tuple[str, str], ...] = ()
 
 
-CHAINS = (("encode", "step.hidden"), ("step.0", "step.hidden"))
+PAIRS = (("encode", "step.hidden"), ("step.0", "step.hidden"))
 
 GOLDENS = {
     "gpt_two": Golden(sizes=(4,), gpu=True, limit=380_000, target="auto"),
@@ -54,8 +54,8 @@ GOLDENS = {
     "cpu_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=700_000),
     "traced_entries": Golden(sizes=("batch=1,4", "fill:rows=2"), gpu=False, limit=110_000, target="sm_90"),
     "cpu_lanes": Golden(sizes=("prefill:seq=64,256", "decode:batch=1,8"), gpu=False, limit=1_250_000),
-    "cpu_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=550_000, chains=CHAINS),
-    "traced_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=110_000, target="sm_90", chains=CHAINS),
+    "cpu_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=550_000, donations=PAIRS),
+    "traced_chains": Golden(sizes=("encode:batch=1,4", "step:batch=4"), gpu=False, limit=110_000, target="sm_90", donations=PAIRS),
     "traced_state": Golden(sizes=(1, 4), gpu=False, limit=110_000, target="sm_90"),
     "traced_branches": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
     "traced_switch": Golden(sizes=(4,), gpu=False, limit=80_000, target="sm_90"),
@@ -98,7 +98,13 @@ def build(name: str, golden: Golden, out: Path) -> str:
         network, inputs = getattr(models, name)()
     os.environ.update(golden.environment)
     built = cgcompile.build(
-        network.eval(), inputs, sizes=list(golden.sizes), out=out, target=golden.target, lower=golden.level, chains=golden.chains
+        network.eval(),
+        inputs,
+        sizes=list(golden.sizes),
+        out=out,
+        target=golden.target,
+        lower=golden.level,
+        donations=golden.donations,
     )
     return f"{built.manifest.target.arch}, self-test by {built.manifest.entries[0].self_test.compare}"
 

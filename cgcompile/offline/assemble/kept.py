@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from cgbundle.format.schema import DonatedRange, IntKey
 
-from ...targets.cuda.chains import ChainedOutput, refused, reserved_end, reserved_parts
+from ...targets.cuda.donations import DonatedOutput, refused, reserved_end, reserved_parts
 from ...targets.memory_layout import align
 from ..lowered import TEMPORARY, LoweredProgram
 
@@ -22,12 +22,12 @@ class Kept:
     start: int
 
 
-def keep_outputs(programs: Mapping[IntKey, LoweredProgram], chained: Mapping[IntKey, tuple[ChainedOutput, ...]]) -> Kept:
-    """Places the buffers of the outputs that are `chained`, by key, one behind the other; keys of one entry overlay each other.
-    Raises chain-refused for an output that lies in no buffer of the program's own."""
+def keep_outputs(programs: Mapping[IntKey, LoweredProgram], donated: Mapping[IntKey, tuple[DonatedOutput, ...]]) -> Kept:
+    """Places the buffers of the outputs that are `donated`, by key, one behind the other; keys of one entry overlay each other.
+    Raises donation-refused for an output that lies in no buffer of the program's own."""
     found: dict[IntKey, dict[int, int]] = {}
     needs: dict[str, int] = {}
-    for key, outputs in chained.items():
+    for key, outputs in donated.items():
         places, end = found.setdefault(key, {}), 0
         for output in outputs:
             program = programs[key]
@@ -42,6 +42,6 @@ def keep_outputs(programs: Mapping[IntKey, LoweredProgram], chained: Mapping[Int
     begins = {row.entry: row.offset for row in reserved}
     placed = {
         key: {buffer: begins[outputs[0].entry] + offset for buffer, offset in found[key].items()}
-        for key, outputs in chained.items()
+        for key, outputs in donated.items()
     }
     return Kept(reserved=reserved, offsets=placed, start=reserved_end(reserved))

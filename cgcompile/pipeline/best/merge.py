@@ -15,7 +15,7 @@ from cgcompile.bundle.recordings import KernelNode, MemcpyNode, MemsetNode, Node
 
 from ...capture.placement import SEGMENT_ALIGN
 from ...capture.recorder import Recorded
-from ...targets.cuda.chains import reserved_end, reserved_parts
+from ...targets.cuda.donations import reserved_end, reserved_parts
 from ...targets.cuda.recorded import RecordedGraph
 from ...targets.memory_layout import PAD, align
 

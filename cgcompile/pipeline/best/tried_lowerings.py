@@ -38,7 +38,7 @@ def kept_path(spec: BuildSpec) -> Path | None:
         machine = spec.target, gpu.name, gpu.multi_processor_count, gpu.total_memory, torch.version.cuda
         placements = [sorted(own) for entry in spec.entries for own in entry.placements.values()]
         calls_of = [entry.prepared.self_test_calls for entry in spec.entries]
-        return cache_path(folder, STAGE, keys, machine, placements, calls_of, spec.chains, spec.allow, settings())
+        return cache_path(folder, STAGE, keys, machine, placements, calls_of, spec.donations, spec.allow, settings())
     return None
 
 

@@ -15,7 +15,7 @@ from cgbundle.format import file_names
 from cgbundle.format.entries import all_programs
 from cgbundle.format.schema import Donation, Manifest
 from cgcompile.targets.cuda import host_regions
-from cgcompile.targets.cuda.chains import ChainedOutput, chained_outputs
+from cgcompile.targets.cuda.donations import DonatedOutput, donated_outputs
 from tests.golden.models import traced_entries
 from tests.helpers.lowered_here import lower_here
 from tests.helpers.raising import raises
@@ -76,8 +76,8 @@ def test_an_entry_beside_the_host_and_one_without(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(host_regions, "compile_host_regions", uncompiled)
     torch.manual_seed(0)
     entries = {"plain": rows, "scaled": rows}
-    chains = [("scaled", "plain.x"), ("scaled", "scaled.x")]
-    built = cgcompile.build(Hosted(), entries, chains=chains, sizes=[4], out=tmp_path / "hosted.cgb", target="sm_90")
+    donations = [("scaled", "plain.x"), ("scaled", "scaled.x")]
+    built = cgcompile.build(Hosted(), entries, donations=donations, sizes=[4], out=tmp_path / "hosted.cgb", target="sm_90")
     check_shared(built.manifest)
     kinds = {each.name: [step.kind for step in each.programs[0].steps] for each in built.manifest.entries}
     assert kinds["plain"] == ["graph"]
@@ -85,7 +85,10 @@ def test_an_entry_beside_the_host_and_one_without(tmp_path: Path, monkeypatch: p
     assert dict(built.manifest.memories)["host"] > 0
     (reserved,) = built.manifest.donated
     assert (reserved.entry, reserved.offset, reserved.bytes) == ("scaled", 0, 256 + 256)  # what the last graph gives, and PAD
-    assert [(chain.source, chain.target) for chain in built.manifest.donations] == [("scaled", "plain"), ("scaled", "scaled")]
+    assert [(row.source, row.target) for row in built.manifest.donations] == [
+        ("scaled", "plain"),
+        ("scaled", "scaled"),
+    ]
 
 
 @pytest.mark.parametrize("sizes", [[1, 4], ["fill:rows=2"], ["batch=1,4", "rows=2", "encode:rows=2"]])
@@ -96,15 +99,15 @@ def test_sizes_that_do_not_fit_the_entries(tmp_path: Path, sizes: list[int] | li
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_chain_from_what_the_host_makes() -> None:
+def test_a_donation_from_what_the_host_makes() -> None:
     regions = (SimpleNamespace(kind="graph", outputs=("a",)), SimpleNamespace(kind="host", outputs=("b",)))
     split: Any = SimpleNamespace(partitions={(4,): SimpleNamespace(outputs=("a", "b"), regions=regions)})
     entry = SimpleNamespace(name="forward", keys=((4,),))
 
     def spec(output: int) -> Any:
-        chain = Donation(source="forward", output=output, target="forward", input=0)
-        return SimpleNamespace(entries=(entry,), chains=(chain,))
+        donation = Donation(source="forward", output=output, target="forward", input=0)
+        return SimpleNamespace(entries=(entry,), donations=(donation,))
 
-    assert chained_outputs(spec(0), split)[4,] == (ChainedOutput(entry="forward", number=0, region=0, output=0),)
-    with raises("chain-refused", match=r"output 1 of forward\(\) is made by the host"):
-        chained_outputs(spec(1), split)
+    assert donated_outputs(spec(0), split)[4,] == (DonatedOutput(entry="forward", number=0, region=0, output=0),)
+    with raises("donation-refused", match=r"output 1 of forward\(\) is made by the host"):
+        donated_outputs(spec(1), split)

@@ -90,7 +90,7 @@ def test_models_that_cannot_be_split(tmp_path: Path, body: str, reason: str) -> 
     options = Options(
         sizes=(), out=None, target="sm_90", strict=False, allow=(), lower="inductor", specialize="size", record="cross-compile",
         prove="none", prove_budget=1.0, autotune=False, autotune_timeout=None, train=False, fallback_ops=(), standalone=False,
-        force=False, max_keys=16, max_paths=64, chains=(), world=2, split="layers", progress=lambda event: None,
+        force=False, max_keys=16, max_paths=64, donations=(), world=2, split="layers", progress=lambda event: None,
     )  # fmt: skip
     with raises("split-refused", match=reason):
         build_rank(str(path), options, Alone(rank=0, size=2), tmp_path / "rank")

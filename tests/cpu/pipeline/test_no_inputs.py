@@ -18,7 +18,7 @@ from cgcompile_cli import main
 from tests.helpers.lowered_here import lower_here
 from tests.helpers.raising import raises
 
-CHAINS = [("tick", "add.x")]
+DONATIONS = [("tick", "add.x")]
 
 
 class Counter(nn.Module):
@@ -63,7 +63,7 @@ def told() -> list[Event]:
 @pytest.fixture(scope="module")
 def counter(tmp_path_factory: pytest.TempPathFactory, told: list[Event]) -> Path:
     out = tmp_path_factory.mktemp("counter") / "counter.cgb"
-    return cgcompile.build(Counter().eval(), ENTRIES, chains=CHAINS, out=out, target="cpu", progress=told.append).path
+    return cgcompile.build(Counter().eval(), ENTRIES, donations=DONATIONS, out=out, target="cpu", progress=told.append).path
 
 
 def test_progress_names_the_entry(counter: Path, told: list[Event]) -> None:
@@ -96,7 +96,7 @@ def test_a_view_and_a_chain(counter: Path) -> None:
     with cgbundle.load(counter, outputs="view") as program:
         given = program.tick()
         program.empty()
-        assert numpy.asarray(program.add(given)).tolist() == [2.0] * 4, "an output in a chain stays"
+        assert numpy.asarray(program.add(given)).tolist() == [2.0] * 4, "an output in a donation stays"
         program.tick()
         with raises("stale-view"):
             numpy.asarray(given)
@@ -112,7 +112,7 @@ def test_inspect_and_run(counter: Path) -> None:
 def test_for_a_gpu_that_is_not_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     lower_here(monkeypatch)
-    built = cgcompile.build(Counter().eval(), ENTRIES, chains=CHAINS, out=tmp_path / "counter.cgb", target="sm_90")
+    built = cgcompile.build(Counter().eval(), ENTRIES, donations=DONATIONS, out=tmp_path / "counter.cgb", target="sm_90")
     for each in built.manifest.entries:
         assert [proof.method for proof in each.self_test.proofs] == ["interpret"], each.entry
         assert [step.kind for step in each.programs[0].steps] == ["graph"], each.entry

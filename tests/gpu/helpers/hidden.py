@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 import cgcompile
-from tests.helpers.models import chain_models, conditional_models, entry_models
+from tests.helpers.models import conditional_models, donation_models, entry_models
 from tests.helpers.models.state_models import SIZES, draws, looks, pairs, rows, running, singles
 from tests.helpers.places import ROOT
 
@@ -31,8 +31,12 @@ def arguments(kind: str, name: str) -> tuple[Any, Any, dict[str, Any]]:
     """The model, its inputs, and options of the build."""
     if kind == "entries":
         return entry_models.lanes(), entry_models.ENTRIES, {"sizes": entry_models.SIZES}
-    if kind == "chains":
-        return chain_models.chained(), chain_models.ENTRIES, {"sizes": chain_models.SIZES, "chains": chain_models.CHAINS}
+    if kind == "donations":
+        return (
+            donation_models.donated(),
+            donation_models.ENTRIES,
+            {"sizes": donation_models.SIZES, "donations": donation_models.DONATIONS},
+        )
     if kind == "state":
         make, inputs = STATEFUL[name]
         return make(), inputs, {"sizes": list(SIZES), "train": True}

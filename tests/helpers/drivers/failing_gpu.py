@@ -14,8 +14,8 @@ import pytest
 
 from cgbundle.format import archive, file_names, manifest_json, safetensors
 from cgbundle.format.schema import Manifest
-from tests.helpers.bundles import chained_bundles
-from tests.helpers.bundles.chained_bundles import N, numbers, twice
+from tests.helpers.bundles import donation_bundles
+from tests.helpers.bundles.donation_bundles import N, numbers, twice
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import proof
 from tests.helpers.drivers.fake_driver import FakeDriver, install
@@ -41,12 +41,12 @@ class FailingDriver(FakeDriver):
 
 def write(folder: Path) -> Manifest:
     """The bundle's first entry alone, with a self-test."""
-    whole = chained_bundles.write(folder)
+    whole = donation_bundles.write(folder)
     image = hashlib.sha256(b"an image").hexdigest()
     for path in [*(folder / "graphs").iterdir(), *folder.glob("programs/*")]:
         path.unlink()
     (folder / file_names.PROGRAM).write_bytes(b"")
-    (folder / "graphs/make.bin").write_bytes(chained_bundles.tables.encode(chained_bundles.recording(image, "make")))
+    (folder / "graphs/make.bin").write_bytes(donation_bundles.tables.encode(donation_bundles.recording(image, "make")))
     with open(folder / file_names.SELF_TEST, "wb") as file:
         shape = ("float32", (N,))
         named = {

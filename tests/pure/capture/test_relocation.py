@@ -28,7 +28,7 @@ from cgcompile.capture.take import (
     Word,
 )
 from cgcompile.capture.worker.address_map import AddressMap
-from cgcompile.targets.cuda.chains import ChainedOutput
+from cgcompile.targets.cuda.donations import DonatedOutput
 from cgcompile.targets.memory_layout import PAD, Shape, dense_strides, lay_out
 from tests.helpers.census import count
 from tests.helpers.raising import raises
@@ -432,10 +432,10 @@ def test_segments_keep_the_alignment_that_kernels_were_chosen_for() -> None:
     assert [r.target.offset % SEGMENT_ALIGN for r in node.relocations] == [0, 0]
 
 
-# --- chains ----------------------------------------------------------------------------------------------------------
+# --- donations ----------------------------------------------------------------------------------------------------------
 
 
-def chained_takes(output: int) -> tuple[Take, Take]:
+def donated_takes(output: int) -> tuple[Take, Take]:
     """A kernel that reads an input and a first segment and writes to a second one.  `output` is where the graph's output lies: 0
     the first segment, 1 the second one, 2 the input."""
     takes = []
@@ -449,9 +449,9 @@ def chained_takes(output: int) -> tuple[Take, Take]:
 
 
 @pytest.mark.parametrize("output", [0, 1])
-def test_the_segment_of_a_chained_output_lies_below_what_all_share(output: int) -> None:
-    chained = {KEY: (ChainedOutput(entry="make", number=0, region=0, output=0),)}
-    made = assemble(*chained_takes(output), MEGA, chained)
+def test_the_segment_of_a_donated_output_lies_below_what_all_share(output: int) -> None:
+    donated = {KEY: (DonatedOutput(entry="make", number=0, region=0, output=0),)}
+    made = assemble(*donated_takes(output), MEGA, donated)
     (row,) = made.reserved
     assert (row.entry, row.offset, row.bytes) == ("make", 0, 2 * MEGA + PAD)
     (graph,) = made.graphs[KEY]
@@ -462,11 +462,11 @@ def test_the_segment_of_a_chained_output_lies_below_what_all_share(output: int) 
     assert [each.target.offset for each in node.relocations[:2]] == [places[0], places[1] + 512]
     assert graph.outputs[0].offset == [places[0], places[1] + 512][output]
     assert graph.arena == shared + 2 * MEGA + PAD
-    plain = assemble(*chained_takes(output), MEGA)
+    plain = assemble(*donated_takes(output), MEGA)
     assert plain.reserved == () and plain.graphs[KEY][0].arena == 4 * MEGA + PAD
 
 
-def test_a_chained_output_that_lies_in_no_segment() -> None:
-    chained = {KEY: (ChainedOutput(entry="make", number=3, region=0, output=0),)}
-    with raises("chain-refused", match=r"output 3 of make\(\) lies in memory of inputs"):
-        assemble(*chained_takes(2), MEGA, chained)
+def test_a_donated_output_that_lies_in_no_segment() -> None:
+    donated = {KEY: (DonatedOutput(entry="make", number=3, region=0, output=0),)}
+    with raises("donation-refused", match=r"output 3 of make\(\) lies in memory of inputs"):
+        assemble(*donated_takes(2), MEGA, donated)

@@ -93,23 +93,23 @@ def test_attributes_of_a_program_are_reached_by_brackets() -> None:
     assert entry_named(archive.read_manifest(str(BUNDLE)), "fill").name == "fill"
 
 
-CHAINED = GOLDEN / "v1/traced_chains.cgb"
+DONATED = GOLDEN / "v1/traced_chains.cgb"
 
 
-def test_chains_and_what_is_reserved_for_them_are_shown(tmp_path: Path) -> None:
-    code, text = call("inspect", CHAINED)
+def test_donations_and_what_is_reserved_for_them_are_shown(tmp_path: Path) -> None:
+    code, text = call("inspect", DONATED)
     assert code == 0
     for words in ("encode.output -> step.hidden", "step.0 -> step.hidden", "reserved in the arena: encode 512 B, step 512 B"):
         assert words in text, words
-    plain = json.loads(call("inspect", CHAINED, "--json")[1])
+    plain = json.loads(call("inspect", DONATED, "--json")[1])
     assert plain["donations"] == [["encode.output", "step.hidden"], ["step.0", "step.hidden"]]
     assert plain["donated"] == {"encode": 512, "step": 512}
-    assert call("inspect", CHAINED, "--html", tmp_path / "page.html")[0] == 0
+    assert call("inspect", DONATED, "--html", tmp_path / "page.html")[0] == 0
     assert "<li>encode.output -&gt; step.hidden</li>" in (tmp_path / "page.html").read_text()
     assert "\ndonations  " in text and "\ndonations  " not in call("inspect", BUNDLE)[1]
 
 
-def test_diff_knows_chains() -> None:
-    code, text = call("diff", CHAINED, BUNDLE)
+def test_diff_knows_donations() -> None:
+    code, text = call("diff", DONATED, BUNDLE)
     assert code == 1
     assert "only in A: encode.output -> step.hidden, step.0 -> step.hidden" in text and "donated by encode" in text

@@ -25,7 +25,7 @@ from cgbundle.format.schema import Manifest
 from cgbundle.gpu import host_steps as hoststeps
 from cgbundle.program import Program
 from cgbundle.tensors.tensor import Tensor, from_bytes
-from tests.helpers.bundles import chained_bundles, cuda_bundles, state_bundles
+from tests.helpers.bundles import cuda_bundles, donation_bundles, state_bundles
 from tests.helpers.bundles.conditional_rows import recording as branching
 from tests.helpers.bundles.conditional_rows import several, switching
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, inputs
@@ -196,12 +196,12 @@ def profiled(made: Program, value: Any) -> None:
         made(value)
 
 
-def chains(calls: Calls, mode: str, outputs: str) -> None:
-    made = program(calls, chained_bundles.write(calls.folder / "model.cgb"), mode, outputs)
+def donations(calls: Calls, mode: str, outputs: str) -> None:
+    made = program(calls, donation_bundles.write(calls.folder / "model.cgb"), mode, outputs)
     drawn, lying = random.Random(1), list[Any]()
     for number in range(40):
         entry = drawn.choice(("make", "again", "take"))
-        given = [calls.on_gpu(chained_bundles.numbers(number + at), chained_bundles.N) for at in range(2)]
+        given = [calls.on_gpu(donation_bundles.numbers(number + at), donation_bundles.N) for at in range(2)]
         chosen = [drawn.choice([*lying[-3:], value]) for value in given][: 2 if entry == "take" else 1]
         answer = calls.note(f"{number}: {entry}", lambda entry=entry, chosen=chosen: made[entry](*chosen))
         if answer is not None:
@@ -256,7 +256,7 @@ def host_steps(calls: Calls, mode: str, outputs: str) -> None:
         backend.close()
 
 
-SCENARIOS = (host_steps, copies_and_views, one_step, lazy, written, state, chains, update, conditional)
+SCENARIOS = (host_steps, copies_and_views, one_step, lazy, written, state, donations, update, conditional)
 CASES_OF_ALL = [(scenario, mode, outputs) for scenario in SCENARIOS for mode in ("graph", "stream") for outputs in ("copy", "view")]
 
 

@@ -1,4 +1,4 @@
-"""Chained outputs on a GPU, by both recorders' planners: whatever is called in between, one lies untouched until its own entry is
+"""Donated outputs on a GPU, by both recorders' planners: whatever is called in between, one lies untouched until its own entry is
 called again; and what is reserved for it is no larger than it has to be."""
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from cgcompile.offline.assemble.kept import keep_outputs
 from cgcompile.offline.assemble.merge import whole
 from cgcompile.offline.assemble.plan_check import check_plan
 from cgcompile.offline.lowered import LoweredProgram
-from cgcompile.targets.cuda.chains import ChainedOutput
+from cgcompile.targets.cuda.donations import DonatedOutput
 from cgcompile.targets.memory_layout import PAD, align
 from tests.helpers.raising import raises
 from tests.pure.offline.test_arena import launch, traced
@@ -27,7 +27,7 @@ from tests.pure.offline.test_arena import place as at
 
 
 class Placed(NamedTuple):
-    """A program's pieces of the arena, (begin, end), and those of them that hold chained outputs."""
+    """A program's pieces of the arena, (begin, end), and those of them that hold donated outputs."""
 
     pieces: list[tuple[int, int]]
     kept: list[tuple[int, int]]
@@ -56,9 +56,9 @@ SIZES = st.integers(1, 700)
 @given(st.data())
 def test_traced(data: st.DataObject) -> None:
     programs: dict[IntKey, LoweredProgram] = {}
-    chained: dict[IntKey, tuple[ChainedOutput, ...]] = {}
+    donated: dict[IntKey, tuple[DonatedOutput, ...]] = {}
     for entry in range(data.draw(st.integers(1, 4))):
-        count = data.draw(st.integers(0, 2))  # of chained outputs
+        count = data.draw(st.integers(0, 2))  # of donated outputs
         for size in range(data.draw(st.integers(1, 3))):
             sizes = data.draw(st.lists(SIZES, min_size=count + 1, max_size=count + 4))
             events = [launch(i, data.draw(st.integers(0, i))) for i in range(len(sizes))]
@@ -66,26 +66,26 @@ def test_traced(data: st.DataObject) -> None:
             lowered = traced(sizes, events, outputs)
             programs[entry, size] = whole(lowered)
             if count:
-                chained[entry, size] = tuple([ChainedOutput(entry=f"e{entry}", number=i, region=0, output=i) for i in range(count)])
-    kept = keep_outputs(programs, chained)
+                donated[entry, size] = tuple([DonatedOutput(entry=f"e{entry}", number=i, region=0, output=i) for i in range(count)])
+    kept = keep_outputs(programs, donated)
     placed = {}
     for key, program in programs.items():
         lowered = program.lowered
         made = plan(lowered, kept.offsets.get(key, {}), kept.start)
         check_plan(lowered, made)
         pieces = [(offset, offset + lowered.buffers[i].nbytes) for i, offset in made.offsets.items()]
-        own = [lowered.outputs[each.output].pointer.buffer for each in chained.get(key, ())]
+        own = [lowered.outputs[each.output].pointer.buffer for each in donated.get(key, ())]
         placed[key] = Placed(pieces, [(made.offsets[i], made.offsets[i] + lowered.buffers[i].nbytes) for i in own], made.arena)
     check_calls(placed, data.draw(st.lists(st.sampled_from(list(programs)), max_size=12)))
-    assert [row.entry for row in kept.reserved] == list(dict.fromkeys(outputs[0].entry for outputs in chained.values()))
+    assert [row.entry for row in kept.reserved] == list(dict.fromkeys(outputs[0].entry for outputs in donated.values()))
     for row in kept.reserved:
         needs = []
-        for key, outputs in chained.items():
+        for key, outputs in donated.items():
             lowered = programs[key].lowered
             held = {lowered.outputs[each.output].pointer.buffer for each in outputs}
             needs += [sum(align(lowered.buffers[i].nbytes) for i in held)] if outputs[0].entry == row.entry else []
         assert row.bytes == max(needs) + PAD
-    if not chained:
+    if not donated:
         assert kept.start == 0
 
 
@@ -127,13 +127,13 @@ def test_an_output_that_is_an_input_or_a_weight() -> None:
     lowered = traced([256], [launch(0)], [0])
     for index, kind in ((1, "input"), (2, "weight")):
         own = replace(lowered, outputs=(replace(lowered.outputs[0], pointer=at(index)),))
-        with raises("chain-refused", match=f"output 3 of make\\(\\) is a {kind} of the program itself"):
-            keep_outputs({(): whole(own)}, {(): (ChainedOutput(entry="make", number=3, region=0, output=0),)})
+        with raises("donation-refused", match=f"output 3 of make\\(\\) is a {kind} of the program itself"):
+            keep_outputs({(): whole(own)}, {(): (DonatedOutput(entry="make", number=3, region=0, output=0),)})
 
 
 def test_two_outputs_in_one_buffer_take_its_place_once() -> None:
     lowered = traced([512], [launch(0)], [0, 0])
     program = whole(lowered)
-    outputs = tuple([ChainedOutput(entry="make", number=i, region=0, output=i) for i in range(2)])
+    outputs = tuple([DonatedOutput(entry="make", number=i, region=0, output=i) for i in range(2)])
     kept = keep_outputs({(): program}, {(): outputs})
     assert [(row.offset, row.bytes) for row in kept.reserved] == [(0, 512 + PAD)]

@@ -20,7 +20,7 @@ from cgbundle.validate.contents import check_tables
 from cgbundle.validate.programs import check_size_evaluations
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import MemsetNode, encode_states
-from tests.helpers.bundles import chained_bundles, cuda_bundles
+from tests.helpers.bundles import cuda_bundles, donation_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.edits import OF_ENTRY, edited, located
 from tests.helpers.bundles.fabricate import dimension, signature, spec
@@ -772,7 +772,7 @@ def test_a_distance_is_that_of_a_recording(expected: str, distance: float, fits:
 
 
 def test_forward_is_the_first_entry(tmp_path: Path) -> None:
-    made = chained_bundles.write(tmp_path / "chained.cgb")
+    made = donation_bundles.write(tmp_path / "chained.cgb")
     first, second, *others = made.entries
     with raises("manifest-invalid", match=r"^entries\[1\]\.name: 'forward' is not the first entry"):
         check_manifest(replace(made, entries=(first, replace(second, name="forward"), *others)))
@@ -795,7 +795,7 @@ def test_what_is_checked_at_each_level(golden: str, level: str, monkeypatch: pyt
 
 
 def test_no_two_entries_have_one_name(tmp_path: Path) -> None:
-    made = chained_bundles.write(tmp_path / "chained.cgb")
+    made = donation_bundles.write(tmp_path / "chained.cgb")
     first, second, *others = made.entries
     with raises("manifest-invalid", match=rf"^entries\[1\]\.name: '{first.name}' stands twice"):
         check_manifest(replace(made, entries=(first, replace(second, name=first.name), *others)))

@@ -22,9 +22,9 @@ from cgbundle.program import Program
 from cgbundle.self_test import replay_chained
 from cgbundle.tensors.tensor import Tensor
 from cgcompile.bundle import recordings as tables
-from tests.helpers.bundles import chained_bundles
-from tests.helpers.bundles.chained_bundles import ADDS, AGAIN_AT, MAKE_AT, SIZE, N, numbers, taken, twice, write
+from tests.helpers.bundles import donation_bundles
 from tests.helpers.bundles.cuda_bundles import ARENA_AT
+from tests.helpers.bundles.donation_bundles import ADDS, AGAIN_AT, MAKE_AT, SIZE, N, numbers, taken, twice, write
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import kept_self_test
 from tests.helpers.drivers.cuda_calls import opened
@@ -65,7 +65,7 @@ def read(address: int) -> array[float]:
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_a_chained_input_is_not_copied(fake: FakeDriver, manifest: Manifest, tmp_path: Path, mode: str) -> None:
+def test_a_donated_input_is_not_copied(fake: FakeDriver, manifest: Manifest, tmp_path: Path, mode: str) -> None:
     backend = opened(manifest, tmp_path / "chained.cgb", mode=mode)
     call = Calls(fake, backend)
     x, y = numbers(1), numbers(2)
@@ -78,7 +78,7 @@ def test_a_chained_input_is_not_copied(fake: FakeDriver, manifest: Manifest, tmp
     assert (read(again), copies) == (twice(twice(x)), 0)
     out, copies = call.copied(TAKE, made, again)  # of two entries
     assert (read(out), copies) == (taken(twice(x), twice(twice(x))), 0)
-    out, copies = call.copied(TAKE, again, made)  # no chain leads from there to the first input
+    out, copies = call.copied(TAKE, again, made)  # no donation leads from there to the first input
     assert (read(out), copies) == (taken(twice(twice(x)), twice(x)), 1)
     again, copies = call.copied(AGAIN, again)  # its own
     assert (read(again), copies) == (twice(twice(twice(x))), 1)
@@ -165,7 +165,7 @@ def test_a_view_is_an_input_and_stays_until_its_entry_is_called(fake: FakeDriver
         again = program.again(made)
         assert read(program.take(made, again).tensor.address) == taken(twice(x), twice(twice(x)))
         with raises("stale-view", match="output 'output' of call 2 was read after call 4"):
-            out.tensor  # noqa: B018  no chain leads from there
+            out.tensor  # noqa: B018  no donation leads from there
         assert read(made.tensor.address) == twice(x)
         program.make(device(call, y))
         with raises("stale-view", match="output 'output' of call 1 of 'make' was read after call 2 of 'make'"):
@@ -248,7 +248,7 @@ def examined(manifest: Manifest, folder: Path) -> list[tuple[str, bool]]:
         return [(row.title, row.passed) for row in replay_chained(program)]
 
 
-def test_the_self_test_of_chains(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
+def test_the_self_test_of_donations(fake: FakeDriver, manifest: Manifest, tmp_path: Path) -> None:
     found = examined(manifest, tmp_path / "chained.cgb")
     assert sorted(found) == [("again -> again", True), ("again -> take", True), ("make -> again", True), ("make -> take", True)]
 
@@ -259,9 +259,9 @@ def test_the_self_test_sees_a_taker_that_writes_over_what_it_takes(
 ) -> None:
     (one, two), (out, _, other) = ADDS["take"][0][1:], ADDS["take"][1]
     broken = [((ARENA_AT, place), one, two), (out, (ARENA_AT, place), other)]
-    monkeypatch.setitem(chained_bundles.ADDS, "take", broken)
+    monkeypatch.setitem(donation_bundles.ADDS, "take", broken)
     image = manifest.files[[file.path.startswith("kernels/") for file in manifest.files].index(True)].sha256
-    (tmp_path / "chained.cgb/graphs/take.bin").write_bytes(tables.encode(chained_bundles.recording(image, "take")))
+    (tmp_path / "chained.cgb/graphs/take.bin").write_bytes(tables.encode(donation_bundles.recording(image, "take")))
     assert ("make -> take", False) in examined(manifest, tmp_path / "chained.cgb")
 
 

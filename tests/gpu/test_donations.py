@@ -22,14 +22,14 @@ from cgbundle.gpu import device_bundle as shared  # noqa: E402
 from cgbundle.gpu import programs as binding  # noqa: E402
 from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
 from tests.gpu.helpers.self_tests import passed  # noqa: E402
-from tests.helpers.models.chain_models import (  # noqa: E402
-    CHAINS,
+from tests.helpers.models.donation_models import (  # noqa: E402
+    DONATIONS,
     ENTRIES,
     FEATURES,
     SIZES,
     WIDTH,
-    chained,
-    check_chained,
+    check_donations,
+    donated,
 )
 from tests.helpers.raising import raises  # noqa: E402
 
@@ -38,14 +38,14 @@ from tests.helpers.raising import raises  # noqa: E402
 def bundle(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     record, lower = ("capture", "eager") if request.param == "capture-eager" else (request.param, "inductor")
     prove = "none" if record == "cross-compile" else "interpret"  # the tests replay it
-    path = tmp_path_factory.mktemp("chains") / f"{request.param}.cgb"
+    path = tmp_path_factory.mktemp("donations") / f"{request.param}.cgb"
     if request.param == "without-gpu":
-        return built_without_gpu("chains", "", path)
+        return built_without_gpu("donations", "", path)
     return cgcompile.build(
-        chained(),
+        donated(),
         ENTRIES,
         sizes=SIZES,
-        chains=CHAINS,
+        donations=DONATIONS,
         out=path,
         target="cuda",
         record=record,
@@ -82,7 +82,7 @@ def ids(batch: int) -> Any:
 @pytest.mark.parametrize("mode", ["graph", "stream"])
 def test_a_thousand_calls_in_any_order_are_eager_pytorchs(bundle: Path, mode: str) -> None:
     with cgbundle.load(bundle, mode=mode, outputs="view") as made:
-        print(f"{bundle.stem} {mode}: largest error {check_chained(made, 'cuda', 200):.1e}, {dict(made.memory)}")
+        print(f"{bundle.stem} {mode}: largest error {check_donations(made, 'cuda', 200):.1e}, {dict(made.memory)}")
 
 
 def test_what_is_reserved(bundle: Path) -> None:
@@ -91,7 +91,7 @@ def test_what_is_reserved(bundle: Path) -> None:
     print(bundle.stem, manifest.donated, manifest.memories)
 
 
-def test_a_chained_input_is_not_copied(program: cgbundle.Program, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_donated_input_is_not_copied(program: cgbundle.Program, monkeypatch: pytest.MonkeyPatch) -> None:
     counted = Counted(backend.cu)
     for module in (backend, binding):
         monkeypatch.setattr(module, "cu", counted)
@@ -114,7 +114,7 @@ def test_a_chained_input_is_not_copied(program: cgbundle.Program, monkeypatch: p
 def test_the_static_buffer_is_not_read(program: cgbundle.Program) -> None:
     x, words = drawn(2, 4, FEATURES), ids(2)
     with torch.no_grad():
-        model = chained().cuda()
+        model = donated().cuda()
         expected = model.step(model.encode(x), words)["logits"]
     first = program.encode(x)
     torch.from_dlpack(program.step.buffers((2,))[0]).fill_(float("nan"))
@@ -122,7 +122,7 @@ def test_the_static_buffer_is_not_read(program: cgbundle.Program) -> None:
     assert (got - expected).abs().max() <= 1e-4
 
 
-def test_a_chained_view_is_good_until_its_own_entry_is_called(program: cgbundle.Program) -> None:
+def test_a_donated_view_is_good_until_its_own_entry_is_called(program: cgbundle.Program) -> None:
     first = program.encode(drawn(2, 4, FEATURES))
     kept = first.tensor.clone()
     made = program.step(first, ids(2))
@@ -140,7 +140,7 @@ def test_a_chained_view_is_good_until_its_own_entry_is_called(program: cgbundle.
 
 
 def test_tensors_of_other_sessions_and_of_the_host_are_copied_in(program: cgbundle.Program) -> None:
-    model, x, words = chained().cuda(), drawn(2, 4, FEATURES), ids(2)
+    model, x, words = donated().cuda(), drawn(2, 4, FEATURES), ids(2)
     with torch.no_grad():
         expected = model.step(model.encode(x), words)["hidden"]
     with program.session() as other:
@@ -150,7 +150,7 @@ def test_tensors_of_other_sessions_and_of_the_host_are_copied_in(program: cgbund
 
 
 def test_in_a_callers_graph(program: cgbundle.Program) -> None:
-    model, x, words = chained().cuda(), drawn(2, 4, FEATURES), ids(2)
+    model, x, words = donated().cuda(), drawn(2, 4, FEATURES), ids(2)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         made = program.step(program.encode(x), words)["logits"].tensor
@@ -166,9 +166,9 @@ def test_graphs_that_are_built_late_or_timed(bundle: Path, how: str) -> None:
     with cgbundle.load(bundle, outputs="view", lazy=how == "lazy") as made:
         if how == "profile":
             with made.profile() as profile:
-                check_chained(made, "cuda", 5)
+                check_donations(made, "cuda", 5)
             assert any(span.track == profile.GPU for span in profile.spans)
-        check_chained(made, "cuda", 5, seed=1)
+        check_donations(made, "cuda", 5, seed=1)
 
 
 def test_memory_is_what_the_manifest_says(bundle: Path, monkeypatch: pytest.MonkeyPatch) -> None:

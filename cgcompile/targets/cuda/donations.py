@@ -1,7 +1,7 @@
 """Where outputs that a later call takes lie on a GPU: in a part of the arena that is reserved for their entry.  Pure; bytes.
 
 Programs overlay each other in the arena, so that any call would overwrite what another one gave.  Below the arena that all share
-each source of a chain has a part of its own.  As large as its largest int_key needs, it holds the outputs of the latest call.
+each source of a donation has a part of its own.  As large as its largest int_key needs, it holds the outputs of the latest call.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from .host_regions import SplitProgram
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ChainedOutput:
-    """An output of an int_key's program that is in a chain: which of its graph regions makes it, and as which of its outputs.
+class DonatedOutput:
+    """An output of an int_key's program that is in a donation: which of its graph regions makes it, and as which of its outputs.
     `entry` and `number` are the entry's name and the output's number in its signature."""
 
     entry: str
@@ -28,14 +28,14 @@ class ChainedOutput:
     output: int
 
 
-def chained_outputs(spec: BuildSpec, split: SplitProgram | None) -> dict[IntKey, tuple[ChainedOutput, ...]]:
-    """By build key.  Raises chain-refused for an output that the host makes."""
-    found: dict[IntKey, tuple[ChainedOutput, ...]] = {}
+def donated_outputs(spec: BuildSpec, split: SplitProgram | None) -> dict[IntKey, tuple[DonatedOutput, ...]]:
+    """By build key.  Raises donation-refused for an output that the host makes."""
+    found: dict[IntKey, tuple[DonatedOutput, ...]] = {}
     for number, entry in enumerate(spec.entries):
-        chained = sorted({chain.output for chain in spec.chains if chain.source == entry.name})
-        for key in entry.keys if chained else ():
+        donated = sorted({donation.output for donation in spec.donations if donation.source == entry.name})
+        for key in entry.keys if donated else ():
             built = build_key(spec, number, key)
-            found[built] = tuple([_located(entry.name, output, built, split) for output in chained])
+            found[built] = tuple([_located(entry.name, output, built, split) for output in donated])
     return found
 
 
@@ -56,16 +56,16 @@ def reserved_end(rows: Sequence[DonatedRange], to: int = ALIGN) -> int:
 
 def refused(entry: str, number: int, why: str) -> ModelError:
     """The error of an output that cannot be kept."""
-    return ModelError("chain-refused", f"chains(): output {number} of {entry}() {why}")
+    return ModelError("donation-refused", f"donations(): output {number} of {entry}() {why}")
 
 
-def _located(entry: str, number: int, key: IntKey, split: SplitProgram | None) -> ChainedOutput:
+def _located(entry: str, number: int, key: IntKey, split: SplitProgram | None) -> DonatedOutput:
     if split is None:
-        return ChainedOutput(entry=entry, number=number, region=0, output=number)
+        return DonatedOutput(entry=entry, number=number, region=0, output=number)
     planned = split.partitions[key]
     name = planned.outputs[number]
     graphs = [region for region in planned.regions if region.kind == "graph"]
     for place, region in enumerate(graphs):
         if name in region.outputs:
-            return ChainedOutput(entry=entry, number=number, region=place, output=region.outputs.index(name))
+            return DonatedOutput(entry=entry, number=number, region=place, output=region.outputs.index(name))
     raise refused(entry, number, "is made by the host")

@@ -1,6 +1,6 @@
 """A bundle for CUDA made by hand whose entries pass a tensor on, for the fake driver.  For n floats
 
-    make(x) = 2 x        take(a, b) = 2 a + b        again(a) = 2 a, which is chained to itself
+    make(x) = 2 x        take(a, b) = 2 a + b        again(a) = 2 a, which donates to itself
 
 `make` and `again` leave theirs in what is reserved for them; `take` has a temporary, which lies where the arena of all is.
 """

@@ -1,4 +1,4 @@
-"""The golden bundle with chains on a CPU: outputs that other calls take, beside eager PyTorch, in random order."""
+"""The golden bundle with donations on a CPU: outputs that other calls take, beside eager PyTorch, in random order."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_a_stale_one_raises(program: cgbundle.Program) -> None:
     _, loose = program.step(first, x)
     program.step(first, x)
     with raises("stale-view", match="output '1' of call 2 was read after call 3"):
-        loose.tensor  # noqa: B018  it is in no chain
+        loose.tensor  # noqa: B018  it is in no donation
     second = program.encode(x)
     with raises("stale-view", match="output 'output' of call 1 of 'encode' was read after call 2 of 'encode'"):
         program.step(first, x)

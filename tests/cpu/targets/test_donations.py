@@ -1,4 +1,4 @@
-"""What chains() says, as rows: names, dtypes, shapes, and outputs that cannot stay where they are."""
+"""What donations() says, as rows: names, dtypes, shapes, and outputs that cannot stay where they are."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 
 from cgbundle.format.schema import DataSize, Donation, TensorSpec
-from cgcompile.model.load import checked_chains
-from cgcompile.targets.chains import chains_of, check_layouts
-from tests.helpers.bundles.chained_bundles import write
+from cgcompile.model.load import checked_donations
+from cgcompile.targets.donations import check_layouts, donations_of
+from tests.helpers.bundles.donation_bundles import write
 from tests.helpers.raising import raises
-from tests.pure.validate.test_chains import TAKE, value
+from tests.pure.validate.test_donations import TAKE, value
 
 
 def spec(name: str, shape: tuple[Any, ...], dtype: str = "float32") -> TensorSpec:
@@ -44,12 +44,12 @@ ENTRIES = [
 
 def test_rows_ascend_and_an_only_output_need_not_be_named() -> None:
     given = [("prefill", "decode.hidden"), ("decode.cache.0", "decode.cache.0"), ("decode.hidden", "decode.hidden")]
-    assert chains_of(given, ENTRIES) == (
+    assert donations_of(given, ENTRIES) == (
         Donation(source="decode", output=0, target="decode", input=0),
         Donation(source="decode", output=1, target="decode", input=1),
         Donation(source="prefill", output=0, target="decode", input=0),
     )
-    assert chains_of([("prefill.output", "decode.hidden")], ENTRIES) == chains_of([("prefill", "decode.hidden")], ENTRIES)
+    assert donations_of([("prefill.output", "decode.hidden")], ENTRIES) == donations_of([("prefill", "decode.hidden")], ENTRIES)
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_rows_ascend_and_an_only_output_need_not_be_named() -> None:
     [
         (
             ("encode", "decode.hidden"),
-            r"encode -> decode.hidden: there is no entry 'encode' \(did you mean decode\?\), but prefill, decode",
+            r"encode -> decode.hidden: 'encode' is no entry \(did you mean decode\?\); the entries are prefill, decode",
         ),
         (("prefill.logits", "decode.hidden"), "'prefill.logits' is no output: 'prefill' has prefill.output"),
         (("decode", "decode.hidden"), "'decode' is no output: 'decode' has decode.hidden, decode.cache.0"),
@@ -66,46 +66,46 @@ def test_rows_ascend_and_an_only_output_need_not_be_named() -> None:
     ],
 )
 def test_names(pair: tuple[str, str], match: str) -> None:
-    with raises("chain-unknown", match=match):
-        chains_of([pair], ENTRIES)
+    with raises("donation-unknown", match=match):
+        donations_of([pair], ENTRIES)
 
 
 def test_a_pair_stands_once() -> None:
-    with raises("chain-unknown", match="prefill.output -> decode.hidden stands twice"):
-        chains_of([("prefill", "decode.hidden"), ("prefill.output", "decode.hidden")], ENTRIES)
+    with raises("donation-unknown", match="prefill.output -> decode.hidden stands twice"):
+        donations_of([("prefill", "decode.hidden"), ("prefill.output", "decode.hidden")], ENTRIES)
 
 
 def test_dtypes_and_shapes() -> None:
-    with raises("chain-unlike", match="the output is float32, the input int64"):
-        chains_of([("prefill", "decode.ids")], ENTRIES)
-    with raises("chain-unlike", match="the same shape at no sizes that are built"):
-        chains_of([("decode.short", "decode.hidden")], ENTRIES)
+    with raises("donation-unlike", match="the output is float32, the input int64"):
+        donations_of([("prefill", "decode.ids")], ENTRIES)
+    with raises("donation-unlike", match="the same shape at no sizes that are built"):
+        donations_of([("decode.short", "decode.hidden")], ENTRIES)
 
 
 def test_outputs_that_lie_elsewhere_and_inputs_that_are_written() -> None:
     for memory, words in (("inputs", "one of its inputs"), ("state", "buffer 'cache'")):
         alias = SimpleNamespace(output=0, memory=memory, index=0, name="cache")
         own = described("prefill", [], [spec("output", ("batch", 16))], aliases=(alias,))
-        with raises("chain-refused", match=words):
-            chains_of([("prefill", "decode.hidden")], [own, ENTRIES[1]])
+        with raises("donation-refused", match=words):
+            donations_of([("prefill", "decode.hidden")], [own, ENTRIES[1]])
     sized = described("prefill", [], [spec("output", ("batch", 16))], data_sizes=(DataSize(output=0, axis=0, count=1),))
-    with raises("chain-refused", match="the size of the output depends on data"):
-        chains_of([("prefill", "decode.hidden")], [sized, ENTRIES[1]])
+    with raises("donation-refused", match="the size of the output depends on data"):
+        donations_of([("prefill", "decode.hidden")], [sized, ENTRIES[1]])
     fills = described("fill", [spec("into", ("batch", 16))], [spec("output", (1,))], written=(0,))
-    with raises("chain-refused", match=r"fill\(\) writes to that input"):
-        chains_of([("prefill", "fill.into")], [ENTRIES[0], fills])
+    with raises("donation-refused", match=r"fill\(\) writes to that input"):
+        donations_of([("prefill", "fill.into")], [ENTRIES[0], fills])
 
 
 def test_another_order_of_the_axes(tmp_path: Any) -> None:
     manifest = write(tmp_path / "chained.cgb")
     check_layouts(manifest)
     take = value(manifest, TAKE, 0, shape=(8, 8), strides=(1, 8))
-    with raises("chain-unlike", match="make.output -> take.a: the output lies in another order of its axes"):
+    with raises("donation-unlike", match="make.output -> take.a: the output lies in another order of its axes"):
         check_layouts(take)
 
 
 @pytest.mark.parametrize("given", [{"prefill": "decode"}, "prefill", [("prefill",)], [("prefill", 3)], ["ab"], None])
 def test_what_is_no_list_of_pairs(given: Any) -> None:
-    with raises("source-invalid", match="model.py: chains: expected pairs of an output and an input"):
-        checked_chains(given, "model.py")
-    assert checked_chains([["prefill", "decode.hidden"]], "model.py") == (("prefill", "decode.hidden"),)
+    with raises("source-invalid", match="model.py: donations: expected pairs of an output and an input"):
+        checked_donations(given, "model.py")
+    assert checked_donations([["prefill", "decode.hidden"]], "model.py") == (("prefill", "decode.hidden"),)

@@ -1,4 +1,4 @@
-"""Chains that a hostile or mistaken manifest states: names, dtypes, shapes, and memory that another entry uses."""
+"""Donations that a hostile or mistaken manifest states: names, dtypes, shapes, and memory that another entry uses."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from cgbundle.validate.contents import check_tables
 from cgbundle.validate.state import check_donations
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import encode_states
-from tests.helpers.bundles import chained_bundles
+from tests.helpers.bundles import donation_bundles
 from tests.helpers.bundles.archives import ArchiveOf
-from tests.helpers.bundles.chained_bundles import ADDS, AGAIN_AT, ARENA, DONATIONS, MAKE_AT, SHARED_AT, N, write
 from tests.helpers.bundles.cuda_bundles import ARENA_AT, INPUTS_AT, relocations
+from tests.helpers.bundles.donation_bundles import ADDS, AGAIN_AT, ARENA, DONATIONS, MAKE_AT, SHARED_AT, N, write
 from tests.helpers.bundles.edits import edited
 from tests.helpers.raising import raises
 
@@ -41,8 +41,8 @@ def entry(manifest: Manifest, number: int, **changes: Any) -> Manifest:
     return replace(manifest, entries=tuple(each))
 
 
-def chain(manifest: Manifest, **changes: Any) -> Manifest:
-    """With one chain alone, make's output to take's second input, changed."""
+def donation(manifest: Manifest, **changes: Any) -> Manifest:
+    """With one donation alone, make's output to take's second input, changed."""
     return edited(manifest, donations=(replace(DONATIONS[-1], **changes),))
 
 
@@ -71,10 +71,10 @@ def test_a_sound_manifest(manifest: Manifest) -> None:
     ],
 )
 def test_names_and_numbers(manifest: Manifest, changes: dict[str, Any], match: str) -> None:
-    bad(chain(manifest, **changes), match)
+    bad(donation(manifest, **changes), match)
 
 
-def test_chains_ascend(manifest: Manifest) -> None:
+def test_donations_ascend(manifest: Manifest) -> None:
     bad(edited(manifest, donations=DONATIONS[::-1]), "not ascending")
     bad(edited(manifest, donations=(*DONATIONS, DONATIONS[-1])), "one stands twice")
 
@@ -115,7 +115,7 @@ def test_what_is_reserved(manifest: Manifest) -> None:
     bad(replace(manifest, target=replace(manifest.target, kind="cpu")), r"donated: is for .* the donations' sources are \[\]")
 
 
-def test_chained_outputs_lie_in_their_own_part_and_nothing_elses(manifest: Manifest) -> None:
+def test_donated_outputs_lie_in_their_own_part_and_nothing_elses(manifest: Manifest) -> None:
     bad(value(manifest, MAKE, 1, offset=SHARED_AT), r"programs\[0\].outputs\[0\]: is donated, and lies outside")
     bad(value(manifest, AGAIN, 1, offset=SHARED_AT - 4), r"entries\[1\].programs\[0\].outputs\[0\]: is donated, and lies outside")
     bad(
@@ -145,9 +145,9 @@ def test_a_part_is_its_entrys_to_the_last_byte(manifest: Manifest) -> None:
 
 
 def rewritten(monkeypatch: pytest.MonkeyPatch, manifest: Manifest, folder: Path, name: str, adds: list[Any]) -> None:
-    monkeypatch.setitem(chained_bundles.ADDS, name, adds)
+    monkeypatch.setitem(donation_bundles.ADDS, name, adds)
     image = next(file.sha256 for file in manifest.files if file.path.startswith("kernels/"))
-    (folder / f"graphs/{name}.bin").write_bytes(tables.encode(chained_bundles.recording(image, name)))
+    (folder / f"graphs/{name}.bin").write_bytes(tables.encode(donation_bundles.recording(image, name)))
 
 
 @pytest.mark.parametrize("place", [MAKE_AT, AGAIN_AT, SHARED_AT - 4])
@@ -191,7 +191,7 @@ def test_donations_are_lines_of_the_manifest_where_there_are_any(manifest: Manif
 
 
 @pytest.mark.parametrize("most", [1, 2, 10])
-def test_what_chains_cost_is_limited(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+def test_what_donations_cost_is_limited(manifest: Manifest, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     monkeypatch.setattr(limits, "CHAINED", most)
     words = "2 programs" if most == 1 else "[0-9]+ (programs|pairs of programs)"
     bad(manifest, f"donations: {words}, more than the limit of {most} in all")

@@ -10,7 +10,7 @@ from torch import nn
 
 FEATURES, WIDTH, WORDS = 16, 32, 12
 SIZES = ["encode:batch=2,8", "encode:seq=4,16", "step:batch=2,8", "score:batch=2,8", "other:rows=64"]
-CHAINS = [
+DONATIONS = [
     ("encode.output", "step.hidden"),
     ("step.hidden", "step.hidden"),
     ("step.hidden", "score.hidden"),
@@ -20,7 +20,7 @@ CHAINS = [
 BOUND = 1e-4
 
 
-class Chained(nn.Module):
+class Donated(nn.Module):
     """A recurrent network in four methods."""
 
     def __init__(self) -> None:
@@ -46,9 +46,9 @@ class Chained(nn.Module):
         return (self.read(x) @ self.read(x).T).softmax(1)[:, 0]
 
 
-def chained() -> Chained:
+def donated() -> Donated:
     torch.manual_seed(0)
-    return Chained().eval()
+    return Donated().eval()
 
 
 def encode_inputs(batch: int, seq: int) -> tuple[torch.Tensor, ...]:
@@ -70,14 +70,14 @@ def other_inputs(rows: int) -> tuple[torch.Tensor, ...]:
 ENTRIES = {"encode": encode_inputs, "step": step_inputs, "score": score_inputs, "other": other_inputs}
 
 
-def check_chained(program: Any, device: str, count: int, seed: int = 0, mixed: bool = True) -> float:
+def check_donations(program: Any, device: str, count: int, seed: int = 0, mixed: bool = True) -> float:
     """Calls in random order, what they give passed on or not, beside eager PyTorch; returns the largest error.
 
     `program`: loaded with outputs="view".  What is reserved for outputs is spared, the rest of the arena filled with NaN between
     any two calls.  `mixed`: some inputs are copies, which a call cannot take where they lie.
     """
     drawn, generator = random.Random(seed), torch.Generator().manual_seed(seed)
-    model, worst = chained().to(device), 0.0
+    model, worst = donated().to(device), 0.0
 
     def fresh(*shape: int) -> torch.Tensor:
         return torch.randn(*shape, generator=generator).to(device)
