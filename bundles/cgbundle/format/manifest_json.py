@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from math import isfinite
 from typing import Any, NoReturn
@@ -25,6 +24,7 @@ from typing import Any, NoReturn
 from ..errors import BundleError
 from . import json_text, limits, schema
 from .json_text import brief, expected, invalid, is_sha256, name, text, whole
+from .records import defaults, is_record, members
 from .size_expressions import OPERATORS
 
 SEAL = "sha256"
@@ -147,9 +147,9 @@ def _seal(digest: str) -> bytes:
 
 def _plain(value: Any) -> Any:
     """A value of a record as JSON."""
-    if is_dataclass(value) and not isinstance(value, type):
-        rows = [(field, getattr(value, field.name)) for field in fields(value)]
-        return {field.name: _plain(item) for field, item in rows if field.default is MISSING or item != field.default}
+    if is_record(value):
+        absent, rows = defaults(type(value)), [(field, getattr(value, field)) for field in members(type(value))]
+        return {field: _plain(item) for field, item in rows if field not in absent or item != absent[field]}
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
     if isinstance(value, dict):
@@ -164,29 +164,29 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _record(kind: type) -> Decoder:
-    members = {field.name: _annotation(str(field.type)) for field in fields(kind)}
-    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    decoders = {field: _annotation(spelled) for field, spelled in members(kind).items()}
+    absent = defaults(kind)
 
     def decoder(value: Any, where: str) -> Any:
         if type(value) is not dict:
             raise expected(where, kind.__name__, value)
         prefix = f"{where}." if where else ""
-        if not members.keys() - defaults.keys() <= value.keys() <= members.keys():
-            _refuse_fields(value, members, defaults, prefix)
-        made = {field: members[field](item, prefix + field) for field, item in value.items()}
+        if not decoders.keys() - absent.keys() <= value.keys() <= decoders.keys():
+            _refuse_fields(value, decoders, absent, prefix)
+        made = {field: decoders[field](item, prefix + field) for field, item in value.items()}
         for field, item in made.items():
-            if field in defaults and item == defaults[field] and type(item) is type(defaults[field]):
+            if field in absent and item == absent[field] and type(item) is type(absent[field]):
                 raise BundleError("manifest-invalid", f"{prefix}{field}: has its default, and has to be left out")
         return kind(**made)
 
     return decoder
 
 
-def _refuse_fields(value: dict[str, Any], members: dict[str, Decoder], defaults: dict[str, Any], prefix: str) -> NoReturn:
-    missing = sorted(members.keys() - value.keys() - defaults.keys())
+def _refuse_fields(value: dict[str, Any], decoders: dict[str, Decoder], absent: dict[str, Any], prefix: str) -> NoReturn:
+    missing = sorted(decoders.keys() - value.keys() - absent.keys())
     if missing:
         raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
-    unknown = min(value.keys() - members.keys())
+    unknown = min(value.keys() - decoders.keys())
     field = unknown[:40] if unknown.isidentifier() else repr(unknown[:40])
     raise BundleError("manifest-invalid", f"{prefix}{field}: no such field in this format version")
 

@@ -13,13 +13,13 @@ import mmap
 import os
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, replace
 from math import prod
 from typing import IO, Any
 
 from ..errors import BundleError
 from . import json_text, limits
 from .json_text import brief
+from .records import dataclass, replace
 from .schema import DTYPES
 
 ALIGNMENT = 256

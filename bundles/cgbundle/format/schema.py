@@ -8,8 +8,9 @@ only way to say that something is absent.  `validate/` states the invariants bet
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from .records import dataclass
 
 DTYPES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from ctypes import c_uint64
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cuda import memory
@@ -16,6 +15,7 @@ from ..cuda.memory import HOST, Memories, Output
 from ..cuda.modules import Modules
 from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
+from ..format.records import replace
 from ..format.schema import MEMORIES, EntrySpec, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table

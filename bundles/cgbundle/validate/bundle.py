@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 from ..errors import BundleError, CgbundleError
 from ..format import file_names, limits
 from ..format.archive import Archive
 from ..format.entries import FORWARD, all_programs
+from ..format.records import replace
 from ..format.schema import EntrySpec, File, Manifest
 from ..format.variants import check_variants, named_variant, variant_name
 from . import host_code

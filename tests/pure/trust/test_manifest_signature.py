@@ -205,7 +205,7 @@ def test_a_signature_is_no_file_of_the_manifest(signed: Path) -> None:
 
 def test_a_rebuild_drops_the_signature(signed: Path) -> None:
     """Whatever is published takes the place of the whole directory."""
-    from cgbundle.format.publish import staged
+    from cgcompile.bundle.publish import staged
 
     with staged(signed, replace=True) as stage:
         tiny_bundle.write_bundle(stage / "made")
