@@ -18,13 +18,14 @@ from typer.testing import CliRunner
 import cgbundle
 from cgbundle import self_test
 from cgbundle.errors import BundleError, CgbundleError, MachineError
-from cgbundle.format import archive, file_names, manifest_json
-from cgbundle.format.entries import all_programs
+from cgbundle.format import archive, file_names
+from cgbundle.format.file_names import all_programs
 from cgbundle.format.schema import MEMORIES, VERSION, Manifest
 from cgbundle.tables.module_state import Address, decode_states
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.recordings import check_module_states, check_recording
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import ConditionalNode, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording, encode_states
 from cgcompile.targets.cuda.elf import read_cubin
@@ -119,7 +120,7 @@ def test_verify_finds_nothing(golden: Path, manifest: Manifest) -> None:
 
 def test_the_manifest_is_canonical(golden: Path, manifest: Manifest) -> None:
     assert manifest.version == int(golden.parent.name.removeprefix("v"))
-    assert manifest_json.encode(manifest) == (golden / file_names.MANIFEST).read_bytes()
+    assert manifest_text.encode(manifest) == (golden / file_names.MANIFEST).read_bytes()
 
 
 def test_every_key_was_verified_by_a_replay_or_by_interpreting_it(manifest: Manifest) -> None:

@@ -1,4 +1,4 @@
-"""Manifest <-> canonical JSON.
+"""Canonical JSON -> manifest.  `cgcompile/bundle/manifest_text.py` writes it.
 
 Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well, fields that
 have their default left out.  The extra key `sha256` holds the hash of the whole text with that hash's own digits as zeros, so that
@@ -15,16 +15,14 @@ and fails with the path of the offending field, such as `entries[0].programs[2].
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
 from functools import cache
-from math import isfinite
 from typing import Any, NoReturn
 
 from ..errors import BundleError
 from . import json_text, limits, schema
 from .json_text import brief, expected, invalid, is_sha256, name, text, whole
-from .records import defaults, is_record, members
+from .records import defaults, members
 from .size_expressions import OPERATORS
 
 SEAL = "sha256"
@@ -35,21 +33,6 @@ VARIANTS = "variants"
 
 Decoder = Callable[[Any, str], Any]
 """From a value of JSON and its path in the manifest to the value of a record's field."""
-
-
-def bundle_bytes(manifest: schema.Manifest) -> int:
-    """Bytes of all files of a bundle, its manifest's among them."""
-    return sum(file.bytes for file in manifest.files) + len(encode(manifest))
-
-
-def encode(manifest: schema.Manifest, *others: schema.Manifest) -> bytes:
-    """Canonical JSON of a manifest, or of the variants of one, in their order: UTF-8, ending with a newline.  Raises
-    manifest-invalid for a number that JSON cannot hold."""
-    common, rests = _common([_plain(variant) for variant in (manifest, *others)])
-    plain = common | {SEAL: "0" * 64} | ({VARIANTS: rests} if others else {})
-    lines = [f"{json.dumps(field)}:{json.dumps(plain[field], sort_keys=True, separators=(',', ':'))}" for field in sorted(plain)]
-    text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
-    return text.replace(_seal("0" * 64), _seal(hashlib.sha256(text).hexdigest()))
 
 
 def decode(data: bytes) -> schema.Manifest:
@@ -74,9 +57,9 @@ class Variants:
             raise BundleError("manifest-invalid", f"manifest.json: expected an object, got {type(plain).__name__}")
         _check_version(plain)
         seal = plain.pop(SEAL, None)
-        if type(seal) is not str or not seal.isascii() or data.count(_seal(seal)) != 1:
+        if type(seal) is not str or not seal.isascii() or data.count(seal_line(seal)) != 1:
             raise BundleError("manifest-invalid", f"{SEAL}: missing")
-        if hashlib.sha256(data.replace(_seal(seal), _seal("0" * 64))).hexdigest() != seal:
+        if hashlib.sha256(data.replace(seal_line(seal), seal_line("0" * 64))).hexdigest() != seal:
             raise BundleError("manifest-invalid", "manifest.json: its SHA-256 differs from the one it states")
         rests = plain.pop(VARIANTS, None)
         if rests is not None and not (type(rests) is list and 2 <= len(rests) <= limits.VARIANTS):
@@ -94,29 +77,6 @@ class Variants:
     def targets(self) -> tuple[schema.Target, ...]:
         """The target of every variant."""
         return tuple([_record(schema.Target)(plain.get("target"), "target") for plain in self._plain])
-
-
-def _common(values: list[Any]) -> tuple[Any, list[Any]]:
-    """What values have in common, and what each has besides; `...` where that is nothing."""
-    first = values[0]
-    if len({json.dumps(value, sort_keys=True) for value in values}) == 1:  # 1, 1.0 and true are equal to Python
-        return first, [...] * len(values)
-    if all(type(value) is dict for value in values):
-        common: dict[str, Any] = {}
-        rests: list[dict[str, Any]] = [{} for _ in values]
-        for key in dict.fromkeys(key for value in values for key in value):
-            held = [key in value for value in values]
-            items = [value.get(key, ...) for value in values]
-            shared, own = _common(items) if all(held) else (..., items)
-            common |= {} if shared is ... else {key: shared}
-            for rest, item in zip(rests, own, strict=True):
-                rest |= {} if item is ... else {key: item}
-        return common, [rest or ... for rest in rests]
-    if all(type(value) is list and len(value) == len(first) and {*map(type, value)} == {dict} for value in values):
-        parts = [_common(list(items)) for items in zip(*values, strict=True)]
-        listed = [[{} if own[at] is ... else own[at] for _, own in parts] for at in range(len(values))]
-        return [common for common, _ in parts], [rest if any(rest) else ... for rest in listed]
-    return ..., list(values)
 
 
 def _joined(common: Any, rest: Any, where: str) -> Any:
@@ -141,22 +101,9 @@ def _check_version(plain: dict[str, Any]) -> None:
         raise BundleError("format-unsupported", text)
 
 
-def _seal(digest: str) -> bytes:
+def seal_line(digest: str) -> bytes:
+    """The line of the manifest's own hash, as the text has it."""
     return f'\n"{SEAL}":"{digest}"'.encode()
-
-
-def _plain(value: Any) -> Any:
-    """A value of a record as JSON."""
-    if is_record(value):
-        absent, rows = defaults(type(value)), [(field, getattr(value, field)) for field in members(type(value))]
-        return {field: _plain(item) for field, item in rows if field not in absent or item != absent[field]}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, float) and not isfinite(value):
-        raise BundleError("manifest-invalid", f"the manifest cannot hold the number {value}")
-    return value
 
 
 # --- decoders, built once per process from the annotations --------------------------------------------------------

@@ -16,10 +16,9 @@ from ..cuda.modules import Modules
 from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
 from ..format.records import replace
-from ..format.schema import MEMORIES, EntrySpec, Program, Step
+from ..format.schema import MEMORIES, STATE, EntrySpec, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table
-from ..validate.state import STATE
 from .device_bundle import DeviceBundle
 from .outputs import DeviceOutputs, HostCopies, HostOutputs
 

@@ -12,6 +12,7 @@ import os
 from operator import attrgetter
 from typing import Any
 
+from ..format.file_names import host_regions
 from ..format.json_text import parse
 from ..format.records import is_record, members
 from ..format.schema import EntrySpec, Manifest, Value, Weight
@@ -31,11 +32,6 @@ _WEIGHT, _VALUE = [attrgetter(*[name for name in members(record) if name not in 
 def _owner(manifest: Manifest, region: int) -> EntrySpec:
     """The entry whose programs run host region number `region`; the first where none does."""
     return next((entry for entry in manifest.entries if region in host_regions(entry)), manifest.entries[0])
-
-
-def host_regions(entry: EntrySpec) -> set[int]:
-    """The numbers of the host regions that an entry's programs run."""
-    return {step.region for program in entry.programs for step in program.steps if step.kind == "host"}
 
 
 def described(manifest: Manifest, region: int) -> bytes:

@@ -13,7 +13,7 @@ from ..format.schema import EntrySpec, Manifest, Program, TensorSpec, Value, Wei
 from ..format.size_expressions import evaluate, operands
 from ..format.spans import span
 from ..tensors.tensor import is_dense
-from .require import require
+from . import require
 from .steps import check_steps
 
 

@@ -5,14 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from types import MappingProxyType
 
-from ..format.schema import Alias, EntrySpec, Manifest, Program, Region, Step
+from ..format.schema import HOST, PERSISTENT, Alias, EntrySpec, Manifest, Program, Region, Step
 from ..format.spans import Cover, Spans, extent, span
+from . import require
 from .lifetimes import changed_rows, check_lifetimes
-from .require import require
-
-HOST = "host"
-PERSISTENT = ("weights", "state")
-"""Memories that hold their contents from call to call: a step may read there what no step of its program wrote."""
 
 
 def check_steps(manifest: Manifest, entry: EntrySpec, program: Program, where: str) -> None:

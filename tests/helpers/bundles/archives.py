@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cgbundle.format import archive, manifest_json
+from cgbundle.format import archive
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import File, Manifest
+from cgcompile.bundle import manifest_text
 
 
 class ArchiveOf(Archive):
     """The bundle in `folder` with `manifest`; its files are taken as they are."""
 
     def __init__(self, folder: str | Path, manifest: Manifest) -> None:
-        self._text = manifest_json.encode(manifest)
+        self._text = manifest_text.encode(manifest)
         super().__init__(str(folder))
         self._manifest = manifest
 

@@ -14,6 +14,7 @@ from cgbundle.errors import BundleError, CgbundleError
 from cgbundle.format import archive, file_names, manifest_json
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
+from cgbundle.validate.manifest import check_manifest
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, manifest, write_bundle
 from tests.helpers.raising import raises
@@ -80,19 +81,19 @@ def reject(bundle: Path, level: str, error: type[CgbundleError], message: str) -
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("level", verify.LEVELS)
+@pytest.mark.parametrize("level", contents.LEVELS)
 def test_a_whole_bundle_holds(bundle: Path, level: str) -> None:
     check(bundle, level)
 
 
-@pytest.mark.parametrize("level", verify.LEVELS)
+@pytest.mark.parametrize("level", contents.LEVELS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named(bundle: Path, level: str, name: str) -> None:
     (bundle / name).unlink()
     reject(bundle, level, "file-damaged", f"^{name}: missing")
 
 
-@pytest.mark.parametrize("level", verify.LEVELS)
+@pytest.mark.parametrize("level", contents.LEVELS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_truncated_file_is_named_with_both_lengths(bundle: Path, level: str, name: str) -> None:
     data = (bundle / name).read_bytes()
@@ -269,4 +270,4 @@ def test_load_refuses_before_it_runs_anything(bundle: Path) -> None:
 
 def test_the_fabricated_manifest_is_sound() -> None:
     files = tuple(archive.File(path=name, bytes=0, sha256="0" * 64) for name in FILES)
-    verify.check_manifest(replace(manifest(), files=files))
+    check_manifest(replace(manifest(), files=files))

@@ -20,6 +20,8 @@ from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.limits import HELD_BYTES
 from cgbundle.validate import bundle as verify
+from cgbundle.validate import contents
+from cgbundle.validate.manifest import check_manifest
 from cgbundle.weights.contents import OpenFile
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, write_bundle
@@ -73,7 +75,7 @@ def socket(path: Path) -> None:
 WAYS = [link_away, link_inside, loop, pipe, device, socket]
 
 
-@pytest.mark.parametrize("level", verify.LEVELS)
+@pytest.mark.parametrize("level", contents.LEVELS)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_no_plain_file_is_refused_at_once(bundle: Path, way: Callable[[Path], None], name: str, level: str) -> None:
@@ -154,7 +156,7 @@ def test_a_bundle_that_is_replaced_while_it_is_checked_is_read_again(
 ) -> None:
     """The reader has the old manifest when the files go: it finds the new bundle, whole, and says nothing."""
     other = write_bundle(tmp_path / "other")
-    checks = verify.check_manifest
+    checks = check_manifest
     seen = []
 
     def slow(manifest: object) -> None:
@@ -165,7 +167,7 @@ def test_a_bundle_that_is_replaced_while_it_is_checked_is_read_again(
             shutil.rmtree(tmp_path / "old")
         checks(manifest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(verify, "check_manifest", slow)
+    monkeypatch.setattr(contents, "check_manifest", slow)
     with pytest.raises(CgbundleError) as caught:  # the shared object is a dummy: only then is anything refused
         loader.load(bundle)
     assert caught.value.code in ("image-invalid", "library-missing") and len(seen) == 2

@@ -13,10 +13,10 @@ import pytest
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
-from cgbundle.format.manifest_json import bundle_bytes
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle
 from cgcompile import BuildError, pull, push
+from cgcompile.bundle.manifest_text import bundle_bytes
 from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.helpers.raising import raises
 

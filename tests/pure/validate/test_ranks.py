@@ -11,10 +11,10 @@ import pytest
 
 from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
-from cgbundle.format.manifest_json import encode
 from cgbundle.format.schema import File, Manifest
 from cgbundle.validate.bundle import check_bundle, check_manifest, check_rank, check_ranks, examine
 from cgcompile.bundle import recordings as codec
+from cgcompile.bundle.manifest_text import encode
 from cgcompile.bundle.recordings import Recording
 from tests.helpers.bundles import rank_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, edge
