@@ -164,9 +164,15 @@ def open_program(
 
             check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
             if meeting is not None:
-                backend = _open_rank(bundle, others, device, meeting, mode, context=context, threads=threads, timeout=timeout)
+                from .program.one_rank import open_rank  # few models are over several
+
+                backend: CudaBackend = open_rank(
+                    bundle, others, device, meeting, mode, context=context, threads=threads, timeout=timeout
+                )
             elif bundle.manifest.world:
-                backend = _open_ranks(
+                from .program.ranks import open_ranks  # likewise
+
+                backend = open_ranks(
                     bundle, others, devices, mode, context=context, poison=poison, threads=threads, timeout=timeout
                 )
             else:
@@ -197,41 +203,6 @@ def _program(made: type[Program], bundle: Archive, backend: Any, on_miss: str, o
     except BaseException:
         backend.close()
         raise
-
-
-def _open_rank(
-    bundle: Archive, others: list[Archive], device: int, meeting: tuple[int, str], mode: str, *, context: ContextFuture,
-    threads: int | None, timeout: float,
-) -> CudaBackend:  # fmt: skip
-    """The backend of one rank; its bundle is added to `others`, to be closed, where it is not `bundle` itself."""
-    from .program.one_rank import OneRankBackend  # few models are over several
-    from .validate.bundle import check_rank
-
-    rank, path = meeting
-    world = bundle.manifest.world
-    assert world is not None
-    if not 0 <= rank < world.size:
-        raise CallError("ranks-refused", f"rank={rank}: the model has {world.size} ranks, 0 to {world.size - 1}")
-    if rank:
-        others.append(check_rank(bundle, rank))
-    own = others[0] if rank else bundle
-    return OneRankBackend(own, bundle, device, path, mode, context=context.take(), threads=threads, timeout=timeout)
-
-
-def _open_ranks(
-    bundle: Archive, others: list[Archive], devices: Sequence[int] | None, mode: str, *, context: ContextFuture, poison: int | None,
-    threads: int | None, timeout: float,
-) -> CudaBackend:  # fmt: skip
-    """The backend of a model over several devices; the bundles of the other ranks are added to `others`, to be closed."""
-    from .program.ranks import RanksBackend  # few models are over several
-    from .validate.bundle import check_ranks
-
-    world = bundle.manifest.world
-    assert world is not None
-    others += check_ranks(bundle)
-    chosen = range(world.size) if devices is None else devices
-    own = context.take()
-    return RanksBackend(bundle, others, chosen, mode, context=own, poison=poison, threads=threads, timeout=timeout)
 
 
 def _open_replicas(

@@ -1,15 +1,18 @@
-"""Manifest -> canonical JSON, which `cgbundle/format/manifest_json.py` reads and describes."""
+"""Manifest -> canonical JSON, which `cgbundle/format/manifest_json.py` reads and describes; and its rows for files."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 from math import isfinite
 from typing import Any
 
 from cgbundle.errors import BundleError
 from cgbundle.format import schema
+from cgbundle.format.file_names import MANIFEST, SIGNATURE
 from cgbundle.format.manifest_json import SEAL, VARIANTS, seal_line
+from cgbundle.format.open_files import CHUNK
 from cgbundle.format.records import defaults, is_record, members
 
 
@@ -63,3 +66,32 @@ def _plain(value: Any) -> Any:
     if isinstance(value, float) and not isfinite(value):
         raise BundleError("manifest-invalid", f"the manifest cannot hold the number {value}")
     return value
+
+
+def sha256(path: str) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def list_files(path: str) -> list[str]:
+    """Every file below `path`, relative, with forward slashes, sorted."""
+    return sorted(
+        os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/")
+        for folder, _, names in os.walk(path)
+        for name in names
+    )
+
+
+def describe_files(path: str) -> tuple[schema.File, ...]:
+    """The manifest's rows for everything below `path` but the manifest and its signature."""
+    return tuple([describe_file(path, name) for name in list_files(path) if name not in (MANIFEST, SIGNATURE)])
+
+
+def describe_file(path: str, name: str) -> schema.File:
+    """The manifest's row for a file below `path`."""
+    full = os.path.join(path, name)
+    return schema.File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full))

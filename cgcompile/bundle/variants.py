@@ -240,7 +240,7 @@ def _copy(file: Path, place: Path) -> None:
 
 def _sealed(variants: Sequence[Manifest], out: Path) -> tuple[Manifest, ...]:
     """The variants with all files of `out`, written and read back as if a stranger had written them.  Raises bundle-refused."""
-    first, described = variants[0], archive.describe_files(str(out))
+    first, described = variants[0], manifest_text.describe_files(str(out))
     options = dict(first.provenance.options) | {"target": ",".join([variant_name(variant.target) for variant in variants])}
     origin = replace(first.provenance, options=tuple(options.items()))
     sealed = tuple([replace(variant, name=first.name, provenance=origin, files=described) for variant in variants])

@@ -244,7 +244,7 @@ def change(path: Path, edit: Callable[[bytearray], object]) -> None:
 
 @pytest.mark.parametrize("place", FLIPS)
 def test_a_changed_byte_in_any_file_is_found(copy: Path, place: float) -> None:
-    for name in archive.list_files(str(copy)):
+    for name in manifest_text.list_files(str(copy)):
         original = (copy / name).read_bytes()
 
         def flip(data: bytearray) -> None:
@@ -262,7 +262,7 @@ def test_a_changed_byte_in_any_file_is_found(copy: Path, place: float) -> None:
 
 @pytest.mark.parametrize("left", [0, 0.5, 0.999])
 def test_a_truncated_file_is_found_before_it_is_loaded(copy: Path, left: float) -> None:
-    for name in archive.list_files(str(copy)):
+    for name in manifest_text.list_files(str(copy)):
         original = (copy / name).read_bytes()
         change(copy / name, lambda data: data.__delitem__(slice(int(left * len(data)), None)))
         assert damage(copy), name
@@ -275,7 +275,7 @@ def test_a_missing_file_and_a_stranger_are_found(copy: Path) -> None:
     (copy / "stranger").write_bytes(b"")
     assert any("stranger" in text for text in damage(copy))
     (copy / "stranger").unlink()
-    for name in archive.list_files(str(copy)):
+    for name in manifest_text.list_files(str(copy)):
         original = (copy / name).read_bytes()
         (copy / name).unlink()
         with pytest.raises(CgbundleError):
@@ -316,4 +316,4 @@ def test_another_machine_is_named_before_anything_is_loaded(copy: Path) -> None:
 
 
 def bytes_of(path: Path) -> int:
-    return sum(os.path.getsize(path / name) for name in archive.list_files(str(path)))
+    return sum(os.path.getsize(path / name) for name in manifest_text.list_files(str(path)))

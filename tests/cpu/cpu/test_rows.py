@@ -16,6 +16,7 @@ from cgbundle.format import archive, file_names, safetensors, safetensors_writer
 from cgbundle.format.schema import Manifest
 from cgbundle.tensors.tensor import empty
 from cgbundle.validate import host_code
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.edits import edited
 from tests.helpers.places import GOLDEN, skip_older_torch
@@ -148,6 +149,6 @@ def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path)
         safetensors_writer.write(file, stored)
     self_test_file.close()
     (tmp_path / "self-test").rename(folder / file_names.SELF_TEST)
-    tiny_bundle.seal(folder, replace(other, files=archive.describe_files(str(folder))))
+    tiny_bundle.seal(folder, replace(other, files=manifest_text.describe_files(str(folder))))
     with raises("manifest-invalid", match=r"host/model\.so was built for other calls than the manifest has"):
         cgbundle.load(folder)

@@ -44,7 +44,7 @@ def shifted(bundle: Path, folder: Path, shift: float, examined: bool = True) -> 
     _add(folder / file_names.WEIGHTS, lambda name: name == "2.bias", shift)
     if examined:
         _add(folder / file_names.SELF_TEST, lambda name: "/output/" in name, shift)
-    manifest = replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder)))
+    manifest = replace(archive.read_manifest(str(folder)), files=manifest_text.describe_files(str(folder)))
     (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
     return folder
 

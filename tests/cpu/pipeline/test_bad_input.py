@@ -260,7 +260,7 @@ def test_truncated_weights(copy: Path) -> None:
 
 def names(bundle: Path) -> list[str]:
     """The bundle's files, the manifest included."""
-    return archive.list_files(str(bundle))
+    return manifest_text.list_files(str(bundle))
 
 
 def test_a_flipped_byte_in_any_file(copy: Path) -> None:
@@ -313,7 +313,7 @@ def test_verify_run_fails_where_the_promise_is_broken(copy: Path) -> None:
         entry = cgbundle.format.safetensors.read_header(file, "weights")[weight.tensor]
     data[entry.begin + 3] ^= 0x80  # the sign
     (copy / file_names.WEIGHTS).write_bytes(bytes(data))
-    resealed = replace(manifest, files=archive.describe_files(str(copy)))
+    resealed = replace(manifest, files=manifest_text.describe_files(str(copy)))
     (copy / file_names.MANIFEST).write_bytes(manifest_text.encode(resealed))
     result = call("verify", copy, "--run")
     assert result.exit_code == 1 and "FAILED" in result.stdout and "the self-test failed for batch=1, batch=4" in result.stderr

@@ -13,6 +13,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cgbundle.format import safetensors_writer
+from cgcompile.bundle import manifest_text
 
 torch = pytest.importorskip("torch")
 
@@ -74,7 +75,7 @@ def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors_
     with open(copy / file_names.SELF_TEST, "wb") as file:
         safetensors_writer.write(file, tensors)
     manifest = archive.read_manifest(str(copy))
-    seal(copy, replace(manifest, files=archive.describe_files(str(copy))))
+    seal(copy, replace(manifest, files=manifest_text.describe_files(str(copy))))
     return copy
 
 

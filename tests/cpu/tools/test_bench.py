@@ -74,7 +74,7 @@ def other_expectations(bundle: Path, path: Path) -> Path:
     with open(file, "wb") as target:
         safetensors_writer.write(target, tensors)
     stored.close()
-    manifest = replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path)))
+    manifest = replace(archive.read_manifest(str(path)), files=manifest_text.describe_files(str(path)))
     (path / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
     return path
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cgbundle.format import archive
 from cgbundle.format.archive import Archive
 from cgbundle.format.schema import File, Manifest
 from cgcompile.bundle import manifest_text
@@ -25,4 +24,4 @@ class ArchiveOf(Archive):
         path = Path(self.path, name)
         if not path.is_file():
             return super()._row(name)
-        return File(path=name, bytes=path.stat().st_size, sha256=archive.sha256(str(path)))
+        return File(path=name, bytes=path.stat().st_size, sha256=manifest_text.sha256(str(path)))

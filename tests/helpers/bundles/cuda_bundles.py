@@ -19,11 +19,11 @@ from pathlib import Path
 from struct import pack
 
 from cgbundle.format import safetensors_writer
-from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import WEIGHTS
 from cgbundle.format.schema import VERSION, EntrySpec, Manifest, Program, Provenance, Region, SelfTest, Step, Target, Value, Weight
 from cgbundle.tables.module_state import Address, ModuleState, Relocation
 from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.manifest_text import describe_files
 from cgcompile.bundle.recordings import Edge, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording, encode_states
 
 SOURCE = r"""

@@ -15,10 +15,10 @@ from pathlib import Path
 from struct import pack
 
 from cgbundle.format import safetensors_writer
-from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import PROGRAM, SELF_TEST, WEIGHTS, self_test_entry
 from cgbundle.format.schema import MEMORIES, Dimension, Manifest, Program, SelfTest, Step, TensorSpec, Value, Weight
 from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.manifest_text import describe_files
 from cgcompile.bundle.recordings import Function, Recording
 from cgcompile.targets.collectives.exchange_nodes import ExchangeKernels, exchange_node, needed_memory, transfer
 from tests.helpers.bundles import cuda_bundles

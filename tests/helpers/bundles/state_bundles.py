@@ -22,10 +22,10 @@ from struct import pack
 from typing import Any
 
 from cgbundle.format import safetensors_writer
-from cgbundle.format.archive import describe_files
 from cgbundle.format.file_names import PROGRAM, WEIGHTS
 from cgbundle.format.schema import Alias, Dimension, Manifest, SelfTest, TensorSpec, Value, Weight
 from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.manifest_text import describe_files
 from cgcompile.bundle.recordings import MemsetNode
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, INPUTS_AT, KEYS, OUTPUT, STATE_AT, address, edge, launch, relocations

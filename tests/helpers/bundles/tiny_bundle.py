@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import archive, file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.file_names import self_test_entry as entry
 from cgbundle.format.schema import (
     VERSION,
@@ -49,7 +49,7 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
         )
     with open(folder / file_names.SELF_TEST, "wb") as file:
         safetensors_writer.write(file, self_test_tensors())
-    made = replace(manifest(), files=archive.describe_files(str(folder)))
+    made = replace(manifest(), files=manifest_text.describe_files(str(folder)))
     changed = change(made) if change else made
     if changed.files == made.files:
         finish(folder, changed)
@@ -61,7 +61,7 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
 def finish(folder: Path, made: Manifest) -> None:
     """Writes the rows behind the shared objects, and the manifest with all files described."""
     host_code.attach(folder, made)
-    seal(folder, replace(made, files=archive.describe_files(str(folder))))
+    seal(folder, replace(made, files=manifest_text.describe_files(str(folder))))
 
 
 def seal(folder: Path, made: Manifest) -> None:

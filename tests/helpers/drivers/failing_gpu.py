@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import archive, file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.schema import Manifest
 from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import chained_bundles
@@ -58,7 +58,7 @@ def write(folder: Path) -> Manifest:
     self_test = replace(whole.entries[0].self_test, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
     made = edited(
         whole, name="twice", entries=(replace(whole.entries[0], name="forward"),), donations=(), donated=(), self_test=self_test,
-        regions=whole.regions[:1], files=archive.describe_files(str(folder)),
+        regions=whole.regions[:1], files=manifest_text.describe_files(str(folder)),
     )  # fmt: skip
     (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(made))
     return made

@@ -11,8 +11,9 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from cgbundle.format import archive, file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.schema import Dimension, Manifest, Program, Provenance, SelfTest, TensorSpec, Value
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, Recording
 from tests.helpers.bundles import cuda_bundles, tiny_bundle
@@ -58,7 +59,7 @@ def write(
             compare="bits", calls=1, expected="recording", bounds=(1e-5,), proofs=tuple([tiny_bundle.proof(*key) for key in keys])
         ),
         provenance=Provenance(source="m.py", created="2026-11-21T10:00:00Z", versions=(("torch", "2.11"),), machine="a GPU"),
-        files=archive.describe_files(str(folder)),
+        files=manifest_text.describe_files(str(folder)),
     )
     tiny_bundle.seal(folder, change(made) if change else made)
     return folder

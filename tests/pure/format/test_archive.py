@@ -11,10 +11,11 @@ import pytest
 
 from cgbundle import loader
 from cgbundle.errors import BundleError, CgbundleError
-from cgbundle.format import archive, file_names, manifest_json
+from cgbundle.format import archive, file_names, manifest_json, open_files
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
 from cgbundle.validate.manifest import check_manifest
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, manifest, write_bundle
 from tests.helpers.raising import raises
@@ -209,16 +210,16 @@ def test_files_are_described_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "b/c").write_bytes(b"abc")
     (tmp_path / "a").write_bytes(b"")
     (tmp_path / "manifest.json").write_bytes(b"x")
-    rows = archive.describe_files(str(tmp_path))
+    rows = manifest_text.describe_files(str(tmp_path))
     assert [(row.path, row.bytes) for row in rows] == [("a", 0), ("b/c", 3)]
     assert [row.sha256 for row in rows] == [hashlib.sha256(b"").hexdigest(), hashlib.sha256(b"abc").hexdigest()]
 
 
 def test_a_hash_is_taken_over_more_than_one_piece(tmp_path: Path) -> None:
     data = bytes(range(256)) * 20_000
-    assert len(data) > archive.CHUNK
+    assert len(data) > open_files.CHUNK
     (tmp_path / "big").write_bytes(data)
-    assert archive.sha256(str(tmp_path / "big")) == hashlib.sha256(data).hexdigest()
+    assert manifest_text.sha256(str(tmp_path / "big")) == hashlib.sha256(data).hexdigest()
 
 
 # --- weights and self-test ------------------------------------------------------------------------------------------------

@@ -23,6 +23,7 @@ from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
 from cgbundle.validate.manifest import check_manifest
 from cgbundle.weights.contents import OpenFile
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, write_bundle
 from tests.helpers.raising import raises
@@ -235,7 +236,7 @@ def test_no_more_than_a_few_descriptors_are_open_at_once(bundle: Path) -> None:
         data = b"%d" % index
         (bundle / "kernels" / hashlib.sha256(data).hexdigest()).write_bytes(data)
     manifest = archive.read_manifest(str(bundle))
-    tiny_bundle.seal(bundle, replace(manifest, files=archive.describe_files(str(bundle))))
+    tiny_bundle.seal(bundle, replace(manifest, files=manifest_text.describe_files(str(bundle))))
     opened, before = Archive(str(bundle)), len(os.listdir("/proc/self/fd"))
     verify.check_bundle(opened, "full")
     assert len(os.listdir("/proc/self/fd")) - before < 8

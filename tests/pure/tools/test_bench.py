@@ -19,7 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import archive, file_names, safetensors_writer
+from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.schema import Dimension, Manifest, TensorSpec
 from cgcompile.bundle import manifest_text
 from cgcompile.tools.bench import baselines
@@ -415,7 +415,7 @@ def gpu_bundle(folder: Path) -> Manifest:
         parameters=(POSITIONAL,), result={"tensor": 0},
         dimensions=(Dimension(name="batch", sizes=cuda_bundles.KEYS, pad="no", chunk=False, reason="a test"),),
         self_test=replace(bare.entries[0].self_test, compare="bits", bounds=(1e-4,), proofs=proofs),
-        files=archive.describe_files(str(folder)),
+        files=manifest_text.describe_files(str(folder)),
     )  # fmt: skip
     (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
     return manifest

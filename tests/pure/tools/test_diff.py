@@ -67,7 +67,7 @@ def changed(tmp_path: Path) -> Callable[[tiny_bundle.Change], Path]:
 def reseal(folder: Path, change: tiny_bundle.Change = lambda manifest: manifest) -> None:
     """The manifest of a bundle whose files were changed."""
     manifest = archive.read_manifest(str(folder))
-    tiny_bundle.seal(folder, change(replace(manifest, files=archive.describe_files(str(folder)))))
+    tiny_bundle.seal(folder, change(replace(manifest, files=manifest_text.describe_files(str(folder)))))
 
 
 @pytest.fixture

@@ -38,7 +38,7 @@ def write(folder: Path, tables: dict[str, bytes]) -> None:
     """The bundle with such tables, sealed again."""
     with open(folder / TABLES, "wb") as file:
         safetensors_writer.write(file, {name: ("uint8", (len(data),), lambda data=data: data) for name, data in tables.items()})
-    made = replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder)))
+    made = replace(archive.read_manifest(str(folder)), files=manifest_text.describe_files(str(folder)))
     (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(made))
 
 
