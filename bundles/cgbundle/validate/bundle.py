@@ -1,4 +1,4 @@
-"""A bundle as a whole, as far as loads of a plain one need it not: all variants and ranks, the self-test's file, strays."""
+"""A whole bundle: beside what a load checks, all variants and ranks, the file of the self-test, and files that nothing names."""
 
 from __future__ import annotations
 
