@@ -164,9 +164,15 @@ def open_program(
 
             check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
             if meeting is not None:
-                backend = _open_rank(bundle, others, device, meeting, mode, context=context, threads=threads, timeout=timeout)
+                from .program.one_rank import open_rank  # few models are over several
+
+                backend: CudaBackend = open_rank(
+                    bundle, others, device, meeting, mode, context=context, threads=threads, timeout=timeout
+                )
             elif bundle.manifest.world:
-                backend = _open_ranks(
+                from .program.ranks import open_ranks  # likewise
+
+                backend = open_ranks(
                     bundle, others, devices, mode, context=context, poison=poison, threads=threads, timeout=timeout
                 )
             else:
@@ -197,41 +203,6 @@ def _program(made: type[Program], bundle: Archive, backend: Any, on_miss: str, o
     except BaseException:
         backend.close()
         raise
-
-
-def _open_rank(
-    bundle: Archive, others: list[Archive], device: int, meeting: tuple[int, str], mode: str, *, context: ContextFuture,
-    threads: int | None, timeout: float,
-) -> CudaBackend:  # fmt: skip
-    """The backend of one rank; its bundle is added to `others`, to be closed, where it is not `bundle` itself."""
-    from .program.one_rank import OneRankBackend  # few models are over several
-    from .validate.bundle import check_rank
-
-    rank, path = meeting
-    world = bundle.manifest.world
-    assert world is not None
-    if not 0 <= rank < world.size:
-        raise CallError("ranks-refused", f"rank={rank}: the model has {world.size} ranks, 0 to {world.size - 1}")
-    if rank:
-        others.append(check_rank(bundle, rank))
-    own = others[0] if rank else bundle
-    return OneRankBackend(own, bundle, device, path, mode, context=context.take(), threads=threads, timeout=timeout)
-
-
-def _open_ranks(
-    bundle: Archive, others: list[Archive], devices: Sequence[int] | None, mode: str, *, context: ContextFuture, poison: int | None,
-    threads: int | None, timeout: float,
-) -> CudaBackend:  # fmt: skip
-    """The backend of a model over several devices; the bundles of the other ranks are added to `others`, to be closed."""
-    from .program.ranks import RanksBackend  # few models are over several
-    from .validate.bundle import check_ranks
-
-    world = bundle.manifest.world
-    assert world is not None
-    others += check_ranks(bundle)
-    chosen = range(world.size) if devices is None else devices
-    own = context.take()
-    return RanksBackend(bundle, others, chosen, mode, context=own, poison=poison, threads=threads, timeout=timeout)
 
 
 def _open_replicas(
@@ -317,7 +288,7 @@ def _check(bundle: Archive, level: str, key: Keys | None, variant: str | None, d
 
 
 def _check_once(bundle: Archive, level: str, key: Keys | None, variant: str | None, device: int) -> None:
-    from .validate.bundle import check_bundle  # imported while the context is made
+    from .validate.contents import check_loaded  # imported while the context is made
 
     if key is not None:
         from . import signatures  # late: most loads need none
@@ -327,7 +298,11 @@ def _check_once(bundle: Archive, level: str, key: Keys | None, variant: str | No
         _choose_variant(bundle, variant, device)
     if bundle.manifest.world and bundle.manifest.world.rank:
         raise CallError("ranks-refused", f"{bundle.path}: the bundle of one rank", "load the folder that its `ranks` lies in")
-    check_bundle(bundle, level if key is None else "full")
+    if key is None and level == "load":
+        return check_loaded(bundle)
+    from .validate.bundle import check_bundle  # most loads leave the weights' hashes out
+
+    check_bundle(bundle, "full")
 
 
 def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
@@ -357,9 +332,9 @@ def _check_threads(manifest: Manifest, threads: int) -> None:
 
 def _check_options(mode: str, on_miss: str, outputs: str, check: str, weights: str) -> None:
     from .call import plan as dispatch  # while the context is made
-    from .validate import bundle as verify
+    from .validate.contents import LEVELS
 
-    _check_words(verify.LEVELS, dispatch.POLICIES, mode=mode, on_miss=on_miss, outputs=outputs, check=check, weights=weights)
+    _check_words(LEVELS, dispatch.POLICIES, mode=mode, on_miss=on_miss, outputs=outputs, check=check, weights=weights)
 
 
 def _check_path(path: Any) -> None:

@@ -19,11 +19,10 @@ from typing import TYPE_CHECKING, Any
 
 from .call.outputs import View
 from .errors import BundleError, CallError, CgbundleError
-from .format import safetensors
-from .format.entries import FORWARD
-from .format.file_names import SELF_TEST, self_test_entry
+from .format import safetensors_writer
+from .format.file_names import FORWARD, SELF_TEST, self_test_entry
 from .format.safetensors import Mapped
-from .format.schema import DTYPES, Dimension, EntrySpec, Proof
+from .format.schema import DTYPES, STATE, Dimension, EntrySpec, Proof
 from .format.spans import span
 from .format.variants import variant_name
 from .loader import open_program
@@ -32,7 +31,6 @@ from .tensors import condensed
 from .tensors.comparison import describe, difference, nearest
 from .tensors.self_test_tensors import ComparedTensor, is_exact, self_test_tensors, stored
 from .tensors.self_test_tensors import inputs_of as inputs_of
-from .validate.state import STATE
 
 if TYPE_CHECKING:
     from .program.chained_calls import ChainResult
@@ -100,7 +98,7 @@ class Result:
         return nearest([(each.error, each.bound) for each in self.tensors])
 
 
-Outputs = dict[str, safetensors.Tensor]
+Outputs = dict[str, safetensors_writer.Tensor]
 """What replays gave, by the name of the self-test's tensor; `8x128/call-0/1` is output 1 of the first of several calls."""
 
 
@@ -286,7 +284,7 @@ def main(arguments: Sequence[str]) -> int:
             results = replay_self_test(program, failed=failed)
             if failed:
                 with open(file, "wb") as opened:
-                    safetensors.write(opened, failed)
+                    safetensors_writer.write(opened, failed)
             compare = {entry.name: entry.self_test.compare for entry in program.manifest.entries}
             rows = [result.plain(compare[result.entry]) for result in results]
             variant = variant_name(program.manifest.target)

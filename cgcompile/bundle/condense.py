@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cgbundle.format import file_names, safetensors
+from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import DTYPES, Manifest
 from cgbundle.tensors import condensed
@@ -40,7 +40,7 @@ def condense(stage: Path, manifest: Manifest) -> None:
         return
     stored = Mapped(str(path), path.name)
     try:
-        tensors: dict[str, safetensors.Tensor] = {
+        tensors: dict[str, safetensors_writer.Tensor] = {
             name: (row.dtype, row.shape, partial(stored.data, name)) for name, row in stored.entries.items()
         }
         candidates = [(prod(tensors[name][1]) * DTYPES[tensors[name][0]], name, bits) for name, bits in _expected(manifest)]
@@ -54,7 +54,7 @@ def condense(stage: Path, manifest: Manifest) -> None:
                 size -= taken - sum(prod(shape) * DTYPES[dtype] for dtype, shape, _ in instead.values())
         new = path.with_name(f"{path.name}.new")
         with open(new, "wb") as file:
-            safetensors.write(file, tensors)
+            safetensors_writer.write(file, tensors)
     finally:
         stored.close()
     new.replace(path)
@@ -70,7 +70,7 @@ def _expected(manifest: Manifest) -> Iterator[tuple[str, bool]]:
                     yield file_names.self_test_entry(proof.key, row.kind, row.index, entry.name), bits
 
 
-def _condensed(name: str, tensor: safetensors.Tensor, *, bits: bool) -> dict[str, safetensors.Tensor]:
+def _condensed(name: str, tensor: safetensors_writer.Tensor, *, bits: bool) -> dict[str, safetensors_writer.Tensor]:
     """What takes the place of a tensor; {} where it has to stay."""
     dtype, shape, contents = tensor
     elements, data = prod(shape), bytes(contents())

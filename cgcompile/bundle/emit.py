@@ -12,7 +12,7 @@ import torch
 from torch.export import ExportedProgram
 
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, file_names, manifest_json, schema
+from cgbundle.format import file_names, schema
 from cgbundle.format.archive import Archive
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.self_test import check_self_test
@@ -21,6 +21,7 @@ from ..errors import BuildError
 from ..export.programs import Programs
 from ..export.torch_program import save_program, without_weights
 from ..util.disk_space import size
+from . import manifest_text
 
 TRACES = ("stack_trace", "custom", "from_node")
 """What a node's metadata says of the source."""
@@ -65,9 +66,9 @@ def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
     Raises bundle-refused for what a runtime would refuse: it is read back as if a stranger had written it, within the same limits.
     """
     described = tuple(
-        [archive.describe_file(str(stage), row.path) if row.path == file_names.SELF_TEST else row for row in manifest.files]
+        [manifest_text.describe_file(str(stage), row.path) if row.path == file_names.SELF_TEST else row for row in manifest.files]
     )
-    sealed = replace(manifest, files=described or archive.describe_files(str(stage)))
+    sealed = replace(manifest, files=described or manifest_text.describe_files(str(stage)))
     try:
         _write_checked(stage, sealed)
     except BundleError as error:
@@ -76,7 +77,7 @@ def seal(stage: Path, manifest: schema.Manifest) -> schema.Manifest:
 
 
 def _write_checked(stage: Path, sealed: schema.Manifest) -> None:
-    (stage / file_names.MANIFEST).write_bytes(manifest_json.encode(sealed))
+    (stage / file_names.MANIFEST).write_bytes(manifest_text.encode(sealed))
     written = Archive(str(stage))
     verify.check_bundle(written)
     check_self_test(written)

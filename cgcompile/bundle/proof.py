@@ -10,8 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from cgbundle.format.entries import FORWARD
-from cgbundle.format.file_names import SELF_TEST
+from cgbundle.format.file_names import FORWARD, SELF_TEST
 from cgbundle.format.schema import Dimension, EntrySpec, Finding, IntKey, Manifest, Proof, SelfTest
 from cgbundle.self_test import fresh, key_text, name_key
 from cgbundle.tensors.comparison import nearest

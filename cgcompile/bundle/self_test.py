@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.format import file_names, safetensors
+from cgbundle.format import file_names, safetensors, safetensors_writer
 from cgbundle.format.schema import EntrySpec, IntKey, Manifest, Program, Value, Weight
 
 from ..model.flat_module import PREFIX, run_eager
@@ -136,7 +136,7 @@ def write_self_test(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]])
     """exam.safetensors: `8x128/input/0`, `8x128/output/0`, ..., `8x128/mutated/0`, `8x128/state/3`, `8x128/state-at/3` of entry
     `forward`, `decode/8x128/input/0`, ... of others.  `self_tests` by entry."""
     with open(path, "wb") as file:
-        safetensors.write(file, _named(self_tests))
+        safetensors_writer.write(file, _named(self_tests))
 
 
 def replace_self_tests(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest]]) -> None:
@@ -146,7 +146,7 @@ def replace_self_tests(path: Path, self_tests: Mapping[str, Sequence[KeySelfTest
     try:
         kept = {name: (row.dtype, row.shape, partial(known.data, name)) for name, row in known.entries.items()}
         with open(new, "wb") as file:
-            safetensors.write(file, {**kept, **_named(self_tests)})
+            safetensors_writer.write(file, {**kept, **_named(self_tests)})
     finally:
         known.close()
     new.replace(path)
@@ -174,9 +174,9 @@ def read_self_test(path: Path, manifest: Manifest, entry: EntrySpec, key: IntKey
         stored.close()
 
 
-def _named(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors.Tensor]:
+def _named(self_tests: Mapping[str, Sequence[KeySelfTest]]) -> dict[str, safetensors_writer.Tensor]:
     """The tensors of self-tests by their names in the file."""
-    tensors: dict[str, safetensors.Tensor] = {}
+    tensors: dict[str, safetensors_writer.Tensor] = {}
     for entry, self_test in [(entry, self_test) for entry, own in self_tests.items() for self_test in own]:
         for kind, values in (
             ("input", enumerate(self_test.inputs)),
@@ -217,5 +217,5 @@ def from_bytes(data: bytes, dtype: str) -> torch.Tensor:
     return torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
 
 
-def _stored(value: torch.Tensor) -> safetensors.Tensor:
+def _stored(value: torch.Tensor) -> safetensors_writer.Tensor:
     return dtype_name(value.dtype), tuple(value.shape), lambda: raw(value).numpy()

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, file_names, manifest_json, safetensors
+from cgbundle.format import archive, file_names, safetensors_writer
 from cgbundle.format.archive import Archive
 from cgbundle.format.safetensors import Mapped
 from cgbundle.format.schema import Manifest, SelfTest, Weight
@@ -23,6 +23,7 @@ from cgbundle.validate import bundle as verify
 from cgbundle.validate import host_code
 
 from ..errors import BuildError
+from . import manifest_text
 
 APART = (file_names.GRAPHS, file_names.HOST)
 """Folders whose files are one variant's."""
@@ -43,7 +44,7 @@ def join_variants(folders: Sequence[Path], out: Path) -> tuple[Manifest, ...]:
         for name, tensors in stored.items():
             if tensors:
                 with open(out / name, "wb") as file:
-                    safetensors.write(file, tensors)
+                    safetensors_writer.write(file, tensors)
         _write_self_test(manifests, files, out)
         variants = [
             _moved(_ordered(_renamed(manifest, renamed), manifests[0]), folder, out)
@@ -66,7 +67,7 @@ class _Files:
                 mapped = self.mapped[name] = Mapped(str(folder / name), name)
                 stack.callback(mapped.close)
 
-    def tensor(self, file: str, name: str) -> safetensors.Tensor:
+    def tensor(self, file: str, name: str) -> safetensors_writer.Tensor:
         mapped = self.mapped[file]
         row = mapped.entries[name]
         return row.dtype, row.shape, partial(mapped.data, name)
@@ -77,12 +78,12 @@ class _Files:
 
 def _shared_weights(
     manifests: Sequence[Manifest], files: Sequence[_Files]
-) -> tuple[dict[str, dict[str, safetensors.Tensor]], list[dict[str, str]]]:
+) -> tuple[dict[str, dict[str, safetensors_writer.Tensor]], list[dict[str, str]]]:
     """The tensors of the files that all variants read, and by variant the new names of weights that others hold otherwise.
 
     These are tables and constants of the build's: a weight that an update may change has the same contents in all.
     """
-    stored: dict[str, dict[str, safetensors.Tensor]] = {file_names.WEIGHTS: {}, file_names.TABLES: {}}
+    stored: dict[str, dict[str, safetensors_writer.Tensor]] = {file_names.WEIGHTS: {}, file_names.TABLES: {}}
     renamed: list[dict[str, str]] = []
     for manifest, own in zip(manifests, files, strict=True):
         frozen = {manifest.weights[row.weight].tensor for row in manifest.frozen if row.reason == "constant"}
@@ -106,7 +107,7 @@ def _shared_weights(
     return stored, renamed
 
 
-def _same(one: safetensors.Tensor, other: safetensors.Tensor) -> bool:
+def _same(one: safetensors_writer.Tensor, other: safetensors_writer.Tensor) -> bool:
     return one[:2] == other[:2] and memoryview(one[2]()) == memoryview(other[2]())
 
 
@@ -125,10 +126,10 @@ def _write_self_test(manifests: Sequence[Manifest], files: Sequence[_Files], out
                 f"build {variant_name(manifest.target)} as a bundle of its own, or with --record cross-compile",
             )
     with open(out / file_names.SELF_TEST, "wb") as file:
-        safetensors.write(file, first)
+        safetensors_writer.write(file, first)
 
 
-def _numbered(files: _Files, positions: Mapping[int, int]) -> dict[str, safetensors.Tensor]:
+def _numbered(files: _Files, positions: Mapping[int, int]) -> dict[str, safetensors_writer.Tensor]:
     """The tensors of a self-test, with the new positions of the weights in the names of state."""
     tensors = {}
     for name in files.names(file_names.SELF_TEST):
@@ -239,11 +240,11 @@ def _copy(file: Path, place: Path) -> None:
 
 def _sealed(variants: Sequence[Manifest], out: Path) -> tuple[Manifest, ...]:
     """The variants with all files of `out`, written and read back as if a stranger had written them.  Raises bundle-refused."""
-    first, described = variants[0], archive.describe_files(str(out))
+    first, described = variants[0], manifest_text.describe_files(str(out))
     options = dict(first.provenance.options) | {"target": ",".join([variant_name(variant.target) for variant in variants])}
     origin = replace(first.provenance, options=tuple(options.items()))
     sealed = tuple([replace(variant, name=first.name, provenance=origin, files=described) for variant in variants])
-    (out / file_names.MANIFEST).write_bytes(manifest_json.encode(*sealed))
+    (out / file_names.MANIFEST).write_bytes(manifest_text.encode(*sealed))
     bundle = Archive(str(out))
     try:
         verify.check_bundle(bundle, "full")

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch.export import ExportedProgram
 
-from cgbundle.format.entries import FORWARD
+from cgbundle.format.file_names import FORWARD
 from cgbundle.format.schema import Sizes, Tree
 
 from ..errors import ModelError

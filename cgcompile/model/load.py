@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from cgbundle.format.entries import FORWARD
+from cgbundle.format.file_names import FORWARD
 
 from ..errors import ModelError
 from ..util.model_file import check_arguments, check_file, kind_of, missing_attribute, missing_module, name_of, undefined

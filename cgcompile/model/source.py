@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from cgbundle.format.entries import FORWARD
+from cgbundle.format.file_names import FORWARD
 from cgbundle.format.schema import Parameter, Tree
 
 from ..errors import ModelError

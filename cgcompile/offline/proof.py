@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from cgbundle.format import file_names
-from cgbundle.format.entries import FORWARD
+from cgbundle.format.file_names import FORWARD
 from cgbundle.format.schema import Dimension, IntKey, Program, Proof, Value, Weight
 from cgbundle.self_test import key_text
 from cgcompile.bundle.recordings import Recording

@@ -11,8 +11,7 @@ from pathlib import Path
 
 import torch
 
-from cgbundle.format.schema import MEMORIES, IntKey, Weight, World
-from cgbundle.format.spans import HOST
+from cgbundle.format.schema import HOST, MEMORIES, IntKey, Weight, World
 from cgbundle.tables.module_state import Address
 from cgcompile.bundle.recordings import Function
 

@@ -10,8 +10,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from uuid import uuid4
 
-from cgbundle.format.publish import staged
-
+from ..bundle.publish import staged
 from ..errors import BuildError
 from ..util.disk_space import FULL, OUTPUT, disk_full, space_told
 

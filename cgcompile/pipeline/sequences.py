@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from cgbundle.format.entries import FORWARD
+from cgbundle.format.file_names import FORWARD
 
 from ..errors import ModelError
 from ..export.exported import Exported

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from cgbundle.errors import meant
-from cgbundle.format.entries import donating_programs
+from cgbundle.format.file_names import donating_programs
 from cgbundle.format.schema import Donation, Manifest, TensorSpec
 from cgbundle.format.size_expressions import evaluate
 

@@ -16,11 +16,10 @@ import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
 
-from cgbundle.format import file_names, safetensors
-from cgbundle.format.schema import DTYPES, FrozenWeight, Weight
+from cgbundle.format import file_names, safetensors, safetensors_writer
+from cgbundle.format.schema import DTYPES, STATE, FrozenWeight, Weight
 from cgbundle.format.spans import span
 from cgbundle.tensors.tensor import memory_order
-from cgbundle.validate.state import STATE
 
 from ..errors import ModelError
 from ..export.programs import Programs
@@ -101,7 +100,7 @@ def write_weights(path: Path, tensors: Mapping[str, torch.Tensor], placed: Itera
             shapes[tensor], stored[tensor] = (row.dtype, shape), (tensors[row.tensor], row.strides)
         rows.append(replace(row, name=row.name.removeprefix(PREFIX), tensor=tensor, zeros=zeros))
     with open(path, "wb") as file:
-        places = safetensors.write_header(file, shapes)
+        places = safetensors_writer.write_header(file, shapes)
         file.flush()
         with ThreadPoolExecutor(WRITERS) as threads:
             for _ in threads.map(lambda name: _write(file.fileno(), places[name], _in_order(*stored[name])), places):
@@ -133,11 +132,11 @@ def write_tables(path: Path, tables: Sequence[Table]) -> tuple[Weight, ...]:
         )
         for index, table in enumerate(tables)
     ]  # fmt: skip
-    stored: dict[str, safetensors.Tensor] = {
+    stored: dict[str, safetensors_writer.Tensor] = {
         row.tensor: (row.dtype, row.shape, partial(bytes, table.contents)) for row, table in zip(rows, tables, strict=True)
     }
     with open(path, "wb") as file:
-        safetensors.write(file, stored)
+        safetensors_writer.write(file, stored)
     return tuple(rows)
 
 

@@ -31,7 +31,8 @@ from cgbundle.format.archive import Archive
 from cgbundle.format.file_names import MANIFEST, SIGNATURE, SIGNATURE_BYTES, folders
 from cgbundle.format.open_files import CHUNK
 from cgbundle.format.schema import File, Manifest
-from cgbundle.validate.bundle import check_bundle, check_manifest
+from cgbundle.validate.bundle import check_bundle
+from cgbundle.validate.manifest import check_manifest
 
 from ..errors import BuildError
 from ..pipeline.destination import check_free, destination_path, link, staged_bundle

@@ -18,8 +18,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import OutputKind
 from torch.fx import GraphModule, Node
 
-from cgbundle.format.schema import DTYPES, Alias, IntKey, Program, TensorSpec, Value, Weight
-from cgbundle.format.spans import HOST
+from cgbundle.format.schema import DTYPES, HOST, Alias, IntKey, Program, TensorSpec, Value, Weight
 
 from ..errors import ModelError
 from ..export.exported import Exported

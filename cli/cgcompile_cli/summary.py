@@ -9,13 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 from cgbundle import signatures
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, file_names, manifest_json
-from cgbundle.format.entries import FORWARD, entry_named
+from cgbundle.format import archive, file_names
+from cgbundle.format.file_names import FORWARD, entry_named
 from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, EntrySpec, Manifest, Target, TensorSpec, Weight
 from cgbundle.format.size_expressions import standing, text
 from cgbundle.format.variants import variant_name
 from cgbundle.weights.update import updatable
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle.arguments import Constant, constants, nested, spelled
 from cgcompile.targets.instruction_sets import LEVELS
 
@@ -60,7 +61,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
     names, frozen = updatable(manifest)
     return {
         "path": path,
-        "bytes": manifest_json.bundle_bytes(manifest),
+        "bytes": manifest_text.bundle_bytes(manifest),
         "signature": signature(path),
         **rows[0],
         "entries": rows,
@@ -72,7 +73,7 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "donations": donations(manifest),
         "donated": {row.entry: row.bytes for row in manifest.donated},
         "load": load_lines(path, manifest),
-        "manifest": json.loads(manifest_json.encode(manifest)),
+        "manifest": json.loads(manifest_text.encode(manifest)),
     }
 
 
@@ -103,7 +104,7 @@ def plain_entry(manifest: Manifest, entry: EntrySpec) -> dict[str, Any]:
 
 def plain_programs(manifest: Manifest, entry: EntrySpec) -> list[dict[str, Any]]:
     """The programs of an entry as they are stored."""
-    entries = json.loads(manifest_json.encode(manifest))["entries"]
+    entries = json.loads(manifest_text.encode(manifest))["entries"]
     rows: list[dict[str, Any]] = next(row["programs"] for row in entries if row["name"] == entry.name)
     return rows
 
@@ -125,7 +126,7 @@ def signed(path: str) -> str:
 
 def bulk(manifest: Manifest) -> str:
     """`5 files, 1.2 MiB`."""
-    return f"{count(len(manifest.files) + 1, 'file')}, {size(manifest_json.bundle_bytes(manifest))}"
+    return f"{count(len(manifest.files) + 1, 'file')}, {size(manifest_text.bundle_bytes(manifest))}"
 
 
 def target(row: Target) -> str:
@@ -244,7 +245,7 @@ def world(manifest: Manifest) -> list[str]:
     rank, ranks = manifest.world.rank, manifest.world.size
     folders = [file_names.rank_folder(number) for number in range(1, ranks)]
     others = [sum(file.bytes for file in manifest.files if file.path.startswith(folder)) for folder in folders]
-    first = manifest_json.bundle_bytes(manifest) - sum(others)
+    first = manifest_text.bundle_bytes(manifest) - sum(others)
     rows = [f"rank {number}: {size(total)}" for number, total in enumerate([first, *others])]
     return [f"{ranks} GPUs that write to each other's memory; this is rank {rank}", *(rows if not rank else [])]
 
@@ -315,7 +316,7 @@ def files(manifest: Manifest) -> Table:
     for file in manifest.files:
         folders[file.path.rpartition("/")[0]].append(file.bytes)
     many = {folder for folder, found in folders.items() if folder and len(found) > 3}
-    rows = [(size(len(manifest_json.encode(manifest))), file_names.MANIFEST)]
+    rows = [(size(len(manifest_text.encode(manifest))), file_names.MANIFEST)]
     rows += [(size(file.bytes), file.path) for file in manifest.files if file.path.rpartition("/")[0] not in many]
     rows += [(size(sum(folders[folder])), f"{folder}/ ({count(len(folders[folder]), 'file')})") for folder in sorted(many)]
     return table((">", ""), first_rows(rows, 1))

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import cgbundle
-from cgbundle.format.entries import FORWARD
+from cgbundle.format.file_names import FORWARD
 from cgbundle.format.size_expressions import text
 from cgbundle.self_test import replay_self_test
 from cgbundle.tensors.tensor import from_bytes

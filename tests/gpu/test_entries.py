@@ -14,7 +14,7 @@ if not torch.cuda.is_available():
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgbundle.format import archive  # noqa: E402
-from cgbundle.format.entries import all_programs  # noqa: E402
+from cgbundle.format.file_names import all_programs  # noqa: E402
 from tests.gpu.helpers.hidden import built_without_gpu  # noqa: E402
 from tests.gpu.helpers.self_tests import passed  # noqa: E402
 from tests.helpers.models.entry_models import ENTRIES, SIZES, calls, check_calls, error, lanes  # noqa: E402

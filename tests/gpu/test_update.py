@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from cgbundle.format import safetensors_writer
 from tests.helpers.raising import raises
 
 torch = pytest.importorskip("torch")
@@ -20,7 +21,6 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
-from cgbundle.format import safetensors  # noqa: E402
 from cgcompile.targets.weights import row_major, stored_dtype  # noqa: E402
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ def as_file(weights: dict[str, Any], path: Path) -> Path:
 
     stored = {name: (stored_dtype(value), tuple(value.shape), contents(value)) for name, value in weights.items()}
     with open(path, "wb") as file:
-        safetensors.write(file, stored)
+        safetensors_writer.write(file, stored)
     return path
 
 

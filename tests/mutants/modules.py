@@ -11,7 +11,7 @@ PLACED = ("tests/pure/offline/test_arena.py", "tests/pure/offline/test_loops.py"
 MODULES: dict[str, tuple[str, ...]] = {
     "bundles/cgbundle/validate/bundle.py": (*VALIDATE, "tests/pure/call/test_entries.py"),
     "bundles/cgbundle/validate/recordings.py": VALIDATE,
-    "bundles/cgbundle/validate/steps.py": VALIDATE,
+    "bundles/cgbundle/validate/manifest.py": (*VALIDATE, "tests/pure/call/test_entries.py"),
     "bundles/cgbundle/validate/state.py": VALIDATE,
     "bundles/cgbundle/validate/lifetimes.py": VALIDATE,
     "bundles/cgbundle/validate/programs.py": VALIDATE,

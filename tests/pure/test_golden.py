@@ -18,13 +18,14 @@ from typer.testing import CliRunner
 import cgbundle
 from cgbundle import self_test
 from cgbundle.errors import BundleError, CgbundleError, MachineError
-from cgbundle.format import archive, file_names, manifest_json
-from cgbundle.format.entries import all_programs
+from cgbundle.format import archive, file_names
+from cgbundle.format.file_names import all_programs
 from cgbundle.format.schema import MEMORIES, VERSION, Manifest
 from cgbundle.tables.module_state import Address, decode_states
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
 from cgbundle.validate.recordings import check_module_states, check_recording
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import ConditionalNode, EmptyNode, KernelNode, MemcpyNode, MemsetNode, Recording, encode_states
 from cgcompile.targets.cuda.elf import read_cubin
@@ -119,7 +120,7 @@ def test_verify_finds_nothing(golden: Path, manifest: Manifest) -> None:
 
 def test_the_manifest_is_canonical(golden: Path, manifest: Manifest) -> None:
     assert manifest.version == int(golden.parent.name.removeprefix("v"))
-    assert manifest_json.encode(manifest) == (golden / file_names.MANIFEST).read_bytes()
+    assert manifest_text.encode(manifest) == (golden / file_names.MANIFEST).read_bytes()
 
 
 def test_every_key_was_verified_by_a_replay_or_by_interpreting_it(manifest: Manifest) -> None:
@@ -243,7 +244,7 @@ def change(path: Path, edit: Callable[[bytearray], object]) -> None:
 
 @pytest.mark.parametrize("place", FLIPS)
 def test_a_changed_byte_in_any_file_is_found(copy: Path, place: float) -> None:
-    for name in archive.list_files(str(copy)):
+    for name in manifest_text.list_files(str(copy)):
         original = (copy / name).read_bytes()
 
         def flip(data: bytearray) -> None:
@@ -261,7 +262,7 @@ def test_a_changed_byte_in_any_file_is_found(copy: Path, place: float) -> None:
 
 @pytest.mark.parametrize("left", [0, 0.5, 0.999])
 def test_a_truncated_file_is_found_before_it_is_loaded(copy: Path, left: float) -> None:
-    for name in archive.list_files(str(copy)):
+    for name in manifest_text.list_files(str(copy)):
         original = (copy / name).read_bytes()
         change(copy / name, lambda data: data.__delitem__(slice(int(left * len(data)), None)))
         assert damage(copy), name
@@ -274,7 +275,7 @@ def test_a_missing_file_and_a_stranger_are_found(copy: Path) -> None:
     (copy / "stranger").write_bytes(b"")
     assert any("stranger" in text for text in damage(copy))
     (copy / "stranger").unlink()
-    for name in archive.list_files(str(copy)):
+    for name in manifest_text.list_files(str(copy)):
         original = (copy / name).read_bytes()
         (copy / name).unlink()
         with pytest.raises(CgbundleError):
@@ -315,4 +316,4 @@ def test_another_machine_is_named_before_anything_is_loaded(copy: Path) -> None:
 
 
 def bytes_of(path: Path) -> int:
-    return sum(os.path.getsize(path / name) for name in archive.list_files(str(path)))
+    return sum(os.path.getsize(path / name) for name in manifest_text.list_files(str(path)))

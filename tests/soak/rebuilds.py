@@ -20,7 +20,7 @@ from pathlib import Path
 
 import cgbundle
 import cgcompile
-from cgbundle.format.publish import staged
+from cgcompile.bundle.publish import staged
 from tests.soak.reader import answer
 
 MODEL = """

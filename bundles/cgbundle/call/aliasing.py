@@ -11,12 +11,11 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..errors import CallError
-from ..format.schema import DTYPES, Alias, EntrySpec, Manifest, Program, Value
+from ..format.schema import DTYPES, PERSISTENT, Alias, EntrySpec, Manifest, Program, Value
 from ..format.spans import span
 from ..tensors.library import Descriptor, Library
 from ..tensors.tensor import moving
 from ..validate.state import base_of
-from ..validate.steps import PERSISTENT
 from .plan import Plan, Slices
 
 if TYPE_CHECKING:

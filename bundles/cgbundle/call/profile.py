@@ -10,7 +10,7 @@ from time import perf_counter
 from types import TracebackType
 from typing import Any, NamedTuple
 
-from ..format.entries import FORWARD
+from ..format.file_names import FORWARD
 from ..format.schema import EntrySpec, Manifest, Program, Step
 
 CALL = "call"

@@ -13,8 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ..format.file_names import SELF_TEST
-from ..format.schema import EntrySpec, Manifest
-from ..validate.state import STATE
+from ..format.schema import STATE, EntrySpec, Manifest
 from .locks import closed, during
 
 if TYPE_CHECKING:

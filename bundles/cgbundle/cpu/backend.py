@@ -14,12 +14,10 @@ from ..call.forks import forked
 from ..call.locks import ExclusiveLock, Inside, SharedLock, Turn, closed, locked
 from ..errors import MachineError
 from ..format.archive import Archive
-from ..format.entries import all_programs
-from ..format.file_names import WEIGHTS
-from ..format.schema import Target
+from ..format.file_names import WEIGHTS, all_programs
+from ..format.schema import STATE, Target
 from ..format.spans import span
 from ..validate.elf import SHARED_OBJECT, check_elf
-from ..validate.state import STATE
 from ..weights.host import HostWeights, InitialState, anonymous
 from . import libtorch
 from .host_region import INSTANCES, HostRegion, layout_of, open_region

@@ -12,9 +12,8 @@ from ..call.forks import FORKS
 from ..errors import CallError, MachineError, OutOfMemory
 from ..format.archive import Archive
 from ..format.open_files import make_calls, when_gone
-from ..format.schema import Region, Value, Weight
+from ..format.schema import STATE, Region, Value, Weight
 from ..format.spans import span
-from ..validate.state import STATE
 from ..weights.host import HostWeights
 from .libtorch import LibTorch, load_shared_object, numbers
 from .libtorch import built_with as version_of

@@ -10,8 +10,7 @@ from mmap import MADV_HUGEPAGE, MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, NamedTuple
 
 from ..errors import CgbundleError, OutOfMemory
-from ..format.schema import MEMORIES
-from ..validate.state import STATE
+from ..format.schema import MEMORIES, STATE
 from .driver import Context, check, cu, free_bytes
 from .libcuda import STREAM_NON_BLOCKING
 

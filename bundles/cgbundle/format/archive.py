@@ -27,7 +27,7 @@ from .file_names import (
     folders,
     rank_folder,
 )
-from .open_files import CHUNK, DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces, when_gone
+from .open_files import DAMAGE, FOLDER, KeptFile, copied, open_directory, open_entry, open_file, pieces, when_gone
 from .safetensors import Entry, Mapped, read_header
 from .schema import File, Manifest
 
@@ -280,32 +280,3 @@ def read_manifest(path: str) -> Manifest:
 def read(path: str, file: File) -> bytes:
     """The contents of a file of the bundle at `path`, its hash checked.  Raises file-damaged."""
     return Archive(path).contents(file)
-
-
-def sha256(path: str) -> str:
-    """Hexadecimal SHA-256 of a file, read in pieces."""
-    digest = hashlib.sha256()
-    with open(path, "rb") as file:
-        while piece := file.read(CHUNK):
-            digest.update(piece)
-    return digest.hexdigest()
-
-
-def list_files(path: str) -> list[str]:
-    """Every file below `path`, relative, with forward slashes, sorted."""
-    return sorted(
-        os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/")
-        for folder, _, names in os.walk(path)
-        for name in names
-    )
-
-
-def describe_files(path: str) -> tuple[File, ...]:
-    """The manifest's rows for everything below `path` but the manifest and its signature."""
-    return tuple([describe_file(path, name) for name in list_files(path) if name not in (MANIFEST, SIGNATURE)])
-
-
-def describe_file(path: str, name: str) -> File:
-    """The manifest's row for a file below `path`."""
-    full = os.path.join(path, name)
-    return File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full))

@@ -1,4 +1,4 @@
-"""Manifest <-> canonical JSON.
+"""Canonical JSON -> manifest.  `cgcompile/bundle/manifest_text.py` writes it.
 
 Equal manifests give equal bytes: keys sorted, no spaces, one line per field of the manifest so that `diff` reads well, fields that
 have their default left out.  The extra key `sha256` holds the hash of the whole text with that hash's own digits as zeros, so that
@@ -15,16 +15,14 @@ and fails with the path of the offending field, such as `entries[0].programs[2].
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Callable
-from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
-from math import isfinite
 from typing import Any, NoReturn
 
 from ..errors import BundleError
 from . import json_text, limits, schema
 from .json_text import brief, expected, invalid, is_sha256, name, text, whole
+from .records import defaults, members
 from .size_expressions import OPERATORS
 
 SEAL = "sha256"
@@ -35,21 +33,6 @@ VARIANTS = "variants"
 
 Decoder = Callable[[Any, str], Any]
 """From a value of JSON and its path in the manifest to the value of a record's field."""
-
-
-def bundle_bytes(manifest: schema.Manifest) -> int:
-    """Bytes of all files of a bundle, its manifest's among them."""
-    return sum(file.bytes for file in manifest.files) + len(encode(manifest))
-
-
-def encode(manifest: schema.Manifest, *others: schema.Manifest) -> bytes:
-    """Canonical JSON of a manifest, or of the variants of one, in their order: UTF-8, ending with a newline.  Raises
-    manifest-invalid for a number that JSON cannot hold."""
-    common, rests = _common([_plain(variant) for variant in (manifest, *others)])
-    plain = common | {SEAL: "0" * 64} | ({VARIANTS: rests} if others else {})
-    lines = [f"{json.dumps(field)}:{json.dumps(plain[field], sort_keys=True, separators=(',', ':'))}" for field in sorted(plain)]
-    text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
-    return text.replace(_seal("0" * 64), _seal(hashlib.sha256(text).hexdigest()))
 
 
 def decode(data: bytes) -> schema.Manifest:
@@ -74,9 +57,9 @@ class Variants:
             raise BundleError("manifest-invalid", f"manifest.json: expected an object, got {type(plain).__name__}")
         _check_version(plain)
         seal = plain.pop(SEAL, None)
-        if type(seal) is not str or not seal.isascii() or data.count(_seal(seal)) != 1:
+        if type(seal) is not str or not seal.isascii() or data.count(seal_line(seal)) != 1:
             raise BundleError("manifest-invalid", f"{SEAL}: missing")
-        if hashlib.sha256(data.replace(_seal(seal), _seal("0" * 64))).hexdigest() != seal:
+        if hashlib.sha256(data.replace(seal_line(seal), seal_line("0" * 64))).hexdigest() != seal:
             raise BundleError("manifest-invalid", "manifest.json: its SHA-256 differs from the one it states")
         rests = plain.pop(VARIANTS, None)
         if rests is not None and not (type(rests) is list and 2 <= len(rests) <= limits.VARIANTS):
@@ -94,29 +77,6 @@ class Variants:
     def targets(self) -> tuple[schema.Target, ...]:
         """The target of every variant."""
         return tuple([_record(schema.Target)(plain.get("target"), "target") for plain in self._plain])
-
-
-def _common(values: list[Any]) -> tuple[Any, list[Any]]:
-    """What values have in common, and what each has besides; `...` where that is nothing."""
-    first = values[0]
-    if len({json.dumps(value, sort_keys=True) for value in values}) == 1:  # 1, 1.0 and true are equal to Python
-        return first, [...] * len(values)
-    if all(type(value) is dict for value in values):
-        common: dict[str, Any] = {}
-        rests: list[dict[str, Any]] = [{} for _ in values]
-        for key in dict.fromkeys(key for value in values for key in value):
-            held = [key in value for value in values]
-            items = [value.get(key, ...) for value in values]
-            shared, own = _common(items) if all(held) else (..., items)
-            common |= {} if shared is ... else {key: shared}
-            for rest, item in zip(rests, own, strict=True):
-                rest |= {} if item is ... else {key: item}
-        return common, [rest or ... for rest in rests]
-    if all(type(value) is list and len(value) == len(first) and {*map(type, value)} == {dict} for value in values):
-        parts = [_common(list(items)) for items in zip(*values, strict=True)]
-        listed = [[{} if own[at] is ... else own[at] for _, own in parts] for at in range(len(values))]
-        return [common for common, _ in parts], [rest if any(rest) else ... for rest in listed]
-    return ..., list(values)
 
 
 def _joined(common: Any, rest: Any, where: str) -> Any:
@@ -141,22 +101,9 @@ def _check_version(plain: dict[str, Any]) -> None:
         raise BundleError("format-unsupported", text)
 
 
-def _seal(digest: str) -> bytes:
+def seal_line(digest: str) -> bytes:
+    """The line of the manifest's own hash, as the text has it."""
     return f'\n"{SEAL}":"{digest}"'.encode()
-
-
-def _plain(value: Any) -> Any:
-    """A value of a record as JSON."""
-    if is_dataclass(value) and not isinstance(value, type):
-        rows = [(field, getattr(value, field.name)) for field in fields(value)]
-        return {field.name: _plain(item) for field, item in rows if field.default is MISSING or item != field.default}
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    if isinstance(value, float) and not isfinite(value):
-        raise BundleError("manifest-invalid", f"the manifest cannot hold the number {value}")
-    return value
 
 
 # --- decoders, built once per process from the annotations --------------------------------------------------------
@@ -164,29 +111,29 @@ def _plain(value: Any) -> Any:
 
 @cache
 def _record(kind: type) -> Decoder:
-    members = {field.name: _annotation(str(field.type)) for field in fields(kind)}
-    defaults = {field.name: field.default for field in fields(kind) if field.default is not MISSING}
+    decoders = {field: _annotation(spelled) for field, spelled in members(kind).items()}
+    absent = defaults(kind)
 
     def decoder(value: Any, where: str) -> Any:
         if type(value) is not dict:
             raise expected(where, kind.__name__, value)
         prefix = f"{where}." if where else ""
-        if not members.keys() - defaults.keys() <= value.keys() <= members.keys():
-            _refuse_fields(value, members, defaults, prefix)
-        made = {field: members[field](item, prefix + field) for field, item in value.items()}
+        if not decoders.keys() - absent.keys() <= value.keys() <= decoders.keys():
+            _refuse_fields(value, decoders, absent, prefix)
+        made = {field: decoders[field](item, prefix + field) for field, item in value.items()}
         for field, item in made.items():
-            if field in defaults and item == defaults[field] and type(item) is type(defaults[field]):
+            if field in absent and item == absent[field] and type(item) is type(absent[field]):
                 raise BundleError("manifest-invalid", f"{prefix}{field}: has its default, and has to be left out")
         return kind(**made)
 
     return decoder
 
 
-def _refuse_fields(value: dict[str, Any], members: dict[str, Decoder], defaults: dict[str, Any], prefix: str) -> NoReturn:
-    missing = sorted(members.keys() - value.keys() - defaults.keys())
+def _refuse_fields(value: dict[str, Any], decoders: dict[str, Decoder], absent: dict[str, Any], prefix: str) -> NoReturn:
+    missing = sorted(decoders.keys() - value.keys() - absent.keys())
     if missing:
         raise BundleError("manifest-invalid", f"{prefix}{missing[0]}: missing")
-    unknown = min(value.keys() - members.keys())
+    unknown = min(value.keys() - decoders.keys())
     field = unknown[:40] if unknown.isidentifier() else repr(unknown[:40])
     raise BundleError("manifest-invalid", f"{prefix}{field}: no such field in this format version")
 

@@ -8,8 +8,9 @@ only way to say that something is absent.  `validate/` states the invariants bet
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, Literal
+
+from .records import dataclass
 
 DTYPES = {
     "float64": 8, "float32": 4, "float16": 2, "bfloat16": 2,
@@ -24,6 +25,13 @@ MEMORIES = ("weights", "state", "inputs", "arena", "host", "peer")
 """Where a value or an address may lie.  On the cpu target `host` is memory that a
 host region allocates during the call; beside a GPU it is one pinned buffer, through which values cross.  `peer` is what the ranks
 of a model exchange data through: see `World`.  Addresses alone lie there, no values."""
+
+STATE, HOST = "state", "host"
+"""The memory that holds what lasts from call to call; and that of weights which host regions beside a GPU alone read, in the mapped
+file: they are not put on the GPU."""
+
+PERSISTENT = ("weights", STATE)
+"""Memories that hold their contents from call to call: a step may read there what no step of its program wrote."""
 
 KERNEL_CODE = "code"
 """Beside MEMORIES, in a manifest's `memories`: the bytes of all kernel images, which the driver loads into memory of its own."""

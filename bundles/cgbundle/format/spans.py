@@ -5,10 +5,7 @@ from __future__ import annotations
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 
-from .schema import DTYPES, Value, Weight
-
-HOST = "host"
-"""`Weight.memory` of a weight that host regions beside a GPU alone read, in the mapped file: it is not put on the GPU."""
+from .schema import DTYPES, HOST, Value, Weight
 
 
 def span(row: Value | Weight) -> int:

@@ -22,10 +22,9 @@ from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
 from ..format.archive import Archive
-from ..format.schema import KERNEL_CODE
+from ..format.schema import KERNEL_CODE, STATE
 from ..format.spans import span
 from ..tensors.library import caller_captures
-from ..validate.state import STATE
 from .device_bundle import DeviceBundle
 from .fast_path import fast_path
 from .outputs import DeviceOutputs, HostCopies, HostOutputs

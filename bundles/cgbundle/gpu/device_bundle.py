@@ -11,12 +11,10 @@ from ..cuda.driver import Context, Relaxed, check_device, check_driver
 from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from ..cuda.modules import Modules, states
 from ..format.archive import Archive
-from ..format.entries import all_programs, donating_programs
-from ..format.file_names import KERNELS
+from ..format.file_names import KERNELS, all_programs, donating_programs
 from ..format.file_names import WEIGHTS as FILE
-from ..format.schema import Manifest
+from ..format.schema import STATE, Manifest
 from ..format.spans import span
-from ..validate.state import STATE
 from ..weights.reads import Piece
 from ..weights.upload import Upload, listed
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from ctypes import c_uint64
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from ..cuda import memory
@@ -16,10 +15,10 @@ from ..cuda.memory import HOST, Memories, Output
 from ..cuda.modules import Modules
 from ..cuda.stream_order import StreamOrder
 from ..errors import CallError
-from ..format.schema import MEMORIES, EntrySpec, Program, Step
+from ..format.records import replace
+from ..format.schema import MEMORIES, STATE, EntrySpec, Program, Step
 from ..format.spans import extent, span
 from ..tables.table import Move, Table
-from ..validate.state import STATE
 from .device_bundle import DeviceBundle
 from .outputs import DeviceOutputs, HostCopies, HostOutputs
 

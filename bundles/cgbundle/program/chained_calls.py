@@ -14,8 +14,7 @@ from typing import Any
 
 from ..call.backend import Backend
 from ..call.locks import during
-from ..format.entries import donating_programs
-from ..format.file_names import self_test_entry
+from ..format.file_names import donating_programs, self_test_entry
 from ..format.safetensors import Mapped
 from ..format.schema import DTYPES, Manifest, Value
 from ..format.spans import span

@@ -25,7 +25,7 @@ from ..cuda.libcuda import (
 )
 from ..errors import CallError, CgbundleError, MachineError, OutOfMemory
 from ..format.archive import Archive
-from ..format.entries import all_programs
+from ..format.file_names import all_programs
 from ..format.schema import World
 from ..gpu.backend import CudaBackend
 from ..tables.collectives import exchanges, params

@@ -8,12 +8,14 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import Any
 
+from ..cuda.background import ContextFuture
 from ..cuda.driver import Context, check, check_device, cu
 from ..errors import CallError
 from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
 from ..gpu.outputs import DeviceOutputs, HostOutputs
 from ..tensors.library import caller_captures
+from ..validate.bundle import check_rank
 from .exchanging import SECOND, ExchangingBackend, begin_part, check_room, create_part, export_part, import_part, map_part, reserve
 from .rendezvous import meet
 
@@ -89,3 +91,19 @@ class OneRankBackend(ExchangingBackend):
             self._failed = error
             raise
         self._check_ranks()
+
+
+def open_rank(
+    bundle: Archive, others: list[Archive], device: int, meeting: tuple[int, str], mode: str, *, context: ContextFuture,
+    threads: int | None, timeout: float,
+) -> CudaBackend:  # fmt: skip
+    """The backend of one rank; its bundle is added to `others`, to be closed, where it is not `bundle` itself."""
+    rank, path = meeting
+    world = bundle.manifest.world
+    assert world is not None
+    if not 0 <= rank < world.size:
+        raise CallError("ranks-refused", f"rank={rank}: the model has {world.size} ranks, 0 to {world.size - 1}")
+    if rank:
+        others.append(check_rank(bundle, rank))
+    own = others[0] if rank else bundle
+    return OneRankBackend(own, bundle, device, path, mode, context=context.take(), threads=threads, timeout=timeout)

@@ -14,7 +14,7 @@ from ..call.entry import Entry
 from ..call.locks import closed
 from ..call.session import Session
 from ..errors import EntryMissing
-from ..format.entries import FORWARD, missing_attribute, missing_entry
+from ..format.file_names import FORWARD, missing_attribute, missing_entry
 from ..format.schema import KERNEL_CODE, Manifest
 
 if TYPE_CHECKING:

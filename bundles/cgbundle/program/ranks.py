@@ -10,6 +10,7 @@ from typing import Any
 
 from ..call.locks import during
 from ..cuda import memory
+from ..cuda.background import ContextFuture
 from ..cuda.driver import Context, check, check_device, cu
 from ..cuda.libcuda import EVENT_DISABLE_TIMING, PEER_ENABLED_BEFORE
 from ..errors import CallError, MachineError
@@ -17,6 +18,7 @@ from ..format.archive import Archive
 from ..gpu.backend import CudaBackend
 from ..gpu.outputs import DeviceOutputs, HostOutputs
 from ..tensors.library import caller_captures
+from ..validate.bundle import check_ranks
 from .exchanging import SECOND, ExchangingBackend, begin_part, check_room, create_part, map_part, refused, reserve, within
 
 
@@ -187,3 +189,16 @@ def _event(context: Context, cleanup: ExitStack) -> Any:
         event = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
     cleanup.callback(within, context, "cuEventDestroy", event)
     return event
+
+
+def open_ranks(
+    bundle: Archive, others: list[Archive], devices: Sequence[int] | None, mode: str, *, context: ContextFuture, poison: int | None,
+    threads: int | None, timeout: float,
+) -> CudaBackend:  # fmt: skip
+    """The backend of a model over several devices; the bundles of the other ranks are added to `others`, to be closed."""
+    world = bundle.manifest.world
+    assert world is not None
+    others += check_ranks(bundle)
+    chosen = range(world.size) if devices is None else devices
+    own = context.take()
+    return RanksBackend(bundle, others, chosen, mode, context=own, poison=poison, threads=threads, timeout=timeout)

@@ -13,7 +13,7 @@ from ..call.entry import Entry
 from ..call.outputs import View
 from ..call.structure import flattener
 from ..errors import CallError
-from ..format.entries import FORWARD, missing_attribute, missing_entry
+from ..format.file_names import FORWARD, missing_attribute, missing_entry
 from ..tensors.library import library_of
 from .program import Program, update_all
 

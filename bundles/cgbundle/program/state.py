@@ -9,10 +9,9 @@ from typing import TYPE_CHECKING, Any
 
 from ..call.locks import during
 from ..errors import CallError, StateMissing, meant
-from ..format.schema import Manifest, Weight
+from ..format.schema import STATE, Manifest, Weight
 from ..tensors.library import Descriptor, Library, caller_captures, library_of
 from ..tensors.tensor import Tensor, from_bytes, is_dense, memory_order
-from ..validate.state import STATE
 
 if TYPE_CHECKING:
     from ..call.backend import Backend

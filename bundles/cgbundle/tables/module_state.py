@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
+from ..format.records import dataclass
 from ..format.schema import MEMORIES
 from .column_file import Column, Data, Layout, check_below, check_bounds, invalid, symbols, unpack
 

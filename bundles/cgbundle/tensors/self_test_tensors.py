@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from ..errors import BundleError
 from ..format.file_names import SELF_TEST, self_test_entry
+from ..format.records import dataclass
 from ..format.safetensors import Mapped
-from ..format.schema import EntrySpec, Manifest
+from ..format.schema import EntrySpec, Manifest, TensorSpec, Weight
 from .tensor import Tensor, from_bytes
 
 WAIVER = "mismatched-integers"
@@ -33,7 +32,7 @@ Source: cgcompile/transforms/near_ties.
 """
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class ComparedTensor:
     """A tensor that is compared: `kind` is output, mutated (an input) or state, `index` its position in the signature or in the
     weights."""
@@ -51,11 +50,15 @@ class ComparedTensor:
 
 def self_test_tensors(manifest: Manifest, entry: EntrySpec) -> list[ComparedTensor]:
     """The outputs, the inputs that a call changes, and the weights of memory state, in this order."""
-    found = [ComparedTensor("output", index, spec.name, spec.dtype) for index, spec in enumerate(entry.outputs)]
+    found = [_compared("output", index, spec) for index, spec in enumerate(entry.outputs)]
     mutated = [(index, entry.inputs[index]) for index in entry.mutated_inputs]
-    found += [ComparedTensor("mutated", index, spec.name, spec.dtype) for index, spec in mutated]
+    found += [_compared("mutated", index, spec) for index, spec in mutated]
     state = [(index, weight) for index, weight in enumerate(manifest.weights) if weight.memory == "state"]
-    return found + [ComparedTensor("state", index, weight.name, weight.dtype) for index, weight in state]
+    return found + [_compared("state", index, weight) for index, weight in state]
+
+
+def _compared(kind: str, index: int, row: TensorSpec | Weight) -> ComparedTensor:
+    return ComparedTensor(kind=kind, index=index, name=row.name, dtype=row.dtype)
 
 
 def is_exact(dtype: str) -> bool:

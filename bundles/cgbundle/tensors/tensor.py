@@ -1,14 +1,13 @@
-"""A tensor without a tensor library: an address, a dtype, a shape and whoever keeps the memory alive; and its way out by DLPack.
+"""A tensor without a tensor library: an address, a dtype, a shape and whoever keeps the memory alive.
 
-The runtime takes DLPack inputs apart with these, and hands them out when the caller uses neither NumPy nor torch.  Layouts of
-structures are those of dlpack.h, version 0.8 (DLManagedTensor).
+The runtime takes DLPack inputs apart with these, and hands them out when the caller uses neither NumPy nor torch.
 """
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -16,24 +15,6 @@ from ..format.schema import DTYPES
 
 CPU, CUDA, CUDA_HOST, CUDA_MANAGED = 1, 2, 3, 13
 """DLDeviceType."""
-
-CODES = {(0, 8): "int8", (0, 16): "int16", (0, 32): "int32", (0, 64): "int64", (1, 8): "uint8", (1, 16): "uint16",
-          (1, 32): "uint32", (1, 64): "uint64", (2, 16): "float16", (2, 32): "float32", (2, 64): "float64",
-          (4, 16): "bfloat16", (5, 64): "complex64", (5, 128): "complex128", (6, 8): "bool",
-          (10, 8): "float8_e4m3fn", (12, 8): "float8_e5m2"}  # fmt: skip
-_NAMES = {name: code for code, name in CODES.items()}
-
-
-class _DLTensor(ctypes.Structure):
-    _fields_ = (
-        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32), ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8), ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
-    )  # fmt: skip
-
-
-class Managed(ctypes.Structure):
-    _fields_ = (("tensor", _DLTensor), ("context", ctypes.c_void_p), ("deleter", ctypes.c_void_p))
 
 
 class Tensor:
@@ -108,7 +89,9 @@ class Tensor:
         source = self.clone() if copy else self
         numpy = sys.modules.get("numpy")
         if numpy is not None and hasattr(source, "__array_interface__"):
-            return numpy.asarray(source).__dlpack__()  # lets go in C: see `export`
+            return numpy.asarray(source).__dlpack__()  # lets go in C: see `capsules.export`
+        from .capsules import export  # few calls hand out tensors of ours
+
         owner = source.owner  # not the tensor itself, which holds the capsule
         capsule = export(source.address, source.dtype, source.shape, source.strides, owner, source.__dlpack_device__())
         source._capsule = _Kept(capsule)
@@ -130,7 +113,7 @@ class Tensor:
 
 
 class _Kept:
-    """Keeps a capsule, and lets go of it here: see `export`.  Only a tensor that is exported has one: an interrupt that
+    """Keeps a capsule, and lets go of it here: see `capsules.export`.  Only a tensor that is exported has one: an interrupt that
     comes in `__del__` is lost."""
 
     __slots__ = ("capsule",)
@@ -227,57 +210,3 @@ def _nest(flat: list[Any], shape: Sequence[int]) -> Any:
         return flat
     step = prod(shape[1:])
     return [_nest(flat[index * step : (index + 1) * step], shape[1:]) for index in range(shape[0])]
-
-
-# --- out by DLPack --------------------------------------------------------------------------------------------------
-
-_Deleter = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
-
-_api = ctypes.pythonapi
-_capsule_new = _api.PyCapsule_New
-_capsule_new.restype, _capsule_new.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p)
-
-
-def export(
-    address: int, dtype: str, shape: Sequence[int], strides: Sequence[int], owner: object, device: tuple[int, int]
-) -> object:
-    """A capsule over memory that `owner` keeps, until its consumer lets go; `device` as `__dlpack_device__` gives it.
-
-    A consumer that refuses drops the capsule with its exception set, which a callback written in Python would lose.  So a tensor
-    holds its last capsule itself and lets go in `__del__`, where Python has put exceptions aside.  NumPy, whose callbacks are
-    written in C, is preferred where the caller uses it.
-    """
-    rank = len(shape)
-    managed = Managed()
-    sizes, steps = (ctypes.c_int64 * rank)(*shape), (ctypes.c_int64 * rank)(*strides)
-    managed.tensor = _DLTensor(
-        address, *device, rank, *_NAMES[dtype], 1,
-        ctypes.cast(sizes, ctypes.POINTER(ctypes.c_int64)), ctypes.cast(steps, ctypes.POINTER(ctypes.c_int64)), 0,
-    )  # fmt: skip
-    managed.deleter = ctypes.cast(_delete, ctypes.c_void_p)
-    kept = (managed, sizes, steps, owner)
-    _api.Py_IncRef(ctypes.py_object(kept))
-    managed.context = id(kept)
-    return _capsule_new(ctypes.addressof(managed), b"dltensor", ctypes.cast(_destroy, ctypes.c_void_p).value)
-
-
-@_Deleter
-def _delete(address: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """The consumer is done: drop the reference that `export` took (after this the structure itself is gone).  While the interpreter
-    ends, modules' names are None, and nothing is dropped."""
-    if ending():
-        return
-    _api.Py_DecRef(ctypes.cast(Managed.from_address(address).context, ctypes.py_object))
-
-
-@_Deleter
-def _destroy(capsule: int, ending: Callable[[], bool] = sys.is_finalizing) -> None:
-    """The capsule dies; when nobody consumed it (it still has its first name) the tensor is released here."""
-    if ending():
-        return
-    _is_valid = _api.PyCapsule_IsValid
-    _is_valid.argtypes = (ctypes.c_void_p, ctypes.c_char_p)
-    if _is_valid(capsule, b"dltensor"):
-        pointer = _api["PyCapsule_GetPointer"]
-        pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.c_void_p, ctypes.c_char_p)
-        _delete(pointer(capsule, b"dltensor"))

@@ -1,4 +1,4 @@
-"""What the files of a bundle hold, beside its manifest: weights, recordings, host code."""
+"""What the files of a bundle hold, beside its manifest: weights, recordings, host code.  And what a load checks."""
 
 from __future__ import annotations
 
@@ -7,13 +7,40 @@ from collections.abc import Mapping, Sequence
 from ..errors import BundleError
 from ..format import file_names
 from ..format.archive import Archive
+from ..format.file_names import all_programs
 from ..format.safetensors import Entry
-from ..format.schema import MEMORIES, Weight
+from ..format.schema import MEMORIES, File, Manifest, Weight
 from ..format.spans import graph_memories
 from ..tensors.tensor import memory_order
-from . import host_code
-from .require import require
-from .state import donated_by_others
+from . import require
+from .manifest import check_manifest
+
+LEVELS = ("load", "full")
+"""How much is hashed: everything but the weights' data, or everything."""
+
+LARGE = (file_names.WEIGHTS, file_names.TABLES)
+"""What only `full` hashes."""
+
+
+def check_loaded(bundle: Archive, *, full: bool = False) -> None:
+    """What a program is made of: the manifest, its variant's files, and what they hold.  `full`: all files, and all of their
+    hashes.  Raises manifest-invalid, file-damaged, weights-invalid or table-invalid for the first invariant that does not hold."""
+    manifest = bundle.manifest
+    check_manifest(manifest)
+    for file in manifest.files if full or len(bundle.variants) == 1 else _own_files(manifest):
+        later = file.path in LARGE or file.path.startswith(file_names.RANKS)
+        bundle.check_hash(file) if full or not later else bundle.check_size(file)
+    check_weights(bundle)
+    check_host_code(bundle)
+    if manifest.target.kind == "cuda":
+        check_tables(bundle)
+
+
+def _own_files(manifest: Manifest) -> list[File]:
+    """The files of one variant of several, but for its kernel images, whose hashes are checked when they are loaded."""
+    own = {step.file for program in all_programs(manifest) for step in program.steps} | {region.file for region in manifest.regions}
+    own |= {manifest.module_state, file_names.SELF_TEST, *file_names.weight_files(manifest), *file_names.program_files(manifest)}
+    return [file for file in manifest.files if file.path in own]
 
 
 def check_weights(bundle: Archive) -> None:
@@ -43,11 +70,9 @@ def _check_tensors(file: str, entries: Mapping[str, Entry], weights: Sequence[We
 
 def check_tables(bundle: Archive) -> None:
     """Raises table-invalid unless every recording is sound and that of its program's key, and the module states are sound."""
-    from ..tables.collectives import exchanges  # late: a cpu bundle has no tables
-    from ..tables.module_state import decode_states
-    from ..tables.table import Table
-    from .lifetimes import check_overwrites, check_targets, check_untouched, writable
-    from .recordings import check_module_states, check_recording
+    from ..tables.table import Table  # late: a cpu bundle has no tables
+    from .lifetimes import check_overwrites, check_targets, check_untouched, donated_by_others, writable
+    from .recordings import PEER, check_module_states, check_recording
 
     manifest = bundle.manifest
     memories = graph_memories(manifest.memories)
@@ -60,7 +85,10 @@ def check_tables(bundle: Archive) -> None:
                 continue
             table = Table(bundle.data(step.file), step.file)
             check_recording(table, memories, images)
-            exchanges(table, manifest.world)
+            if PEER in bytes(table.relocation_memory):
+                from ..tables.collectives import exchanges  # few models are over several devices
+
+                exchanges(table, manifest.world)
             if manifest.donated:
                 check_untouched(table, donated)
             if tuple(table.key) != program.key:
@@ -69,6 +97,8 @@ def check_tables(bundle: Archive) -> None:
             check_targets(table, allowed)
             check_overwrites(program, place, table)
     if manifest.module_state:
+        from ..tables.module_state import decode_states  # few bundles have any
+
         states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
         check_module_states(states, manifest.module_state, memories, images)
         inputs = any(MEMORIES[row.target.memory] == "inputs" for state in states for row in state.relocations)
@@ -84,6 +114,8 @@ def check_host_code(bundle: Archive) -> None:
     manifest = bundle.manifest
     for index, region in enumerate(manifest.regions):
         if region.file:
+            from . import host_code  # no bundle of graphs alone needs it
+
             found, expected = host_code.read(bundle.data(region.file)), host_code.described(manifest, index)
             where = f"regions[{index}].file"
             require(found is not None, where, f"{region.file} does not say what it was built for")

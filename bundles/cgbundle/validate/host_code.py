@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import fields, is_dataclass
 from operator import attrgetter
 from typing import Any
 
+from ..format.file_names import host_regions
 from ..format.json_text import parse
+from ..format.records import is_record, members
 from ..format.schema import EntrySpec, Manifest, Value, Weight
 
 MAGIC = b"cgb-rows"
@@ -25,19 +26,12 @@ SIGNATURE = ("name", "dimensions", "inputs", "mutated_inputs", "outputs", "alias
 CONTENTS = ("zeros",)
 """Fields of rows that say what is in memory, on which code does not depend."""
 
-_WEIGHT, _VALUE = [
-    attrgetter(*[field.name for field in fields(record) if field.name not in CONTENTS]) for record in (Weight, Value)
-]
+_WEIGHT, _VALUE = [attrgetter(*[name for name in members(record) if name not in CONTENTS]) for record in (Weight, Value)]
 
 
 def _owner(manifest: Manifest, region: int) -> EntrySpec:
     """The entry whose programs run host region number `region`; the first where none does."""
     return next((entry for entry in manifest.entries if region in host_regions(entry)), manifest.entries[0])
-
-
-def host_regions(entry: EntrySpec) -> set[int]:
-    """The numbers of the host regions that an entry's programs run."""
-    return {step.region for program in entry.programs for step in program.steps if step.kind == "host"}
 
 
 def described(manifest: Manifest, region: int) -> bytes:
@@ -94,6 +88,6 @@ def _plain(value: Any) -> Any:
     """A record as the list of its fields."""
     if isinstance(value, tuple | list):
         return [_plain(item) for item in value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [_plain(getattr(value, field.name)) for field in fields(value)]
+    if is_record(value):
+        return [_plain(getattr(value, name)) for name in members(type(value))]
     return value

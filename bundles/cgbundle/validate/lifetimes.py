@@ -172,6 +172,12 @@ def check_untouched(table: Table, reserved: Spans) -> None:
             raise BundleError("table-invalid", f"{table.where}: {text}")
 
 
+def donated_by_others(manifest: Manifest, entry: str) -> Spans:
+    """The parts of memory arena in which the outputs that other entries than `entry` donate lie."""
+    rows = enumerate(manifest.donated)
+    return Spans(("arena", row.offset, row.offset + row.bytes, number) for number, row in rows if row.entry != entry)
+
+
 def _last_reads(program: Program) -> dict[int, int]:
     """By value, the last step that reads it; the number of steps for an output of the call."""
     last = {index: place for place, step in enumerate(program.steps) for index in step.inputs}

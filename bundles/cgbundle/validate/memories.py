@@ -7,14 +7,16 @@ from collections.abc import Sequence
 from itertools import pairwise
 
 from ..format.safetensors import ALIGNMENT
-from ..format.schema import KERNEL_CODE, MEMORIES, Manifest, Weight
-from ..format.spans import HOST, span
+from ..format.schema import HOST, KERNEL_CODE, MEMORIES, STATE, Manifest, Weight
+from ..format.spans import span
+from . import require
 from .programs import checked_span
-from .require import require
-from .state import STATE
 
 WORLDS = range(2, 9)
 """How many ranks there may be: as many GPUs as hosts with NVLink have."""
+
+CONSTANT, FOLDED, BAKED = "constant", "folded", "baked"
+"""Reasons for which a weight is frozen."""
 
 GRANULARITY = 2 << 20
 """Bytes in which the driver gives memory that several GPUs may write to."""
@@ -82,6 +84,19 @@ def check_computed(manifest: Manifest) -> None:
         there = manifest.target.kind == "cuda" and row.memory == "weights"
         require(there and index not in read, where, f"{row.name!r} is not read by a GPU alone")
         require(users[row.tensor] == 1, where, f"{row.tensor!r} is another weight's, too")
+
+
+def check_frozen(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless `frozen` are ascending weights, with reasons that their memories allow."""
+    positions = [row.weight for row in manifest.frozen]
+    for place, row in enumerate(manifest.frozen):
+        where = f"frozen[{place}]"
+        ascends = row.weight > (positions[place - 1] if place else -1)
+        require(ascends and row.weight < len(manifest.weights), f"{where}.weight", "is no weight, or not ascending")
+        kept = manifest.weights[row.weight].memory == STATE
+        fits = (row.reason == STATE) == kept
+        require(fits, f"{where}.reason", f"{row.reason!r} of a weight of memory {manifest.weights[row.weight].memory}")
+        require(bool(row.where) == (row.reason == BAKED), f"{where}.where", f"{row.where!r} of a weight that is {row.reason}")
 
 
 def _check_ties(weights: Sequence[Weight]) -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 
 from ..errors import BundleError
 from ..format.schema import MEMORIES
-from ..tables.collectives import PEER
 from ..tables.column_file import invalid
-from ..tables.table import KERNEL, MEMCPY, MEMSET, Table, launch_order
-from .conditionals import check_conditionals
+from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, SET_CONDITION, Table, launch_order
 
 if TYPE_CHECKING:
     from ..tables.module_state import ModuleState
+
+PEER = MEMORIES.index("peer")
 
 LAUNCH_ATTRIBUTES = {
     2: "cooperative", 4: "cluster dimension", 5: "cluster scheduling policy", 8: "priority", 9: "memory sync domain map",
@@ -56,7 +56,10 @@ def check_recording(table: Table, memories: Mapping[str, int], images: Collectio
     _check_memsets(table, sizes)
     _check_memcpys(table, sizes)
     _check_edges(table)
-    check_conditionals(table)
+    if CONDITIONAL in bytes(table.kind) or table.counts["handles"] or SET_CONDITION in table.symbols:
+        from .conditionals import check_conditionals  # few recordings have any
+
+        check_conditionals(table)
     if PEER in bytes(table.memset_memory) or PEER in bytes(table.memcpy_memory):
         raise invalid(f"{table.where}: memory", "a memset or memcpy in memory peer, which kernels alone write to")
 

@@ -1,4 +1,4 @@
-"""Every invariant of the self-test: its rows in the manifest, and the tensors in its file."""
+"""Every invariant of the tensors in the file of the self-test."""
 
 from __future__ import annotations
 
@@ -9,35 +9,8 @@ from ..errors import BundleError
 from ..format import file_names
 from ..format.archive import Archive
 from ..format.safetensors import Entry
-from ..format.schema import EntrySpec, IntKey, Manifest, Program
+from ..format.schema import STATE, EntrySpec, IntKey, Manifest, Program
 from ..tensors import condensed
-from ..tensors.self_test_tensors import NEAR_TIES, WAIVER, is_exact, self_test_tensors
-from .require import require
-from .state import STATE
-
-
-def check_self_test_rows(manifest: Manifest, entry: EntrySpec) -> None:
-    """Raises manifest-invalid unless every program has its proof and the self-test can be taken."""
-    keys = [program.key for program in entry.programs]
-    require([proof.key for proof in entry.self_test.proofs] == keys, "self_test.proofs", "do not match the programs")
-    require(1 <= entry.self_test.calls <= 16, "self_test.calls", f"{entry.self_test.calls} calls")
-    _check_bounds(manifest, entry)
-    for index, proof in enumerate(entry.self_test.proofs):
-        where = f"self_test.proofs[{index}]"
-        require(len(proof.errors) in (0, len(entry.self_test.bounds)), f"{where}.errors", "are not one per bound")
-        recorded = entry.self_test.expected == "recording"
-        require(proof.distance == 0 or recorded, f"{where}.distance", f"{proof.distance} of no recording")
-
-
-def _check_bounds(manifest: Manifest, entry: EntrySpec) -> None:
-    self_test, compared = entry.self_test, self_test_tensors(manifest, entry)
-    require(len(self_test.bounds) == len(compared), "self_test.bounds", f"{len(self_test.bounds)} for {len(compared)} tensors")
-    tied = self_test.compare == "tolerance" and any(each.rule == NEAR_TIES for each in entry.findings)
-    for index, (tensor, bound) in enumerate(zip(compared, self_test.bounds, strict=True)):
-        accepted = bound == 0 or (bound <= 1 and (WAIVER in manifest.allowed or tied))
-        require(
-            not is_exact(tensor.dtype) or accepted, f"self_test.bounds[{index}]", f"{tensor.title} has to be equal, got {bound}"
-        )
 
 
 def check_self_test(bundle: Archive) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from ..format import limits, pytree
 from ..format.schema import Dimension, EntrySpec, TensorSpec
 from ..format.size_expressions import linear, names
-from .require import require, require_whole_calls
+from . import require, require_whole_calls
 
 
 def check_signature(entry: EntrySpec) -> None:

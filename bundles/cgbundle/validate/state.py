@@ -7,13 +7,10 @@ from itertools import pairwise
 
 from ..format import limits
 from ..format.safetensors import ALIGNMENT
-from ..format.schema import DTYPES, Alias, EntrySpec, Manifest, Program, Value
-from ..format.spans import HOST, Spans, extent, layout, span
-from .require import require, require_whole_calls
-from .steps import PERSISTENT
-
-STATE = "state"
-CONSTANT, FOLDED, BAKED = "constant", "folded", "baked"
+from ..format.schema import DTYPES, HOST, PERSISTENT, STATE, Alias, EntrySpec, Manifest, Program, Value
+from ..format.spans import extent, layout, span
+from . import require, require_whole_calls
+from .lifetimes import donated_by_others
 
 
 def check_state(manifest: Manifest) -> None:
@@ -56,19 +53,6 @@ def check_changes(manifest: Manifest, entry: EntrySpec) -> None:
     )
     if any(index != manifest.random for index in changes):
         require_whole_calls(entry, "calls change state")
-
-
-def check_frozen(manifest: Manifest) -> None:
-    """Raises manifest-invalid unless `frozen` are ascending weights, with reasons that their memories allow."""
-    positions = [row.weight for row in manifest.frozen]
-    for place, row in enumerate(manifest.frozen):
-        where = f"frozen[{place}]"
-        ascends = row.weight > (positions[place - 1] if place else -1)
-        require(ascends and row.weight < len(manifest.weights), f"{where}.weight", "is no weight, or not ascending")
-        kept = manifest.weights[row.weight].memory == STATE
-        fits = (row.reason == STATE) == kept
-        require(fits, f"{where}.reason", f"{row.reason!r} of a weight of memory {manifest.weights[row.weight].memory}")
-        require(bool(row.where) == (row.reason == BAKED), f"{where}.where", f"{row.where!r} of a weight that is {row.reason}")
 
 
 def check_aliases(manifest: Manifest, entry: EntrySpec) -> None:
@@ -179,9 +163,3 @@ def _check_donated(manifest: Manifest) -> None:
                 (begin, end), (first_byte, past) = extent(value), parts[entry.name]
                 kept = not span(value) or (value.memory == "arena" and first_byte <= begin and end <= past)
                 require(kept, f"{at}programs[{place}].outputs[{output}]", "is donated, and lies outside of its entry's part")
-
-
-def donated_by_others(manifest: Manifest, entry: str) -> Spans:
-    """The parts of memory arena in which the outputs that other entries than `entry` donate lie."""
-    rows = enumerate(manifest.donated)
-    return Spans(("arena", row.offset, row.offset + row.bytes, number) for number, row in rows if row.entry != entry)

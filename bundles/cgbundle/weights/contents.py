@@ -23,7 +23,7 @@ from ..format.schema import DTYPES, Weight
 from ..tensors.dlpack import DLPack
 from ..tensors.library import Library, array_type, library_of
 from ..tensors.tensor import Tensor, dense, empty, is_dense, memory_order
-from ..validate.state import BAKED, FOLDED
+from ..validate.memories import BAKED, FOLDED
 
 INDEX = ".index.json"
 """How the name of a file ends that lists the files of a sharded checkpoint, as the Hugging Face Hub has it."""

@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..format.archive import Archive
 from ..format.file_names import WEIGHTS
 from ..format.safetensors import Mapped
-from ..format.schema import Weight
+from ..format.schema import STATE, Weight
 from ..format.spans import span
-from ..validate.state import STATE
 
 if TYPE_CHECKING:
     from .contents import Contents

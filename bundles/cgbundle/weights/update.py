@@ -7,7 +7,7 @@ from typing import Any
 
 from ..errors import CallError
 from ..format.schema import FrozenWeight, Manifest, Weight
-from ..validate.state import BAKED, CONSTANT, FOLDED
+from ..validate.memories import BAKED, CONSTANT, FOLDED
 from .contents import Contents, NamedContents, contents_of, files_of, invalid
 
 REASONS = {

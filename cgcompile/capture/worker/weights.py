@@ -9,8 +9,7 @@ from typing import Any
 import torch
 
 from cgbundle.format import safetensors
-from cgbundle.format.schema import Weight
-from cgbundle.format.spans import HOST
+from cgbundle.format.schema import HOST, Weight
 
 from ...model.flat_module import PREFIX
 from ...targets.memory_layout import tensor_bytes

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 
 from cgbundle.format import safetensors
-from cgbundle.format.schema import DTYPES, MEMORIES, Value
-from cgbundle.format.spans import HOST, span
+from cgbundle.format.schema import DTYPES, HOST, MEMORIES, Value
+from cgbundle.format.spans import span
 from cgbundle.tables.module_state import Address
 from cgcompile.bundle.recordings import ConditionalNode, EmptyNode, Function, KernelNode, MemcpyNode, MemsetNode, Recording
 

@@ -12,7 +12,7 @@ import torch
 
 from cgbundle.errors import CallError, CgbundleError
 from cgbundle.format import file_names
-from cgbundle.format.entries import FORWARD
+from cgbundle.format.file_names import FORWARD
 from cgbundle.format.schema import IntKey, Region, SelfTest, Target, Value, Weight
 
 from ...bundle.emit import describe_size

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
-from cgbundle.format.schema import Weight
-from cgbundle.format.spans import HOST
+from cgbundle.format.schema import HOST, Weight
 
 from ..memory_layout import UploadedValue, align, dense_strides, tensor_bytes
 from ..weights import stored_dtype

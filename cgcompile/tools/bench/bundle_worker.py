@@ -40,7 +40,7 @@ class BundleModel:
         self._gpu = job["target"] == "cuda"
         from cgbundle import self_test
         from cgbundle.format import file_names
-        from cgbundle.format.entries import entry_named
+        from cgbundle.format.file_names import entry_named
         from cgbundle.format.safetensors import Mapped
 
         self._spec = entry_named(self._loaded.manifest, job["entry"])

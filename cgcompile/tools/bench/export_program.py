@@ -25,7 +25,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.export.passes import move_to_device_pass
 
 from cgbundle.format import archive, file_names
-from cgbundle.format.entries import entry_named
+from cgbundle.format.file_names import entry_named
 from cgbundle.format.schema import Weight
 from cgbundle.tensors.tensor import memory_order
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from cgbundle.format.archive import Archive
-from cgbundle.format.entries import entry_named
+from cgbundle.format.file_names import entry_named
 from cgbundle.format.schema import EntrySpec, IntKey, Manifest
 from cgbundle.self_test import BITS, name_key
 from cgbundle.tensors.comparison import nearest

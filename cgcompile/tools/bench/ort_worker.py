@@ -27,7 +27,7 @@ class OnnxModel:
         self._session = onnxruntime.InferenceSession(job["onnx"], options, providers=[wanted])
         laps.mark("load")
         from cgbundle.format import archive, file_names
-        from cgbundle.format.entries import entry_named
+        from cgbundle.format.file_names import entry_named
         from cgbundle.format.safetensors import Mapped
         from cgbundle.self_test import inputs_of
 

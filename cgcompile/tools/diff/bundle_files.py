@@ -14,8 +14,8 @@ from cgbundle.format.schema import File, Manifest
 from cgbundle.format.variants import variant_name
 from cgbundle.tables.module_state import ModuleState, decode_states
 from cgbundle.tables.table import Table
-from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
+from cgbundle.validate.manifest import check_manifest
 from cgbundle.validate.self_test import check_self_test
 from cgcompile.bundle.recordings import Recording, decode
 
@@ -57,7 +57,7 @@ def open_bundle(path: str) -> BundleFiles:
 
 def _opened(path: str, bundle: Archive) -> BundleFiles:
     manifest = bundle.manifest
-    verify.check_manifest(manifest)
+    check_manifest(manifest)
     for file in manifest.files:
         bundle.check_size(file)
     return BundleFiles(path=path, bundle=bundle, manifest=manifest, files={file.path: file for file in manifest.files})

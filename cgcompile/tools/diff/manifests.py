@@ -11,7 +11,7 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from cgbundle.format import file_names
-from cgbundle.format.entries import FORWARD
+from cgbundle.format.file_names import FORWARD
 from cgbundle.format.pytree import recorded_constant
 from cgbundle.format.schema import Alias, EntrySpec, Manifest, Program, Proof, Value, Weight
 from cgbundle.tensors.tensor import dense

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cgbundle.format.entries import entry_named
+from cgbundle.format.file_names import entry_named
 from cgbundle.format.schema import EntrySpec, Manifest
 
 from ...errors import BuildError

@@ -65,7 +65,7 @@ def bench(
     cgcompile bench gpt.cgb --against eager,compile --model gpt.py
     cgcompile bench qwen.cgb --generate --model ~/models/Qwen3-0.6B
     """
-    from cgbundle.format.entries import entry_named
+    from cgbundle.format.file_names import entry_named
     from cgbundle.validate.bundle import checked_manifest
     from cgcompile.tools.bench.baselines import choose
     from cgcompile.tools.bench.measure import measure

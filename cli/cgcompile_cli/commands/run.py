@@ -78,7 +78,7 @@ def run(
     cgcompile run gpt.cgb --inputs in.safetensors --outputs out.safetensors
     """
     import cgbundle
-    from cgbundle.format.entries import entry_named
+    from cgbundle.format.file_names import entry_named
     from cgbundle.validate.bundle import checked_manifest
     from cgcompile.bundle.arguments import constants
 
@@ -257,7 +257,7 @@ def _check_outputs(path: str, as_json: bool) -> None:
 
 
 def _write(path: str, found: list[tuple[str, Tensor]]) -> None:
-    from cgbundle.format.safetensors import write
+    from cgbundle.format.safetensors_writer import write
 
     tensors = {name: (value.dtype, value.shape, value.tobytes) for name, value in found}
     if path == STDOUT:

@@ -81,7 +81,7 @@ def push(bundle: BundlePath, url: Url, force: Force = False, as_json: AsJson = F
     cgcompile push classifier.cgb s3://models/classifier.cgb
     """
     import cgcompile
-    from cgbundle.format.manifest_json import bundle_bytes
+    from cgcompile.bundle.manifest_text import bundle_bytes
 
     done = cgcompile.push(bundle, url, replace=force)
     _tell_transfer(done.place, bundle_bytes(done.manifest), done.moved, as_json)
@@ -101,7 +101,7 @@ def pull(
     goes on where it was. A signature comes along: cgcompile verify --key.
     """
     import cgcompile
-    from cgbundle.format.manifest_json import bundle_bytes
+    from cgcompile.bundle.manifest_text import bundle_bytes
 
     done = cgcompile.pull(url, out, replace=force)
     _tell_transfer(done.place, bundle_bytes(done.manifest), done.moved, as_json)

@@ -145,7 +145,7 @@ def _report(path: str, manifest: Manifest | None, damage: list[CgbundleError], a
 
 def _failures(manifest: Manifest, row: dict[str, Any]) -> list[str]:
     """`batch=8: output 1 (int64): 3 of 8 values differ, first at [2]: 17, expected 12` of every tensor that failed."""
-    from cgbundle.format.entries import entry_named
+    from cgbundle.format.file_names import entry_named
     from cgbundle.self_test import name_key
 
     key = name_key(entry_named(manifest, row["entry"]), row["key"])
@@ -153,7 +153,7 @@ def _failures(manifest: Manifest, row: dict[str, Any]) -> list[str]:
 
 
 def _row(manifest: Manifest, row: dict[str, Any]) -> tuple[str, str, str, str]:
-    from cgbundle.format.entries import entry_named
+    from cgbundle.format.file_names import entry_named
     from cgbundle.self_test import BITS, name_key
 
     from ..inspection.program_rows import bound_text

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from cgbundle.errors import BundleError
 from cgbundle.format import archive, json_text
-from cgbundle.format.entries import all_programs
+from cgbundle.format.file_names import all_programs
 from cgbundle.format.variants import variant_name
 from cgbundle.tables.table import Table as Recording
 

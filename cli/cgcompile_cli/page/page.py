@@ -12,9 +12,9 @@ import os
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cgbundle.format import manifest_json
-from cgbundle.format.entries import all_programs
+from cgbundle.format.file_names import all_programs
 from cgbundle.format.safetensors import nbytes
+from cgcompile.bundle import manifest_text
 
 from .. import summary
 from ..inspection import program_rows
@@ -108,7 +108,7 @@ def _header(manifest: Manifest, steps: Sequence[Sequence[Sequence[NodeRow]]]) ->
     facts = [
         ("int_keys", len(all_programs(manifest))),
         *([("GPUs", manifest.world.size)] if manifest.world else []),
-        ("on disk", size(manifest_json.bundle_bytes(manifest))),
+        ("on disk", size(manifest_text.bundle_bytes(manifest))),
         ("weights", size(memories.get("weights", 0))),
         *([("state", size(memories["state"]))] if memories.get("state") else []),
         *([("arena, of all sizes", size(memories["arena"]))] if memories.get("arena") else []),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from cgbundle.format.entries import FORWARD
+from cgbundle.format.file_names import FORWARD
 from cgbundle.format.spans import span
 from cgbundle.self_test import name_key
 

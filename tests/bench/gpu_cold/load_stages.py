@@ -12,7 +12,7 @@ from tests.bench.common import serving
 
 WATCHED = {
     "cgbundle.format.archive": (("read_manifest", "manifest"),),
-    "cgbundle.validate.bundle": (("check_bundle", "checks and hashes"),),
+    "cgbundle.validate.contents": (("check_loaded", "checks and hashes"),),
     "cgbundle.validate.recordings": (("check_recording", "checks of the tables"),),
     "cgbundle.cuda.background": (("ContextFuture.take", "waiting for the context"),),
     "cgbundle.cuda.driver": (("Context.__init__", "context"),),

@@ -23,7 +23,7 @@ import numpy
 
 import cgbundle
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive, file_names, safetensors
+from cgbundle.format import archive, file_names, safetensors, safetensors_writer
 from cgbundle.tensors import tensor
 
 SESSIONS = 4
@@ -133,7 +133,7 @@ def write(bundle: str, path: Path, seed: int) -> str:
     random, manifest = numpy.random.default_rng(seed), archive.read_manifest(bundle)
     frozen = {manifest.weights[row.weight].tensor for row in manifest.frozen}
     mapped = safetensors.Mapped(str(Path(bundle) / file_names.WEIGHTS), file_names.WEIGHTS)
-    made: dict[str, safetensors.Tensor] = {}
+    made: dict[str, safetensors_writer.Tensor] = {}
     for name, entry in mapped.entries.items():
         data = bytes(mapped.data(name))
         if entry.dtype in SMALL and name not in frozen:
@@ -141,7 +141,7 @@ def write(bundle: str, path: Path, seed: int) -> str:
         made[name] = (entry.dtype, entry.shape, partial(bytes, data))
     mapped.close()
     with open(path, "wb") as file:
-        safetensors.write(file, made)
+        safetensors_writer.write(file, made)
     return str(path)
 
 
@@ -161,7 +161,7 @@ def truncated(file: str) -> str:
 def misshapen(file: str) -> str:
     """A copy in which a tensor has another shape."""
     mapped = safetensors.Mapped(file, file_names.WEIGHTS)
-    tensors: dict[str, safetensors.Tensor] = {}
+    tensors: dict[str, safetensors_writer.Tensor] = {}
     for name, entry in mapped.entries.items():
         tensors[name] = (entry.dtype, entry.shape, partial(bytes, bytes(mapped.data(name))))
     mapped.close()
@@ -170,7 +170,7 @@ def misshapen(file: str) -> str:
     tensors[last] = (dtype, (*shape, 1), data)
     made = Path(f"{file}.misshapen.safetensors")
     with open(made, "wb") as out:
-        safetensors.write(out, tensors)
+        safetensors_writer.write(out, tensors)
     return str(made)
 
 

@@ -12,10 +12,11 @@ import pytest
 
 import cgbundle
 from cgbundle import self_test
-from cgbundle.format import archive, file_names, safetensors
+from cgbundle.format import archive, file_names, safetensors, safetensors_writer
 from cgbundle.format.schema import Manifest
 from cgbundle.tensors.tensor import empty
 from cgbundle.validate import host_code
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.edits import edited
 from tests.helpers.places import GOLDEN, skip_older_torch
@@ -96,7 +97,7 @@ def test_a_weight_of_another_dtype_or_larger_than_the_code_reads(tmp_path: Path,
         for row in change(archive.read_manifest(str(GOLDEN / "v1/cpu_mlp.cgb"))).weights
     }
     with open(folder / file_names.WEIGHTS, "wb") as file:
-        safetensors.write(file, stored)
+        safetensors_writer.write(file, stored)
     attach(folder, archive.read_manifest(str(folder)))
     with raises("library-refused", match=r"constant 'model_0_weight' has another dtype or size \(2048 bytes\), the bundle says"):
         cgbundle.load(folder)
@@ -145,9 +146,9 @@ def test_a_built_bundle_says_what_it_was_built_for(bundle: Path, tmp_path: Path)
         shape = (entry.shape[0], 5) if "/input/" in name else entry.shape
         stored[name] = entry.dtype, shape, lambda shape=shape: bytes(4 * shape[0] * shape[1])
     with open(tmp_path / "self-test", "wb") as file:
-        safetensors.write(file, stored)
+        safetensors_writer.write(file, stored)
     self_test_file.close()
     (tmp_path / "self-test").rename(folder / file_names.SELF_TEST)
-    tiny_bundle.seal(folder, replace(other, files=archive.describe_files(str(folder))))
+    tiny_bundle.seal(folder, replace(other, files=manifest_text.describe_files(str(folder))))
     with raises("manifest-invalid", match=r"host/model\.so was built for other calls than the manifest has"):
         cgbundle.load(folder)

@@ -23,8 +23,9 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import archive, file_names, manifest_json, safetensors
+from cgbundle.format import archive, file_names, safetensors, safetensors_writer
 from cgbundle.format.schema import DataSize, Dimension, TensorSpec
+from cgcompile.bundle import manifest_text
 from tests.helpers.places import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -43,14 +44,14 @@ def shifted(bundle: Path, folder: Path, shift: float, examined: bool = True) -> 
     _add(folder / file_names.WEIGHTS, lambda name: name == "2.bias", shift)
     if examined:
         _add(folder / file_names.SELF_TEST, lambda name: "/output/" in name, shift)
-    manifest = replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder)))
-    (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(manifest))
+    manifest = replace(archive.read_manifest(str(folder)), files=manifest_text.describe_files(str(folder)))
+    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
     return folder
 
 
 def _add(path: Path, chosen: Callable[[str], bool], shift: float) -> None:
     mapped = safetensors.Mapped(str(path), path.name)
-    tensors: dict[str, safetensors.Tensor] = {}
+    tensors: dict[str, safetensors_writer.Tensor] = {}
     for name, entry in mapped.entries.items():
         data = bytes(mapped.data(name))
         if chosen(name):
@@ -59,7 +60,7 @@ def _add(path: Path, chosen: Callable[[str], bool], shift: float) -> None:
         tensors[name] = entry.dtype, entry.shape, lambda data=data: data
     mapped.close()
     with open(path, "wb") as file:
-        safetensors.write(file, tensors)
+        safetensors_writer.write(file, tensors)
 
 
 class Folder:

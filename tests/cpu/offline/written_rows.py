@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cgbundle.format.safetensors import write
+from cgbundle.format.safetensors_writer import write
 from cgbundle.format.schema import MEMORIES, Value, Weight
 from cgbundle.tables.module_state import Address, Relocation
 from cgcompile.bundle.recordings import Edge, Function, KernelNode, Node, Recording

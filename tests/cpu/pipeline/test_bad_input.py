@@ -11,11 +11,14 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
+from cgbundle.format import safetensors_writer
+from cgcompile.bundle import manifest_text
+
 pytest.importorskip("torch")
 
 import cgbundle
 from cgbundle import errors
-from cgbundle.format import archive, file_names, manifest_json
+from cgbundle.format import archive, file_names
 from cgcompile_cli.main import app
 from tests.cpu.conftest import MODEL
 from tests.helpers.bundles.edits import edited
@@ -243,7 +246,7 @@ def test_no_bundle(command: str, folder: Path, model_file: Path) -> None:
 @pytest.mark.parametrize("command", ["inspect", "verify", "run"])
 def test_newer_format(command: str, copy: Path) -> None:
     manifest = archive.read_manifest(str(copy))
-    (copy / file_names.MANIFEST).write_bytes(manifest_json.encode(edited(manifest, version=manifest.version + 1)))
+    (copy / file_names.MANIFEST).write_bytes(manifest_text.encode(edited(manifest, version=manifest.version + 1)))
     assert "upgrade cgcompile" in refused(call(command, copy), 2)
 
 
@@ -257,7 +260,7 @@ def test_truncated_weights(copy: Path) -> None:
 
 def names(bundle: Path) -> list[str]:
     """The bundle's files, the manifest included."""
-    return archive.list_files(str(bundle))
+    return manifest_text.list_files(str(bundle))
 
 
 def test_a_flipped_byte_in_any_file(copy: Path) -> None:
@@ -310,8 +313,8 @@ def test_verify_run_fails_where_the_promise_is_broken(copy: Path) -> None:
         entry = cgbundle.format.safetensors.read_header(file, "weights")[weight.tensor]
     data[entry.begin + 3] ^= 0x80  # the sign
     (copy / file_names.WEIGHTS).write_bytes(bytes(data))
-    resealed = replace(manifest, files=archive.describe_files(str(copy)))
-    (copy / file_names.MANIFEST).write_bytes(manifest_json.encode(resealed))
+    resealed = replace(manifest, files=manifest_text.describe_files(str(copy)))
+    (copy / file_names.MANIFEST).write_bytes(manifest_text.encode(resealed))
     result = call("verify", copy, "--run")
     assert result.exit_code == 1 and "FAILED" in result.stdout and "the self-test failed for batch=1, batch=4" in result.stderr
 
@@ -332,9 +335,9 @@ def test_run_pads_inputs_of_another_size(bundle: Path, folder: Path) -> None:
 
     (spec,) = archive.read_manifest(str(bundle)).entries[0].inputs
     with open("in.safetensors", "wb") as file:
-        cgbundle.format.safetensors.write(file, {spec.name: ("float32", (3, 6), lambda: pack("18f", *range(18)))})
+        safetensors_writer.write(file, {spec.name: ("float32", (3, 6), lambda: pack("18f", *range(18)))})
     told = json.loads(call("run", bundle, "--inputs", "in.safetensors", "--json").stdout)
     assert told["outputs"][0]["shape"] == [3, 3]
     with open("in.safetensors", "wb") as file:
-        cgbundle.format.safetensors.write(file, {spec.name: ("float32", (3, 7), lambda: pack("21f", *range(21)))})
+        safetensors_writer.write(file, {spec.name: ("float32", (3, 7), lambda: pack("21f", *range(21)))})
     assert "axis 1: expected 6, got 7" in refused(call("run", bundle, "--inputs", "in.safetensors"), 2)

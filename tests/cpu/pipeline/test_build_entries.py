@@ -12,7 +12,7 @@ from torch import nn
 
 import cgcompile
 from cgbundle.format import file_names
-from cgbundle.format.entries import all_programs
+from cgbundle.format.file_names import all_programs
 from cgbundle.format.schema import Donation, Manifest
 from cgcompile.targets.cuda import host_regions
 from cgcompile.targets.cuda.donations import DonatedOutput, donated_outputs

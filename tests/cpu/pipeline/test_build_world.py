@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 import cgcompile
-from cgbundle.format import archive
 from cgbundle.format.archive import Archive
 from cgbundle.tables.collectives import exchanges
 from cgbundle.tables.table import Table
 from cgbundle.validate import bundle as verify
+from cgcompile.bundle import manifest_text
 from tests.helpers.raising import raises
 
 HERE = Path(__file__).parent
@@ -46,7 +46,7 @@ def test_every_collective_is_proved_on_all_ranks(built: Path) -> None:
 
 
 def test_a_rank_reads_its_own_weights_and_shares_the_images(built: Path) -> None:
-    files = archive.list_files(str(built))
+    files = manifest_text.list_files(str(built))
     assert {"weights.safetensors", "ranks/1/weights.safetensors", "ranks/1/manifest.json"} <= set(files)
     own, others = [{name.removeprefix(at) for name in files if name.startswith(at)} for at in ("kernels/", "ranks/1/kernels/")]
     named = {file.path for file in Archive(str(built)).rank(1).manifest.files if file.path.startswith("kernels/")}

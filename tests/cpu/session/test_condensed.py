@@ -12,6 +12,9 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from cgbundle.format import safetensors_writer
+from cgcompile.bundle import manifest_text
+
 torch = pytest.importorskip("torch")
 
 import cgcompile  # noqa: E402
@@ -61,18 +64,18 @@ def test_variants_share_a_self_test_that_is_condensed(bundle: Path, tmp_path: Pa
     assert answer["exit_code"] == 0 and answer["variant"] in built.variants, answer
 
 
-def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors.Tensor]], None]) -> Path:
+def changed(bundle: Path, folder: Path, change: Callable[[dict[str, safetensors_writer.Tensor]], None]) -> Path:
     """A copy of the bundle with another self-test."""
     copy = shutil.copytree(bundle, folder / "changed.cgb")
     stored = safetensors.Mapped(str(bundle / file_names.SELF_TEST), file_names.SELF_TEST)
-    tensors: dict[str, safetensors.Tensor] = {
+    tensors: dict[str, safetensors_writer.Tensor] = {
         name: (row.dtype, row.shape, lambda name=name: bytes(stored.data(name))) for name, row in stored.entries.items()
     }
     change(tensors)
     with open(copy / file_names.SELF_TEST, "wb") as file:
-        safetensors.write(file, tensors)
+        safetensors_writer.write(file, tensors)
     manifest = archive.read_manifest(str(copy))
-    seal(copy, replace(manifest, files=archive.describe_files(str(copy))))
+    seal(copy, replace(manifest, files=manifest_text.describe_files(str(copy))))
     return copy
 
 
@@ -88,7 +91,7 @@ def test_the_self_test_is_small_and_passes(bundle: Path) -> None:
 
 
 def test_a_wrong_expectation_is_named(bundle: Path, tmp_path: Path) -> None:
-    def change(tensors: dict[str, safetensors.Tensor]) -> None:
+    def change(tensors: dict[str, safetensors_writer.Tensor]) -> None:
         for name, part in (("-/output/0", ".samples"), ("-/state/0", ".statistics")):
             dtype, shape, contents = tensors[name + part]
             data = bytearray(contents())
@@ -106,7 +109,7 @@ def test_a_wrong_expectation_is_named(bundle: Path, tmp_path: Path) -> None:
 
 
 def test_parts_that_do_not_fit_are_refused(bundle: Path, tmp_path: Path) -> None:
-    def shorter(tensors: dict[str, safetensors.Tensor]) -> None:
+    def shorter(tensors: dict[str, safetensors_writer.Tensor]) -> None:
         dtype, (count,), contents = tensors["-/state/0.samples"]
         tensors["-/state/0.samples"] = (dtype, (count - 1,), lambda: bytes(contents())[:-4])
 

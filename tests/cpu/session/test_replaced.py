@@ -17,6 +17,7 @@ from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
 from cgbundle.format.safetensors import Mapped
 from cgbundle.program import Program
+from cgcompile.bundle import manifest_text
 from tests.helpers.places import GOLDEN, ROOT
 from tests.helpers.raising import raises
 
@@ -50,12 +51,12 @@ def passes(program: Program, origin: Path) -> bool:
 
 def overwrite(source: Path, target: Path) -> None:
     """As `cp -rf` does: the files stay the same files and get other contents."""
-    for name in archive.list_files(str(source)):
+    for name in manifest_text.list_files(str(source)):
         (target / name).parent.mkdir(exist_ok=True)
         with open(target / name, "r+b" if (target / name).exists() else "wb") as file:
             file.truncate(0)
             file.write((source / name).read_bytes())
-    for name in set(archive.list_files(str(target))) - set(archive.list_files(str(source))):
+    for name in set(manifest_text.list_files(str(target))) - set(manifest_text.list_files(str(source))):
         (target / name).unlink()
 
 
@@ -146,4 +147,4 @@ def seal(bundle: Path, *, attached: bool = False) -> None:
     manifest = archive.read_manifest(str(bundle))
     if attached:
         return tiny_bundle.finish(bundle, manifest)
-    tiny_bundle.seal(bundle, replace(manifest, files=archive.describe_files(str(bundle))))
+    tiny_bundle.seal(bundle, replace(manifest, files=manifest_text.describe_files(str(bundle))))

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import archive, file_names, manifest_json, safetensors
-from cgcompile.bundle import emit
+from cgbundle.format import archive, file_names, safetensors, safetensors_writer
+from cgcompile.bundle import emit, manifest_text
 from cgcompile.export.export import export
 from cgcompile.export.exported import Exported
 from cgcompile.export.weights import weight_tensors
@@ -65,17 +65,17 @@ def other_expectations(bundle: Path, path: Path) -> Path:
     shutil.copytree(bundle, path)
     file = path / file_names.SELF_TEST
     stored = safetensors.Mapped(str(file), file_names.SELF_TEST)
-    tensors: dict[str, safetensors.Tensor] = {}
+    tensors: dict[str, safetensors_writer.Tensor] = {}
     for name, entry in stored.entries.items():
         data = bytearray(stored.data(name))
         if name == file_names.self_test_entry((4,), "output", 0):
             data[3] ^= 0x40  # an exponent's bit of the first element
         tensors[name] = (entry.dtype, entry.shape, lambda data=data: bytes(data))
     with open(file, "wb") as target:
-        safetensors.write(target, tensors)
+        safetensors_writer.write(target, tensors)
     stored.close()
-    manifest = replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path)))
-    (path / file_names.MANIFEST).write_bytes(manifest_json.encode(manifest))
+    manifest = replace(archive.read_manifest(str(path)), files=manifest_text.describe_files(str(path)))
+    (path / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
     return path
 
 

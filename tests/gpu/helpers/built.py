@@ -13,6 +13,7 @@ from torch import nn
 import cgcompile
 from cgbundle.format import archive
 from cgbundle.format.schema import Manifest
+from cgcompile.bundle import manifest_text
 from tests.gpu.helpers.models import GPT, mlp
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.shared_builds import shared_build
@@ -83,5 +84,5 @@ def altered(bundle: Path, folder: Path, change: Callable[[Path, Manifest], Manif
     shutil.copytree(bundle, made)
     manifest = change(made, archive.read_manifest(str(made)))
     if manifest is not None:
-        tiny_bundle.seal(made, replace(manifest, files=archive.describe_files(str(made))))
+        tiny_bundle.seal(made, replace(manifest, files=manifest_text.describe_files(str(made))))
     return made

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from cgbundle.format import safetensors_writer
 from tests.helpers.places import ROOT
 
 sys.path[:0] = [str(ROOT / folder) for folder in ("bundles", ".")]
@@ -56,13 +57,13 @@ def pack(folder: Path, model: str, bundle: Path) -> None:
     shutil.copytree(bundle, target, ignore=shutil.ignore_patterns(file_names.WEIGHTS, file_names.PROGRAM))
     known = tensors_of(model)
     stored = safetensors.Mapped(str(bundle / file_names.WEIGHTS), file_names.WEIGHTS)
-    extra: dict[str, safetensors.Tensor] = {}
+    extra: dict[str, safetensors_writer.Tensor] = {}
     for row in file_names.weight_files(archive.read_manifest(str(bundle)))[file_names.WEIGHTS]:
         if row.tensor == row.name and row.name not in known:
             entry = stored.entries[row.name]
             extra[row.name] = (entry.dtype, entry.shape, partial(bytes, stored.data(row.name)))
     with open(target / EXTRA, "wb") as file:
-        safetensors.write(file, extra)
+        safetensors_writer.write(file, extra)
     (target / "carried.json").write_text(json.dumps({"model": model}))
     shutil.copy(bundle / file_names.PROGRAM, target / file_names.PROGRAM)
     print(f"{bundle.name}: {sum(f.stat().st_size for f in target.rglob('*') if f.is_file()) / 1e6:.1f} MB, {len(extra)} constants")
@@ -75,7 +76,7 @@ def fill(bundle: Path) -> bool:
     model = json.loads((bundle / "carried.json").read_text())["model"]
     known, manifest = tensors_of(model), archive.read_manifest(str(bundle))
     extra = safetensors.Mapped(str(bundle / EXTRA), EXTRA)
-    stored: dict[str, safetensors.Tensor] = {}
+    stored: dict[str, safetensors_writer.Tensor] = {}
     for row in file_names.weight_files(manifest)[file_names.WEIGHTS]:
         if row.tensor != row.name:
             continue
@@ -86,7 +87,7 @@ def fill(bundle: Path) -> bool:
             entry = extra.entries[row.name]
             stored[row.name] = (entry.dtype, entry.shape, partial(bytes, extra.data(row.name)))
     with open(bundle / file_names.WEIGHTS, "wb") as file:
-        safetensors.write(file, stored)
+        safetensors_writer.write(file, stored)
     extra.close()
     (bundle / EXTRA).unlink()
     (bundle / "carried.json").unlink()

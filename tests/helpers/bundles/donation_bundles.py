@@ -13,11 +13,11 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import safetensors
-from cgbundle.format.archive import describe_files
+from cgbundle.format import safetensors_writer
 from cgbundle.format.file_names import SELF_TEST, WEIGHTS, self_test_entry, whole_program_file
 from cgbundle.format.schema import DonatedRange, Donation, EntrySpec, Manifest, Program, Region, Step, TensorSpec, Value
 from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.manifest_text import describe_files
 from cgcompile.bundle.recordings import Function, Recording
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import ADD, ARENA_AT, INPUTS_AT, edge, launch, relocations
@@ -91,7 +91,7 @@ def write(folder: Path) -> Manifest:
     }
     for name, entries in ((WEIGHTS, {}), (SELF_TEST, given)):
         with open(folder / name, "wb") as file:
-            safetensors.write(file, entries)
+            safetensors_writer.write(file, entries)
 
     def spec(name: str) -> TensorSpec:
         return TensorSpec(name=name, dtype="float32", shape=(N,), order=(0,))

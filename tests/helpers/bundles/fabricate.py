@@ -17,8 +17,7 @@ from itertools import product
 from typing import Any
 
 from cgbundle.call.locks import ExclusiveLock, SharedLock, locked
-from cgbundle.format.entries import all_programs
-from cgbundle.format.file_names import SELF_TEST
+from cgbundle.format.file_names import SELF_TEST, all_programs
 from cgbundle.format.open_files import KeptFile
 from cgbundle.format.schema import Dimension, Manifest, Parameter, Program, Region, Step, TensorSpec, Value
 from cgbundle.format.size_expressions import evaluate

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from struct import pack
 
-from cgbundle.format import archive, file_names, manifest_json, safetensors
+from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.file_names import self_test_entry as entry
 from cgbundle.format.schema import (
     VERSION,
@@ -31,6 +31,7 @@ from cgbundle.format.schema import (
     Weight,
 )
 from cgbundle.validate import host_code
+from cgcompile.bundle import manifest_text
 
 Change = Callable[[Manifest], Manifest]
 HOST_FILE = "host/model.so"
@@ -43,12 +44,12 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
     (folder / HOST_FILE).write_bytes(b"\x7fELF, but not really\n" * 20)
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really\n" * 10)
     with open(folder / file_names.WEIGHTS, "wb") as file:
-        safetensors.write(
+        safetensors_writer.write(
             file, {"first.weight": ("float32", (2, 3), floats(range(6))), "first.bias": ("float32", (2,), floats(range(2)))}
         )
     with open(folder / file_names.SELF_TEST, "wb") as file:
-        safetensors.write(file, self_test_tensors())
-    made = replace(manifest(), files=archive.describe_files(str(folder)))
+        safetensors_writer.write(file, self_test_tensors())
+    made = replace(manifest(), files=manifest_text.describe_files(str(folder)))
     changed = change(made) if change else made
     if changed.files == made.files:
         finish(folder, changed)
@@ -60,22 +61,22 @@ def write_bundle(folder: Path, change: Change | None = None) -> Path:
 def finish(folder: Path, made: Manifest) -> None:
     """Writes the rows behind the shared objects, and the manifest with all files described."""
     host_code.attach(folder, made)
-    seal(folder, replace(made, files=archive.describe_files(str(folder))))
+    seal(folder, replace(made, files=manifest_text.describe_files(str(folder))))
 
 
 def seal(folder: Path, made: Manifest) -> None:
     """Writes the manifest as it is, sound or not."""
-    (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(made))
+    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(made))
 
 
 def floats(values: range) -> Callable[[], bytes]:
-    """The bytes of float32 numbers, as `safetensors.write` wants them."""
+    """The bytes of float32 numbers, as `safetensors_writer.write` wants them."""
     return lambda: pack(f"<{len(values)}f", *values)
 
 
-def self_test_tensors() -> dict[str, safetensors.Tensor]:
+def self_test_tensors() -> dict[str, safetensors_writer.Tensor]:
     """x and y of both sizes, under the self-test's names."""
-    made: dict[str, safetensors.Tensor] = {}
+    made: dict[str, safetensors_writer.Tensor] = {}
     for size in SIZES:
         made[entry((size,), "input", 0)] = ("float32", (size, 3), floats(range(size * 3)))
         made[entry((size,), "output", 0)] = ("float32", (size, 2), floats(range(size * 2)))

@@ -12,8 +12,9 @@ from typing import Any
 
 import pytest
 
-from cgbundle.format import archive, file_names, manifest_json, safetensors
+from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.schema import Manifest
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import donation_bundles
 from tests.helpers.bundles.donation_bundles import N, numbers, twice
 from tests.helpers.bundles.edits import edited
@@ -53,13 +54,13 @@ def write(folder: Path) -> Manifest:
             file_names.self_test_entry((), "input", 0): numbers(0),
             file_names.self_test_entry((), "output", 0): twice(numbers(0)),
         }
-        safetensors.write(file, {name: (*shape, lambda data=data: data) for name, data in named.items()})
+        safetensors_writer.write(file, {name: (*shape, lambda data=data: data) for name, data in named.items()})
     self_test = replace(whole.entries[0].self_test, bounds=(0.0,), proofs=(replace(proof(1), key=(), errors=(0.0,)),))
     made = edited(
         whole, name="twice", entries=(replace(whole.entries[0], name="forward"),), donations=(), donated=(), self_test=self_test,
-        regions=whole.regions[:1], files=archive.describe_files(str(folder)),
+        regions=whole.regions[:1], files=manifest_text.describe_files(str(folder)),
     )  # fmt: skip
-    (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(made))
+    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(made))
     return made
 
 

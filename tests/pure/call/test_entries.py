@@ -11,10 +11,12 @@ import pytest
 import cgbundle.program
 from cgbundle.errors import BundleError, CallError, EntryMissing
 from cgbundle.format import archive, file_names, limits, manifest_json
-from cgbundle.format.entries import FORWARD, all_programs
+from cgbundle.format.file_names import FORWARD, all_programs
 from cgbundle.format.schema import EntrySpec, Manifest, Region
 from cgbundle.program import Program
-from cgbundle.validate.bundle import check_bundle, check_manifest
+from cgbundle.validate.bundle import check_bundle
+from cgbundle.validate.manifest import check_manifest
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import FakeBackend, Numbers, dimension, signature, spec
@@ -147,7 +149,7 @@ def test_a_name_of_the_programs_own_is_reached_by_brackets_alone() -> None:
 
 def test_entries_are_written_and_read() -> None:
     assert [row.key for row in all_programs(THREE)] == [(4,), (8,), (1,), (4,), ()]
-    assert manifest_json.decode(manifest_json.encode(THREE)) == THREE
+    assert manifest_json.decode(manifest_text.encode(THREE)) == THREE
 
 
 def bundle() -> Manifest:
@@ -223,7 +225,7 @@ def test_entries_with_swapped_names_are_refused(tmp_path: object) -> None:
     (path / "programs").mkdir()
     (path / file_names.PROGRAM).rename(path / "programs/other.pt2")
     (path / file_names.MANIFEST).write_bytes(
-        manifest_json.encode(replace(edited(made, entries=(replace(made.entries[0], name="other"),)), files=files))
+        manifest_text.encode(replace(edited(made, entries=(replace(made.entries[0], name="other"),)), files=files))
     )
     with pytest.raises(BundleError, match="was built for other name than the manifest has"):
         check_bundle(archive.Archive(str(path)))

@@ -15,13 +15,14 @@ from hypothesis import strategies as st
 
 from cgbundle import self_test
 from cgbundle.call.mutated_inputs import apart, folds, reach, shared
-from cgbundle.format import file_names, safetensors
+from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program import Program
 from cgbundle.tables.module_state import Address
-from cgbundle.tensors.tensor import Tensor, _capsule_new, from_bytes
-from cgbundle.validate.bundle import check_manifest
+from cgbundle.tensors.capsules import _capsule_new
+from cgbundle.tensors.tensor import Tensor, from_bytes
+from cgbundle.validate.manifest import check_manifest
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import MemsetNode
 from tests.helpers.bundles import cuda_bundles
@@ -363,7 +364,7 @@ def test_the_self_test_compares_what_was_written(tmp_path: Path, stored: float, 
         for kind, values in numbers.items()
     }
     with open(tmp_path / file_names.SELF_TEST, "wb") as file:
-        safetensors.write(file, entries)
+        safetensors_writer.write(file, entries)
     backend = Writing(made, lambda key, given: [list(given[0])])
     (result,) = self_test.replay_self_test(Program(made, backend, "pad", "copy", self_test=kept_self_test(str(tmp_path))))
     assert result.exact is passes and result.passed(made.entries[0].self_test.compare) is passes

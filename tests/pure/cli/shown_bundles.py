@@ -11,8 +11,9 @@ from dataclasses import replace
 from itertools import product
 from pathlib import Path
 
-from cgbundle.format import archive, file_names, safetensors
+from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.schema import Dimension, Manifest, Program, Provenance, SelfTest, TensorSpec, Value
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, Recording
 from tests.helpers.bundles import cuda_bundles, tiny_bundle
@@ -44,7 +45,7 @@ def write(
         (folder / "graphs" / f"g0-{key[0]}x{key[1]}.bin").write_bytes(tables.encode(replace(record(image, key[0]), key=key)))
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
     with open(folder / file_names.SELF_TEST, "wb") as file:
-        safetensors.write(file, {"nothing": ("uint8", (1,), lambda: b"0")})
+        safetensors_writer.write(file, {"nothing": ("uint8", (1,), lambda: b"0")})
     made = edited(
         base,
         dimensions=(_dimension("batch", batches), _dimension("seq", seqs)),
@@ -58,7 +59,7 @@ def write(
             compare="bits", calls=1, expected="recording", bounds=(1e-5,), proofs=tuple([tiny_bundle.proof(*key) for key in keys])
         ),
         provenance=Provenance(source="m.py", created="2026-11-21T10:00:00Z", versions=(("torch", "2.11"),), machine="a GPU"),
-        files=archive.describe_files(str(folder)),
+        files=manifest_text.describe_files(str(folder)),
     )
     tiny_bundle.seal(folder, change(made) if change else made)
     return folder

@@ -14,9 +14,10 @@ from typer.testing import CliRunner, Result
 
 from cgbundle import self_test
 from cgbundle.errors import CgbundleError, OutOfMemory
-from cgbundle.format import archive, file_names
+from cgbundle.format import file_names
 from cgbundle.format.schema import VERSION, Finding, Manifest
 from cgbundle.self_test import Compared
+from cgcompile.bundle import manifest_text
 from cgcompile_cli import errors, main, output
 from cgcompile_cli import int_keys as keys
 from tests.helpers.bundles import tiny_bundle
@@ -288,8 +289,8 @@ def test_verify_wants_a_self_test_for_every_key(bundle: Path) -> None:
     tensors = tiny_bundle.self_test_tensors()
     del tensors["4/output/0"]
     with open(bundle / file_names.SELF_TEST, "wb") as file:
-        tiny_bundle.safetensors.write(file, tensors)
-    tiny_bundle.seal(bundle, replace(tiny_bundle.manifest(), files=archive.describe_files(str(bundle))))
+        tiny_bundle.safetensors_writer.write(file, tensors)
+    tiny_bundle.seal(bundle, replace(tiny_bundle.manifest(), files=manifest_text.describe_files(str(bundle))))
     result = call("verify", bundle)
     assert result.exit_code == 1 and "tensor '4/output/0' is missing" in result.stdout
 

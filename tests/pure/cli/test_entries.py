@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cgbundle.format import archive
-from cgbundle.format.entries import entry_named
+from cgbundle.format.file_names import entry_named
 from cgcompile_cli import main, summary
 from tests.helpers.places import GOLDEN
 

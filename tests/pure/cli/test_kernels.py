@@ -12,6 +12,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import KernelNode
 from cgcompile_cli import main
@@ -57,7 +58,7 @@ def counted(path: Path) -> Counter[tuple[str, str]]:
 
 def sealed(path: Path) -> Path:
     """The bundle with a manifest that describes its files as they are now."""
-    tiny_bundle.seal(path, replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path))))
+    tiny_bundle.seal(path, replace(archive.read_manifest(str(path)), files=manifest_text.describe_files(str(path))))
     return path
 
 

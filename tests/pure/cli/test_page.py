@@ -21,6 +21,7 @@ from typer.testing import CliRunner, Result
 
 from cgbundle.format import archive
 from cgbundle.format.schema import Finding, Manifest, Weight
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge
 from cgcompile_cli import main
@@ -212,7 +213,7 @@ def test_343_nodes_at_three_int_keys_take_less_than_a_megabyte(tmp_path: Path) -
     kernels = tuple([base.nodes[1 + index % 21] for index in range(343)])
     edges = tuple([Edge(source=index, target=index + 1, from_port=0, to_port=0, type=0) for index in range(342)])
     (path / name).write_bytes(tables.encode(replace(base, nodes=kernels, edges=edges)))
-    described = archive.describe_files(str(path))
+    described = manifest_text.describe_files(str(path))
     self_test = replace(entry.self_test, proofs=entry.self_test.proofs * 3)
     thrice = edited(manifest, programs=(program,) * 3, files=described, self_test=self_test)
     text = page(str(path), thrice)
@@ -272,7 +273,7 @@ def test_the_kernels_of_hostile_choices(tmp_path: Path) -> None:
     (image,) = [each.name for each in (path / "kernels").iterdir()]
     rows = [{"image": image, "symbol": "add", "configuration": EVIL, "chosen": EVIL}]
     (path / "kernels.json").write_text(json.dumps(rows))
-    tiny_bundle.seal(path, replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path))))
+    tiny_bundle.seal(path, replace(archive.read_manifest(str(path)), files=manifest_text.describe_files(str(path))))
     assert "".join(Page(made(path)).texts).count(safe(EVIL)) == 2
 
 
@@ -331,10 +332,10 @@ def test_where_a_page_cannot_go(bundle: Path, tmp_path: Path) -> None:
     assert "a directory, not a file" in refused(call("inspect", bundle, "--html", tmp_path))
     assert "no such folder" in refused(call("inspect", bundle, "--html", tmp_path / "missing" / "a.html"))
     assert "no name of a file" in refused(call("inspect", bundle, "--html", ""))
-    before = archive.list_files(str(bundle))
+    before = manifest_text.list_files(str(bundle))
     assert "inside the bundle" in refused(call("inspect", bundle, "--html", bundle / "a.html"))
     assert "inside the bundle" in refused(call("inspect", bundle, "--html", bundle / "graphs" / "a.html"))
-    assert archive.list_files(str(bundle)) == before
+    assert manifest_text.list_files(str(bundle)) == before
 
 
 def test_a_folder_that_takes_no_file_is_named_as_the_user_did(bundle: Path) -> None:

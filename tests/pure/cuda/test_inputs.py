@@ -15,11 +15,11 @@ import pytest
 
 from cgbundle.cuda import graph_executor
 from cgbundle.errors import CgbundleError
-from cgbundle.format.archive import describe_files
 from cgbundle.format.schema import Alias, Manifest
 from cgbundle.gpu import programs as binding
 from cgbundle.gpu.backend import CudaBackend
 from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.manifest_text import describe_files
 from cgcompile.bundle.recordings import MemcpyNode
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import INPUTS_AT, KEYS, RESULT, expected, inputs

@@ -21,10 +21,10 @@ from cgbundle.cuda import graph_executor
 from cgbundle.cuda.graph_executor import GraphExecutor
 from cgbundle.cuda.libcuda import answers
 from cgbundle.errors import CgbundleError, MachineError
-from cgbundle.format.archive import describe_files
 from cgbundle.format.schema import Manifest, Program
 from cgbundle.gpu.backend import CudaBackend
 from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.manifest_text import describe_files
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
 from tests.helpers.bundles.edits import edited

@@ -11,7 +11,7 @@ import pytest
 
 from cgbundle.cuda import memory
 from cgbundle.errors import CgbundleError
-from cgbundle.format import safetensors
+from cgbundle.format import safetensors_writer
 from cgbundle.format.schema import Manifest
 from cgbundle.gpu import update as of_the_gpu
 from cgbundle.gpu.backend import CudaBackend
@@ -43,7 +43,9 @@ def given(first: float) -> dict[str, Tensor]:
 def stored(folder: Path, first: float) -> Path:
     path = folder / "new.safetensors"
     with open(path, "wb") as file:
-        safetensors.write(file, {"tied": ("float32", (COUNT,), lambda: offsets(first)), "small": ("uint8", (3,), lambda: b"xyz")})
+        safetensors_writer.write(
+            file, {"tied": ("float32", (COUNT,), lambda: offsets(first)), "small": ("uint8", (3,), lambda: b"xyz")}
+        )
     return path
 
 

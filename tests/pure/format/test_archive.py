@@ -11,9 +11,11 @@ import pytest
 
 from cgbundle import loader
 from cgbundle.errors import BundleError, CgbundleError
-from cgbundle.format import archive, file_names, manifest_json
+from cgbundle.format import archive, file_names, manifest_json, open_files
 from cgbundle.validate import bundle as verify
 from cgbundle.validate import contents
+from cgbundle.validate.manifest import check_manifest
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, manifest, write_bundle
 from tests.helpers.raising import raises
@@ -80,19 +82,19 @@ def reject(bundle: Path, level: str, error: type[CgbundleError], message: str) -
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("level", verify.LEVELS)
+@pytest.mark.parametrize("level", contents.LEVELS)
 def test_a_whole_bundle_holds(bundle: Path, level: str) -> None:
     check(bundle, level)
 
 
-@pytest.mark.parametrize("level", verify.LEVELS)
+@pytest.mark.parametrize("level", contents.LEVELS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_missing_file_is_named(bundle: Path, level: str, name: str) -> None:
     (bundle / name).unlink()
     reject(bundle, level, "file-damaged", f"^{name}: missing")
 
 
-@pytest.mark.parametrize("level", verify.LEVELS)
+@pytest.mark.parametrize("level", contents.LEVELS)
 @pytest.mark.parametrize("name", FILES)
 def test_a_truncated_file_is_named_with_both_lengths(bundle: Path, level: str, name: str) -> None:
     data = (bundle / name).read_bytes()
@@ -208,16 +210,16 @@ def test_files_are_described_as_they_are(tmp_path: Path) -> None:
     (tmp_path / "b/c").write_bytes(b"abc")
     (tmp_path / "a").write_bytes(b"")
     (tmp_path / "manifest.json").write_bytes(b"x")
-    rows = archive.describe_files(str(tmp_path))
+    rows = manifest_text.describe_files(str(tmp_path))
     assert [(row.path, row.bytes) for row in rows] == [("a", 0), ("b/c", 3)]
     assert [row.sha256 for row in rows] == [hashlib.sha256(b"").hexdigest(), hashlib.sha256(b"abc").hexdigest()]
 
 
 def test_a_hash_is_taken_over_more_than_one_piece(tmp_path: Path) -> None:
     data = bytes(range(256)) * 20_000
-    assert len(data) > archive.CHUNK
+    assert len(data) > open_files.CHUNK
     (tmp_path / "big").write_bytes(data)
-    assert archive.sha256(str(tmp_path / "big")) == hashlib.sha256(data).hexdigest()
+    assert manifest_text.sha256(str(tmp_path / "big")) == hashlib.sha256(data).hexdigest()
 
 
 # --- weights and self-test ------------------------------------------------------------------------------------------------
@@ -269,4 +271,4 @@ def test_load_refuses_before_it_runs_anything(bundle: Path) -> None:
 
 def test_the_fabricated_manifest_is_sound() -> None:
     files = tuple(archive.File(path=name, bytes=0, sha256="0" * 64) for name in FILES)
-    verify.check_manifest(replace(manifest(), files=files))
+    check_manifest(replace(manifest(), files=files))

@@ -20,7 +20,10 @@ from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
 from cgbundle.format.limits import HELD_BYTES
 from cgbundle.validate import bundle as verify
+from cgbundle.validate import contents
+from cgbundle.validate.manifest import check_manifest
 from cgbundle.weights.contents import OpenFile
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.tiny_bundle import HOST_FILE, write_bundle
 from tests.helpers.raising import raises
@@ -73,7 +76,7 @@ def socket(path: Path) -> None:
 WAYS = [link_away, link_inside, loop, pipe, device, socket]
 
 
-@pytest.mark.parametrize("level", verify.LEVELS)
+@pytest.mark.parametrize("level", contents.LEVELS)
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("way", WAYS)
 def test_what_is_no_plain_file_is_refused_at_once(bundle: Path, way: Callable[[Path], None], name: str, level: str) -> None:
@@ -154,7 +157,7 @@ def test_a_bundle_that_is_replaced_while_it_is_checked_is_read_again(
 ) -> None:
     """The reader has the old manifest when the files go: it finds the new bundle, whole, and says nothing."""
     other = write_bundle(tmp_path / "other")
-    checks = verify.check_manifest
+    checks = check_manifest
     seen = []
 
     def slow(manifest: object) -> None:
@@ -165,7 +168,7 @@ def test_a_bundle_that_is_replaced_while_it_is_checked_is_read_again(
             shutil.rmtree(tmp_path / "old")
         checks(manifest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(verify, "check_manifest", slow)
+    monkeypatch.setattr(contents, "check_manifest", slow)
     with pytest.raises(CgbundleError) as caught:  # the shared object is a dummy: only then is anything refused
         loader.load(bundle)
     assert caught.value.code in ("image-invalid", "library-missing") and len(seen) == 2
@@ -233,7 +236,7 @@ def test_no_more_than_a_few_descriptors_are_open_at_once(bundle: Path) -> None:
         data = b"%d" % index
         (bundle / "kernels" / hashlib.sha256(data).hexdigest()).write_bytes(data)
     manifest = archive.read_manifest(str(bundle))
-    tiny_bundle.seal(bundle, replace(manifest, files=archive.describe_files(str(bundle))))
+    tiny_bundle.seal(bundle, replace(manifest, files=manifest_text.describe_files(str(bundle))))
     opened, before = Archive(str(bundle)), len(os.listdir("/proc/self/fd"))
     verify.check_bundle(opened, "full")
     assert len(os.listdir("/proc/self/fd")) - before < 8

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from cgbundle.format import json_text, manifest_json
 from cgbundle.format.safetensors import read_header
 from cgbundle.validate import host_code
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.raising import raises
 
@@ -73,7 +74,7 @@ def sealed(text: bytes) -> bytes:
     ],
 )
 def test_a_field_of_a_manifest_stands_once(old: bytes, new: bytes) -> None:
-    text = manifest_json.encode(manifest())
+    text = manifest_text.encode(manifest())
     assert manifest_json.decode(sealed(text)) == manifest() and text.count(old) >= 1
     with raises("manifest-invalid", match=r"manifest\.json: not JSON: '\w+' stands twice in an object"):
         manifest_json.decode(sealed(text.replace(old, new, 1)))

@@ -21,8 +21,9 @@ from cgbundle.format.schema import Manifest, Value
 from cgbundle.tables.column_file import unpack
 from cgbundle.tables.module_state import Address
 from cgbundle.tables.table import RECORDING, Table
-from cgbundle.validate.bundle import check_manifest
+from cgbundle.validate.manifest import check_manifest
 from cgbundle.validate.recordings import check_recording
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import MemcpyNode, MemsetNode, pack
 from tests.helpers.bundles.edits import OF_ENTRY, edited
@@ -157,7 +158,7 @@ HOSTILE: dict[str, tuple[Edit | tuple[str, Edit], str]] = {
 def sealed(change: Edit | tuple[str, Edit]) -> bytes:
     text, edit = change if isinstance(change, tuple) else ("", change)
     made = replace(manifest(), files=(archive.File(path="program.pt2", bytes=1, sha256="0" * 64),))
-    plain = json.loads(manifest_json.encode(made))
+    plain = json.loads(manifest_text.encode(made))
     edit(plain)
     if not text:
         return seal_plain(plain)
@@ -302,7 +303,7 @@ def large(keys: int, values: int, weights: int) -> Manifest:
 @pytest.mark.parametrize(("keys", "values", "weights"), [(400, 4, 600), (10, 60, 5000)])
 def test_what_large_models_need_is_far_below_the_limits(keys: int, values: int, weights: int) -> None:
     """A twentieth of ten thousand int_keys of four values, and a tenth of 100 int_keys of sixty with 50,000 weights."""
-    data = manifest_json.encode(large(keys, values, weights))
+    data = manifest_text.encode(large(keys, values, weights))
     assert len(data) < limits.JSON_BYTES / 20
     assert data.count(b",") + data.count(b"[") + data.count(b"{") < limits.JSON_VALUES / 20
     assert len(manifest_json.decode(data).entries[0].programs) == keys

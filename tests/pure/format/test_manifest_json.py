@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from cgbundle.errors import CgbundleError
 from cgbundle.format import limits, manifest_json, schema
 from cgbundle.format.schema import Manifest
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles.edits import OF_ENTRY, edited, located
 from tests.helpers.bundles.fabricate import seal_plain, seal_text
 from tests.helpers.bundles.tiny_bundle import manifest
@@ -70,19 +71,19 @@ manifests = values_of("Manifest").map(lambda made: replace(made, version=schema.
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 @given(manifests)
 def test_decode_inverts_encode(made: Manifest) -> None:
-    data = manifest_json.encode(made)
+    data = manifest_text.encode(made)
     assert manifest_json.decode(data) == made
-    assert manifest_json.encode(manifest_json.decode(data)) == data
+    assert manifest_text.encode(manifest_json.decode(data)) == data
 
 
 def test_equal_manifests_give_equal_bytes_whatever_the_order_of_keys() -> None:
     one = edited(manifest(), call={"a": {"x": 1, "y": 2}, "b": 3})
     other = edited(manifest(), call={"b": 3, "a": {"y": 2, "x": 1}})
-    assert manifest_json.encode(one) == manifest_json.encode(other)
+    assert manifest_text.encode(one) == manifest_text.encode(other)
 
 
 def test_every_field_of_the_manifest_has_a_line_of_its_own_in_sorted_order() -> None:
-    lines = manifest_json.encode(manifest()).decode().split("\n")
+    lines = manifest_text.encode(manifest()).decode().split("\n")
     assert (lines[0], lines[-2:]) == ("{", ["}", ""])
     names = [line.partition(":")[0].strip('"') for line in lines[1:-2]]
     made = manifest()
@@ -91,12 +92,12 @@ def test_every_field_of_the_manifest_has_a_line_of_its_own_in_sorted_order() -> 
 
 
 def test_the_bytes_are_those_that_format_md_describes() -> None:
-    data = manifest_json.encode(manifest())
+    data = manifest_text.encode(manifest())
     assert data == seal_plain(json.loads(data))
 
 
 def test_the_seal_is_the_hash_of_the_text_with_zeros_in_its_place() -> None:
-    data = manifest_json.encode(manifest())
+    data = manifest_text.encode(manifest())
     seal = json.loads(data)["sha256"]
     assert data.count(seal.encode()) == 1
     assert sha256(data.replace(seal.encode(), b"0" * 64)).hexdigest() == seal
@@ -106,7 +107,7 @@ def test_the_seal_is_the_hash_of_the_text_with_zeros_in_its_place() -> None:
 
 
 def test_every_flipped_byte_is_caught() -> None:
-    whole = manifest_json.encode(manifest())
+    whole = manifest_text.encode(manifest())
     for position in range(len(whole)):
         for bit in (position % 8, (position + 5) % 8):
             data = bytearray(whole)
@@ -116,20 +117,20 @@ def test_every_flipped_byte_is_caught() -> None:
 
 
 def test_every_truncation_is_caught() -> None:
-    whole = manifest_json.encode(manifest())
+    whole = manifest_text.encode(manifest())
     for length in range(len(whole)):
         with raises("manifest-invalid"):
             manifest_json.decode(whole[:length])
 
 
 def test_added_bytes_are_caught() -> None:
-    for data in (manifest_json.encode(manifest()) + b"\n", b" " + manifest_json.encode(manifest())):
+    for data in (manifest_text.encode(manifest()) + b"\n", b" " + manifest_text.encode(manifest())):
         with raises("manifest-invalid"):
             manifest_json.decode(data)
 
 
 def test_two_seals_are_refused() -> None:
-    data = manifest_json.encode(manifest())
+    data = manifest_text.encode(manifest())
     line = data[data.index(b'\n"sha256"') : data.index(b"\n", data.index(b'\n"sha256"') + 1)]
     with raises("manifest-invalid", match="'sha256' stands twice"):
         manifest_json.decode(data.replace(line, line + line))
@@ -137,7 +138,7 @@ def test_two_seals_are_refused() -> None:
 
 @pytest.mark.parametrize("seal", [None, 7, "", "0" * 63, "\ud800", "x\ny"])
 def test_a_seal_that_is_no_digest_is_refused(seal: object) -> None:
-    plain = json.loads(manifest_json.encode(manifest())) | {"sha256": seal}
+    plain = json.loads(manifest_text.encode(manifest())) | {"sha256": seal}
     with raises("manifest-invalid", match="sha256|SHA-256"):
         manifest_json.decode(json.dumps(plain).encode())
 
@@ -156,7 +157,7 @@ def test_a_manifest_beyond_the_limit_is_refused_unread() -> None:
 
 
 def decode_edited(edit: Callable[[dict[str, Any]], None]) -> Manifest:
-    plain = json.loads(manifest_json.encode(manifest()))
+    plain = json.loads(manifest_text.encode(manifest()))
     edit(plain)
     return manifest_json.decode(seal_plain(plain))
 
@@ -192,7 +193,7 @@ def test_what_was_written_before_version_1_is_refused_in_one_sentence(version: o
 
 
 def test_what_has_its_default_is_left_out_and_refused_where_it_stands() -> None:
-    plain = json.loads(manifest_json.encode(manifest()))
+    plain = json.loads(manifest_text.encode(manifest()))
     assert "world" not in plain and "mutated_inputs" not in plain["entries"][0]
     reject(put([], "mutated_inputs"), "mutated_inputs", "has its default, and has to be left out")
     reject(put(0, "weights", 0, "offset"), "weights[0].offset", "has its default")
@@ -270,7 +271,7 @@ def test_the_name_of_an_unknown_field_cannot_break_the_line() -> None:
 def test_a_wrong_type_names_its_path_and_both_types(edit: Callable[[Any], None], path: str, expected: str) -> None:
     if path.startswith("files"):
         with_file = replace(manifest(), files=(schema.File(path="a", bytes=0, sha256=""),))
-        plain = json.loads(manifest_json.encode(with_file))
+        plain = json.loads(manifest_text.encode(with_file))
         edit(plain)
         with raises("manifest-invalid") as caught:
             manifest_json.decode(seal_plain(plain))
@@ -290,7 +291,7 @@ def test_a_whole_number_is_a_number() -> None:
 @pytest.mark.parametrize("number", ["1e999", "-1e999", "NaN", "Infinity", "1" + "0" * 400])
 def test_a_number_that_no_float_holds_is_refused(number: str) -> None:
     """An infinite tolerance would let every self-test pass."""
-    plain = json.loads(manifest_json.encode(manifest()))
+    plain = json.loads(manifest_text.encode(manifest()))
     plain["entries"][0]["self_test"]["proofs"][0]["tolerance"] = 0.123
     text = seal_plain(plain).decode().replace("0.123", number)
     text = text.replace(json.loads(seal_plain(plain))["sha256"], "0" * 64)
@@ -300,7 +301,7 @@ def test_a_number_that_no_float_holds_is_refused(number: str) -> None:
 
 @pytest.mark.parametrize("number", ["1e999", "NaN"])
 def test_a_constant_that_no_float_holds_is_refused(number: str) -> None:
-    plain = json.loads(manifest_json.encode(manifest()))
+    plain = json.loads(manifest_text.encode(manifest()))
     plain["entries"][0]["call"] = {"call": [["x", {"value": 0.123}]]}
     text = seal_plain(plain).decode().replace("0.123", number)
     text = text.replace(json.loads(seal_plain(plain))["sha256"], "0" * 64)
@@ -311,7 +312,7 @@ def test_a_constant_that_no_float_holds_is_refused(number: str) -> None:
 def test_numbers_that_json_cannot_hold_are_refused_when_written() -> None:
     for number in (float("inf"), float("nan")):
         with raises("manifest-invalid", match="cannot hold the number"):
-            manifest_json.encode(edited(manifest(), call={"value": number}))
+            manifest_text.encode(edited(manifest(), call={"value": number}))
 
 
 @pytest.mark.parametrize("depth", [70, 200, 500, 900])

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.format import publish as publishing
-from cgbundle.format.publish import staged
+from cgcompile.bundle import publish as publishing
+from cgcompile.bundle.publish import staged
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
 
@@ -317,7 +317,7 @@ def test_no_lock_no_sweep(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 SECOND = """
 import sys
 from pathlib import Path
-from cgbundle.format.publish import staged
+from cgcompile.bundle.publish import staged
 with staged(Path(sys.argv[1]), replace=True):
     pass
 """
@@ -409,7 +409,7 @@ def test_a_failed_second_rename_puts_the_old_bundle_back(tmp_path: Path) -> None
 CHILD = """
 import os, signal, sys
 from pathlib import Path
-from cgbundle.format import publish
+from cgcompile.bundle import publish
 
 moment, destination, replace, exchanges = sys.argv[1], Path(sys.argv[2]), sys.argv[3] == "replace", sys.argv[4] == "in one step"
 

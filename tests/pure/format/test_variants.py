@@ -11,9 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cgbundle.format import limits
-from cgbundle.format.manifest_json import Variants, _common, _joined, decode, encode
+from cgbundle.format.manifest_json import Variants, _joined, decode
 from cgbundle.format.schema import Manifest, Target
 from cgbundle.format.variants import check_variants, fitting_variant, named_variant, variant_name
+from cgcompile.bundle.manifest_text import _common, encode
 from tests.helpers.bundles.fabricate import seal_plain
 from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.raising import raises

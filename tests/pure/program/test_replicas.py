@@ -14,14 +14,14 @@ import pytest
 
 import cgbundle
 from cgbundle.errors import CgbundleError
-from cgbundle.format import safetensors
-from cgbundle.format.archive import describe_files
+from cgbundle.format import safetensors_writer
 from cgbundle.format.file_names import PROGRAM, SELF_TEST, self_test_entry
 from cgbundle.format.schema import Dimension, Manifest, SelfTest, TensorSpec
 from cgbundle.gpu.backend import CudaBackend
 from cgbundle.program.program import Program
 from cgbundle.program.replicas import Replicas
 from cgbundle.tensors.tensor import Tensor, from_bytes
+from cgcompile.bundle.manifest_text import describe_files
 from tests.helpers.bundles import cuda_bundles, state_bundles
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, expected, inputs
@@ -59,7 +59,7 @@ def write(folder: Path) -> Manifest:
         for kind, data in (("input", inputs(key)), ("output", expected(inputs(key)))):
             contents[self_test_entry((key,), kind, 0)] = ("float32", (key, FLOATS), partial(bytes, data))
     with open(folder / SELF_TEST, "wb") as file:
-        safetensors.write(file, contents)
+        safetensors_writer.write(file, contents)
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", FLOATS), order=(0, 1))
     made = edited(
         made,

@@ -16,7 +16,8 @@ import abc, ctypes, os, sys
 from cgbundle.format.archive import Archive
 from cgbundle.format.open_files import KeptFile
 from cgbundle.weights.contents import OpenFile
-from cgbundle.tensors.tensor import Tensor, empty, export
+from cgbundle.tensors.capsules import export
+from cgbundle.tensors.tensor import Tensor, empty
 
 folder = sys.argv[1]
 own = empty("float32", (4,))

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cgbundle.format.schema import DTYPES
-from cgbundle.tensors import dlpack, tensor
+from cgbundle.tensors import capsules, dlpack, tensor
 from cgbundle.tensors.tensor import Tensor
 from tests.helpers.places import ROOT
 from tests.helpers.raising import raises
@@ -483,7 +483,7 @@ def test_a_device_that_is_neither_cpu_nor_cuda_is_refused() -> None:
 @pytest.mark.parametrize("field", ["lanes", "bits", "code"])
 def test_an_unknown_dlpack_dtype_is_refused(field: str) -> None:
     made = tensor.empty("float32", (2,))
-    capsule = tensor.export(made.address, made.dtype, made.shape, made.strides, made.owner, (dlpack.CPU, 0))
+    capsule = capsules.export(made.address, made.dtype, made.shape, made.strides, made.owner, (dlpack.CPU, 0))
     managed = dlpack.Managed.from_address(dlpack._capsule_pointer(capsule, b"dltensor"))
     setattr(managed.tensor, field, 9)
     with raises("input-kind", match=r"^input 'x': DLPack dtype \(code \d+, \d+ bits, \d+ lanes\) is not supported"):

@@ -19,8 +19,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import archive, file_names, manifest_json, safetensors
+from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.schema import Dimension, Manifest, TensorSpec
+from cgcompile.bundle import manifest_text
 from cgcompile.tools.bench import baselines
 from cgcompile.tools.bench.bundle_worker import BundleModel
 from cgcompile.tools.bench.measure import some
@@ -399,13 +400,13 @@ class TimedDriver(FakeDriver):
 def gpu_bundle(folder: Path) -> Manifest:
     """A whole bundle of the fake driver's kernels: y[batch, FLOATS] of x[batch, FLOATS]."""
     bare = cuda_bundles.write(folder, b"an image")
-    self_test: dict[str, safetensors.Tensor] = {}
+    self_test: dict[str, safetensors_writer.Tensor] = {}
     for size in cuda_bundles.KEYS:
         given = cuda_bundles.inputs(size)
         for kind, values in (("input", given), ("output", cuda_bundles.expected(given))):
             self_test[file_names.self_test_entry((size,), kind, 0)] = ("float32", (size, cuda_bundles.FLOATS), values.tobytes)
     with open(folder / file_names.SELF_TEST, "wb") as file:
-        safetensors.write(file, self_test)
+        safetensors_writer.write(file, self_test)
     (folder / file_names.PROGRAM).write_bytes(b"PK, but not really")
     spec = TensorSpec(name="x", dtype="float32", shape=("batch", cuda_bundles.FLOATS), order=(0, 1))
     proofs = tuple([proof(size, tolerance=1e-4) for size in cuda_bundles.KEYS])
@@ -414,9 +415,9 @@ def gpu_bundle(folder: Path) -> Manifest:
         parameters=(POSITIONAL,), result={"tensor": 0},
         dimensions=(Dimension(name="batch", sizes=cuda_bundles.KEYS, pad="no", chunk=False, reason="a test"),),
         self_test=replace(bare.entries[0].self_test, compare="bits", bounds=(1e-4,), proofs=proofs),
-        files=archive.describe_files(str(folder)),
+        files=manifest_text.describe_files(str(folder)),
     )  # fmt: skip
-    (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(manifest))
+    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(manifest))
     return manifest
 
 

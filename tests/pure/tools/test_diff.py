@@ -18,9 +18,10 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner, Result
 
 from cgbundle.errors import CgbundleError
-from cgbundle.format import archive, file_names, manifest_json, safetensors
+from cgbundle.format import archive, file_names, manifest_json, safetensors_writer
 from cgbundle.format.schema import VERSION, Alias, File, Finding, Manifest, Proof, Weight
 from cgbundle.tables.module_state import Address, Relocation
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import Edge, Function, KernelNode, MemsetNode, Recording, encode_states
 from cgcompile.tools.diff import contents, manifests, recordings
@@ -66,7 +67,7 @@ def changed(tmp_path: Path) -> Callable[[tiny_bundle.Change], Path]:
 def reseal(folder: Path, change: tiny_bundle.Change = lambda manifest: manifest) -> None:
     """The manifest of a bundle whose files were changed."""
     manifest = archive.read_manifest(str(folder))
-    tiny_bundle.seal(folder, change(replace(manifest, files=archive.describe_files(str(folder)))))
+    tiny_bundle.seal(folder, change(replace(manifest, files=manifest_text.describe_files(str(folder)))))
 
 
 @pytest.fixture
@@ -180,7 +181,7 @@ def _uncounted(path: tuple[Any, ...]) -> bool:
 @pytest.mark.parametrize("golden", [*GOLDENS, None], ids=lambda path: f"{path.parent.name}/{path.stem}" if path else "newest")
 def test_everything_else_in_a_manifest_counts(golden: Path | None) -> None:
     manifest = archive.read_manifest(str(golden)) if golden else full()
-    plain = json.loads(manifest_json.encode(manifest))
+    plain = json.loads(manifest_text.encode(manifest))
     paths = [path for path in _leaves(plain) if not _uncounted(path)]
     tried = 0
     for path in paths:
@@ -356,9 +357,9 @@ def test_another_order_is_told() -> None:
 # --- tensors and files ------------------------------------------------------------------------------------------
 
 
-def weigh(folder: Path, tensors: dict[str, safetensors.Tensor]) -> None:
+def weigh(folder: Path, tensors: dict[str, safetensors_writer.Tensor]) -> None:
     with open(folder / file_names.WEIGHTS, "wb") as file:
-        safetensors.write(file, tensors)
+        safetensors_writer.write(file, tensors)
     reseal(folder)
 
 
@@ -394,7 +395,7 @@ def test_the_self_test_is_compared_tensor_by_tensor(tiny: Path, tmp_path: Path) 
     tensors = tiny_bundle.self_test_tensors()
     tensors["4/output/0"] = ("float32", (4, 2), tiny_bundle.floats(range(1, 9)))
     with open(other / file_names.SELF_TEST, "wb") as file:
-        safetensors.write(file, tensors)
+        safetensors_writer.write(file, tensors)
     reseal(other)
     assert lines(found(tiny, other)) == ["self-test: 4/output/0: 8 of 8 elements differ (float32)"]
 

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, file_names, limits
+from cgbundle.format import file_names, limits
 from cgbundle.format.schema import File, Manifest
 from cgcompile import pull, push
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.helpers.raising import raises
 
@@ -58,8 +59,8 @@ def memory() -> Iterator[Any]:
 
 
 def same(a: Path, b: Path) -> bool:
-    names = archive.list_files(str(a))
-    return names == archive.list_files(str(b)) and all((a / name).read_bytes() == (b / name).read_bytes() for name in names)
+    names = manifest_text.list_files(str(a))
+    return names == manifest_text.list_files(str(b)) and all((a / name).read_bytes() == (b / name).read_bytes() for name in names)
 
 
 def listing(path: str) -> Callable[[Manifest], Manifest]:
@@ -77,13 +78,13 @@ def test_no_path_is_made_of_a_manifest_that_lies_there(path: str, bundle: Path, 
     shutil.copytree(hostile, far)
     for place in (tmp_path, far.parent, far.parent.parent):
         (place / "victim").write_bytes(b"mine")
-    before = archive.list_files(str(tmp_path))
+    before = manifest_text.list_files(str(tmp_path))
     with raises("manifest-invalid") as caught:
         push(bundle, str(far), replace=True)
     assert str(caught.value).startswith(f"{far}: ") and "remove what is there yourself" in caught.value.hint
     with raises("manifest-invalid", match="m.cgb: files"):
         pull(str(far), tmp_path / "back.cgb")
-    assert archive.list_files(str(tmp_path)) == before
+    assert manifest_text.list_files(str(tmp_path)) == before
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -117,7 +118,7 @@ def test_a_link_in_the_target_leads_nowhere(link: str, bundle: Path, other: Path
     (far / link).symlink_to(victim)
     with raises("file-damaged", match="a symbolic link"):
         push(other, str(far), replace=True)
-    assert archive.list_files(str(victim)) == ["model.so"]
+    assert manifest_text.list_files(str(victim)) == ["model.so"]
 
 
 def test_equal_files_with_like_names_both_arrive(tmp_path: Path) -> None:

@@ -11,12 +11,13 @@ from typing import Any
 import pytest
 
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, file_names
+from cgbundle.format import file_names
 from cgbundle.format.archive import Archive
-from cgbundle.format.manifest_json import bundle_bytes
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle
 from cgcompile import BuildError, pull, push
+from cgcompile.bundle import manifest_text
+from cgcompile.bundle.manifest_text import bundle_bytes
 from tests.helpers.bundles.tiny_bundle import write_bundle
 from tests.helpers.raising import raises
 
@@ -30,8 +31,8 @@ class Broken(ConnectionError):
 
 
 def same(a: Path, b: Path) -> bool:
-    names = archive.list_files(str(a))
-    return names == archive.list_files(str(b)) and all((a / name).read_bytes() == (b / name).read_bytes() for name in names)
+    names = manifest_text.list_files(str(a))
+    return names == manifest_text.list_files(str(b)) and all((a / name).read_bytes() == (b / name).read_bytes() for name in names)
 
 
 @pytest.fixture
@@ -221,5 +222,5 @@ def test_a_replacement_that_ends_at_any_call_leaves_one_bundle_or_none(
         pull(url, tmp_path / "back.cgb", replace=True)
         assert same(tmp_path / "back.cgb", other) and sorted(
             path.removeprefix(f"{root}/") for path in system.find(root)
-        ) == archive.list_files(str(other))
+        ) == manifest_text.list_files(str(other))
     assert stop > 10

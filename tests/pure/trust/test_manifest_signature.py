@@ -18,6 +18,7 @@ import cgbundle
 from cgbundle import signatures
 from cgbundle.errors import CgbundleError
 from cgbundle.format import archive, file_names
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle.sign import sign
 from tests.helpers.bundles import tiny_bundle
 from tests.helpers.bundles.signing import Pair, flip
@@ -116,7 +117,7 @@ def test_every_part_of_a_signature_counts(signed: Path, pairs: tuple[Pair, Pair]
 def test_a_manifest_that_was_changed_after(signed: Path, pairs: tuple[Pair, Pair]) -> None:
     """Sealed again, as somebody would who changes a file of the bundle: its hashes are right."""
     flip(signed / file_names.PROGRAM)
-    tiny_bundle.seal(signed, replace(tiny_bundle.manifest(), files=archive.describe_files(str(signed))))
+    tiny_bundle.seal(signed, replace(tiny_bundle.manifest(), files=manifest_text.describe_files(str(signed))))
     with passes():
         cgbundle.load(signed)
     with raises("signature-wrong", match=f"key {pairs[0].digits[:16]}... did not sign this manifest"):
@@ -195,7 +196,7 @@ def test_a_key_without_the_package_is_never_a_load_without_the_check(
 
 
 def test_a_signature_is_no_file_of_the_manifest(signed: Path) -> None:
-    assert file_names.SIGNATURE not in [file.path for file in archive.describe_files(str(signed))]
+    assert file_names.SIGNATURE not in [file.path for file in manifest_text.describe_files(str(signed))]
     rows = [*archive.read_manifest(str(signed)).files]
     rows[0] = replace(rows[0], path=file_names.SIGNATURE)
     tiny_bundle.seal(signed, replace(tiny_bundle.manifest(), files=tuple(rows)))
@@ -205,7 +206,7 @@ def test_a_signature_is_no_file_of_the_manifest(signed: Path) -> None:
 
 def test_a_rebuild_drops_the_signature(signed: Path) -> None:
     """Whatever is published takes the place of the whole directory."""
-    from cgbundle.format.publish import staged
+    from cgcompile.bundle.publish import staged
 
     with staged(signed, replace=True) as stage:
         tiny_bundle.write_bundle(stage / "made")

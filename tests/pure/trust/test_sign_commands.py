@@ -16,8 +16,9 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import BestAvailableEncryption
 from typer.testing import CliRunner, Result
 
-from cgbundle.format import archive, file_names
+from cgbundle.format import file_names
 from cgbundle.self_test import fresh
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle.sign import sign
 from cgcompile_cli import main
 from tests.helpers.bundles import tiny_bundle
@@ -184,5 +185,5 @@ def test_who_signed_is_no_difference_but_is_told(signed: Path, unsigned: Path, p
     assert (result.exit_code, result.stdout) == (0, f"no difference\nsigned  A by key {pairs[0].digits} (not checked); B no\n")
     told = json.loads(call("diff", signed, unsigned, "--json").stdout)
     assert (told["a"]["signature"], told["b"]["signature"]) == ({"key": pairs[0].digits}, None)
-    tiny_bundle.seal(unsigned, replace(tiny_bundle.manifest(), name="other", files=archive.describe_files(str(unsigned))))
+    tiny_bundle.seal(unsigned, replace(tiny_bundle.manifest(), name="other", files=manifest_text.describe_files(str(unsigned))))
     assert f", signed by key {pairs[0].digits} (not checked)\n" in call("diff", signed, unsigned).stdout

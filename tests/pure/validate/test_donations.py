@@ -13,6 +13,7 @@ from cgbundle.format.schema import Alias, Manifest
 from cgbundle.tables.module_state import ModuleState
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.state import check_donations
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as tables
 from cgcompile.bundle.recordings import encode_states
 from tests.helpers.bundles import donation_bundles
@@ -183,10 +184,10 @@ def test_a_variable_that_points_at_the_inputs(manifest: Manifest, tmp_path: Path
 
 
 def test_donations_are_lines_of_the_manifest_where_there_are_any(manifest: Manifest) -> None:
-    text = manifest_json.encode(manifest)
+    text = manifest_text.encode(manifest)
     assert manifest_json.decode(text) == manifest and b'"donations"' in text and b'"donated"' in text
     bare = edited(manifest, donations=(), donated=())
-    plain = manifest_json.encode(bare)
+    plain = manifest_text.encode(bare)
     assert manifest_json.decode(plain) == bare and b'"donations"' not in plain and b'"donated"' not in plain
 
 

@@ -123,7 +123,7 @@ def test_rows_that_are_none(bundle: Path, text: bytes) -> None:
 def test_load_and_verify_compare(bundle: Path) -> None:
     made = archive.read_manifest(str(bundle))
     other = edited(made, dimensions=(replace(made.entries[0].dimensions[0], pad="no", chunk=False),))
-    for level in validate.LEVELS:
+    for level in contents.LEVELS:
         with raises("manifest-invalid", match="built for other dimensions"):
             validate.check_bundle(ArchiveOf(bundle, other), level)
     assert [error.code for error in validate.examine(ArchiveOf(bundle, other))] == ["manifest-invalid"]

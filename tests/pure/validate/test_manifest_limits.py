@@ -10,10 +10,10 @@ import pytest
 
 from cgbundle.format import file_names, limits
 from cgbundle.format.archive import Archive
-from cgbundle.format.manifest_json import encode
 from cgbundle.format.schema import Alias, File, Finding, Manifest, Region, TensorSpec
 from cgbundle.validate.bundle import check_bundle, check_manifest, checked_manifest, examine
 from cgbundle.validate.contents import check_weights
+from cgcompile.bundle.manifest_text import encode
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.fabricate import dimension, signature, spec

@@ -11,10 +11,11 @@ import pytest
 
 from cgbundle.format import archive, file_names
 from cgbundle.format.archive import Archive
-from cgbundle.format.manifest_json import encode
 from cgbundle.format.schema import File, Manifest
 from cgbundle.validate.bundle import check_bundle, check_manifest, check_rank, check_ranks, examine
+from cgcompile.bundle import manifest_text
 from cgcompile.bundle import recordings as codec
+from cgcompile.bundle.manifest_text import encode
 from cgcompile.bundle.recordings import Recording
 from tests.helpers.bundles import rank_bundles
 from tests.helpers.bundles.cuda_bundles import KEYS, edge
@@ -41,7 +42,7 @@ def renamed(made: Manifest) -> Manifest:
 def changed(path: Path, change: Callable[[Manifest], Manifest]) -> Archive:
     """The bundle, with another manifest of rank 1, which rank 0's names."""
     (path / RANK / file_names.MANIFEST).write_bytes(encode(change(archive.read_manifest(str(path / RANK)))))
-    whole = replace(archive.read_manifest(str(path)), files=archive.describe_files(str(path)))
+    whole = replace(archive.read_manifest(str(path)), files=manifest_text.describe_files(str(path)))
     (path / file_names.MANIFEST).write_bytes(encode(whole))
     return Archive(str(path))
 

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from cgbundle.format import file_names, manifest_json, safetensors
+from cgbundle.format import file_names, manifest_json, safetensors, safetensors_writer
 from cgbundle.format.file_names import self_test_entry
 from cgbundle.format.schema import Manifest, Weight
-from cgbundle.validate.self_test import check_self_test, check_self_test_rows
+from cgbundle.validate.manifest import check_self_test_rows
+from cgbundle.validate.self_test import check_self_test
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles.archives import ArchiveOf
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import manifest
@@ -44,7 +46,7 @@ def sound() -> Shapes:
 
 def check(folder: Path, shapes: Shapes) -> None:
     with open(folder / file_names.SELF_TEST, "wb") as file:
-        safetensors.write(
+        safetensors_writer.write(
             file,
             {
                 name: (dtype, shape, lambda dtype=dtype, shape=shape: bytes(safetensors.nbytes(dtype, shape)))
@@ -88,7 +90,7 @@ def test_a_tensor_of_no_key_is_refused(tmp_path: Path) -> None:
 
 def checked(made: Manifest) -> None:
     """As a reader of the file checks it."""
-    read = manifest_json.decode(manifest_json.encode(made))
+    read = manifest_json.decode(manifest_text.encode(made))
     check_self_test_rows(read, read.entries[0])
 
 

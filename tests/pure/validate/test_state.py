@@ -11,7 +11,9 @@ import pytest
 from cgbundle.format import manifest_json
 from cgbundle.format.schema import Alias, EntrySpec, FrozenWeight, Manifest, Region, Value, Weight
 from cgbundle.validate import programs, state
-from cgbundle.validate.state import base_of, check_frozen, check_state
+from cgbundle.validate.memories import check_frozen
+from cgbundle.validate.state import base_of, check_state
+from cgcompile.bundle import manifest_text
 from tests.helpers.bundles import state_bundles
 from tests.helpers.bundles.edits import edited
 from tests.helpers.raising import raises
@@ -45,7 +47,7 @@ def number(made: Manifest, name: str) -> int:
 
 def bad(check: Callable[[Manifest], None], made: Manifest, words: str) -> None:
     with raises("manifest-invalid", match=words):
-        check(manifest_json.decode(manifest_json.encode(made)))
+        check(manifest_json.decode(manifest_text.encode(made)))
 
 
 # --- state -----------------------------------------------------------------------------------------------------------

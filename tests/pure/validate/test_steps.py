@@ -15,7 +15,7 @@ from cgbundle.format.spans import Spans, span
 from cgbundle.tables.table import Table
 from cgbundle.validate.contents import check_tables
 from cgbundle.validate.lifetimes import check_lifetimes, check_overwrites
-from cgbundle.validate.steps import check_order
+from cgbundle.validate.programs import check_order
 from cgcompile.bundle import recordings as tables
 from tests.helpers.bundles import cuda_bundles
 from tests.helpers.bundles.archives import ArchiveOf

@@ -9,12 +9,13 @@ from pathlib import Path
 import pytest
 
 from cgbundle.errors import BundleError
-from cgbundle.format import archive, file_names, manifest_json, safetensors
+from cgbundle.format import archive, file_names, safetensors, safetensors_writer
 from cgbundle.format.archive import Archive
 from cgbundle.format.file_names import TABLES, WEIGHTS
 from cgbundle.format.schema import Manifest
 from cgbundle.validate.bundle import check_bundle, check_manifest, examine
 from cgbundle.weights.upload import listed
+from cgcompile.bundle import manifest_text
 from cgcompile.tools.diff.bundle_files import open_bundle
 from cgcompile.tools.diff.compare import compare
 from tests.helpers.bundles.edits import edited
@@ -36,9 +37,9 @@ def manifest() -> Manifest:
 def write(folder: Path, tables: dict[str, bytes]) -> None:
     """The bundle with such tables, sealed again."""
     with open(folder / TABLES, "wb") as file:
-        safetensors.write(file, {name: ("uint8", (len(data),), lambda data=data: data) for name, data in tables.items()})
-    made = replace(archive.read_manifest(str(folder)), files=archive.describe_files(str(folder)))
-    (folder / file_names.MANIFEST).write_bytes(manifest_json.encode(made))
+        safetensors_writer.write(file, {name: ("uint8", (len(data),), lambda data=data: data) for name, data in tables.items()})
+    made = replace(archive.read_manifest(str(folder)), files=manifest_text.describe_files(str(folder)))
+    (folder / file_names.MANIFEST).write_bytes(manifest_text.encode(made))
 
 
 def contents(folder: Path) -> dict[str, bytes]:

@@ -1,0 +1,97 @@
+"""Frozen dataclasses without the module `dataclasses`, which adds 15 ms to a load: it imports `inspect`, and compiles eight methods
+for every class.  Its functions (`fields`, `asdict`, `replace`) take these classes for dataclasses, and so do type checkers."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from dataclasses import dataclass as dataclass
+    from dataclasses import replace as replace
+
+else:
+
+    def dataclass(*, frozen: bool, kw_only: bool, slots: bool) -> Callable[[type], type]:
+        """As of `dataclasses`, with these three options and no other one."""
+        assert frozen and kw_only and slots
+        return _completed
+
+    def replace(record: Any, **changes: Any) -> Any:
+        """As of `dataclasses`."""
+        return type(record)(**{name: getattr(record, name) for name in record.__slots__} | changes)
+
+
+def is_record(value: object) -> bool:
+    """Whether a value is an instance of such a class."""
+    return hasattr(type(value), "__field_defaults__")
+
+
+def members(kind: type) -> dict[str, str]:
+    """The annotation of every field, as it is spelled."""
+    return dict(kind.__annotations__)
+
+
+def defaults(kind: Any) -> dict[str, Any]:
+    """The defaults of the fields that have one."""
+    found: dict[str, Any] = kind.__field_defaults__
+    return found
+
+
+def _completed(plain: type) -> type:
+    """The class anew, with a slot for each annotated name, and what a frozen dataclass has."""
+    names = tuple(plain.__annotations__)
+    body = {name: value for name, value in vars(plain).items() if name not in ("__dict__", "__weakref__")}
+    ready = {name: body.pop(name) for name in names if name in body}
+    expected, values = frozenset(names), attrgetter(*names)
+
+    def __init__(self: Any, /, **given: Any) -> None:
+        if len(given) < len(expected):
+            given = ready | given
+        if given.keys() != expected:
+            wrong = ", ".join(sorted(given.keys() ^ expected))
+            raise TypeError(f"{plain.__name__}: arguments that are missing or unknown: {wrong}")
+        for name, put in setters:
+            put(self, given[name])
+
+    def __eq__(self: Any, other: Any) -> bool:
+        return bool(values(self) == values(other)) if other.__class__ is self.__class__ else NotImplemented
+
+    def __hash__(self: Any) -> int:
+        return hash(values(self))
+
+    def __repr__(self: Any) -> str:
+        return f"{plain.__name__}({', '.join([f'{name}={getattr(self, name)!r}' for name in names])})"
+
+    def __reduce__(self: Any) -> tuple[Any, ...]:
+        return _again, (type(self), {name: getattr(self, name) for name in names})
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        raise AttributeError(f"{plain.__name__} is frozen: {name} cannot be set")
+
+    def __delattr__(self: Any, name: str) -> None:
+        raise AttributeError(f"{plain.__name__} is frozen: {name} cannot be deleted")
+
+    methods = (__init__, __eq__, __hash__, __repr__, __reduce__, __setattr__, __delattr__)
+    body |= {method.__name__: method for method in methods}
+    body |= {"__slots__": names, "__field_defaults__": ready, "__dataclass_fields__": _Fields()}
+    made = type(plain.__name__, plain.__bases__, body)
+    setters = [(name, getattr(made, name).__set__) for name in names]
+    return made
+
+
+def _again(kind: type, given: dict[str, Any]) -> Any:
+    return kind(**given)
+
+
+class _Fields:
+    """The `__dataclass_fields__` of a class, made when the standard library asks for them."""
+
+    def __get__(self, record: object, kind: type) -> dict[str, Any]:
+        from dataclasses import MISSING, field, make_dataclass  # no load needs it
+
+        rows = [(name, text, field(default=defaults(kind).get(name, MISSING))) for name, text in members(kind).items()]
+        made: Any = make_dataclass(kind.__name__, rows, kw_only=True)
+        kind.__dataclass_fields__ = found = dict(made.__dataclass_fields__)  # type: ignore[attr-defined]
+        return found

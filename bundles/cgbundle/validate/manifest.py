@@ -1,0 +1,163 @@
+"""A manifest as a whole; pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+from ..errors import BundleError
+from ..format import file_names, limits
+from ..format.file_names import FORWARD, all_programs, host_regions
+from ..format.schema import STATE, EntrySpec, Manifest
+from ..tensors.self_test_tensors import NEAR_TIES, WAIVER, is_exact, self_test_tensors
+from . import require
+from .memories import check_computed, check_frozen, check_memories, check_weight_rows, check_world
+from .programs import check_programs, check_size_evaluations
+from .signature import check_signature
+
+
+def check_manifest(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless the manifest is sound in itself, file-damaged when it does not list a file that it needs."""
+    _check_entries(manifest)
+    _of_entries(check_signature, manifest.entries)
+    _check_target(manifest)
+    check_memories(manifest)
+    check_world(manifest)
+    check_weight_rows(manifest)
+    _check_regions(manifest)
+    if lasting := _has_lasting(manifest):
+        from .state import check_state  # few models keep state, alias outputs or have donations
+
+        check_state(manifest)
+    check_frozen(manifest)
+    check_computed(manifest)
+    _of_entries(partial(_check_calls, manifest, lasting), manifest.entries)
+    if lasting:
+        from .state import check_donations
+
+        check_donations(manifest)
+    _check_owners(manifest)
+    _check_files(manifest)
+    _of_entries(partial(check_self_test_rows, manifest), manifest.entries)
+
+
+def _of_entries(check: Callable[[EntrySpec], None], entries: Sequence[EntrySpec]) -> None:
+    """A check of every entry; errors name its field of the manifest."""
+    for index, entry in enumerate(entries):
+        try:
+            check(entry)
+        except BundleError as error:
+            raise BundleError(error.code, f"entries[{index}].{error}", error.hint) from None
+
+
+def _has_lasting(manifest: Manifest) -> bool:
+    """Whether there is anything that state.py has invariants of."""
+    several = manifest.donations or manifest.donated or any(row.memory == STATE for row in manifest.weights)
+    return bool(several) or manifest.random is not None or any(entry.aliases or entry.mutated_buffers for entry in manifest.entries)
+
+
+def _check_calls(manifest: Manifest, lasting: bool, entry: EntrySpec) -> None:
+    if lasting:
+        from .state import check_alias_spans, check_aliases, check_changes
+
+        check_changes(manifest, entry)
+        check_aliases(manifest, entry)
+    check_programs(manifest, entry)
+    if lasting:
+        check_alias_spans(manifest, entry)
+
+
+def _check_entries(manifest: Manifest) -> None:
+    """Every entry has a name of its own.  One that is called `forward` is the first."""
+    names = [entry.name for entry in manifest.entries]
+    require(1 <= len(names) <= limits.ENTRIES, "entries", f"{len(names)}, expected 1 to {limits.ENTRIES}")
+    for index, name in enumerate(names):
+        where = f"entries[{index}].name"
+        require(name.isidentifier(), where, f"{name!r} is no name")
+        require(name not in names[:index], where, f"{name!r} stands twice")
+        require(name != FORWARD or not index, where, f"{FORWARD!r} is not the first entry")
+    check_size_evaluations(manifest.entries)
+
+
+def _check_owners(manifest: Manifest) -> None:
+    """A shared object, and the graphs of a recording, are one entry's: they say how they are called."""
+    owners: dict[int, str] = {}
+    for entry in manifest.entries:
+        for region in host_regions(entry):
+            taken = owners.setdefault(region, entry.name)
+            require(taken == entry.name, f"regions[{region}]", f"is of two entries, {taken!r} and {entry.name!r}")
+
+
+def _check_target(manifest: Manifest) -> None:
+    require(bool(manifest.target.arch), "target.arch", "empty")
+    require(not manifest.target.level or manifest.target.kind == "cpu", "target.level", "a bundle for a GPU has none")
+    hosted = any(region.kind == "host" for region in manifest.regions)
+    beside = hosted and manifest.target.kind == "cuda"
+    require(bool(manifest.target.torch) or not beside, "target.torch", "empty: host regions beside a GPU run on torch's libraries")
+
+
+def _check_regions(manifest: Manifest) -> None:
+    for index, region in enumerate(manifest.regions):
+        where = f"regions[{index}]"
+        require((region.kind == "host") == bool(region.file), f"{where}.file", "a host region has a file, a graph region none")
+        require(
+            region.kind == "graph" or region.file.startswith(file_names.HOST),
+            f"{where}.file",
+            f"a shared object outside {file_names.HOST}",
+        )
+        for place, (_, weight) in enumerate(region.constants):
+            require(0 <= weight < len(manifest.weights), f"{where}.constants[{place}]", f"no weight {weight}")
+        require(len({name for name, _ in region.constants}) == len(region.constants), f"{where}.constants", "a name stands twice")
+    files = [region.file for region in manifest.regions if region.file]
+    require(len(set(files)) == len(files), "regions", "two of them have one shared object")
+
+
+def _check_files(manifest: Manifest) -> None:
+    paths = [file.path for file in manifest.files]
+    require(len(set(paths)) == len(paths), "files", "a path stands twice")
+    for index, file in enumerate(manifest.files):
+        where = f"files[{index}]"
+        parts = file.path.split("/")
+        plain = file.path.isprintable() and "\\" not in file.path
+        plain = plain and all(part not in ("", ".", "..") and len(part.encode()) <= limits.PATH_PART for part in parts)
+        own = file.path in (file_names.MANIFEST, file_names.SIGNATURE)
+        require(plain and not own, f"{where}.path", f"{file.path[:60]!r} is no path inside the bundle")
+        if file.path.startswith(file_names.KERNELS):
+            require(file.path == file_names.KERNELS + file.sha256, f"{where}.path", "a kernel image is not named by its SHA-256")
+    within = {folder for path in paths for folder in file_names.folders(path)}
+    both = sorted(within.intersection((*paths, file_names.MANIFEST, file_names.SIGNATURE)))
+    require(not both, "files", f"{''.join(both[:1])!r} is a file and a folder")
+    files = {step.file for program in all_programs(manifest) for step in program.steps}
+    tables = files | {manifest.module_state}
+    for index, file in enumerate(manifest.files):
+        small = file.bytes <= limits.TABLE_BYTES or file.path not in tables
+        require(small, f"files[{index}].bytes", f"a table of {file.bytes} bytes, more than the limit of {limits.TABLE_BYTES}")
+    needed = {*file_names.weight_files(manifest), file_names.SELF_TEST, *file_names.program_files(manifest)}
+    needed |= {region.file for region in manifest.regions if region.file}
+    needed |= tables - {""}
+    for path in sorted(needed - set(paths)):
+        raise BundleError("file-damaged", f"{path}: the manifest needs it and does not list it")
+
+
+def check_self_test_rows(manifest: Manifest, entry: EntrySpec) -> None:
+    """Raises manifest-invalid unless every program has its proof and the self-test can be taken."""
+    keys = [program.key for program in entry.programs]
+    require([proof.key for proof in entry.self_test.proofs] == keys, "self_test.proofs", "do not match the programs")
+    require(1 <= entry.self_test.calls <= 16, "self_test.calls", f"{entry.self_test.calls} calls")
+    _check_bounds(manifest, entry)
+    for index, proof in enumerate(entry.self_test.proofs):
+        where = f"self_test.proofs[{index}]"
+        require(len(proof.errors) in (0, len(entry.self_test.bounds)), f"{where}.errors", "are not one per bound")
+        recorded = entry.self_test.expected == "recording"
+        require(proof.distance == 0 or recorded, f"{where}.distance", f"{proof.distance} of no recording")
+
+
+def _check_bounds(manifest: Manifest, entry: EntrySpec) -> None:
+    self_test, compared = entry.self_test, self_test_tensors(manifest, entry)
+    require(len(self_test.bounds) == len(compared), "self_test.bounds", f"{len(self_test.bounds)} for {len(compared)} tensors")
+    tied = self_test.compare == "tolerance" and any(each.rule == NEAR_TIES for each in entry.findings)
+    for index, (tensor, bound) in enumerate(zip(compared, self_test.bounds, strict=True)):
+        accepted = bound == 0 or (bound <= 1 and (WAIVER in manifest.allowed or tied))
+        require(
+            not is_exact(tensor.dtype) or accepted, f"self_test.bounds[{index}]", f"{tensor.title} has to be equal, got {bound}"
+        )

@@ -1,0 +1,97 @@
+"""Manifest -> canonical JSON, which `cgbundle/format/manifest_json.py` reads and describes; and its rows for files."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from math import isfinite
+from typing import Any
+
+from cgbundle.errors import BundleError
+from cgbundle.format import schema
+from cgbundle.format.file_names import MANIFEST, SIGNATURE
+from cgbundle.format.manifest_json import SEAL, VARIANTS, seal_line
+from cgbundle.format.open_files import CHUNK
+from cgbundle.format.records import defaults, is_record, members
+
+
+def bundle_bytes(manifest: schema.Manifest) -> int:
+    """Bytes of all files of a bundle, its manifest's among them."""
+    return sum(file.bytes for file in manifest.files) + len(encode(manifest))
+
+
+def encode(manifest: schema.Manifest, *others: schema.Manifest) -> bytes:
+    """Canonical JSON of a manifest, or of the variants of one, in their order: UTF-8, ending with a newline.  Raises
+    manifest-invalid for a number that JSON cannot hold."""
+    common, rests = _common([_plain(variant) for variant in (manifest, *others)])
+    plain = common | {SEAL: "0" * 64} | ({VARIANTS: rests} if others else {})
+    lines = [f"{json.dumps(field)}:{json.dumps(plain[field], sort_keys=True, separators=(',', ':'))}" for field in sorted(plain)]
+    text = ("{\n" + ",\n".join(lines) + "\n}\n").encode()
+    return text.replace(seal_line("0" * 64), seal_line(hashlib.sha256(text).hexdigest()))
+
+
+def _common(values: list[Any]) -> tuple[Any, list[Any]]:
+    """What values have in common, and what each has besides; `...` where that is nothing."""
+    first = values[0]
+    if len({json.dumps(value, sort_keys=True) for value in values}) == 1:  # 1, 1.0 and true are equal to Python
+        return first, [...] * len(values)
+    if all(type(value) is dict for value in values):
+        common: dict[str, Any] = {}
+        rests: list[dict[str, Any]] = [{} for _ in values]
+        for key in dict.fromkeys(key for value in values for key in value):
+            held = [key in value for value in values]
+            items = [value.get(key, ...) for value in values]
+            shared, own = _common(items) if all(held) else (..., items)
+            common |= {} if shared is ... else {key: shared}
+            for rest, item in zip(rests, own, strict=True):
+                rest |= {} if item is ... else {key: item}
+        return common, [rest or ... for rest in rests]
+    if all(type(value) is list and len(value) == len(first) and {*map(type, value)} == {dict} for value in values):
+        parts = [_common(list(items)) for items in zip(*values, strict=True)]
+        listed = [[{} if own[at] is ... else own[at] for _, own in parts] for at in range(len(values))]
+        return [common for common, _ in parts], [rest if any(rest) else ... for rest in listed]
+    return ..., list(values)
+
+
+def _plain(value: Any) -> Any:
+    """A value of a record as JSON."""
+    if is_record(value):
+        absent, rows = defaults(type(value)), [(field, getattr(value, field)) for field in members(type(value))]
+        return {field: _plain(item) for field, item in rows if field not in absent or item != absent[field]}
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, float) and not isfinite(value):
+        raise BundleError("manifest-invalid", f"the manifest cannot hold the number {value}")
+    return value
+
+
+def sha256(path: str) -> str:
+    """Hexadecimal SHA-256 of a file, read in pieces."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while piece := file.read(CHUNK):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def list_files(path: str) -> list[str]:
+    """Every file below `path`, relative, with forward slashes, sorted."""
+    return sorted(
+        os.path.relpath(os.path.join(folder, name), path).replace(os.sep, "/")
+        for folder, _, names in os.walk(path)
+        for name in names
+    )
+
+
+def describe_files(path: str) -> tuple[schema.File, ...]:
+    """The manifest's rows for everything below `path` but the manifest and its signature."""
+    return tuple([describe_file(path, name) for name in list_files(path) if name not in (MANIFEST, SIGNATURE)])
+
+
+def describe_file(path: str, name: str) -> schema.File:
+    """The manifest's row for a file below `path`."""
+    full = os.path.join(path, name)
+    return schema.File(path=name, bytes=os.stat(full).st_size, sha256=sha256(full))
