@@ -13,7 +13,7 @@ from typing import Any
 
 from ..export.paths import MAX_PATHS
 from ..model.declared_sizes import Given, Inputs
-from ..util.garbage_collection import quick_imports, unfrozen
+from ..util.garbage_collection import quick_imports, seldom_collected
 from ..util.progress import Stages, Watcher
 from ..util.progress_display import Progress, watcher
 from .argument_checks import check_build, check_check
@@ -30,7 +30,7 @@ MAX_KEYS = 64
 def with_torch(progress: Watcher, module: str) -> Iterator[None]:
     """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds, and so does
     that of `module`, one of ours over it: the watcher is told before."""
-    with warnings.catch_warnings(), unfrozen():
+    with warnings.catch_warnings(), seldom_collected():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
         warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")  # it comes from contextlib; any LSTM
         if "torch" not in sys.modules:
