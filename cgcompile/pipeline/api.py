@@ -25,6 +25,10 @@ PROVE_BUDGET = 120.0
 MAX_KEYS = 64
 """int_keys that are built without being asked: each costs runs of the model, a self-test, and on a GPU a recording."""
 
+TRACE = "torch.__trace"
+"""The logger that torch prints every graph for (torch 2.11, 2.13).  Its handler takes itself away with the first record, unless
+TORCH_TRACE names a folder: one that is kept from seeing records costs a twentieth of a build."""
+
 
 @contextmanager
 def with_torch(progress: Watcher, module: str) -> Iterator[None]:
@@ -48,7 +52,8 @@ def with_torch(progress: Watcher, module: str) -> Iterator[None]:
 def _logs_kept_back() -> Iterator[None]:
     """Without the log that torch's own handlers write to stderr: what it says of a model that is refused is in the refusal.  A user
     who sets TORCH_LOGS asks for it."""
-    loggers = [] if os.environ.get("TORCH_LOGS") else [each for each in logging.root.manager.loggerDict if each.startswith("torch")]
+    wanted = [] if os.environ.get("TORCH_LOGS") else [*logging.root.manager.loggerDict]
+    loggers = [each for each in wanted if each.startswith("torch") and each != TRACE]
     handlers = [handler for name in loggers for handler in logging.getLogger(name).handlers]
     nothing = logging.Filter("cgcompile")  # passes records of a logger of this name alone
     for handler in handlers:
