@@ -27,13 +27,18 @@ from ..kernels import standalone as standalone_code
 from .compiler import Compilers
 from .interface import Interface
 
-ASIDE = (".wrapper.cpp", ".kernel.cpp")
-"""Endings of the sources of a program: what is made of them is first needed by the linker."""
+WRAPPER = ".wrapper.cpp"
 
+ASIDE = (WRAPPER, ".kernel.cpp")
+"""Endings of the sources of a program: what is made of them is first needed by the linker."""
 
 NEWER, OLDER = "-std=c++20", "-std=c++17"
 """Inductor asks for the newer standard from torch 2.13 on.  Its headers compile by the older one, too, and a fifth faster: those of
 the standard library are smaller.  Both are laid out alike, and compute the same."""
+
+CONTROL = {"-O1": "-Og"}
+"""The file around a model calls kernels, and computes nothing: with fewer passes it compiles in half the time (30 layers: 5 s
+instead of 11, 16 % smaller), and runs as fast."""
 
 LIBTORCH = "libtorch.so"
 """The name of a shared object that is linked to torch's libraries beside one that is not."""
@@ -109,7 +114,8 @@ def _begin(given: list[str], path: Path, interface: Interface | None, stack: Exi
     rest = interface.without(whole, given) if interface is not None else None
     if rest is not None:
         path.write_text(rest)
-    running = _start([OLDER if word == NEWER else word for word in given], path.parent, stack)
+    quicker = {NEWER: OLDER, **(CONTROL if path.name.endswith(WRAPPER) else {})}
+    running = _start([quicker.get(word, word) for word in given], path.parent, stack)
     return Source(path=path, given=given, whole=whole, running=running, interface=interface if rest is not None else None)
 
 
