@@ -231,7 +231,7 @@ def _finished(
         except BuildError as refusal:
             if refusal.code != "proof-failed" or spec.standalone is not None or spec.recorder != "host" or sealed.target.torch:
                 raise
-            tell.result("refused with functions of its own: again with those of torch's libraries")
+            tell.result(f"again with functions of torch's libraries, for with its own {refusal}")
             return None
         examined = [
             replace(entry, self_test=self_test, findings=found)

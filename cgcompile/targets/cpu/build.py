@@ -81,6 +81,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
             compile_all(scratch, standalone=standalone)
             if standalone is None and not all(code.standalone for each in entries for code in each.compiled.values()):
                 standalone = False  # all of a bundle's code runs on torch's libraries, or none
+                tell("some code calls what only torch's libraries have: the rest is linked to them, too")
                 compile_all(scratch / "again", standalone=standalone)
             tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
@@ -93,10 +94,11 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
             }
             try:
                 parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
-            except CgbundleError:
+            except CgbundleError as error:
                 if standalone is not None:
                     raise
                 standalone = False  # where a function of ours fails, torch's may not
+                tell(f"linked to torch's libraries: with functions of its own it fails ({error})")
                 compile_all(scratch / "libtorch", standalone=standalone)
                 parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
             write_self_test(stage / file_names.SELF_TEST, self_tests)
