@@ -13,7 +13,7 @@ from typing import Any
 
 from ..export.paths import MAX_PATHS
 from ..model.declared_sizes import Given, Inputs
-from ..util.garbage_collection import quick_imports, unfrozen
+from ..util.garbage_collection import quick_imports, seldom_collected
 from ..util.progress import Stages, Watcher
 from ..util.progress_display import Progress, watcher
 from .argument_checks import check_build, check_check
@@ -25,12 +25,16 @@ PROVE_BUDGET = 120.0
 MAX_KEYS = 64
 """int_keys that are built without being asked: each costs runs of the model, a self-test, and on a GPU a recording."""
 
+TRACE = "torch.__trace"
+"""The logger that torch prints every graph for (torch 2.11, 2.13).  Its handler takes itself away with the first record, unless
+TORCH_TRACE names a folder: one that is kept from seeing records costs a twentieth of a build."""
+
 
 @contextmanager
 def with_torch(progress: Watcher, module: str) -> Iterator[None]:
     """With torch, and without the warnings of export and Inductor about their own insides.  Its import takes seconds, and so does
     that of `module`, one of ours over it: the watcher is told before."""
-    with warnings.catch_warnings(), unfrozen():
+    with warnings.catch_warnings(), seldom_collected():
         warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
         warnings.filterwarnings("ignore", "The tensor attribute.* assigned during export")  # it comes from contextlib; any LSTM
         if "torch" not in sys.modules:
@@ -48,7 +52,8 @@ def with_torch(progress: Watcher, module: str) -> Iterator[None]:
 def _logs_kept_back() -> Iterator[None]:
     """Without the log that torch's own handlers write to stderr: what it says of a model that is refused is in the refusal.  A user
     who sets TORCH_LOGS asks for it."""
-    loggers = [] if os.environ.get("TORCH_LOGS") else [each for each in logging.root.manager.loggerDict if each.startswith("torch")]
+    wanted = [] if os.environ.get("TORCH_LOGS") else [*logging.root.manager.loggerDict]
+    loggers = [each for each in wanted if each.startswith("torch") and each != TRACE]
     handlers = [handler for name in loggers for handler in logging.getLogger(name).handlers]
     nothing = logging.Filter("cgcompile")  # passes records of a logger of this name alone
     for handler in handlers:

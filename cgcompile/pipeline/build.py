@@ -39,6 +39,7 @@ from ..targets.architectures import capability_of
 from ..targets.build_spec import BuildSpec, EntryBuild, ManifestParts
 from ..targets.choice import CONDITIONALS, Chosen, asks_gpu, choose
 from ..targets.donations import check_layouts, donations_of
+from ..targets.instruction_sets import level_of
 from ..transforms.bounded.exports import with_bounded_outputs
 from ..transforms.error_bounds import error_bounds
 from ..transforms.padding.proof import prove_padding, unpadded
@@ -117,9 +118,10 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             processes = stack.enter_context(started(keys, options.lower, options.specialize))
             build_parts = partial(build_parts, processes=processes)
         if chosen.recorder == "host":
-            from ..targets.cpu.interface import begun_interface
+            from ..targets.cpu.interface import begun
 
-            build_parts = partial(build_parts, interface=stack.enter_context(begun_interface()))
+            started_early = stack.enter_context(begun(level_of(chosen.target), options.standalone))
+            build_parts = partial(build_parts, begun=started_early)
         with stages("export") as tell:
             exported = with_sequences(export_entries(sources, sizes, tell, options.max_paths), fresh)
             fresh = None
@@ -229,7 +231,7 @@ def _finished(
         except BuildError as refusal:
             if refusal.code != "proof-failed" or spec.standalone is not None or spec.recorder != "host" or sealed.target.torch:
                 raise
-            tell.result("refused with functions of its own: again with those of torch's libraries")
+            tell.result(f"again with functions of torch's libraries, for with its own {refusal}")
             return None
         examined = [
             replace(entry, self_test=self_test, findings=found)

@@ -5,20 +5,22 @@ Where nobody looks at a terminal (a log, a pipe) a stage that may take long has 
 
 from __future__ import annotations
 
+import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from .output import console, duration, safe, say, stdout_kept
+from .output import console, duration, safe, say, size, stdout_kept, table
 
 if TYPE_CHECKING:
     from rich.live import Live
     from rich.spinner import Spinner
     from rich.table import Table
 
-    from cgcompile.util.progress import Event, Watcher
+    from cgcompile.util.progress import Event
 
 NAMES = 10
 """Columns for the name of a stage."""
@@ -44,7 +46,7 @@ OFTEN = 10.0
 
 
 @contextmanager
-def watching(quiet: bool, verbose: bool = False) -> Iterator[Watcher | None]:
+def watching(quiet: bool, verbose: bool = False) -> Iterator[Progress | None]:
     """What a build or a benchmark tells of its stages: None where it is to be `quiet`.  What the model's code prints meanwhile, and
     what it starts, goes to stderr: stdout has our data alone."""
     with ExitStack() as stack:
@@ -57,6 +59,27 @@ def begin(stage: str, text: str) -> None:
     say(f"{stage:<{NAMES}} {'...':>10}  {text}".rstrip())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spent:
+    """What a process has spent so far: seconds of processors, its own and those of processes that it has waited for, and the bytes
+    of memory that it, or the largest of these, had at most."""
+
+    own: float
+    others: float
+    memory: int
+    largest: int
+
+
+def spent() -> Spent:
+    """Of this process."""
+    own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
+    unit = 1 if sys.platform == "darwin" else 1024
+    return Spent(
+        own=own.ru_utime + own.ru_stime, others=others.ru_utime + others.ru_stime,
+        memory=own.ru_maxrss * unit, largest=others.ru_maxrss * unit,
+    )  # fmt: skip
+
+
 class Progress:
     """Watches a build: prints a line for every finished stage, with `verbose` also for what happens inside one.  On a terminal the
     stage that runs has a live line, until `stack` is closed."""
@@ -67,6 +90,8 @@ class Progress:
         self._spinner: Spinner | None = None
         self._stage, self._detail, self._begin = "", "", 0.0
         self._told = 0.0
+        self._before = spent()
+        self._rows: list[tuple[str, ...]] = []
 
     def __call__(self, event: Event) -> None:
         if self._live is None and event.stage != IMPORT and sys.stderr.isatty():
@@ -74,6 +99,7 @@ class Progress:
         if event.state == "done":
             self._print(f"{event.stage:<{NAMES}} {duration(event.seconds):>10}  {event.text}")
             self._stage = ""
+            self._count(event)
             return
         if self._live is None and event.state == "start" and event.stage in LONG:
             begin(event.stage, LONG[event.stage])
@@ -84,6 +110,17 @@ class Progress:
             self._told = event.seconds
             self._print(f"{'':<{NAMES}} {'+' + duration(event.seconds):>10}    {event.text}")
         self._stage, self._detail, self._begin = event.stage, event.text, time.perf_counter() - event.seconds
+
+    def _count(self, event: Event) -> None:
+        """What the stage spent.  Of two stages of one name there are two rows."""
+        now, before = spent(), self._before
+        seconds = (event.seconds, now.own - before.own, now.others - before.others)
+        self._rows.append((event.stage, *map(duration, seconds), size(now.memory), size(now.largest)))
+        self._before = now
+
+    def stages(self) -> Table:
+        """A row for every stage that is done: seconds, those of processors, and the most memory until then."""
+        return table(("", ">seconds", ">processor", ">in others", ">memory", ">of the largest other"), self._rows)
 
     def _due(self, event: Event) -> bool:
         """Whether a log has heard nothing of a long stage for a while."""

@@ -31,10 +31,11 @@ from ...util.raw_bytes import copied, put_back
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from ..kernels import standalone as standalone_code
-from ..requirements import check_compiler, compiler, described
+from ..requirements import check_compiler
 from ..weights import used_weights
 from .compiler import ask_compilers, wrap
-from .interface import Interface, begun_interface
+from .interface import Begun
+from .interface import begun as begin
 from .products import lacking, suits
 
 TESTED = "2.13"
@@ -79,12 +80,13 @@ UNFOLDED_COMPLEX = {"joint_graph_constant_folding": False}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Compiled:
     """A shared object, and the processor features that its code uses.  `standalone`: it needs none of torch's libraries.
-    `recalled`: an earlier build compiled it."""
+    `recalled`: it was kept in the cache.  `libtorch`: the same, linked to torch's libraries."""
 
     path: Path
     features: tuple[str, ...]
     standalone: bool
     recalled: bool = False
+    libtorch: Path | None = None
 
 
 def compile_cpu(
@@ -94,17 +96,17 @@ def compile_cpu(
     shared: Collection[int] = (),
     changing: bool = False,
     level: Level | None = None,
-    interface: Interface | None = None,
+    begun: Begun | None = None,
     standalone: bool | None = False,
 ) -> Compiled:
     """Compiles `program` to a shared object in the folder `work`.
 
     `changing`: its weights may change.  `shared`: outputs of which it gives copies.  Else it would hand out one tensor under two
     names, or a constant, which the caller would free twice (seen with torch 2.13).  `level`: the processors that it is for, None
-    for those that are like this one.  `interface`: begun before, by default here.  `standalone`: with what it calls of torch's
-    libraries in it; None where that can be.  Raises compiler-failed, not-standalone, torch-unsupported, cache-unsafe.
+    for those that are like this one.  `begun`: before, by default here.  `standalone`: with what it calls of torch's libraries in
+    it; None where that can be.  Raises compiler-failed, not-standalone, torch-unsupported, cache-unsafe.
     """
-    with nullcontext(interface) if interface is not None else begun_interface() as known:
+    with nullcontext(begun) if begun is not None else begin(level, standalone) as known:
         return _compiled(program, work, tell, shared, changing, level, known, standalone)
 
 
@@ -115,13 +117,13 @@ def _compiled(
     shared: Collection[int],
     changing: bool,
     level: Level | None,
-    interface: Interface | None,
+    begun: Begun,
     standalone: bool | None,
 ) -> Compiled:
     tell("loading Inductor")
     with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
         from ...transforms.inductor_passes import mended, passes
-        from .compilations import OwnFunctions, side_by_side, unnamed_machine, unprobed
+        from .compilations import LIBTORCH, OwnFunctions, side_by_side, unnamed_machine, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
         from .loops import any_number_of_threads, failures_leave_loops, stored_before_reshapes
@@ -152,10 +154,9 @@ def _compiled(
     functions = None
     if standalone and (operator := lacking(program)):
         raise BuildError("not-standalone", f"the program has {operator}, which only torch's libraries compute")
-    if standalone or (standalone is None and suits(program, level)):
-        about = described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
-        functions = OwnFunctions(compiler=wrapped.path, about=about, required=standalone is not None)
-    beside, compilers = side_by_side(interface, functions), ask_compilers(str(wrapped.path), level)
+    if begun.functions is not None and (standalone or (standalone is None and suits(program, level))):
+        functions = OwnFunctions(made=begun.functions, required=standalone is not None)
+    beside, compilers = side_by_side(begun.interface, functions), ask_compilers(str(wrapped.path), level)
     compiled = (_private_cache(work / "cache"), unnamed_machine(), _watched(work, tell), unprobed(compilers), beside)
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
@@ -178,9 +179,21 @@ def _compiled(
         raise BuildError(
             "torch-unsupported", f"torch {torch.__version__}: aot_compile gave no shared object; cgcompile was tested with {TESTED}"
         )
-    _make_reproducible(target, work)
+    libtorch = work / LIBTORCH
+    for each in (target, libtorch):
+        if each.exists():
+            _make_reproducible(each, work)
     features = needed(compilers.plain, wrapped.options(), os.uname().machine, processor_flags())
-    return Compiled(path=target, features=features, standalone=standalone_code.is_in(target.read_bytes()))
+    alone = standalone_code.is_in(target.read_bytes())
+    return Compiled(path=target, features=features, standalone=alone, libtorch=libtorch if libtorch.exists() else None)
+
+
+def import_inductor() -> None:
+    """Imports what compiling needs: processes that are forked later have it."""
+    with quick_imports():
+        import torch._inductor.compile_fx  # noqa: F401
+
+        from . import compilations, complex_numbers, dispatch, loops, symbols  # noqa: F401
 
 
 def _called(program: ExportedProgram, shared: Collection[int], options: Mapping[str, Any]) -> object:

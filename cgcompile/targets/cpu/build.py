@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,17 +29,19 @@ from ...transforms.error_bounds import error_bounds
 from ...transforms.inlining import inlined
 from ...transforms.output_aliases import with_aliases
 from ...util.disk_space import size
+from ...util.forks import side_by_side
 from ...util.progress import Stages, Tell, each_named
 from ...util.scratch import scratch_folder
+from ...util.workers import processors
 from ..build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
 from ..instruction_sets import Level, level_of
 from ..memory_layout import lay_out, tensor_bytes
 from ..program_contents import program_contents
 from ..weights import frozen_weights, shapes_of, write_weights
 from . import layouts
-from .aoti import Compiled
-from .interface import Interface
-from .object_cache import recalled_or_compiled
+from .aoti import Compiled, import_inductor
+from .interface import Begun
+from .object_cache import compiled_and_kept, kept_at, recalled
 
 REASON = "the whole model, compiled for the processor"
 
@@ -61,9 +64,9 @@ class _CompiledEntry:
         return f"{file_names.HOST}{self.name(key)}.so"
 
 
-def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interface | None = None) -> ManifestParts:
-    """Compiles every program, and writes the shared objects, the weights and the self-test into `stage`.  `interface`: what is
-    compiled of every program's code before there is one."""
+def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | None = None) -> ManifestParts:
+    """Compiles every program, and writes the shared objects, the weights and the self-test into `stage`.  `begun`: what is
+    compiled before there is a program."""
     level = level_of(spec.target)
     with scratch_folder() as scratch:
         with stages("lower") as tell:
@@ -74,11 +77,12 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
                 for entry in spec.entries
             ]
             standalone = spec.standalone
-            for each, told in zip(entries, tells, strict=True):
-                standalone = _compile(each, scratch, told, changing, level, interface, standalone)
-            for each, told in zip(entries, tells, strict=True):  # all of a bundle's code runs on torch's libraries, or none
-                if standalone is False and any(compiled.standalone for compiled in each.compiled.values()):
-                    _compile(each, scratch / "again", told, changing, level, interface, standalone)
+            compile_all = partial(_compile_all, entries, tells=tells, changing=changing, level=level, begun=begun)
+            compile_all(scratch, standalone=standalone)
+            if standalone is None and not all(code.standalone for each in entries for code in each.compiled.values()):
+                standalone = False  # all of a bundle's code runs on torch's libraries, or none
+                tell("some code calls what only torch's libraries have: the rest is linked to them, too")
+                compile_all(scratch / "again", standalone=standalone)
             tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
@@ -90,12 +94,12 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
             }
             try:
                 parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
-            except CgbundleError:
+            except CgbundleError as error:
                 if standalone is not None:
                     raise
                 standalone = False  # where a function of ours fails, torch's may not
-                for each, told in zip(entries, each_named(tell, [entry.name for entry in spec.entries]), strict=True):
-                    _compile(each, scratch / "libtorch", told, changing, level, interface, standalone)
+                tell(f"linked to torch's libraries: with functions of its own it fails ({error})")
+                compile_all(scratch / "libtorch", standalone=standalone)
                 parts, regions, folded = _parts_of_all(entries, self_tests, weights, stage)
             write_self_test(stage / file_names.SELF_TEST, self_tests)
             tell.result(describe_size(stage))
@@ -114,30 +118,45 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, interface: Interfa
     )  # fmt: skip
 
 
-def _compile(
-    made: _CompiledEntry,
+def _compile_all(
+    entries: Sequence[_CompiledEntry],
     scratch: Path,
-    tell: Tell,
+    *,
+    tells: Sequence[Tell],
     changing: bool,
     level: Level | None,
-    interface: Interface | None,
+    begun: Begun | None,
     standalone: bool | None,
-) -> bool | None:
-    """Compiles what of an entry is not compiled yet, or not as `standalone` says.  `changing`: weights may change, whichever entry
-    does it.  Returns `standalone`, or False where it was None and some code calls what only torch's libraries have."""
-    contents = program_contents([program for _, program in made.programs.each])
-    shared = [each.output for each in made.entry.prepared.aliases]
-    for key, program in made.programs.each:
-        if key in made.compiled and made.compiled[key].standalone == standalone:
-            continue
-        work = scratch / made.name(key)
-        work.mkdir(parents=True)
-        made.compiled[key] = recalled_or_compiled(
-            program, contents[id(program)], work, tell, shared, changing, level, interface, standalone
-        )
-        if standalone is None and not made.compiled[key].standalone:
-            standalone = False
-    return standalone
+) -> None:
+    """Compiles what is not compiled as `standalone` says: several programs side by side.  `changing`: weights may change, whichever
+    entry does it."""
+    works: dict[tuple[int, IntKey], Callable[[Tell], Compiled]] = {}
+    for number, each in enumerate(entries):
+        contents = program_contents([program for _, program in each.programs.each])
+        shared = [alias.output for alias in each.entry.prepared.aliases]
+        for key, program in each.programs.each:
+            known = each.compiled.get(key)
+            if known is not None and known.standalone == standalone:
+                continue
+            if known is not None and standalone is False and known.libtorch is not None:
+                each.compiled[key] = replace(known, path=known.libtorch, standalone=False, libtorch=None)
+                continue
+            work = scratch / each.name(key)
+            work.mkdir(parents=True)
+            about = program, contents[id(program)], shared, changing, level, standalone
+            if (kept := recalled(kept_at(*about), work)) is not None:
+                each.compiled[key] = kept
+            else:
+                works[number, key] = partial(compiled_and_kept, *about, work, begun)
+    if len(works) > 1 and processors() > 1 and not torch.cuda.is_initialized():
+        import_inductor()
+        if begun is not None:
+            begun.wait()
+        made = side_by_side(works, {name: tells[name[0]] for name in works}, scratch, "worker-died")
+    else:
+        made = {name: work(tells[name[0]]) for name, work in works.items()}
+    for (number, key), compiled in made.items():
+        entries[number].compiled[key] = compiled
 
 
 def _parts_of_all(
@@ -195,12 +214,12 @@ def _entry_parts(
 
 
 def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
-    """`host/model.so, 150.2 KiB`, or `3 files, 460.1 KiB, 2 of them compiled by an earlier build`."""
+    """`host/model.so, 150.2 KiB`, or `3 files, 460.1 KiB, 2 of them kept before`."""
     total = size(sum(each.path.stat().st_size for _, each in compiled))
     before = sum(each.recalled for _, each in compiled)
     if len(compiled) == 1:
-        return f"{compiled[0][0]}, {total}{', compiled by an earlier build' if before else ''}"
-    return f"{len(compiled)} files, {total}{f', {before} of them compiled by an earlier build' if before else ''}"
+        return f"{compiled[0][0]}, {total}{', kept before' if before else ''}"
+    return f"{len(compiled)} files, {total}{f', {before} of them kept before' if before else ''}"
 
 
 def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str]) -> tuple[Weight, ...]:

@@ -1,4 +1,4 @@
-"""The C interface of AOTInductor's code, compiled once for all models.
+"""What is compiled once for all models: the C interface of AOTInductor's code, and functions in libtorch's place.
 
 Inductor writes the whole text of torch's interface.cpp into the file around every model (`*.wrapper.cpp`).  That text, with the
 templates that it uses, is two thirds of what the compiler does for a small model, and nothing in it is the model's.  So it is
@@ -26,8 +26,11 @@ import torch
 from ...util.content_cache import cache_folder, cache_optional, cache_path, recall, remember
 from ...util.scratch import scratch_folder
 from ...util.workers import end_group
+from ..instruction_sets import Level
+from ..kernels import standalone
 from ..requirements import compiler, described
-from .compiler import HEADER, REGEX, included
+from .compiler import HEADER, REGEX, included, wrap
+from .products import fast
 
 TORCH = Path(torch.__file__).parent
 
@@ -74,6 +77,41 @@ class Interface:
         return source.replace(self.text, "\n".join([*headers, ""]))
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Begun:
+    """Compilations that no model is needed for.  `functions`: of `kernels.standalone`, None where no code is to bring them."""
+
+    interface: Interface | None
+    functions: Future[Path | None] | None
+
+    def wait(self) -> None:
+        """Until all are done: a forked process cannot wait for a thread of this one."""
+        if self.interface is not None:
+            self.interface.made.result()
+        if self.functions is not None:
+            self.functions.result()
+
+
+@contextmanager
+def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
+    """Begins both, for processors of a `level`.  `functions`: whether code brings them; None where that pays."""
+    with ExitStack() as stack:
+        wanted = fast(level) if functions is None else functions
+        yield Begun(
+            interface=stack.enter_context(begun_interface()),
+            functions=_begun_functions(level, stack) if wanted and shutil.which(compiler()) is not None else None,
+        )
+
+
+def _begun_functions(level: Level | None, stack: ExitStack) -> Future[Path | None]:
+    folder, path = stack.enter_context(scratch_folder()), None
+    about = described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
+    with cache_optional():
+        path = cache_path(cache_folder(), "standalone", about, *standalone.dependencies())
+    target = folder / "standalone.o"
+    return _begun(standalone.command(str(wrap(folder / "compiler", level).path), target), target, path, stack)
+
+
 @contextmanager
 def begun_interface() -> Iterator[Interface | None]:
     """The interface, which is compiled meanwhile unless an earlier build did.  None without a compiler, or where torch has another
@@ -87,20 +125,24 @@ def begun_interface() -> Iterator[Interface | None]:
     with ExitStack() as stack:
         folder = stack.enter_context(scratch_folder())
         target = folder / "interface.o"
-        if path is not None and (found := recall(path, ObjectFile)) is not None:
-            target.write_bytes(found.code)
-            made: Future[Path | None] = Future()
-            made.set_result(target)
-        else:
-            (folder / "interface.cpp").write_text(FIRST + text)
-            command = [compiler(), *OPTIONS, *included(wrapper=True), "-c", "-o", target.name, "interface.cpp"]
-            process = subprocess.Popen(
-                command, cwd=folder, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
-            )
-            thread = stack.enter_context(ThreadPoolExecutor(1))
-            made = thread.submit(_made, process, target, path)
-            stack.callback(end_group, process)  # before the thread is waited for
-        yield Interface(text=text, made=made)
+        (folder / "interface.cpp").write_text(FIRST + text)
+        command = [compiler(), *OPTIONS, *included(wrapper=True), "-c", "-o", target.name, "interface.cpp"]
+        yield Interface(text=text, made=_begun(command, target, path, stack))
+
+
+def _begun(command: list[str], target: Path, path: Path | None, stack: ExitStack) -> Future[Path | None]:
+    """The object file `target`, by a command that runs meanwhile, unless it is kept at `path`.  None where the compiler fails."""
+    if path is not None and (found := recall(path, ObjectFile)) is not None:
+        target.write_bytes(found.code)
+        made: Future[Path | None] = Future()
+        made.set_result(target)
+        return made
+    process = subprocess.Popen(
+        command, cwd=target.parent, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, process_group=0
+    )
+    thread = stack.enter_context(ThreadPoolExecutor(1))
+    stack.callback(end_group, process)  # before the thread is waited for
+    return thread.submit(_made, process, target, path)
 
 
 def _made(process: subprocess.Popen[bytes], target: Path, path: Path | None) -> Path | None:

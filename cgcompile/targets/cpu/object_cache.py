@@ -28,7 +28,7 @@ from ..program_contents import tensor_layout
 from ..requirements import compiler, described
 from .aoti import Compiled, compile_cpu
 from .compiler import HEADER, REGEX
-from .interface import Interface
+from .interface import Begun
 
 NOTES = ("aot_inductor.metadata",)
 """Options in which Inductor itself notes what it compiled for: after a process's first program they are others than before."""
@@ -45,31 +45,49 @@ class SharedObject:
     features: tuple[str, ...]
 
 
-def recalled_or_compiled(
+def kept_at(
+    program: ExportedProgram, contents: str, shared: Collection[int], changing: bool, level: Level | None, standalone: bool | None
+) -> Path | None:
+    """Where what `compile_cpu` makes of the same arguments is kept; None where nothing can be.  `contents`: the program's, of
+    `program_contents`.  Raises cache-unsafe."""
+    with cache_optional():
+        return cache_path(cache_folder(), "host", contents, *_dependencies(program, tuple(shared), changing, level, standalone))
+    return None
+
+
+def compiled_and_kept(
     program: ExportedProgram,
     contents: str,
+    shared: Collection[int],
+    changing: bool,
+    level: Level | None,
+    standalone: bool | None,
     work: Path,
+    begun: Begun | None,
     tell: Callable[[str], None],
-    shared: Collection[int] = (),
-    changing: bool = False,
-    level: Level | None = None,
-    interface: Interface | None = None,
-    standalone: bool | None = False,
 ) -> Compiled:
-    """What `compile_cpu` makes of the same arguments, in the folder `work`.  `contents`: the program's, of `program_contents`.
-    Raises what `compile_cpu` raises, and cache-unsafe.  A cache that cannot be written to is none."""
-    path = None
-    with cache_optional():
-        path = cache_path(cache_folder(), "host", contents, *_dependencies(program, tuple(shared), changing, level, standalone))
-    if path is not None and (found := recall(path, SharedObject)) is not None:
-        target = work / "model.so"
-        target.write_bytes(found.code)
-        return Compiled(path=target, features=found.features, standalone=standalone_code.is_in(found.code), recalled=True)
-    compiled = compile_cpu(program, work, tell, shared, changing, level, interface, standalone)
+    """What `compile_cpu` makes, which is kept.  Raises what that raises, and cache-unsafe."""
+    compiled = compile_cpu(program, work, tell, shared, changing, level, begun, standalone)
+    options = program, contents, shared, changing, level
+    _keep(kept_at(*options, standalone), compiled.path, compiled.features)
+    if compiled.libtorch is not None:  # a build whose self-test fails with functions of ours asks for it next
+        _keep(kept_at(*options, False), compiled.libtorch, compiled.features)
+    return compiled
+
+
+def recalled(path: Path | None, work: Path) -> Compiled | None:
+    """What is kept at `path`, written into the folder `work`."""
+    if path is None or (found := recall(path, SharedObject)) is None:
+        return None
+    target = work / "model.so"
+    target.write_bytes(found.code)
+    return Compiled(path=target, features=found.features, standalone=standalone_code.is_in(found.code), recalled=True)
+
+
+def _keep(path: Path | None, made: Path, features: tuple[str, ...]) -> None:
     if path is not None:
         with cache_optional():
-            remember(path, SharedObject(code=compiled.path.read_bytes(), features=compiled.features))
-    return compiled
+            remember(path, SharedObject(code=made.read_bytes(), features=features))
 
 
 def _dependencies(

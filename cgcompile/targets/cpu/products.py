@@ -41,9 +41,14 @@ SUITED = (torch.float32, torch.bool)
 def suits(program: ExportedProgram, level: Level | None) -> bool:
     """Whether to link our functions first: where they were measured to be as fast as torch's.  What they lack besides is only known
     when the code is linked, or when it runs; both are rare where this holds.  `level`: None for processors like this one."""
+    patches = all(_is_patches(node) for node in _products(program) if _name(node) in CONVOLUTIONS)
+    return fast(level) and patches and not lacking(program)
+
+
+def fast(level: Level | None) -> bool:
+    """Whether our products were measured beside torch's on such processors."""
     features = level.features if level is not None else processor_flags()
-    fast = all(_is_patches(node) for node in _products(program) if _name(node) in CONVOLUTIONS)
-    return os.uname().machine == X86_64 and VECTORS in features and fast and not lacking(program)
+    return os.uname().machine == X86_64 and VECTORS in features
 
 
 def lacking(program: ExportedProgram) -> str:

@@ -25,7 +25,7 @@ from ...transforms.inlining import inlined
 from ...util.progress import Stages, Tell
 from ..build_spec import Placements, entry_of, key_label, own_key
 from ..cpu import layouts
-from ..cpu.object_cache import recalled_or_compiled
+from ..cpu.object_cache import compiled_and_kept, kept_at, recalled
 from ..instruction_sets import Level
 from ..memory_layout import UploadedValue, dense_strides
 from ..program_contents import program_contents
@@ -188,7 +188,8 @@ def _compile(
     program = inlined(program)
     work = scratch / own
     work.mkdir()
-    compiled = recalled_or_compiled(program, program_contents([program])[id(program)], work, lambda text: None, level=level)
+    about = program, program_contents([program])[id(program)], (), False, level, False
+    compiled = recalled(kept_at(*about), work) or compiled_and_kept(*about, work, None, lambda text: None)
     file = f"host/{own}.so"
     bound = layouts.bind_constants(compiled.path, program, [replace(row, name=row.name.removeprefix(PREFIX)) for row in weights])
     try:

@@ -110,7 +110,9 @@ def build(
     max_paths: MaxPaths = 64,
     force: Annotated[bool, typer.Option("--force", help="Replace an existing bundle.")] = False,
     quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no summary.")] = False,
-    verbose: Annotated[bool, typer.Option("--verbose", "-v", help="Also a line for every step of a stage.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Also a line for every step of a stage, and what each stage spent.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON instead of the bundle's path.")] = False,
 ) -> None:
     """Turn a PyTorch model into a bundle.
@@ -143,7 +145,7 @@ def build(
             force=force, max_keys=max_keys, max_paths=max_paths, world=world, split=split, progress=progress or "silent",
         )  # fmt: skip
     if not quiet:
-        show(_summary(built, time.perf_counter() - begin), sys.stderr)
+        show(_summary(built, time.perf_counter() - begin, progress.stages() if verbose and progress else None), sys.stderr)
     if as_json:
         from ..summary import plain
 
@@ -152,7 +154,7 @@ def build(
         sys.stdout.write(f"{built.path}\n")
 
 
-def _summary(built: Built, seconds: float) -> Table:
+def _summary(built: Built, seconds: float, stages: Table | None) -> Table:
     from .. import summary
     from ..inspection import overview, program_rows
 
@@ -182,6 +184,7 @@ def _summary(built: Built, seconds: float) -> Table:
         *fields,
         *([("findings", first_lines(findings))] if findings else []),
         *([("allowed", listed(manifest.allowed))] if manifest.allowed else []),
+        *([("stages", stages)] if stages else []),
         ("load", summary.load_lines(str(built.path), manifest)),
         *([("note:", notes)] if notes else []),
     ])  # fmt: skip

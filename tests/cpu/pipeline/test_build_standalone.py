@@ -64,10 +64,16 @@ def test_with_no_standalone_they_are_torchs(tmp_path: Path) -> None:
     assert not checked(made.path, model) and dict(made.manifest.provenance.options)["standalone"] == "false"
 
 
-def test_where_one_entry_needs_torchs_libraries_all_run_on_them(tmp_path: Path) -> None:
+def test_where_one_entry_needs_torchs_libraries_all_run_on_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     model = Products().eval()
     entries = {"forward": inputs, "sorted": inputs}
-    made = cgcompile.build(model, entries, sizes={"forward": [4], "sorted": [4]}, out=tmp_path / "a.cgb", target="cpu")
+    told: list[str] = []
+    made = cgcompile.build(
+        model, entries, sizes={"forward": [4], "sorted": [4]}, out=tmp_path / "a.cgb", target="cpu",
+        progress=lambda event: told.append(event.text),
+    )  # fmt: skip
+    assert sum(text.endswith("loading Inductor") for text in told) == 2, "both are lowered once"
     assert not any(standalone.is_in(path.read_bytes()) for path in (made.path / "host").iterdir())
     assert not checked(made.path, model)
     with raises("not-standalone", match="which only torch's libraries have"):
@@ -137,6 +143,7 @@ def test_products_of_other_numbers_are_not_tried(dtype: torch.dtype, tmp_path: P
 @measured
 def test_a_proof_that_fails_is_tried_again_with_torchs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What rounding turns over, say: torch's own products round as eager PyTorch's."""
+    monkeypatch.setenv("CGCOMPILE_CACHE", str(tmp_path / "cache"))
     plain: Callable[..., object] = pipeline.replay
 
     def replay(folder: Path, manifest: cgbundle.Manifest, *rest: object) -> object:
@@ -149,7 +156,9 @@ def test_a_proof_that_fails_is_tried_again_with_torchs(tmp_path: Path, monkeypat
     made = cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "a.cgb", target="cpu", progress=told.append)
     assert not checked(made.path, model)
     done = [event.text for event in told if (event.stage, event.state) == ("verify", "done")]
-    assert done[0].startswith("refused with functions of its own") and len(done) == 2
+    assert done[0].startswith("again with functions of torch's libraries, for with its own differs") and len(done) == 2
+    lowered = [event.text for event in told if (event.stage, event.state) == ("lower", "done")]
+    assert [text.endswith(", kept before") for text in lowered] == [False, True], "nothing is lowered again"
     with raises("proof-failed"):
         cgcompile.build(model, inputs, sizes=[4], out=tmp_path / "b.cgb", target="cpu", standalone=True)
     assert not (tmp_path / "b.cgb").exists() and not list(tmp_path.glob(".b*"))

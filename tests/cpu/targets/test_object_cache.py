@@ -52,12 +52,19 @@ def build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Build:
 
     monkeypatch.setattr(object_cache, "compile_cpu", compiled)
 
-    def run(program: ExportedProgram, *options: object) -> Compiled:
+    def run(
+        program: ExportedProgram,
+        shared: list[int] | None = None,
+        changing: bool = False,
+        level: Level | None = None,
+        standalone: bool | None = False,
+    ) -> Compiled:
         nonlocal number
         number += 1
         (work := tmp_path / str(number)).mkdir()
-        contents = program_contents([program])[id(program)]
-        return object_cache.recalled_or_compiled(program, contents, work, lambda text: None, *options)  # type: ignore[arg-type]
+        about = program, program_contents([program])[id(program)], shared or [], changing, level, standalone
+        known = object_cache.recalled(object_cache.kept_at(*about), work)
+        return known or object_cache.compiled_and_kept(*about, work, None, lambda text: None)
 
     return run
 
@@ -106,7 +113,7 @@ def test_another_program_is_compiled(build: Build, other: Callable[[], ExportedP
 
 @pytest.mark.parametrize(
     "options",
-    [([0],), ([], True), ([], False, level_of("x86-64-v2")), ([], False, None, None, True)],
+    [([0],), ([], True), ([], False, level_of("x86-64-v2")), ([], False, None, True)],
     ids=["shared", "changing", "level", "standalone"],
 )
 def test_other_options_compile(build: Build, options: tuple[object, ...]) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 
 import pytest
 
 from cgcompile.util.progress import Event
+from cgcompile_cli.output import show
 from cgcompile_cli.progress import LONG, OFTEN, watching
 
 
@@ -53,3 +56,16 @@ def test_a_terminal_has_the_live_line_instead(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("sys.stderr", screen := Terminal())
     told([("lower", "start", "", 0.0), ("lower", "detail", "1 of 60", 50.0), ("lower", "done", "60 kernels", 51.0)])
     assert LONG["lower"] not in screen.getvalue() and "+50.0 s" not in screen.getvalue() and "60 kernels" in screen.getvalue()
+
+
+def test_what_stages_spent_is_one_row_for_each(capsys: pytest.CaptureFixture[str]) -> None:
+    with watching(quiet=False, verbose=True) as watch:
+        assert watch is not None
+        watch(Event(stage="source", state="done", text="", seconds=0.5))
+        subprocess.run([sys.executable, "-S", "-c", "sum(range(3_000_000))"], check=True)
+        watch(Event(stage="lower", state="done", text="", seconds=2.0))
+        show(watch.stages(), sys.stderr)
+    heads, source, lower = capsys.readouterr().err.splitlines()[-3:]
+    assert heads.split()[:3] == ["seconds", "processor", "in"] and source.split()[:3] == ["source", "0.50", "s"]
+    assert lower.split()[:3] == ["lower", "2.00", "s"] and "MiB" in lower
+    assert (source.split()[5], lower.split()[5]) == ("0", lower.split()[5]) and float(lower.split()[5]) > 0, "it ended in `lower`"

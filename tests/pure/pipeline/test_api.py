@@ -15,7 +15,7 @@ import pytest
 import cgcompile
 from cgbundle.format.schema import Finding
 from cgcompile.pipeline.records import Built, Report
-from cgcompile.util.garbage_collection import collect_seldom, quick_imports, unfrozen
+from cgcompile.util.garbage_collection import collect_seldom, quick_imports, seldom_collected
 from cgcompile.util.progress import Event, Stages, silent
 from cgcompile.util.progress_display import Lines, watcher
 from tests.helpers.bundles.tiny_bundle import manifest
@@ -159,14 +159,14 @@ def test_garbage_is_collected_after_imports_as_before(on: bool) -> None:
 
 def test_what_imports_made_is_looked_through_again_after_the_build() -> None:
     before = gc.get_freeze_count()
-    with unfrozen():
+    with seldom_collected():
         with quick_imports():
             pass
         assert gc.get_freeze_count() > before == 0
     assert gc.get_freeze_count() == 0
     gc.freeze()
     try:
-        with unfrozen(), quick_imports():
+        with seldom_collected(), quick_imports():
             pass
         assert gc.get_freeze_count() > 0, "the caller's own stay apart"
     finally:
