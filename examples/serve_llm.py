@@ -1,9 +1,8 @@
-"""A language model over HTTP as OpenAI's clients speak it, from a bundle of causal_lm.py, without torch.
+"""A language model over HTTP as OpenAI's clients speak it, from a bundle, without torch.
 
     pip install ./bundles '.[serve]'
-    CAUSAL_LM=~/models/Qwen3-0.6B cgcompile build examples/causal_lm.py -o qwen.cgb --sizes prefill:batch=1 \\
-        --sizes prefill:seq=128 --sizes decode:batch=1,8 --sizes generate:batch=1,8 --sizes blocks=64
-    python examples/serve_llm.py qwen.cgb --tokenizer ~/models/Qwen3-0.6B
+    cgcompile build ~/models/Qwen3-0.6B
+    python examples/serve_llm.py Qwen3-0.6B.cgb --tokenizer ~/models/Qwen3-0.6B
     curl localhost:8000/v1/completions --json '{"prompt": "The cat", "max_tokens": 20}'
 
 POST /v1/completions, /v1/chat/completions (both with `stream`); GET /v1/models, /health, /metrics.  Requests join and leave the
@@ -135,7 +134,7 @@ def numbers(text: str) -> list[int]:
 def main(arguments: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description="Serve a language model from a bundle over HTTP, as OpenAI's clients speak it.")
-    parser.add_argument("bundle", help="the directory that `cgcompile build examples/causal_lm.py` wrote")
+    parser.add_argument("bundle", help="the directory that `cgcompile build FOLDER` wrote")
     parser.add_argument("--tokenizer", required=True, metavar="FOLDER", help="a folder with tokenizer.json, in the Hub's layout")
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one, which the first line names")

@@ -20,9 +20,9 @@ from ..errors import ModelError
 from ..util.model_file import check_arguments, check_file, kind_of, missing_attribute, missing_module, name_of, undefined
 from .declared_sizes import Inputs
 from .quantization.plain_model import plain_model
-from .source import DonationNames, Source
+from .source import DonationNames, Recipe, Source
 from .tracing.wrapped_modules import unwrapped
-from .user_code import call_user, definition
+from .user_code import call_user, definition, plain_errors
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:
@@ -31,19 +31,23 @@ def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callabl
 
 
 def load_sources(
-    model: str | os.PathLike[str] | torch.nn.Module, inputs: Inputs | None = None, share: tuple[int, int] | None = None
+    model: str | os.PathLike[str] | torch.nn.Module | Recipe, inputs: Inputs | None = None, share: tuple[int, int] | None = None
 ) -> tuple[Source, ...]:
     """A source for each entry of a model, `forward` first where it is one.  `share`: (rank, world) of a model over several devices.
 
     Raises source-missing or source-invalid, with the user's file and line where it is their code that failed.
     """
+    if isinstance(model, Recipe):
+        with plain_errors():
+            made = model.model()
+        return _sources(model.name, model.label, model.code, made, model.entries, owned=True)
     check_arguments(model, inputs)
     if isinstance(model, torch.nn.Module) and inputs is not None:
         name, path = type(model).__name__.lower(), type(model).__module__
         origin = f"{path}.{type(model).__qualname__}"
         code = "" if path == "__main__" else path
-        made = _sources(name, origin, code, model, inputs)
-        return tuple([replace(source, label=definition(source.inputs) or origin, origin=origin) for source in made])
+        sources = _sources(name, origin, code, model, inputs)
+        return tuple([replace(source, label=definition(source.inputs) or origin, origin=origin) for source in sources])
     label = os.fspath(model)
     kind = kind_of(label)
     if kind == "saved":
@@ -52,16 +56,16 @@ def load_sources(
         return (load_saved(label),)
     if kind == "file":
         module = _load_file(label)
-        made = _from_module(
+        sources = _from_module(
             name_of(label), label, label, label, _member(module, "model", label), _given_inputs(module, label), share
         )
-        return _with_donations(made, module, label)
+        return _with_donations(sources, module, label)
     path, _, attribute = label.partition(":")
     module = _import(path, label)
-    made = _from_module(
+    sources = _from_module(
         name_of(label), label, path, path, _attribute(module, attribute, label), _given_inputs(module, label), share
     )
-    return _with_donations(made, module, label)
+    return _with_donations(sources, module, label)
 
 
 def checked_donations(given: Any, label: str) -> tuple[DonationNames, ...]:

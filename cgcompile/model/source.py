@@ -63,6 +63,20 @@ class Source:
     notes: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Recipe:
+    """A model that the compiler itself knows how to make, where the user names no Python.
+
+    `name` is the bundle's, `label` what the user typed, `code` the module that defines the model and registers its operators.
+    `model` makes it, with the same weights every time; `entries` maps its methods that are called to what makes their inputs."""
+
+    name: str
+    label: str
+    code: str
+    model: Callable[[], torch.nn.Module]
+    entries: Mapping[str, Callable[..., Any]]
+
+
 def entry_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:
     """A method of the model that is an entry: `forward` with what torch does around it, hooks above all."""
     found: Callable[..., Any] = model if entry == FORWARD else getattr(model, entry)

@@ -23,6 +23,14 @@ from ..util.model_file import closest, not_python
 OURS = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 """The folder of the compiler."""
 
+MODELS = os.path.join(OURS, "language_models", "")
+"""The folder of models of ours: to the rest of the compiler their code is a user's."""
+
+
+def is_ours(filename: str) -> bool:
+    """Whether a file is the compiler's, and none of its models'."""
+    return filename.startswith(OURS) and not filename.startswith(MODELS)
+
 
 def user_line(error: BaseException, label: str) -> str:
     """`model.py:12` of the innermost frame of the traceback that lies in the user's code, or "".
@@ -54,7 +62,7 @@ def is_user_file(filename: str) -> bool:
     library = os.path.dirname(os.__file__)
     torch_home = os.path.dirname(os.path.abspath(torch.__file__))
     full = os.path.abspath(filename)
-    if filename.startswith("<") or full.startswith((OURS, torch_home + os.sep)):
+    if filename.startswith("<") or is_ours(full) or full.startswith(torch_home + os.sep):
         return False
     return not full.startswith(library + os.sep) or "site-packages" in full
 
@@ -145,7 +153,7 @@ def _user_frame() -> FrameType | None:
     found: FrameType | None = None
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
-        if found is not None and frame.f_code.co_filename.startswith(OURS):
+        if found is not None and is_ours(frame.f_code.co_filename):
             return found
         if found is None and is_user_file(frame.f_code.co_filename):
             found = frame
@@ -205,7 +213,7 @@ def called_here() -> str:
     """The same of the code that runs."""
     frames: list[tuple[str, int]] = []
     frame = _user_frame()
-    while frame is not None and not frame.f_code.co_filename.startswith(OURS):
+    while frame is not None and not is_ours(frame.f_code.co_filename):
         if is_user_file(frame.f_code.co_filename):
             frames.append((frame.f_code.co_filename, frame.f_lineno))
         frame = frame.f_back
@@ -256,6 +264,8 @@ def call_user(function: Callable[..., Any], what: str, label: str, *args: Any, *
             return function(*args, **kwargs)
     except SyntaxError as error:
         raise not_python(error, label) from None
+    except ModelError:  # of cgcompile.language_models: one line already
+        raise
     except Exception as error:
         if isinstance(error.__cause__, SystemExit):
             text = f"{user_line(error, label) or label}: {what} ended the program: SystemExit: {first_line(error)}"

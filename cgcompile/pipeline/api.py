@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from importlib import import_module
 from typing import Any
 
@@ -17,7 +18,8 @@ from ..util.garbage_collection import quick_imports, seldom_collected
 from ..util.progress import Stages, Watcher
 from ..util.progress_display import Progress, watcher
 from .argument_checks import check_build, check_check
-from .records import Built, Options, Report, split_targets
+from .folders import folder_model, is_folder
+from .records import Built, LanguageOptions, Options, Report, split_targets
 
 PROVE_BUDGET = 120.0
 """Seconds that interpreting the int_keys of a cross-compiled bundle may take."""
@@ -90,11 +92,15 @@ def build(
     donations: Sequence[tuple[str, str]] = (),
     world: int | None = None,
     split: str | None = None,
+    context: int | None = None,
+    lanes: Sequence[int] | str = (),
+    dtype: str | None = None,
     progress: Progress = None,
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
 
-    `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, or a module (then `inputs` makes its example
+    `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, the folder of a language model (config.json,
+    safetensors and a tokenizer, as the Hub has them), or a module (then `inputs` makes its example
     inputs, or maps each method of the module that is an entry to what makes its inputs).  `sizes`: of the declared dimensions, e.g.
     [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.  `target`: auto, cuda, sm_90 and its kind (a GPU
     that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).  Several of them,
@@ -121,6 +127,10 @@ def build(
     and `forward` calls functional collectives of torch.distributed.  The bundle is cross-compiled, whatever GPU is here.
     `split`: "layers" puts the layers of a plain `model()` one after the other on these GPUs, for a model that does not fit on one:
     the elements of its longest list of modules by weight, about as many bytes on each.  One GPU works at a time.
+    `context`, `lanes` and `dtype` are of the folder of a language model, which takes no `sizes`: the tokens of the longest text
+    (default: what the model takes, at most 8192 on a GPU and 2048 on a CPU), how many texts share a call (1, 8 and 32, on a CPU 1
+    and 4), and bfloat16, float16 or float32 (what config.json names, on a CPU float32).  The model is compared with transformers
+    first: language-model-refused is raised for one whose text would differ.
     `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
     notebook.
 
@@ -135,9 +145,14 @@ def build(
             sizes=sizes, out=out, target=target, strict=strict, allow=tuple(allow), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, autotune=autotune, autotune_timeout=autotune_timeout,
             train=train, fallback_ops=tuple(fallback_ops), standalone=standalone, force=force, max_keys=max_keys,
-            max_paths=max_paths, donations=donations, world=world, split=split, progress=tell,
+            max_paths=max_paths, donations=donations, world=world, split=split,
+            progress=tell, language=LanguageOptions(context=context, lanes=lanes, dtype=dtype),
         )  # fmt: skip
         check_build(model, inputs, options)
+        if is_folder(model):
+            with with_torch(tell, f"{__package__}.build"):
+                model, chosen = folder_model(model, options.language, target, record, Stages(tell))
+            options = replace(options, sizes=chosen)
         if world is not None:
             with with_torch(tell, f"{__package__}.world.build"):
                 from .world.build import build_world  # late: it imports torch
@@ -164,6 +179,9 @@ def check(
     fallback_ops: Sequence[str] = (),
     train: bool = False,
     max_paths: int = MAX_PATHS,
+    context: int | None = None,
+    lanes: Sequence[int] | str = (),
+    dtype: str | None = None,
     progress: Progress = None,
 ) -> Report:
     """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
@@ -172,13 +190,16 @@ def check(
     `build`, auto too; cuda is checked without a GPU as well.
 
     `strict`: findings that put operations on the host refuse.  `fallback_ops`: operators that are kept on
-    the host, e.g. "mylib::op".  `train` and `max_paths` as for `build`.  `progress` as for `build`: what takes long is torch's
-    import.
+    the host, e.g. "mylib::op".  `train`, `max_paths`, `context`, `lanes` and `dtype` as for `build`.  `progress` as for `build`:
+    what takes long is torch's import.
 
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
-    check_check(model, inputs, sizes, target)
+    language = LanguageOptions(context=context, lanes=lanes, dtype=dtype)
+    check_check(model, inputs, sizes, target, train, language)
     with watcher(progress) as tell, with_torch(tell, f"{__package__}.check"):
+        if is_folder(model):
+            model, sizes = folder_model(model, language, target, "auto", Stages(tell))
         from .check import check as run  # late: it imports torch
 
         return run(

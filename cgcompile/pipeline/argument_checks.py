@@ -33,18 +33,24 @@ from ..util.model_file import (
     undefined,
 )
 from .destination import check_free, destination_path
-from .records import Options, split_targets
+from .folders import check_folder_options
+from .records import LanguageOptions, Options, split_targets
 
 NO_PROOF = "--prove none leaves the proof out"
 
 
 def check_build(model: Any, inputs: Any, options: Options) -> None:
-    """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, allow-unknown,
-    sizes-invalid, too-many-keys, limit-invalid, world-refused, output-exists, output-unwritable, target-unavailable,
-    option-invalid, compiler-failed."""
+    """Raises what `build` would raise for these arguments: extra-missing, source-missing, source-invalid, folder-invalid,
+    allow-unknown, sizes-invalid, too-many-keys, limit-invalid, world-refused, output-exists, output-unwritable, option-invalid,
+    target-unavailable, compiler-failed."""
     check_arguments(model, inputs)
     check_packages("host")
     _check_allowed(options.allow)
+    others = {
+        "--sizes": options.sizes, "--train": options.train, "--world": options.world, "--split": options.split,
+        "chains": options.chains,
+    }  # fmt: skip
+    check_folder_options(model, options.language, others)
     name = _check_model(model, options.sizes, options.max_keys)
     if options.autotune_timeout is not None:
         check_timeout(options.autotune_timeout, options.autotune)
@@ -123,10 +129,11 @@ def _check_targets(targets: Sequence[str], options: Options) -> None:
         raise BuildError("option-invalid", "--autotune times one GPU, and several targets are named", "build one target")
 
 
-def check_check(model: Any, inputs: Any, sizes: Given, target: str) -> None:
+def check_check(model: Any, inputs: Any, sizes: Given, target: str, train: bool, language: LanguageOptions) -> None:
     """Raises what `check` would raise for these arguments, as `check_build`."""
     check_arguments(model, inputs)
     check_packages("host")
+    check_folder_options(model, language, {"--sizes": sizes, "--train": train})
     _check_model(model, sizes, None)
     if not asks_torch(target):
         recorder_for(target)
@@ -140,6 +147,8 @@ def _check_model(model: Any, sizes: Given, max_keys: int | None) -> str:
     kind, path, attribute = kind_of(label), label, ""
     if kind == "saved":
         check_saved(label)
+        return name_of(label)
+    if kind == "folder":
         return name_of(label)
     if kind == "file":
         found: Definitions | None = definitions(check_file(label), label)

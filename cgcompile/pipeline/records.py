@@ -20,6 +20,16 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class LanguageOptions:
+    """What `build` and `check` take for the folder of a language model: tokens of the longest text, how many texts share a call,
+    and the dtype of weights and cache; None and () where the user leaves them open."""
+
+    context: int | None = None
+    lanes: Sequence[int] | str = ()
+    dtype: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Options:
     """How a model is built: the keyword parameters of `build`."""
 
@@ -45,6 +55,7 @@ class Options:
     world: int | None
     split: str | None
     progress: Watcher
+    language: LanguageOptions = LanguageOptions()
 
 
 def split_targets(target: str) -> list[str]:

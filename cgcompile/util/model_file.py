@@ -40,21 +40,26 @@ class Definitions:
 
 
 def kind_of(label: str) -> str:
-    """What a model's name is: "saved" (a .pt2), "file" or "attribute" (of a module).  Raises source-missing."""
+    """What a model's name is: "saved" (a .pt2), "folder" (with config.json), "file" or "attribute" (of a module).  Raises
+    source-missing."""
     if label.endswith(".pt2"):
         return "saved"
+    if os.path.isfile(os.path.join(label, "config.json")):
+        return "folder"
     if label.endswith(".py") or os.path.exists(label):
         return "file"
     if ":" in label:
         return "attribute"
-    raise BuildError(
-        "source-missing", f"{label}: no such model", "give a model.py, package.module:attribute, or a saved program.pt2"
-    )
+    remedy = "give a model.py, package.module:attribute, a saved program.pt2, or a folder with config.json"
+    raise BuildError("source-missing", f"{label}: no such model", remedy)
 
 
 def name_of(label: str) -> str:
     """What a model is called, and its bundle unless the user says: as its file, or as the attribute.  Raises source-missing."""
-    return label.rpartition(":")[2].rpartition(".")[2] if kind_of(label) == "attribute" else Path(label).stem
+    kind = kind_of(label)
+    if kind == "folder":
+        return Path(label).resolve().name
+    return label.rpartition(":")[2].rpartition(".")[2] if kind == "attribute" else Path(label).stem
 
 
 def check_arguments(model: Any, inputs: Any) -> None:
@@ -96,7 +101,8 @@ def check_file(label: str) -> Path:
     """The file that a label names.  Raises source-missing."""
     path = Path(label)
     if not path.is_file():
-        raise BuildError("source-missing", f"{label}: {'a directory, not a model file' if path.is_dir() else 'no such file'}")
+        what = "a directory without config.json, and no model file" if path.is_dir() else "no such file"
+        raise BuildError("source-missing", f"{label}: {what}")
     return path
 
 

@@ -67,7 +67,24 @@ def _beginning(words: Words, incomplete: str) -> Words:
 BundlePath = Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's directory.", show_default=False)]
 
 ModelName = Annotated[
-    str, typer.Argument(metavar="MODEL", help="model.py, package.module:attribute, or a .pt2 file.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="MODEL", help="model.py, package.module:attribute, a .pt2 file, or a folder with config.json.", show_default=False
+    ),
+]
+
+Context = Annotated[
+    int | None,
+    typer.Option("--context", min=1, metavar="N", help="Of a folder: tokens of the longest text."),
+]
+
+Lanes = Annotated[
+    str | None, typer.Option("--lanes", metavar="LANES", help="Of a folder: how many texts share a call, e.g. 1,8,32.")
+]
+
+Dtype = Annotated[
+    str | None,
+    typer.Option("--dtype", metavar="DTYPE", help="Of a folder: bfloat16, float16 or float32. Default: its own; CPU: float32."),
 ]
 
 Threads = Annotated[

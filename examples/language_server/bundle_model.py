@@ -1,4 +1,4 @@
-"""A bundle of causal_lm.py as the scheduler's model: what it was built for, and a call for a step.  Without torch and NumPy."""
+"""A bundle of a language model as the scheduler's model: what it was built for, and a call for a step.  Without torch and NumPy."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class BundleModel:
 
     def __init__(self, program: cgbundle.Program, turns: int) -> None:
         """`turns`: tokens that a call may make for each request in a loop on the device, at most as many as were built; 1 makes
-        them one by one.  Raises ValueError for a bundle that is none of causal_lm.py's."""
+        them one by one.  Raises ValueError for a bundle of something else."""
         self._entries = program.entries
         if not {"prefill", "decode"} <= set(self._entries):
-            raise ValueError(f"expected a bundle of causal_lm.py with prefill and decode, got {', '.join(self._entries)}")
+            raise ValueError(f"expected a bundle of a language model with prefill and decode, got {', '.join(self._entries)}")
         shapes = {weight.name: weight.shape for weight in program.manifest.weights}
         if not {"keys_0", "seen"} <= set(shapes):
-            raise ValueError("expected a bundle of causal_lm.py: there is no cache keys_0, or no table `seen`")
+            raise ValueError("expected a bundle of a language model: there is no cache keys_0, or no table `seen`")
         pages, _, page, _ = shapes["keys_0"]
         slots, self.vocabulary = shapes["seen"]
         self._takes_length = any(spec.name == "length" for spec in self._entries["prefill"].inputs)

@@ -22,7 +22,7 @@ from .pages import Pool, pages_for
 Entry = Literal["prefill", "decode", "generate"]
 
 STOPS = 8
-"""Stop tokens that a lane may have, as in causal_lm.py."""
+"""Stop tokens that a lane may have, as in cgcompile/language_models/causal_lm.py."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,1 +1,1 @@
-"""Every causal language model that transformers has, from pages as examples/causal_lm.py serves it, beside `generate`."""
+"""Every causal language model that transformers has, from pages as `cgcompile build FOLDER` makes it, beside `generate`."""

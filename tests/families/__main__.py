@@ -11,9 +11,6 @@ import sys
 import time
 import warnings
 from collections import Counter
-from types import ModuleType
-
-from tests.helpers.models.causal_lm import model_file
 
 from .cases import FEATURES, NEEDED
 
@@ -32,24 +29,27 @@ def main() -> int:
 
     transformers.logging.set_verbosity_error()
     counts: Counter[str] = Counter()
-    with model_file() as lm:
-        for name in wanted or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FEATURES]:
-            start = time.perf_counter()
-            verdict = judged(lm, name)
-            counts[verdict.partition(":")[0]] += 1
-            print(f"{name:32} {time.perf_counter() - start:5.1f} s  {verdict}", flush=True)
+    for name in wanted or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FEATURES]:
+        start = time.perf_counter()
+        verdict = judged(name)
+        counts[verdict.partition(":")[0]] += 1
+        print(f"{name:32} {time.perf_counter() - start:5.1f} s  {verdict}", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     return 1 if counts["WRONG"] or counts["traceback"] else 0
 
 
-def judged(lm: ModuleType, name: str) -> str:
+def judged(name: str) -> str:
     """`equal`, `refused: why`, `WRONG: where` or `traceback: what` of a model type or feature; `no configuration: why` where
     transformers cannot make the default one.
 
     WRONG is a text that only the comparison knows to be another: no rule names what the model does.
     """
-    from language_model.refusal import Refused, told
     from transformers import AutoConfig
+
+    from cgcompile.errors import ModelError
+    from cgcompile.language_models.comparison.refusal import told
+    from cgcompile.language_models.comparison.texts import compare_small
+    from cgcompile.language_models.recipe import small
 
     options = FEATURES.get(name) or {"model_type": name, **NEEDED.get(name, {})}
     try:
@@ -57,8 +57,8 @@ def judged(lm: ModuleType, name: str) -> str:
     except Exception as error:  # noqa: BLE001 transformers' own
         return f"no configuration: {told(error)}"
     try:
-        lm.compare(config)
-    except Refused as error:
+        compare_small(config, small)
+    except ModelError as error:
         kind = "WRONG" if "text differs" in str(error) else "refused"
         return f"{kind}: {error}"
     except Exception as error:  # noqa: BLE001 what it is about

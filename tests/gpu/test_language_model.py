@@ -1,10 +1,8 @@
-"""examples/causal_lm.py on a GPU: the tokens of transformers, family by family, over decode's kernel; and a bundle of it."""
+"""Language models on a GPU: the tokens of transformers, family by family, over decode's kernel; and a bundle of it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -15,46 +13,49 @@ if not torch.cuda.is_available():
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
+from cgcompile.language_models.example_inputs import ExampleInputs  # noqa: E402
 from tests.helpers.models.causal_lm import (  # noqa: E402
-    EXAMPLES,
     FAMILIES,
+    PAGES,
+    SLOTS,
     Engine,
     check_family,
     check_requests,
     made,
-    model_file,
     nobodys_page_is_zero,
 )  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def lm() -> Iterator[ModuleType]:
-    with model_file() as imported:
-        yield imported
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_greedy_tokens_are_transformers(lm: ModuleType, family: str) -> None:
+def test_greedy_tokens_are_transformers(family: str) -> None:
     with torch.device("cuda"):
-        check_family(lm, family)
+        check_family(family)
 
 
-def test_pages_are_used_again_by_requests_that_come_and_go(lm: ModuleType) -> None:
+def test_pages_are_used_again_by_requests_that_come_and_go() -> None:
     with torch.device("cuda"):
-        llama = made(lm, "llama")
-        check_requests(lm, Engine(lm, llama), llama)
+        llama = made("llama")
+        check_requests(Engine(llama), llama)
         assert nobodys_page_is_zero(llama)
 
 
 @pytest.mark.parametrize(("family", "lower"), [("llama", "inductor"), ("gemma2", "eager")])
-def test_a_bundle_of_which_pages_are_used_again(lm: ModuleType, family: str, lower: str, tmp_path: Path) -> None:
-    model = made(lm, family)
-    model.network.save_pretrained(tmp_path / "hub")
+def test_a_bundle_of_which_pages_are_used_again(family: str, lower: str, tmp_path: Path) -> None:
+    model = made(family, turns=0)
     sizes = {"prefill": {"batch": [4], "seq": [16], "blocks": [12]}, "decode": {"batch": [4], "blocks": [12]}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CAUSAL_LM", str(tmp_path / "hub"))
-        patch.setenv("CAUSAL_LM_TURNS", "0")
-        cgcompile.build(str(EXAMPLES / "causal_lm.py"), sizes=sizes, out=tmp_path / "lm.cgb", target="cuda", lower=lower)
+    inputs = ExampleInputs(config=model.network.config, pages=PAGES, slots=SLOTS, turns=0).entries()
+    cgcompile.build(model.eval(), inputs, sizes=sizes, out=tmp_path / "lm.cgb", target="cuda", lower=lower)
     with cgbundle.load(tmp_path / "lm.cgb") as program:
-        check_requests(lm, Engine(lm, program), model)
+        check_requests(Engine(program), model)
         assert not any(torch.from_dlpack(program.state[name])[0].any() for name in ("keys_0", "values_0", "seen"))
+
+
+def test_a_folder_with_no_further_option(tmp_path: Path) -> None:
+    """The defaults of a GPU: a loop of 32 tokens, two lengths of chunks, and a cache that the memory takes."""
+    model = made("llama")
+    model.network.save_pretrained(tmp_path / "hub")
+    (tmp_path / "hub/tokenizer.json").write_text("{}")
+    cgcompile.build(str(tmp_path / "hub"), lanes=[1, 4], out=tmp_path / "lm.cgb", target="cuda", dtype="float32")
+    with cgbundle.load(tmp_path / "lm.cgb") as program:
+        assert [entry.name for entry in program.manifest.entries] == ["decode", "generate", "prefill"]
+        check_requests(Engine(program, blocks=512 // 16, chunk=128), model)

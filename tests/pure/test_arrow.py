@@ -179,7 +179,8 @@ LAYERS = {
     ),
     "cgcompile": (
         "errors", "util", "model", "export", "transforms", "checks", "partition", "bundle",
-        "targets", "targets.cpu", "targets.cuda", "capture", "offline", "pipeline", "tools",
+        "targets", "targets.cpu", "targets.cuda", "capture", "offline", "language_models",
+        "pipeline", "tools",
     ),
     "cgcompile_cli": (
         "output", "signals", "errors", "int_keys", "progress", "summary", "benchmark", "inspection", "page", "options",

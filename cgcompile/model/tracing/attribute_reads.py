@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..user_code import OURS
+from ..user_code import is_ours
 from .attributes import holder_of
 
 WHOLE = frozenset({"__dict__", "__getstate__", "__reduce_ex__", "__reduce__", "__deepcopy__", "__copy__"})
@@ -36,7 +36,7 @@ class _Watched:
 
     def read(self, name: str, file: str) -> None:
         """`name` is asked for by code in `file`."""
-        if self.inside or (name == "__dict__" and (file == OWN_FILE or file.startswith(OURS))):
+        if self.inside or (name == "__dict__" and (file == OWN_FILE or is_ours(file))):
             return
         for each in self._names if name in WHOLE else self._names & {name}:
             if each not in self._assigned:

@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ..user_code import OURS
+from ..user_code import is_ours
 from .attributes import own_attributes
 from .bytecode import kept
 from .way import Spot
@@ -52,7 +52,7 @@ def _of_model(file: str) -> bool:
     full = os.path.abspath(file)
     if full.startswith(LAYERS):
         return not full.endswith("module.py")
-    return not full.startswith((OURS, TORCH)) and os.path.basename(full) != "contextlib.py"
+    return not is_ours(full) and not full.startswith(TORCH) and os.path.basename(full) != "contextlib.py"
 
 
 def spot_of(frames: list[FrameType]) -> Spot:

@@ -1,1 +1,1 @@
-"""A benchmark of generation: a bundle with a paged cache, as examples/causal_lm.py builds it, beside `generate` of transformers."""
+"""A benchmark of generation: a bundle of `cgcompile build FOLDER`, with a paged cache, beside `generate` of transformers."""

@@ -1,7 +1,8 @@
 """What a bundle of a language model was built for, read from its manifest.
 
-The convention is that of examples/causal_lm.py: entries `prefill` and `decode`, which take ids, count, start, pages, slot and the
-fields of sampling, and give `token`; a cache `keys_0` of (pages, heads, tokens in a page, dim); `seen` with a row for every slot.
+The convention is that of cgcompile/language_models/causal_lm.py: entries `prefill` and `decode`, which take ids, count, start,
+pages, slot and the fields of sampling, and give `token`; a cache `keys_0` of (pages, heads, tokens in a page, dim); `seen` with a
+row for every slot.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def read_layout(manifest: Manifest) -> Layout:
     weights = {weight.name: weight for weight in manifest.weights}
     if not set(ENTRIES) <= names or not {"keys_0", "seen"} <= set(weights):
         raise BuildError(
-            "bench-failed", "the bundle has no entries prefill and decode over a paged cache, as the example causal_lm has",
+            "bench-failed", "the bundle has no entries prefill and decode over a paged cache, as one of a folder has",
             "leave out --generate: its calls are measured then",
         )  # fmt: skip
     prefill, decode = [entry_named(manifest, name) for name in ENTRIES]

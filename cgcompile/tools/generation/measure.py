@@ -74,7 +74,7 @@ def measure_generation(
     threads: int | None = None,
     progress: Watcher | None = None,
 ) -> GenerationBenchmark:
-    """Measures how a bundle of examples/causal_lm.py generates, beside transformers with the weights of the folder `model`.
+    """Measures how a bundle of a language model generates, beside transformers with the weights of the folder `model`.
 
     - `against`: names among BASELINES; default: both, where `model` is given.
     - `rounds`: fresh processes of each, and turns of timed tokens in each process.

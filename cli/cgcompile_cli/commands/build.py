@@ -12,7 +12,7 @@ import typer
 
 from ..errors import UsageError
 from ..int_keys import spell
-from ..options import FallbackOps, MaxPaths, ModelName, rule_names, target_names
+from ..options import Context, Dtype, FallbackOps, Lanes, MaxPaths, ModelName, rule_names, target_names
 from ..output import duration, first_lines, listed, record, show, write_json
 from ..progress import watching
 
@@ -39,6 +39,9 @@ def build(
             "--sizes", metavar="SIZES", help="Sizes to record: 1,8,32, or batch=1,8 for each dimension, decode:batch=1,8."
         ),
     ] = None,
+    context: Context = None,
+    lanes: Lanes = None,
+    dtype: Dtype = None,
     out: Annotated[
         str | None, typer.Option("--out", "-o", metavar="OUT", help="The bundle. Default: the model's name + .cgb.")
     ] = None,
@@ -119,9 +122,12 @@ def build(
 
     A model file defines model(), which returns the module, and inputs(),
     which returns example inputs; the parameters of inputs() are the
-    dimensions that --sizes gives values for.
+    dimensions that --sizes gives values for. A folder of a language model,
+    as the Hub has it, needs no model file and no sizes.
 
     \b
+    cgcompile build ~/models/Qwen3-0.6B
+    cgcompile build ~/models/Qwen3-0.6B --context 4096 --lanes 1,16
     cgcompile build gpt.py --sizes 1,8,32
     cgcompile build minilm.py --sizes batch=1,8 --sizes seq=32,128
     cgcompile build gpt.py --sizes 1,8,32 --target sm_90
@@ -142,7 +148,8 @@ def build(
             model, sizes=list(sizes or ()), out=out, target=target, strict=strict, allow=tuple(allow or ()), lower=lower,
             specialize=specialize, record=recorder, prove=prove, prove_budget=prove_budget, autotune=autotune,
             autotune_timeout=autotune_timeout, train=train, fallback_ops=tuple(fallback_ops or ()), standalone=standalone,
-            force=force, max_keys=max_keys, max_paths=max_paths, world=world, split=split, progress=progress or "silent",
+            force=force, max_keys=max_keys, max_paths=max_paths, world=world, split=split, context=context, lanes=lanes or (),
+            dtype=dtype, progress=progress or "silent",
         )  # fmt: skip
     if not quiet:
         show(_summary(built, time.perf_counter() - begin, progress.stages() if verbose and progress else None), sys.stderr)

@@ -1,6 +1,6 @@
 """A large language model of random weights: its bundle beside transformers, and its steps beside the bytes that they read.
 
-    language_model.py folder NAME FOLDER              a model of examples/language_model/configurations.py, weights made on the GPU
+    language_model.py folder NAME FOLDER              a model of tests/helpers/models/language_models.py, weights made on the GPU
     language_model.py compare BUNDLE FOLDER CACHE WAY...   fresh processes, one after the other: bundle, eager, compile
     language_model.py steps BUNDLE [CONTEXT...]       tokens a second at every recorded number of lanes, and GB/s read
 
@@ -49,8 +49,8 @@ def folder(name: str, out: str) -> None:
     import torch
     from transformers import AutoModelForCausalLM
 
-    sys.path.insert(0, str(ROOT / "examples"))
-    from language_model.configurations import configuration
+    sys.path.insert(0, str(ROOT))
+    from tests.helpers.models.language_models import configuration
 
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):

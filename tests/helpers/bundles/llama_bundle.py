@@ -1,16 +1,10 @@
-"""A Llama of one layer and its bundle, which tests of examples/causal_lm.py and of its server share."""
+"""A Llama of one layer and its bundle, which tests of language models and of their server share."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
-import pytest
-
 from tests.helpers.bundles.shared_builds import shared_build
-from tests.helpers.places import ROOT
-
-EXAMPLES = ROOT / "examples"
 
 
 def llama_bundle() -> Path:
@@ -25,19 +19,16 @@ def build(folder: Path) -> None:
     import transformers
 
     import cgcompile
+    from cgcompile.language_models.example_inputs import ExampleInputs
+    from tests.helpers.models.causal_lm import PAGES, SLOTS, made
+    from tests.helpers.models.language_models import CONFIGURATIONS
 
-    sys.path.insert(0, str(EXAMPLES))
-    from language_model.configurations import CONFIGURATIONS
-
-    sys.path.remove(str(EXAMPLES))
     options = {**CONFIGURATIONS["llama"], "num_hidden_layers": 1, "initializer_range": 0.2}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         config = transformers.AutoConfig.for_model(**options)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(folder / "llama")
-    sizes = {"prefill": {"batch": [2], "seq": [16]}, "decode": {"batch": [2]}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("CAUSAL_LM", str(folder / "llama"))
-        patch.setenv("CAUSAL_LM_TURNS", "0")
-        every = {entry: {**each, "blocks": [4]} for entry, each in sizes.items()}
-        cgcompile.build(str(EXAMPLES / "causal_lm.py"), sizes=every, out=folder / "llama.cgb", target="cpu")
+    sizes = {"prefill": {"batch": [2], "seq": [16], "blocks": [4]}, "decode": {"batch": [2], "blocks": [4]}}
+    inputs = ExampleInputs(config=config, pages=PAGES, slots=SLOTS, turns=0).entries()
+    model = made(str(folder / "llama"), turns=0).eval()
+    cgcompile.build(model, inputs, sizes=sizes, out=folder / "llama.cgb", target="cpu")

@@ -1,40 +1,30 @@
-"""examples/causal_lm.py beside transformers: requests over its entries, and what is asked of every family, wherever it runs."""
+"""Language models beside transformers: requests over its entries, and what is asked of every family, wherever it runs."""
 
 from __future__ import annotations
 
-import importlib
-import os
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from types import ModuleType
 from typing import Any
 
-import pytest
 import torch
 
-from tests.helpers.places import ROOT
+from cgcompile.language_models.causal_lm import STOPS, CausalLM
+from cgcompile.language_models.sampling import Sampling
+from cgcompile.language_models.settings import PAGE
+from tests.helpers.models.language_models import network
 
-EXAMPLES = ROOT / "examples"
 FAMILIES = (
     "llama", "qwen2", "qwen2-sliding", "qwen3", "mistral", "gemma2", "gemma3", "gpt2", "phi", "opt", "mixtral", "qwen3-moe",
     "gpt-oss",
 )  # fmt: skip
 
 
-@contextmanager
-def model_file() -> Iterator[ModuleType]:
-    """The model file, as `python causal_lm.py` would import it."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in [name for name in os.environ if name.startswith("CAUSAL_LM")]:
-            patch.delenv(name)
-        patch.syspath_prepend(str(EXAMPLES))
-        yield importlib.import_module("causal_lm")
+PAGES, SLOTS, TURNS = 65, 9, 32
+"""Of the models here, those of nobody among them; and tokens that a loop makes."""
 
 
-def made(lm: ModuleType, name: str) -> Any:
-    """The model of a named configuration."""
-    return lm.CausalLM(lm.network(name, torch.float32))
+def made(name: str, turns: int = TURNS) -> CausalLM:
+    """The model of a named configuration, or of a folder."""
+    return CausalLM(network(name, torch.float32), PAGES, SLOTS, turns)
 
 
 def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list[int]:
@@ -60,14 +50,14 @@ def reference(model: Any, prompt: list[int], count: int, **options: Any) -> list
 class Engine:
     """Requests over the entries of a model or a bundle, in `lanes` lanes: gives pages and slots out and takes them back."""
 
-    def __init__(self, lm: ModuleType, entries: Any, lanes: int = 4, blocks: int = 12, chunk: int = 16) -> None:
-        self.lm, self.entries, self.lanes, self.blocks, self.chunk = lm, entries, lanes, blocks, chunk
-        self.free = list(range(1, lm.PAGES))
-        self.slots = list(range(1, lm.SLOTS))
+    def __init__(self, entries: Any, lanes: int = 4, blocks: int = 12, chunk: int = 16) -> None:
+        self.entries, self.lanes, self.blocks, self.chunk = entries, lanes, blocks, chunk
+        self.free = list(range(1, PAGES))
+        self.slots = list(range(1, SLOTS))
         self.texts: dict[Any, dict[str, Any]] = {}
 
     def add(self, name: Any, prompt: list[int], room: int, **sampling: float) -> None:
-        pages = [self.free.pop(random.randrange(len(self.free))) for _ in range(-(-(len(prompt) + room) // self.lm.PAGE))]
+        pages = [self.free.pop(random.randrange(len(self.free))) for _ in range(-(-(len(prompt) + room) // PAGE))]
         self.texts[name] = {"read": 0, "tokens": list(prompt), "pages": pages, "slot": self.slots.pop(), "sampling": sampling}
 
     def remove(self, name: Any) -> list[int]:
@@ -83,7 +73,7 @@ class Engine:
         pages = [text["pages"] + [0] * (self.blocks - len(text["pages"])) for text in texts] + [[0] * self.blocks] * off
         plain = {"temperature": 0.0, "top_k": 0, "top_p": 1.0, "penalty": 1.0, "seed": 0, "alternatives": 0}
         sampling = [{**plain, **text["sampling"]} for text in texts] + [plain] * off
-        sampling = self.lm.Sampling(*[torch.tensor([each[field] for each in sampling]) for field in self.lm.Sampling._fields])
+        sampling = Sampling(*[torch.tensor([each[field] for each in sampling]) for field in Sampling._fields])
         start, slot = [[text[field] for text in texts] + [0] * off for field in ("read", "slot")]
         return torch.tensor(start), torch.tensor(pages), torch.tensor(slot), sampling
 
@@ -112,7 +102,7 @@ class Engine:
 
     def generate(self, names: list[Any], limit: list[int], stop: tuple[int, ...] = ()) -> dict[str, Any]:
         ids = [self.texts[name]["tokens"][-1:] for name in names] + [[9]] * (self.lanes - len(names))
-        stops = torch.tensor([[*stop, *[-1] * (self.lm.STOPS - len(stop))]] * self.lanes)
+        stops = torch.tensor([[*stop, *[-1] * (STOPS - len(stop))]] * self.lanes)
         limits = torch.tensor(limit + [0] * (self.lanes - len(names)))
         with torch.no_grad():
             given = self.entries.generate(torch.tensor(ids), *self._lanes(names), stops, limits)
@@ -138,11 +128,11 @@ def nobodys_page_is_zero(model: Any) -> bool:
     return not any(buffer[0].any() for name, buffer in model.named_buffers() if name.startswith(("keys", "values", "seen")))
 
 
-def check_family(lm: ModuleType, family: str) -> None:
+def check_family(family: str) -> None:
     """Prompts of three lengths in one batch, by chunks, steps and the loop: the tokens of transformers' `generate`."""
-    model = made(lm, family)
+    model = made(family)
     prompts = {length: prompt(length) for length in (5, 21, 37)}
-    engine = Engine(lm, model)
+    engine = Engine(model)
     for name, each in prompts.items():
         engine.add(name, each, 60)
     while waiting := [name for name, text in engine.texts.items() if text["read"] < len(prompts[name])]:
@@ -157,7 +147,7 @@ def check_family(lm: ModuleType, family: str) -> None:
     assert nobodys_page_is_zero(model)
 
 
-def check_requests(lm: ModuleType, engine: Engine, model: Any) -> None:
+def check_requests(engine: Engine, model: Any) -> None:
     """50 requests that come and go in any order, over pages that are used again: the tokens of `model` by transformers."""
     order = random.Random(0)
     waiting, expected, seen = list(range(50)), {}, 0
@@ -177,6 +167,6 @@ def check_requests(lm: ModuleType, engine: Engine, model: Any) -> None:
             if len(engine.texts[name]["tokens"]) == len(prompts[name]) + counts[name]:
                 expected[name] = engine.remove(name)[len(prompts[name]) :]
                 seen += 1
-    assert seen == 50 and sorted(engine.free) == list(range(1, lm.PAGES))
+    assert seen == 50 and sorted(engine.free) == list(range(1, PAGES))
     for name in order.sample(sorted(expected), 12):
         assert expected[name] == reference(model, prompts[name], counts[name])

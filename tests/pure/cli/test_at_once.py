@@ -92,7 +92,7 @@ BOTH = ("--sizes", "batch=1,4", "--sizes", "seq=8")
     ("arguments", "status", "said"),
     [
         (("build", "nosuch.py"), 2, "nosuch.py: no such file"),
-        (("build", "package"), 2, "package: a directory, not a model file"),
+        (("build", "package"), 2, "package: a directory without config.json, and no model file"),
         (("build", "nonsense"), 2, "nonsense: no such model"),
         (("build", "nosuch:model"), 2, "nosuch:model: no module 'nosuch'"),
         (("build", "package.models:other", *BOTH), 2, "module 'package.models' has no attribute 'other'"),

@@ -13,7 +13,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from .decode_kernel import first_seen, together
+from .decode import first_seen, together
 
 ROWS, BLOCK, WARPS, STAGES = 64, 64, 4, 2
 """Queries of a program, tokens that it reads at a time, and how Triton compiles it."""

@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
-from .configurations import over_pages
+from ..networks import over_pages
+from ..sampling import Sampling
 from .independence import check_independence
 from .probe import check_kind
 from .refusal import refusal, told
-from .sampling import Sampling
 from .small_copy import small_copy
 
 PROMPTS = (3, 17, 30)
@@ -55,7 +55,7 @@ class Written(NamedTuple):
 
 
 def compare_small(config: PretrainedConfig, served: Callable[[PreTrainedModel], nn.Module]) -> None:
-    """Raises Refused where a small copy of the model gives another text over pages than by `generate`.
+    """Raises language-model-refused where a small copy of the model gives another text over pages than by `generate`.
 
     `served` makes the model over pages of a network; it needs PAGES, SLOTS and TURNS.
     """
@@ -85,7 +85,8 @@ def compare_texts(config: PretrainedConfig, served: Callable[[PreTrainedModel], 
 
 
 def compare_weights(network: PreTrainedModel, served: Callable[[PreTrainedModel], nn.Module]) -> None:
-    """Raises Refused where the model with its real weights chooses a token over pages that transformers finds clearly less likely.
+    """Raises language-model-refused where the model with its real weights chooses a token over pages that transformers finds much
+    less likely.
 
     Two short texts share the calls.  The network itself, with transformers' own attention, reads them one by one.
     """
@@ -142,7 +143,8 @@ class Desk:
 
     def __init__(self, model: Any, prompts: Sequence[Sequence[int]]) -> None:
         self.model, lanes = model, len(prompts)
-        self.tokens, self.written = [list(prompt) for prompt in prompts], [[] for _ in prompts]
+        self.tokens = [list(prompt) for prompt in prompts]
+        self.written: list[list[Written]] = [[] for _ in prompts]
         self.read = [0] * lanes
         self.length = [len(prompt) for prompt in prompts]
         order = torch.randperm(lanes * BLOCKS, generator=torch.Generator().manual_seed(0))

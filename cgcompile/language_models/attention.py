@@ -4,8 +4,8 @@ A page holds PAGE tokens of one request, for every layer.  A *block table* lists
 Page 0 is nobody's: what lanes that are off and tokens that do not count would write goes there, as zeros.
 
 transformers hands queries, keys and values of every layer to the function that is registered as `paged` (its AttentionInterface;
-transformers 5.17 and 5.23), with what the model's family adds: soft caps, sinks.  Sliding windows and
-chunks come from probe.py.  Weights, rotary embeddings and norms stay transformers' own; attention and the cache are this file's.
+transformers 5.17 and 5.23), with what the model's family adds: soft caps, sinks.  Sliding windows and chunks come from
+comparison/probe.py.  Weights, rotary embeddings and norms stay transformers' own; attention and the cache are this file's.
 """
 
 from __future__ import annotations
@@ -13,19 +13,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AttentionInterface
 
-from .decode_kernel import paged_decode, partials
-from .prefill_kernel import paged_prefill
-from .probe import Layer
+from .comparison.probe import Layer
+from .kernels.decode import paged_decode, partials
+from .kernels.prefill import paged_prefill
+from .settings import PAGE
 
-PAGE = 16
-"""Tokens in a page."""
+NAME = "paged"
+"""What this attention is called in transformers."""
 
 
 def empty_pages(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -140,7 +141,7 @@ class Scores(NamedTuple):
 
 def attention(
     module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: None, *,
-    scaling: float, cache: Pages | Loop, softcap: float | None = None, s_aux: Tensor | None = None, **_: object,
+    scaling: float, cache: Any, softcap: float | None = None, s_aux: Tensor | None = None, **_: object,
 ) -> tuple[Tensor, None]:  # fmt: skip
     """What transformers calls: query (1, heads, tokens, dim), key and value (1, key heads, tokens, dim), lane behind lane in
     `tokens` -> (1, tokens, heads, dim).
@@ -160,7 +161,7 @@ def as_wide(rows: Tensor, dim: int) -> Tensor:
     return rows if rows.shape[-1] == dim else F.pad(rows, (0, dim - rows.shape[-1]))
 
 
-AttentionInterface.register("paged", attention)
+AttentionInterface.register(NAME, attention)
 
 
 def write(cache: Tensor, rows: Tensor, lanes: Lanes) -> None:

@@ -12,22 +12,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...errors import ModelError
 from .probe import ANOTHER, Probe
-from .refusal import Refused, refusal, told
+from .refusal import refusal, told
 
 FAR = 90
 """A place beyond every window, chunk and original context of a small copy."""
 
 
 def check_independence(model: Any) -> None:
-    """Raises Refused where a token's result depends on other tokens of the call.  `model`: a CausalLM, of a small copy."""
+    """Raises language-model-refused where a token's result depends on others of the call.  `model`: a CausalLM, of a small copy."""
     config = model.network.config
     try:
         model.network.set_attn_implementation("paged_probe")
         plain, seen = run(model, [4, 5, 6], [5, 6, 7])
         other, moved = run(model, [8, 9, 6], [1, FAR, 7])
         first, _ = run(model, [6, 4, 5], [7, 5, 6])
-    except Refused:
+    except ModelError:
         raise
     except (RuntimeError, IndexError, TypeError, AttributeError, ValueError) as error:
         raise refusal(config, f"its code does not run over pages: {told(error)}", ANOTHER) from error

@@ -1,14 +1,14 @@
-"""Where a model comes from: a folder in the Hub's layout, or a configuration by name with seeded random weights."""
+"""Language models by name: tiny ones of every family that was tried, and three shapes of Llama to measure with."""
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+
+from cgcompile.language_models.networks import folder_configuration, folder_network, over_pages
 
 TINY: dict[str, Any] = {
     "vocab_size": 128, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 6,
@@ -56,21 +56,16 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
         "num_attention_heads": 32, "num_key_value_heads": 8, "max_position_embeddings": 131072, "rope_theta": 500000.0,
     },
 }  # fmt: skip
-"""By name: tiny ones of every family that was tried, and three shapes of Llama to measure with.  Tied, a tiny Gemma with random
-weights would repeat its last token for ever."""
-
-PAGED = {"attn_implementation": "paged", "experts_implementation": "batched_mm"}
+"""Tied, a tiny Gemma with random weights would repeat its last token for ever."""
 
 SPREAD = 0.2
 """Standard deviation of tiny models' weights: ten times the usual, so that different texts are continued differently."""
 
 
 def configuration(name: str) -> PretrainedConfig:
-    """Of a folder with config.json, or by a name of CONFIGURATIONS.  Raises ValueError for what is neither."""
+    """Of a folder with config.json, or by a name of CONFIGURATIONS."""
     if (Path(name) / "config.json").is_file():
-        return AutoConfig.from_pretrained(name, local_files_only=True)
-    if name not in CONFIGURATIONS:
-        raise ValueError(f"CAUSAL_LM: expected a folder with config.json or one of {', '.join(CONFIGURATIONS)}, got {name!r}")
+        return folder_configuration(name)
     wanted = dict(CONFIGURATIONS[name])
     if wanted["vocab_size"] == TINY["vocab_size"]:
         wanted["init_std" if wanted["model_type"] == "opt" else "initializer_range"] = SPREAD
@@ -78,31 +73,9 @@ def configuration(name: str) -> PretrainedConfig:
 
 
 def network(name: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of transformers in eval mode, with attention over pages; weights of a folder's safetensors, or seeded ones.  Raises
-    as `configuration` does."""
-    if name in CONFIGURATIONS:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            return over_pages(configuration(name), dtype)
-    options = {"config": configuration(name), "dtype": dtype, "local_files_only": True, "use_safetensors": True}
-    return without_collection(AutoModelForCausalLM.from_pretrained(name, **options, **PAGED).eval())
-
-
-def over_pages(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of a configuration, with random weights and attention over pages."""
-    return without_collection(AutoModelForCausalLM.from_config(config, dtype=dtype, **PAGED).eval())
-
-
-def without_collection(network: PreTrainedModel) -> PreTrainedModel:
-    """The model, whose parts no longer collect hidden states for whoever asks: they do so through an object outside of the call.
-
-    torch 2.11 refuses a `while_loop` whose body writes to one.  What else the decorators do (transformers 5.17, 5.23) is to fill in
-    arguments, which this model gives.
-    """
-    for module in network.modules():
-        forward = type(module).forward
-        while hasattr(forward, "__wrapped__") and not forward.__code__.co_filename.endswith("output_capturing.py"):
-            forward = forward.__wrapped__
-        if hasattr(forward, "__wrapped__"):
-            module.forward = MethodType(inspect.unwrap(forward), module)
-    return network
+    """The model in eval mode, with attention over pages; weights of a folder's safetensors, or seeded ones."""
+    if name not in CONFIGURATIONS:
+        return folder_network(name, dtype)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return over_pages(configuration(name), dtype)

@@ -6,16 +6,12 @@ import traceback
 
 from transformers import PretrainedConfig
 
-
-class Refused(ValueError):
-    """A model that would give other text than transformers does.  Its note says what to do."""
+from ...errors import ModelError
 
 
-def refusal(config: PretrainedConfig, feature: str, remedy: str) -> Refused:
+def refusal(config: PretrainedConfig, feature: str, remedy: str) -> ModelError:
     """The error to raise for a model of this configuration."""
-    error = Refused(f"model_type {config.model_type}: {feature}")
-    error.add_note(remedy)
-    return error
+    return ModelError("language-model-refused", f"model_type {config.model_type}: {feature}", remedy)
 
 
 def told(error: BaseException) -> str:

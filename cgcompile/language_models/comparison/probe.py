@@ -22,7 +22,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from .refusal import Refused, refusal, told
+from ...errors import ModelError
+from .refusal import refusal, told
 
 TOKENS = 3
 """Tokens of the call: more than one, because models treat a single token differently."""
@@ -145,7 +146,7 @@ AttentionMaskInterface.register("paged_probe", mask_rule)
 
 
 def probe_layers(network: PreTrainedModel) -> list[Layer]:
-    """The layers, by a call of `TOKENS` tokens.  Raises Refused for a model that attention over pages does not serve."""
+    """The layers, by a call of `TOKENS` tokens.  Raises language-model-refused for what attention over pages does not serve."""
     config = network.config
     probe = Probe(config)
     places = torch.arange(TOKENS, device=next(network.parameters()).device)[None]
@@ -154,7 +155,7 @@ def probe_layers(network: PreTrainedModel) -> list[Layer]:
         network.set_attn_implementation("paged_probe")
         with torch.no_grad():
             network(input_ids=places, position_ids=places, use_cache=False, cache=probe)
-    except Refused:
+    except ModelError:
         raise
     except Exception as error:
         what = "it computes with its mask" if "MaskRule" in str(error) else "its code does not run over pages"
@@ -166,7 +167,7 @@ def probe_layers(network: PreTrainedModel) -> list[Layer]:
 
 
 def check_kind(config: PretrainedConfig) -> None:
-    """Raises Refused for a model that says what it is in its class or configuration: no weights are needed to know."""
+    """Raises language-model-refused for a model that says so in its class or configuration: no weights are needed to know."""
     try:
         text = config.get_text_config()
     except ValueError as error:
@@ -189,7 +190,7 @@ def check_kind(config: PretrainedConfig) -> None:
 
 
 def check_all(config: PretrainedConfig, layers: Mapping[int, Layer]) -> None:
-    """Raises Refused unless every layer attends over pages, to what `generate` lets it see."""
+    """Raises language-model-refused unless every layer attends over pages, to what `generate` lets it see."""
     text = config.get_text_config()
     count = max(getattr(text, "num_hidden_layers", 0), *layers, 1)
     missing = [layer for layer in range(count) if layer not in layers]

@@ -1,0 +1,161 @@
+"""A decoder of transformers with its cache, as calls that a server makes: chunks of prompts, a token for every lane, or many.
+
+Three entries share one set of weights and one cache of keys and values, which lies in pages (attention.py):
+
+    prefill   a chunk of a prompt for each lane, as long as each has, and the token behind it
+    decode    one token for each lane, and the one behind it
+    generate  up to `turns` tokens for each lane in one launch, until a stop token or the lane's limit
+
+Which pages a lane has is an input, and whoever calls gives them out: a request may come, go and leave its pages to another between
+any two calls.  So is its *slot*, a row of what the device remembers of a request.  Page 0 and slot 0 are nobody's: a lane that is
+off has count 0 (`generate`: limit 0), pages 0 and slot 0, and changes nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .attention import Lanes, Loop, Pages, empty_pages, write
+from .comparison.probe import Probe, probe_layers
+from .control_flow import while_loop
+from .positions import depends_on_length, reread_length, ropes_by_length, temperatures_by_place, with_length
+from .sampling import Sampling, alternatives, log_probability, sample
+from .settings import PAGE
+
+STOPS = 8
+"""Stop tokens that a lane may have; -1 is none."""
+
+Result = dict[str, Tensor]
+
+
+class CausalLM(nn.Module):
+    """A model of transformers whose attention is `paged`, with its cache.
+
+    The buffers, which calls change: `keys_N` and `values_N` of layer N, (pages, key heads, PAGE, dim); `seen`, bool (slots,
+    vocabulary), which tokens the text of a slot has.
+    """
+
+    def __init__(self, network: Any, pages: int, slots: int, turns: int) -> None:
+        """`network`: of `networks`, with attention over pages.  `pages` of PAGE tokens and `slots`, those of nobody among them;
+        `turns`: tokens that `generate` makes at most.  Raises language-model-refused."""
+        super().__init__()
+        self.network = temperatures_by_place(ropes_by_length(network))
+        self.by_length, self.reread_at = depends_on_length(network.config), reread_length(network)
+        self.keeps_rows = "logits_to_keep" in inspect.signature(network.forward).parameters
+        self.turns = turns
+        self.vocabulary = network.config.get_text_config().vocab_size
+        weight = next(network.parameters())
+        self.layers = probe_layers(network)
+        for number, layer in enumerate(self.layers):
+            for name in ("keys", "values"):
+                cache = empty_pages((pages, layer.heads, PAGE, layer.dim), weight.dtype, weight.device)
+                self.register_buffer(f"{name}_{number}", cache, persistent=False)
+        seen = torch.zeros(slots, self.vocabulary, dtype=torch.bool, device=weight.device)
+        self.register_buffer("seen", seen, persistent=False)
+
+    def prefill(
+        self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling,
+        length: Tensor | None = None,
+    ) -> Result:  # fmt: skip
+        """Reads the first `count` (batch,) of the tokens `ids` (batch, seq), behind the `start` (batch,) tokens that the lane's
+        pages hold; `start` 0 begins a new text.  `pages` (batch, blocks) has those for the chunk, too; `slot` (batch,).  All int64.
+
+        Gives `token`, int64 (batch,), the one behind the chunk, which counts where the prompt is at its end; `logprob`, float32
+        (batch,); `top_token`, int64, and `top_logprob`, float32 (batch, 20), zeros unless `sampling.alternatives` asks for any.
+
+        `length`, int64 (batch,), belongs to models whose rope depends on the length of a text, and is the whole prompt's.  Some of
+        these read a text again when it outgrows their first context: `reread`, bool (batch,), says that this comes next.  Then the
+        caller reads the text from its start, with the token that this call gave, and its new length as `length`.
+        """
+        lanes = Lanes(start, count, pages)
+        batch, seq = ids.shape
+        keys, values = self._cache()
+        last = torch.arange(batch, device=ids.device) * seq + (count - 1).clamp(min=0)
+        logits = self.logits(ids, lanes.positions(seq), Pages(keys, values, self.layers, lanes, seq), last, length)
+        counts = torch.arange(seq, device=ids.device) < count[:, None]
+        seen = self.seen[slot] & (start > 0)[:, None]
+        seen = seen.scatter(1, torch.where(counts, ids, ids[:, :1]), True) & (count > 0)[:, None]
+        self.seen[slot] = seen
+        token = sample(logits, seen, start + count, sampling)
+        best, logprobs = alternatives(logits, sampling.alternatives)
+        made = {"token": token, "logprob": log_probability(logits, token), "top_token": best, "top_logprob": logprobs}
+        return made | self._reread(start + count)
+
+    def decode(self, ids: Tensor, count: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling) -> Result:
+        """`prefill` for one token of each lane: `ids` (batch, 1), `count` 1, or 0 where the lane is off."""
+        return self.prefill(ids, count, start, pages, slot, sampling)
+
+    def generate(
+        self, ids: Tensor, start: Tensor, pages: Tensor, slot: Tensor, sampling: Sampling, stop: Tensor, limit: Tensor
+    ) -> Result:
+        """Goes on from a token of each lane, `ids` (batch, 1), until one of `stop` (batch, 8), -1 for none, or `limit` (batch,)
+        tokens, at most `turns`.  The lane's pages need a place for every token that is read: `start + limit` in all.  All int64.
+
+        Gives `tokens`, int64 (batch, turns), the stop token among them and -1 behind it; `logprobs`, float32, the same shape; and
+        `count`, int64 (batch,); and `reread` as `prefill` does: a lane ends there, too.
+        """
+        keys, values = self._cache()
+        batch = ids.shape[0]
+        tail = [
+            each.new_zeros(batch, each.shape[1], self.turns, each.shape[3])
+            for pair in zip(keys, values, strict=True)
+            for each in pair
+        ]
+        turns = torch.arange(self.turns, device=ids.device)
+
+        def more(turn: Tensor, token: Tensor, made: Tensor, on: Tensor, *_: Tensor) -> Tensor:
+            return (turn < self.turns) & on.any()
+
+        def step(
+            turn: Tensor, token: Tensor, made: Tensor, on: Tensor, tokens: Tensor, logprobs: Tensor, seen: Tensor, *tail: Tensor
+        ) -> tuple[Tensor, ...]:
+            cache = Loop(keys, values, self.layers, tail, pages, start, turn)
+            place = torch.where(on, start + turn, 0)
+            seen = seen | (torch.arange(self.vocabulary, device=token.device) == token[:, None]) & on[:, None]
+            logits = self.logits(token[:, None], place[:, None], cache, torch.arange(batch, device=token.device))
+            new = sample(logits, seen, start + turn + 1, sampling)
+            logprob = log_probability(logits, new)
+            now = (turns == turn) & on[:, None]
+            made = made + on
+            on = on & (new[:, None] != stop).all(1) & (made < limit)
+            if self.reread_at:
+                on = on & (start + turn + 1 != self.reread_at)
+            return (
+                turn + 1, new, made, on, torch.where(now, new[:, None], tokens), torch.where(now, logprob[:, None], logprobs), seen,
+                *cache.tail,
+            )  # fmt: skip
+
+        zero = torch.zeros_like(start)
+        tokens = torch.full((batch, self.turns), -1, dtype=torch.int64, device=ids.device)
+        begin = (zero[0].clone(), ids[:, 0].clone(), zero, limit > 0, tokens, tokens * 0.0, self.seen[slot], *tail)
+        _, _, made, _, tokens, logprobs, seen, *tail = while_loop(more, step, begin)
+        for cache, rows in zip([each for pair in zip(keys, values, strict=True) for each in pair], tail, strict=True):
+            write(cache, rows.transpose(1, 2), Lanes(start, made, pages))
+        self.seen[slot] = seen & (limit > 0)[:, None]
+        return {"tokens": tokens, "logprobs": logprobs, "count": made} | self._reread(start + made)
+
+    def _reread(self, place: Tensor) -> Result:
+        """Whether the text has to be read again, from its start and with its new length, before its token at `place` is read."""
+        return {"reread": place == self.reread_at} if self.reread_at else {}
+
+    def _cache(self) -> tuple[list[Tensor], list[Tensor]]:
+        keys, values = [[self.get_buffer(f"{name}_{layer}") for layer in range(len(self.layers))] for name in ("keys", "values")]
+        return keys, values
+
+    def logits(
+        self, ids: Tensor, places: Tensor, cache: Pages | Loop | Probe, rows: Tensor, length: Tensor | None = None
+    ) -> Tensor:
+        """ids and places (batch, seq) -> float32 (len(rows), vocabulary), of the tokens at `rows` of all, lane behind lane.
+
+        `length` (batch,): of the prompts, as `prefill` takes it.
+        """
+        if self.by_length:
+            places = with_length(places, length)
+        made = self.network(
+            input_ids=ids.reshape(1, -1), position_ids=places.reshape(1, -1), use_cache=False, logits_to_keep=rows, cache=cache
+        )
+        return (made.logits[0] if self.keeps_rows else made.logits[0][rows]).float()

@@ -1,0 +1,74 @@
+"""Example inputs of a language model's entries: what a build exports, records and proves them with."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from .causal_lm import STOPS
+from .positions import depends_on_length
+from .sampling import Sampling
+from .settings import PAGE
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ExampleInputs:
+    """Makes inputs for a CausalLM of this configuration and of these `pages`, `slots` and `turns`."""
+
+    config: PretrainedConfig
+    pages: int
+    slots: int
+    turns: int
+
+    def entries(self) -> dict[str, Callable[..., tuple[object, ...]]]:
+        """The methods of a CausalLM that are called, and what makes their inputs; without `generate` where `turns` is 0."""
+        made: dict[str, Callable[..., tuple[object, ...]]] = {"prefill": self.prefill, "decode": self.decode}
+        return made | ({"generate": self.generate} if self.turns else {})
+
+    def prefill(self, batch: int, seq: int, blocks: int) -> tuple[object, ...]:
+        """Chunks of up to `seq` tokens for `batch` lanes with tables of `blocks` pages."""
+        ids, count, start, *others = self._chunks(batch, seq, blocks)
+        length = [start + count + torch.randint(0, blocks * PAGE, (batch,))] if depends_on_length(self.config) else []
+        return ids, count, start, *others, *length
+
+    def decode(self, batch: int, blocks: int) -> tuple[object, ...]:
+        """A token for each lane."""
+        return self._chunks(batch, 1, blocks)
+
+    def generate(self, batch: int, blocks: int) -> tuple[object, ...]:
+        """A token for each lane to go on from."""
+        ids, _, start, pages, slot, sampling = self._chunks(batch, 1, blocks)
+        capacity = (pages > 0).sum(1) * PAGE
+        limit = torch.minimum(capacity - start, torch.randint(1, self.turns + 1, (batch,))).clamp(min=0)
+        return ids, start, pages, slot, sampling, torch.full((batch, STOPS), -1), limit
+
+    def _chunks(self, batch: int, seq: int, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Sampling]:
+        """What `prefill` and `decode` take of every model."""
+        vocabulary = self.config.get_text_config().vocab_size
+        return torch.randint(0, vocabulary, (batch, seq)), *self._lanes(batch, blocks, seq), sampling_of(batch)
+
+    def _lanes(self, batch: int, blocks: int, seq: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(count, start, pages, slot) of lanes that share no page, with tokens before and up to `seq` new ones.  Where pages or
+        slots do not suffice, the last lanes are off."""
+        share = max(1, min(blocks, (self.pages - 1) // batch))
+        number = torch.arange(batch)
+        on = (number < self.slots - 1) & ((number + 1) * share < self.pages)
+        order = 1 + torch.randperm(self.pages - 1)
+        pages = order[(number[:, None] * share + torch.arange(blocks)) % (self.pages - 1)]
+        pages = torch.where(on[:, None] & (torch.arange(blocks) < share), pages, 0)
+        count = torch.randint(1, min(seq, share * PAGE) + 1, (batch,))
+        start = (torch.rand(batch) * (share * PAGE - count + 1)).long()
+        return count * on, start * on, pages, (1 + torch.randperm(self.slots - 1)[number % (self.slots - 1)]) * on
+
+
+def sampling_of(batch: int) -> Sampling:
+    """Lanes of every kind."""
+    warm = torch.arange(batch) % 2
+    return Sampling(
+        temperature=warm * 0.8, top_k=warm * 20, top_p=1 - warm * 0.1, penalty=1 + warm * 0.1,
+        seed=torch.randint(0, 1 << 62, (batch,)), alternatives=1 - warm,
+    )  # fmt: skip

@@ -1,0 +1,85 @@
+"""Networks of transformers with attention over pages: from a folder in the Hub's layout, or of a configuration."""
+
+from __future__ import annotations
+
+import inspect
+import os
+from types import MethodType
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+from transformers.utils import logging
+
+from ..errors import ModelError
+from .attention import NAME
+from .comparison.refusal import told
+
+PAGED = {"attn_implementation": NAME, "experts_implementation": "batched_mm"}
+
+PLAIN_ROPES = {"default", "mrope", "su"}
+"""Types of ropes that models compute themselves, beside those that transformers has functions for."""
+
+
+def folder_configuration(folder: str | os.PathLike[str]) -> PretrainedConfig:
+    """Of a folder with config.json.  Raises folder-invalid for one that this transformers does not know."""
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except Exception as error:
+        what = "transformers cannot read config.json"
+        if "does not recognize this architecture" in str(error):
+            what = "this version of transformers does not know the model_type in config.json"
+            raise ModelError("folder-invalid", f"{folder}: {what}", "pip install -U transformers") from None
+        raise ModelError("folder-invalid", f"{folder}: {what}: {told(error)}") from error
+    ropes = getattr(config.get_text_config(), "rope_parameters", None) or {}
+    for rope in (ropes, *ropes.values()):
+        kind = rope.get("rope_type", rope.get("type")) if isinstance(rope, dict) else None
+        if kind is not None and kind not in ROPE_INIT_FUNCTIONS and kind not in PLAIN_ROPES:
+            known = ", ".join(sorted({*ROPE_INIT_FUNCTIONS, "default"}))
+            what = f"rope type {kind!r} in config.json: expected one of {known}"
+            raise ModelError("folder-invalid", f"{folder}: {what}", "a newer transformers may know it")
+    return config
+
+
+def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a folder in eval mode, with its weights of safetensors and attention over pages.  Raises folder-invalid."""
+    config = folder_configuration(folder)
+    options: dict[str, Any] = {"config": config, "dtype": dtype, "local_files_only": True, "use_safetensors": True}
+    options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # which are refused below, by name
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        network, info = AutoModelForCausalLM.from_pretrained(folder, **options, **PAGED)
+    except Exception as error:
+        raise ModelError("folder-invalid", f"{folder}: transformers cannot load it: {told(error)}") from error
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    for name, here, wanted in sorted(info["mismatched_keys"])[:1]:
+        what = f"tensor {name} has the shape {tuple(here)}, and the configuration says {tuple(wanted)}"
+        raise ModelError("folder-invalid", f"{folder}: {what}", "config.json and the weights are of two models")
+    if missing := sorted(info["missing_keys"]):
+        more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+        raise ModelError("folder-invalid", f"{folder}: the weights lack {missing[0]}{more}")
+    return without_collection(network.eval())
+
+
+def over_pages(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """The model of a configuration, with random weights and attention over pages."""
+    return without_collection(AutoModelForCausalLM.from_config(config, dtype=dtype, **PAGED).eval())
+
+
+def without_collection(network: PreTrainedModel) -> PreTrainedModel:
+    """The model, whose parts no longer collect hidden states for whoever asks: they do so through an object outside of the call.
+
+    torch 2.11 refuses a `while_loop` whose body writes to one.  What else the decorators do (transformers 5.17, 5.23) is to fill in
+    arguments, which this model gives.
+    """
+    for module in network.modules():
+        forward = type(module).forward
+        while hasattr(forward, "__wrapped__") and not forward.__code__.co_filename.endswith("output_capturing.py"):
+            forward = forward.__wrapped__
+        if hasattr(forward, "__wrapped__"):
+            module.forward = MethodType(inspect.unwrap(forward), module)
+    return network

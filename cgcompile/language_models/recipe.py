@@ -1,0 +1,54 @@
+"""From a folder to a model that can be built: how it is made, after it has been compared with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..model.source import Recipe
+from .causal_lm import CausalLM
+from .comparison.texts import PAGES, SLOTS, TURNS, compare_small, compare_weights
+from .example_inputs import ExampleInputs
+from .folder import read_folder
+from .networks import folder_configuration, folder_network
+from .settings import Settings, settings_for
+
+
+def language_model(
+    folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None
+) -> tuple[Recipe, Settings]:
+    """`gpu` and what is raised: see `settings_for`; folder-invalid and language-model-refused, when the model is made, too."""
+    read = read_folder(folder)
+    settings = settings_for(read, context, lanes, dtype, gpu)
+    config = folder_configuration(folder)
+    examples = ExampleInputs(config=config, pages=settings.pages, slots=settings.slots, turns=settings.turns)
+    recipe = Recipe(
+        name=read.name, label=folder, code=CausalLM.__module__, model=ComparedModel(folder, settings),
+        entries=examples.entries(),
+    )  # fmt: skip
+    return recipe, settings
+
+
+class ComparedModel:
+    """Makes the model of a folder, which it compares with transformers the first time.  Processes that are forked later rely on
+    that."""
+
+    def __init__(self, folder: str, settings: Settings) -> None:
+        self._folder, self._settings, self._compared = folder, settings, False
+
+    def __call__(self) -> CausalLM:
+        """Raises language-model-refused unless the model gives transformers' text, folder-invalid as `folder_network`."""
+        settings = self._settings
+        if not self._compared:
+            compare_small(folder_configuration(self._folder), small)
+        network = folder_network(self._folder, getattr(torch, settings.dtype))
+        if not self._compared:
+            compare_weights(network, small)
+        self._compared = True
+        return CausalLM(network, settings.pages, settings.slots, settings.turns).eval()
+
+
+def small(network: torch.nn.Module) -> CausalLM:
+    """A model with a cache for a comparison."""
+    return CausalLM(network, PAGES, SLOTS, TURNS)

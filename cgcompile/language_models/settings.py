@@ -1,0 +1,131 @@
+"""How long, how wide and how exact a language model is built: what the user says, else what its configuration and the machine say.
+
+Pure: torch is not imported.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import BuildError
+from .folder import ModelFolder
+
+PAGE = 16
+"""Tokens in a page of the cache."""
+
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+
+LONGEST_GPU, LONGEST_CPU = 8192, 2048
+"""Tokens of a text that are built for unless the user says more: its cache is reserved for every lane."""
+
+LANES_GPU, LANES_CPU = (1, 8, 32), (1, 4)
+CHUNKS_GPU, CHUNKS_CPU = (128, 512), (64,)
+"""Tokens of a prompt that one call reads."""
+
+TURNS_GPU = 32
+"""Tokens that one call of `generate` makes at most.  On a CPU a call costs little beside its work: `decode` serves."""
+
+UNKNOWN_GPU = 32 << 30
+"""Bytes that the cache may take on a GPU that is not here."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Settings:
+    """`context`: tokens of the longest text; `lanes`: texts in one call; `chunks`: tokens of a prompt that a call reads; `turns`:
+    of `generate`, 0 for none; `pages` and `slots` as CausalLM takes them; `cache_bytes`: what the pages take, about."""
+
+    context: int
+    lanes: tuple[int, ...]
+    dtype: str
+    chunks: tuple[int, ...]
+    turns: int
+    pages: int
+    slots: int
+    cache_bytes: int
+
+    @property
+    def sizes(self) -> dict[str, dict[str, list[int]]]:
+        """The sizes of the dimensions of every entry."""
+        blocks = [self.context // PAGE]
+        steps = {"batch": list(self.lanes), "blocks": blocks}
+        made = {"prefill": {"batch": [1], "seq": list(self.chunks), "blocks": blocks}, "decode": steps}
+        return made | ({"generate": steps} if self.turns else {})
+
+
+def check_settings(folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None) -> tuple[int, ...]:
+    """The lanes as numbers, none where the user gives none.  Raises option-invalid."""
+    if dtype is not None and dtype not in DTYPES:
+        raise BuildError("option-invalid", f"dtype {dtype!r}: expected one of {', '.join(DTYPES)}")
+    longest = longest_text(folder)
+    if context is not None and not PAGE <= context <= longest:
+        what = f"context {context}: expected {PAGE} to {longest} tokens, the longest text of {folder.name}"
+        raise BuildError("option-invalid", what)
+    try:
+        numbers = tuple([int(each) for each in (lanes.split(",") if isinstance(lanes, str) else lanes) if str(each).strip()])
+    except ValueError:
+        numbers = (0,)
+    if any(number < 1 for number in numbers) or len(set(numbers)) < len(numbers):
+        what = f"lanes {lanes!r}: expected distinct positive whole numbers"
+        raise BuildError("option-invalid", what, "for example --lanes 1,8,32")
+    return tuple(sorted(numbers))
+
+
+def settings_for(
+    folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None
+) -> Settings:
+    """`gpu`: the bytes that the GPU has, 0 where it is not here and nobody knows, None for a processor.  Raises option-invalid."""
+    numbers = check_settings(folder, context, lanes, dtype) or (LANES_CPU if gpu is None else LANES_GPU)
+    wanted = context or min(longest_text(folder), LONGEST_CPU if gpu is None else LONGEST_GPU)
+    blocks = max(1, wanted // PAGE)
+    kind = dtype or ("float32" if gpu is None else configured_dtype(folder))
+    page = PAGE * token_bytes(folder) * DTYPES[kind]
+    room = cache_room(gpu, folder.weights * DTYPES[kind])
+    pages = min(numbers[-1] * blocks, room // page)
+    if pages < blocks:
+        need, has = -(-blocks * page >> 20), max(0, room >> 20)
+        what = f"context {blocks * PAGE}: the cache of one text takes about {need} MiB, and there is room for {has}"
+        raise BuildError("option-invalid", what, "give a smaller --context, or --dtype bfloat16")
+    chunks = tuple([size for size in (CHUNKS_CPU if gpu is None else CHUNKS_GPU) if size <= blocks * PAGE]) or (blocks * PAGE,)
+    return Settings(
+        context=blocks * PAGE, lanes=numbers, dtype=kind, chunks=chunks, turns=0 if gpu is None else TURNS_GPU, pages=pages + 1,
+        slots=numbers[-1] + 1, cache_bytes=pages * page,
+    )  # fmt: skip
+
+
+def longest_text(folder: ModelFolder) -> int:
+    """Tokens of the longest text that the configuration names."""
+    names = ("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "seq_length", "max_sequence_length")
+    return next((value for name in names if type(value := folder.text.get(name)) is int and value >= PAGE), 1 << 20)
+
+
+def configured_dtype(folder: ModelFolder) -> str:
+    """The dtype that config.json names, else bfloat16."""
+    for part in (folder.text, folder.config):
+        for name in ("dtype", "torch_dtype"):
+            if (value := str(part.get(name) or "").removeprefix("torch.")) in DTYPES:
+                return value
+    return "bfloat16"
+
+
+def token_bytes(folder: ModelFolder) -> int:
+    """About how many numbers a token has in the cache of all layers: a little more where key heads are not named."""
+
+    def number(*names: str, other: int) -> int:
+        return next((value for name in names if type(value := folder.text.get(name)) is int and value > 0), other)
+
+    layers = number("num_hidden_layers", "n_layer", "n_layers", "num_layers", other=32)
+    width = number("hidden_size", "n_embd", "d_model", other=4096)
+    heads = number("num_attention_heads", "n_head", "n_heads", other=32)
+    key_heads = number("num_key_value_heads", "num_kv_heads", other=heads)
+    dim = number("head_dim", "v_head_dim", other=-(-width // heads))
+    dim = max(dim, number("qk_nope_head_dim", other=0) + number("qk_rope_head_dim", other=0))
+    return 2 * layers * key_heads * dim
+
+
+def cache_room(gpu: int | None, weights: int) -> int:
+    """Bytes that the cache may take: a quarter of the memory beside a processor, on a GPU nine tenths of what the weights leave."""
+    if gpu is None:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
+    return (gpu - weights) * 9 // 10 if gpu else UNKNOWN_GPU

@@ -1,0 +1,94 @@
+"""Folders of language models as models for a build: what is wrong with the arguments, and what the options leave open."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import subprocess
+import sys
+from contextlib import suppress
+from typing import Any
+
+from ..errors import BuildError
+from ..language_models.folder import read_folder
+from ..language_models.settings import check_settings
+from ..targets.choice import is_cpu
+from ..targets.requirements import has_driver
+from ..util.disk_space import size
+from ..util.model_file import kind_of
+from ..util.progress import Stages
+from .records import LanguageOptions, split_targets
+
+NEEDED = ("transformers", "triton")
+EXTRA = "pip install 'transformers>=5' 'triton>=3.6,<3.8'"
+"""What models of `cgcompile.language_models` need beside torch, and what to type for it: the extras `llm` and `compile`."""
+
+BY_HAND = "write a model file with cgcompile.language_models.causal_lm"
+
+GPU_MEMORY = """
+import ctypes
+driver, device, total = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_size_t()
+if not driver.cuInit(0) and not driver.cuDeviceGet(ctypes.byref(device), 0):
+    driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+print(total.value)
+"""
+"""For a process of its own: one that has started CUDA cannot fork new models."""
+
+
+def is_folder(model: Any) -> bool:
+    """Whether a model's name is that of a folder in the Hub's layout.  Raises source-missing."""
+    return isinstance(model, str | os.PathLike) and kind_of(os.fspath(model)) == "folder"
+
+
+def check_folder_options(model: Any, options: LanguageOptions, others: dict[str, Any]) -> None:
+    """Raises option-invalid for options that do not go with the model (`others` are those of model files, by what they are called),
+    extra-missing, and folder-invalid for what the folder's files say by themselves."""
+    if not is_folder(model):
+        for name, value in (("--context", options.context), ("--lanes", options.lanes), ("--dtype", options.dtype)):
+            if value:
+                what = f"{name} is for the folder of a language model, and this model is none"
+                raise BuildError("option-invalid", what, f"leave {name} out, or give a folder with config.json")
+        return
+    for name, value in others.items():
+        if value:
+            what = f"{name} is for model files, and {os.fspath(model)} is the folder of a language model"
+            remedy = "give --context and --lanes" if name == "--sizes" else f"leave it out, or {BY_HAND}"
+            raise BuildError("option-invalid", what, remedy)
+    for package in NEEDED:
+        if importlib.util.find_spec(package) is None:
+            what = f"building a folder needs {package}, of the extra llm, which is not installed"
+            raise BuildError("extra-missing", what, EXTRA)
+    check_settings(read_folder(os.fspath(model)), options.context, options.lanes, options.dtype)
+
+
+def folder_model(model: Any, language: LanguageOptions, target: str, record: str, stages: Stages) -> tuple[Any, Any]:
+    """What `build` and `check` make of a folder: a recipe, and the sizes to build."""
+    with stages("folder") as tell:
+        tell("transformers")
+        from ..language_models.recipe import language_model  # late: it imports transformers
+
+        recipe, settings = language_model(
+            os.fspath(model), context=language.context, lanes=language.lanes, dtype=language.dtype, gpu=gpu_memory(target, record)
+        )
+        lanes = ", ".join(map(str, settings.lanes))
+        cache = f"{settings.pages - 1} pages of cache ({size(settings.cache_bytes)})"
+        tell.result(f"{settings.dtype}, texts of up to {settings.context} tokens, {lanes} lanes, {cache}")
+    return recipe, settings.sizes
+
+
+def gpu_memory(target: str, record: str) -> int | None:
+    """The bytes of the GPU that is built for, 0 where it is not here; None for processors."""
+    targets = split_targets(target)
+    if all(map(is_cpu, targets)):
+        return None
+    here = memory_here() if targets in (["auto"], ["cuda"]) else 0
+    return None if targets == ["auto"] and not here and record != "cross-compile" else here
+
+
+def memory_here() -> int:
+    """The bytes of this machine's first GPU, 0 without one."""
+    if has_driver():
+        with suppress(OSError, ValueError, subprocess.TimeoutExpired):
+            done = subprocess.run([sys.executable, "-c", GPU_MEMORY], capture_output=True, text=True, check=False, timeout=60)
+            return int(done.stdout)
+    return 0

@@ -1,0 +1,139 @@
+"""`cgcompile build FOLDER`: a folder in the Hub's layout becomes a bundle; every other thing is one sentence."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+import cgbundle  # noqa: E402
+import cgcompile  # noqa: E402
+from cgcompile.errors import BuildError, ModelError  # noqa: E402
+from cgcompile.language_models.networks import folder_network  # noqa: E402
+from tests.helpers.models.causal_lm import Engine, made, prompt, reference  # noqa: E402
+from tests.helpers.models.language_models import configuration, network  # noqa: E402
+from tests.helpers.models.tokenizers import write_tokenizer  # noqa: E402
+from tests.helpers.places import ROOT  # noqa: E402
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama of two layers as the Hub has it: 512 tokens, float32."""
+    folder = tmp_path_factory.mktemp("hub") / "Tiny-0.1B"
+    network("llama", torch.float32).save_pretrained(folder)
+    write_tokenizer(folder, letters=120)
+    return folder
+
+
+@pytest.fixture
+def copy(llama: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(llama, tmp_path / "copy"))
+
+
+def test_a_folder_becomes_a_bundle(llama: Path, tmp_path: Path) -> None:
+    """By the command, with no model file: its name is the folder's, and its tokens are transformers'."""
+    command = [sys.executable, "-m", "cgcompile_cli", "build", str(llama), "--context", "64", "--lanes", "2", "--target", "cpu"]
+    tree = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles")])
+    environment = {**os.environ, "PYTHONPATH": tree}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "Tiny-0.1B.cgb\n" and "Loading weights" not in done.stderr
+    model = made(str(llama))
+    with cgbundle.load(tmp_path / "Tiny-0.1B.cgb") as program:
+        assert set(program.entries) == {"prefill", "decode"} and program.manifest.name == "Tiny-0.1B"
+        engine = Engine(program, lanes=1, blocks=4, chunk=64)
+        engine.free, engine.slots = list(range(1, 9)), [1, 2]
+        engine.add("text", prompt(20), 20)
+        engine.prefill(["text"])
+        engine.lanes = 2
+        for _ in range(12):
+            engine.decode(["text"])
+        assert engine.remove("text")[20:] == reference(model, prompt(20), 13)
+
+
+def test_check_reads_a_folder(llama: Path) -> None:
+    report = cgcompile.check(str(llama), target="cpu", context=64, lanes=[1])
+    assert not report.refused and [each.entry for each in report.each] == ["prefill", "decode"]
+    assert dict(report.sizes) == {"batch": (1,), "seq": (64,), "blocks": (4,)}
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"sizes": [1]}, "--sizes is for model files"), ({"train": True}, "--train is for model files"),
+        ({"world": 2}, "--world is for model files"), ({"chains": [("a", "b")]}, "chains is for model files"),
+        ({"context": 1024}, "context 1024: expected 16 to 512 tokens"), ({"lanes": "0"}, "lanes '0': expected distinct"),
+        ({"dtype": "int8"}, "dtype 'int8': expected one of"),
+    ],
+)  # fmt: skip
+def test_options_that_a_folder_does_not_take(llama: Path, tmp_path: Path, options: dict[str, Any], told: str) -> None:
+    with pytest.raises(BuildError, match=told) as caught:
+        cgcompile.build(str(llama), out=tmp_path / "x.cgb", target="cpu", **options)
+    assert caught.value.code == "option-invalid"
+
+
+def test_options_of_folders_for_a_model_file(tmp_path: Path) -> None:
+    file = tmp_path / "m.py"
+    file.write_text("def model(): ...\ndef inputs(batch): ...\n")
+    with pytest.raises(BuildError, match="--lanes is for the folder of a language model, and this model is none"):
+        cgcompile.build(str(file), sizes=[1], lanes="1,2", target="cpu")
+
+
+def config(folder: Path, **changes: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        (
+            {"rope_parameters": {"rope_type": "spiral", "rope_theta": 1e4}},
+            "rope type 'spiral' in config.json: expected",
+        ),
+        ({"model_type": "nobodys"}, "this version of transformers does not know the model_type in config.json"),
+        ({"intermediate_size": 112}, r"tensor model.layers.0.mlp.down_proj.weight has the shape \(48, 96\), and the configuration"),
+        ({"num_hidden_layers": 3}, "the weights lack model.layers.2.input_layernorm.weight and 8 more"),
+        ({"num_attention_heads": 5, "head_dim": None}, "transformers cannot"),
+    ],
+)
+def test_a_configuration_that_does_not_fit(copy: Path, changes: dict[str, Any], told: str) -> None:
+    config(copy, **changes)
+    with pytest.raises(ModelError, match=told) as caught:
+        folder_network(copy, torch.float32)
+    assert caught.value.code == "folder-invalid" and "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(("kind", "why"), [("bloom", "takes no other attention"), ("bert", "")])
+def test_a_family_that_is_refused(copy: Path, kind: str, why: str, tmp_path: Path) -> None:
+    transformers.AutoConfig.for_model(kind).save_pretrained(copy)
+    with pytest.raises(ModelError, match=f"model_type {kind}: .*{why}") as caught:
+        cgcompile.build(str(copy), out=tmp_path / "x.cgb", target="cpu", context=64)
+    assert caught.value.code == "language-model-refused" and "\n" not in str(caught.value)
+
+
+def test_a_missing_package_names_the_extra(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from cgcompile.pipeline import folders
+
+    monkeypatch.setattr(folders, "NEEDED", ("no_such_package",))
+    with pytest.raises(BuildError, match="building a folder needs no_such_package, of the extra llm"):
+        cgcompile.build(str(llama), target="cpu")
+
+
+def test_a_model_by_hand_has_the_same_configuration(llama: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """examples/causal_lm.py: weights of eight bits."""
+    from cgcompile.model.load import load_sources
+
+    monkeypatch.setenv("CAUSAL_LM", str(llama))
+    sources = load_sources(str(ROOT / "examples/causal_lm.py"))
+    assert [source.entry for source in sources] == ["prefill", "decode", "generate"]
+    assert sources[0].model.vocabulary == configuration("llama").vocab_size

@@ -1,0 +1,138 @@
+"""Folders of language models, read without torch: every broken thing is one sentence; and the settings that a user leaves out."""
+
+from __future__ import annotations
+
+import json
+import struct
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cgcompile.errors import BuildError, ModelError
+from cgcompile.language_models import settings
+from cgcompile.language_models.folder import ModelFolder, read_folder
+from cgcompile.language_models.settings import check_settings, settings_for
+from tests.helpers.places import ROOT
+
+CONFIG = {
+    "model_type": "llama", "hidden_size": 2048, "num_hidden_layers": 16, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "max_position_embeddings": 131072, "dtype": "bfloat16",
+}  # fmt: skip
+
+
+def safetensors(path: Path, dtype: str = "BF16", missing: int = 0) -> None:
+    """A file with one tensor of 64 bytes, of which the last `missing` are not there."""
+    header = json.dumps({"w": {"dtype": dtype, "shape": [32], "data_offsets": [0, 64]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(header)) + header + bytes(64 - missing))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A sound one, as far as its files tell without transformers."""
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    safetensors(tmp_path / "model.safetensors")
+    return tmp_path
+
+
+def test_a_sound_folder(folder: Path) -> None:
+    read = read_folder(str(folder))
+    assert (read.name, read.weights, dict(read.weight_bytes)) == (folder.name, 32, {"BF16": 64})
+
+
+def index(folder: Path) -> None:
+    (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
+    names = {"w": "model-00001-of-00002.safetensors", "v": "model-00002-of-00002.safetensors"}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+
+
+def config(folder: Path, **changes: Any) -> None:
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+
+
+BROKEN = {
+    "no tokenizer": (lambda at: (at / "tokenizer.json").unlink(), "no tokenizer in it (tokenizer.json)"),
+    "no weights": (lambda at: (at / "model.safetensors").unlink(), "no weights in it (model.safetensors)"),
+    "pickled": (
+        lambda at: (at / "model.safetensors").rename(at / "pytorch_model.bin"),
+        "its weights are pickled (pytorch_model.bin), expected model.safetensors",
+    ),
+    "shard": (index, "model-00002-of-00002.safetensors is missing, which model.safetensors.index.json names"),
+    "cut": (lambda at: safetensors(at / "model.safetensors", missing=9), "model.safetensors: it is cut short: "),
+    "other": (lambda at: (at / "model.safetensors").write_bytes(b"PK"), "model.safetensors: its 2 bytes are no safetensors"),
+    "fp8": (lambda at: safetensors(at / "model.safetensors", "F8_E4M3"), "model.safetensors: w is quantized (F8_E4M3)"),
+    "fp8 by name": (
+        lambda at: config(at, quantization_config={"quant_method": "fp8"}),
+        "config.json: the weights are quantized (fp8), and none of these are read",
+    ),
+    "no model type": (lambda at: (at / "config.json").write_text("{}"), "config.json: it names no model_type"),
+    "no JSON": (lambda at: (at / "config.json").write_text("{"), "config.json: it is no JSON: "),
+}
+
+
+@pytest.mark.parametrize("what", BROKEN)
+def test_a_broken_folder(folder: Path, what: str) -> None:
+    spoil, told = BROKEN[what]
+    spoil(folder)
+    with pytest.raises(ModelError) as caught:
+        read_folder(str(folder))
+    assert caught.value.code == "folder-invalid" and told in str(caught.value) and "\n" not in str(caught.value)
+
+
+def read(**changes: Any) -> ModelFolder:
+    text = CONFIG | changes
+    return ModelFolder(label="llama", name="llama", config=text, text=text, weight_bytes={"BF16": 2_500_000_000})
+
+
+def test_defaults_of_a_gpu() -> None:
+    made = settings_for(read(), None, (), None, 80 << 30)
+    assert (made.context, made.lanes, made.dtype, made.turns, made.pages) == (8192, (1, 8, 32), "bfloat16", 32, 32 * 512 + 1)
+    assert made.sizes == {
+        "prefill": {"batch": [1], "seq": [128, 512], "blocks": [512]}, "decode": {"batch": [1, 8, 32], "blocks": [512]},
+        "generate": {"batch": [1, 8, 32], "blocks": [512]},
+    }  # fmt: skip
+    assert settings_for(read(), None, (), None, 8 << 30).pages < 32 * 512, "as many pages as the memory takes"
+
+
+def test_defaults_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settings, "cache_room", lambda gpu, weights: 64 << 30)
+    made = settings_for(read(max_position_embeddings=1024), None, (), None, None)
+    assert (made.context, made.lanes, made.dtype, made.turns, made.slots) == (1024, (1, 4), "float32", 0, 5)
+    assert list(made.sizes) == ["prefill", "decode"]
+
+
+def test_what_the_user_says() -> None:
+    made = settings_for(read(), 100, "8,1", "float16", 0)
+    assert (made.context, made.lanes, made.dtype, made.chunks) == (96, (1, 8), "float16", (96,))
+
+
+@pytest.mark.parametrize(
+    ("context", "lanes", "dtype", "told"),
+    [
+        (8, (), None, "context 8: expected 16 to 131072 tokens, the longest text of llama"),
+        (200_000, (), None, "context 200000: expected 16 to 131072"),
+        (None, "1,x", None, "lanes '1,x': expected distinct positive whole numbers"),
+        (None, [4, 4], None, r"lanes \[4, 4\]: expected distinct"),
+        (None, (), "int8", "dtype 'int8': expected one of bfloat16, float16, float32"),
+    ],
+)
+def test_what_does_not_fit(context: int | None, lanes: Any, dtype: str | None, told: str) -> None:
+    with pytest.raises(BuildError, match=told) as caught:
+        check_settings(read(), context, lanes, dtype)
+    assert caught.value.code == "option-invalid"
+
+
+def test_a_cache_that_does_not_fit() -> None:
+    with pytest.raises(BuildError, match=r"context 8192: the cache of one text takes about 256 MiB, and there is room for 0"):
+        settings_for(read(), None, (), None, 2 << 30)
+
+
+def test_a_plain_build_imports_nothing_of_it() -> None:
+    """The folder's reader alone, which imports neither torch nor transformers."""
+    code = "import sys, cgcompile\ncgcompile.build\nprint(*[name for name in sys.modules if 'language_models' in name])"
+    paths = {"PYTHONPATH": f"{ROOT}:{ROOT / 'bundles'}"}
+    done = subprocess.run([sys.executable, "-c", code], env=paths, capture_output=True, text=True, check=True)
+    assert set(done.stdout.split()) <= {f"cgcompile.language_models{name}" for name in ("", ".folder", ".settings")}
