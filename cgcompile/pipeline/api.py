@@ -15,8 +15,7 @@ from typing import Any
 from ..export.paths import MAX_PATHS
 from ..model.declared_sizes import Given, Inputs
 from ..util.garbage_collection import quick_imports, seldom_collected
-from ..util.progress import Stages, Watcher
-from ..util.progress_display import Progress, watcher
+from ..util.progress import Progress, Stages, Watcher, watcher
 from .argument_checks import check_build, check_check
 from .folders import folder_model, is_folder
 from .records import Built, LanguageOptions, Options, Report, split_targets

@@ -70,7 +70,7 @@ def test_check_reads_a_folder(llama: Path) -> None:
     ("options", "told"),
     [
         ({"sizes": [1]}, "--sizes is for model files"), ({"train": True}, "--train is for model files"),
-        ({"world": 2}, "--world is for model files"), ({"chains": [("a", "b")]}, "chains is for model files"),
+        ({"world": 2}, "--world is for model files"), ({"donations": [("a", "b")]}, "donations is for model files"),
         ({"context": 1024}, "context 1024: expected 16 to 512 tokens"), ({"lanes": "0"}, "lanes '0': expected distinct"),
         ({"dtype": "int8"}, "dtype 'int8': expected one of"),
     ],

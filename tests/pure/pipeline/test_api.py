@@ -16,8 +16,7 @@ import cgcompile
 from cgbundle.format.schema import Finding
 from cgcompile.pipeline.records import Built, Report
 from cgcompile.util.garbage_collection import collect_seldom, quick_imports, seldom_collected
-from cgcompile.util.progress import Event, Stages, silent
-from cgcompile.util.progress_display import Lines, watcher
+from cgcompile.util.progress import Event, Lines, Stages, silent, watcher
 from tests.helpers.bundles.tiny_bundle import manifest
 from tests.helpers.raising import raises
 
