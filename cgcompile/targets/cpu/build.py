@@ -29,10 +29,9 @@ from ...transforms.error_bounds import error_bounds
 from ...transforms.inlining import inlined
 from ...transforms.output_aliases import with_aliases
 from ...util.disk_space import size
-from ...util.forks import side_by_side
 from ...util.progress import Stages, Tell, each_named
 from ...util.scratch import scratch_folder
-from ...util.workers import processors
+from ...util.workers import processors, side_by_side
 from ..build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
 from ..instruction_sets import Level, level_of
 from ..memory_layout import lay_out, tensor_bytes

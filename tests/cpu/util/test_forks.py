@@ -15,9 +15,9 @@ import pytest
 import torch
 
 from cgcompile.errors import BuildError
-from cgcompile.util import forks
-from cgcompile.util.forks import Work, side_by_side
+from cgcompile.util import workers
 from cgcompile.util.progress import Tell
+from cgcompile.util.workers import Work, side_by_side
 from tests.helpers.raising import raises
 
 
@@ -69,7 +69,7 @@ def refuse_later(folder: Path, tell: Tell) -> None:
 
 
 def test_the_first_refusal_ends_all_and_what_they_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forks, "processors", lambda: 2)
+    monkeypatch.setattr(workers, "processors", lambda: 2)
     with raises("not-standalone", match="no sort"):
         answers({0: partial(start, tmp_path), 1: partial(refuse_later, tmp_path)}, tmp_path)
     assert not [process for process in (tmp_path / "pids").read_text().split() if runs(process)]
