@@ -79,7 +79,7 @@ def reference(folder: str) -> None:
     import torch
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     texts: list[str] = []
     first = spent = 0.0

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import inspect
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import MethodType
 from typing import Any
 
@@ -22,10 +24,25 @@ PLAIN_ROPES = {"default", "mrope", "su"}
 """Types of ropes that models compute themselves, beside those that transformers has functions for."""
 
 
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without transformers' warnings and progress bars: what is wrong with a folder becomes an error."""
+    level, shown = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if shown:
+            logging.enable_progress_bar()
+
+
 def folder_configuration(folder: str | os.PathLike[str]) -> PretrainedConfig:
     """Of a folder with config.json.  Raises folder-invalid for one that this transformers does not know."""
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        with quiet():
+            config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         what = "transformers cannot read config.json"
         if "does not recognize this architecture" in str(error):
@@ -47,15 +64,11 @@ def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTra
     config = folder_configuration(folder)
     options: dict[str, Any] = {"config": config, "dtype": dtype, "local_files_only": True, "use_safetensors": True}
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # which are refused below, by name
-    shown = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
     try:
-        network, info = AutoModelForCausalLM.from_pretrained(folder, **options, **PAGED)
+        with quiet():
+            network, info = AutoModelForCausalLM.from_pretrained(folder, **options, **PAGED)
     except Exception as error:
         raise ModelError("folder-invalid", f"{folder}: transformers cannot load it: {told(error)}") from error
-    finally:
-        if shown:
-            logging.enable_progress_bar()
     for name, here, wanted in sorted(info["mismatched_keys"])[:1]:
         what = f"tensor {name} has the shape {tuple(here)}, and the configuration says {tuple(wanted)}"
         raise ModelError("folder-invalid", f"{folder}: {what}", "config.json and the weights are of two models")

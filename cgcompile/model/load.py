@@ -60,6 +60,8 @@ def load_sources(
             name_of(label), label, label, label, _member(module, "model", label), _given_inputs(module, label), share
         )
         return _with_donations(sources, module, label)
+    if kind == "folder":
+        raise ModelError("source-invalid", f"{label}: the folder of a language model, where a model file is expected")
     path, _, attribute = label.partition(":")
     module = _import(path, label)
     sources = _from_module(

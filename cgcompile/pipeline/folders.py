@@ -10,8 +10,6 @@ from contextlib import suppress
 from typing import Any
 
 from ..errors import BuildError
-from ..language_models.folder import read_folder
-from ..language_models.settings import check_settings
 from ..targets.choice import is_cpu
 from ..targets.requirements import has_driver
 from ..util.disk_space import size
@@ -58,6 +56,9 @@ def check_folder_options(model: Any, options: LanguageOptions, others: dict[str,
         if importlib.util.find_spec(package) is None:
             what = f"building a folder needs {package}, of the extra llm, which is not installed"
             raise BuildError("extra-missing", what, EXTRA)
+    from ..language_models.folder import read_folder  # late: other models need nothing of it
+    from ..language_models.settings import check_settings
+
     check_settings(read_folder(os.fspath(model)), options.context, options.lanes, options.dtype)
 
 

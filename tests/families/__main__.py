@@ -1,16 +1,21 @@
-"""Compares every causal language model of transformers with its `generate`, small and in eager PyTorch: nothing is built.
+"""Compares every causal language model of transformers with its `generate`, small and in eager PyTorch.
 
 python -m tests.families                 # all of them: equal, refused (and why), WRONG, traceback
 python -m tests.families llama4_text "llama, dynamic rope"
+python -m tests.families --build 10      # the first ten that are equal once more, from a bundle for the CPU
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
+from pathlib import Path
+from types import SimpleNamespace
 
 from .cases import FEATURES, NEEDED
 
@@ -23,7 +28,9 @@ def main() -> int:
         prog="python -m tests.families", description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="model types, and features of tests/families/cases.py")
-    wanted = parser.parse_args().names
+    parser.add_argument("--build", type=int, default=0, metavar="N", help="build so many that are equal, a minute or two each")
+    given = parser.parse_args()
+    wanted, builds = given.names, given.build
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -32,10 +39,52 @@ def main() -> int:
     for name in wanted or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FEATURES]:
         start = time.perf_counter()
         verdict = judged(name)
+        if verdict == "equal" and builds:
+            builds, verdict = builds - 1, built(name)
         counts[verdict.partition(":")[0]] += 1
         print(f"{name:32} {time.perf_counter() - start:5.1f} s  {verdict}", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     return 1 if counts["WRONG"] or counts["traceback"] else 0
+
+
+def built(name: str) -> str:
+    """`equal, built`, `WRONG: where` or `not built: why` of a model type or feature whose text is right in eager PyTorch."""
+    from transformers import AutoConfig
+
+    import cgbundle
+    import cgcompile
+    from cgcompile.errors import BuildError
+    from cgcompile.language_models.causal_lm import CausalLM
+    from cgcompile.language_models.comparison import texts
+    from cgcompile.language_models.example_inputs import ExampleInputs
+
+    config = AutoConfig.for_model(**FEATURES.get(name) or {"model_type": name, **NEEDED.get(name, {})})
+    network, reference = texts.small_networks(config)
+    model = CausalLM(network, texts.PAGES, texts.SLOTS, 0).eval()
+    inputs = ExampleInputs(config=network.config, pages=texts.PAGES, slots=texts.SLOTS, turns=0).entries()
+    step = {"batch": [len(texts.PROMPTS)], "blocks": [texts.BLOCKS]}
+    prompts = [[4 + (31 * place + length) % 150 for place in range(length)] for length in texts.PROMPTS]
+    with tempfile.TemporaryDirectory() as scratch:
+        try:
+            out = Path(scratch, "model.cgb")
+            cgcompile.build(model, inputs, sizes={"prefill": {**step, "seq": [texts.READ]}, "decode": step}, out=out, target="cpu")
+        except BuildError as error:
+            return f"not built: {error}"
+        with cgbundle.load(out) as program:
+            served = SimpleNamespace(
+                prefill=program.entries["prefill"], decode=program.entries["decode"], by_length=model.by_length,
+                reread_at=model.reread_at,
+            )  # fmt: skip
+            desk = texts.Desk(served, prompts)
+            desk.take_chunks()
+            for _ in range(32):
+                desk.take_step()
+    for prompt, text in zip(prompts, desk.written, strict=True):
+        right = texts.by_generate(copy.deepcopy(reference), prompt, len(text))
+        different = [place for place, pair in enumerate(zip(text, right, strict=True)) if not texts.same(*pair)]
+        if different:
+            return f"WRONG: built, text differs at token {different[0]} of a prompt of length {len(prompt)}"
+    return "equal, built"
 
 
 def judged(name: str) -> str:

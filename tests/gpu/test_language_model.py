@@ -50,12 +50,14 @@ def test_a_bundle_of_which_pages_are_used_again(family: str, lower: str, tmp_pat
         assert not any(torch.from_dlpack(program.state[name])[0].any() for name in ("keys_0", "values_0", "seen"))
 
 
-def test_a_folder_with_no_further_option(tmp_path: Path) -> None:
-    """The defaults of a GPU: a loop of 32 tokens, two lengths of chunks, and a cache that the memory takes."""
+def test_a_folder(tmp_path: Path) -> None:
+    """With the defaults of a GPU: a loop of 32 tokens, two lengths of chunks, and a cache that the memory takes."""
     model = made("llama")
     model.network.save_pretrained(tmp_path / "hub")
     (tmp_path / "hub/tokenizer.json").write_text("{}")
     cgcompile.build(str(tmp_path / "hub"), lanes=[1, 4], out=tmp_path / "lm.cgb", target="cuda", dtype="float32")
     with cgbundle.load(tmp_path / "lm.cgb") as program:
-        assert [entry.name for entry in program.manifest.entries] == ["decode", "generate", "prefill"]
-        check_requests(Engine(program, blocks=512 // 16, chunk=128), model)
+        assert set(program.entries) == {"prefill", "decode", "generate"}
+        engine = Engine(program, lanes=1, blocks=512 // 16, chunk=128)
+        engine.slots = [1, 2, 3, 4]
+        check_requests(engine, model)

@@ -16,7 +16,13 @@ def refusal(config: PretrainedConfig, feature: str, remedy: str) -> ModelError:
 
 def told(error: BaseException) -> str:
     """The error and the line of transformers that raised it."""
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/transformers/models/" in frame.filename]
-    place = f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""
+    if isinstance(error, KeyError):
+        return f"it looks for {error}, which is not there{place_of(error)}"
     lines = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0]}{place}"
+    return f"{type(error).__name__}: {lines[0]}{place_of(error)}"
+
+
+def place_of(error: BaseException) -> str:
+    """` (modeling_llama.py:12)`, the line of transformers that raised an error, or ""."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/transformers/models/" in frame.filename]
+    return f" ({frames[-1].filename.rpartition('/')[2]}:{frames[-1].lineno})" if frames else ""

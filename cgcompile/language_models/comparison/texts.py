@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from ..attention import NAME
 from ..networks import over_pages
 from ..sampling import Sampling
 from .independence import check_independence
 from .probe import check_kind
-from .refusal import refusal, told
+from .refusal import place_of, refusal, told
 from .small_copy import small_copy
 
 PROMPTS = (3, 17, 30)
@@ -131,8 +132,8 @@ def small_networks(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTraine
             network.load_state_dict(reference.state_dict())
             return network, reference
     except Exception as error:
-        what = f"a part of it takes no other attention than its own: {told(error)}"
-        if error.args == ("paged",):
+        if error.args == (NAME,):
+            what = f"a part of it looks attention up in a table of its own, which has no other{place_of(error)}"
             raise refusal(config, what, "serve it with transformers") from error
         what = f"no small copy can be made of its configuration, to compare with transformers: {told(error)}"
         raise refusal(config, what, "serve it with transformers") from error

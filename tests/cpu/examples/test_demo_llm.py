@@ -24,7 +24,8 @@ def test_its_server_says_what_transformers_says(
     demo = importlib.import_module("demo_llm")
     folder = tmp_path / "llama"
     shutil.copytree(llama_bundle() / "llama", folder)
-    write_tokenizer(folder, letters=120, chat_template="{% for each in messages %}{{ each.content }}{% endfor %}")
+    template = "{% for each in messages %}{{ each.content }}{% endfor %}"
+    write_tokenizer(folder, letters=120, bos_token="<s>", chat_template=template)
     assert demo.main([str(folder), str(llama_bundle() / "llama.cgb")]) == 0
     told = capfd.readouterr().out
     assert "Why is the sky blue?" in told and "of each answer: the same; pages still taken: 0" in told
