@@ -93,7 +93,7 @@ def table_byte(folder: Path, manifest: Manifest) -> None:
 CHANGES = {
     "architecture": (architecture, "wrong-architecture", "the bundle is for sm_80"),
     "driver": (newer_driver, "driver-too-old", r"needs a driver for CUDA 99\.0"),
-    "format": (newer_format, CgbundleError, "format version 99"),
+    "format": (newer_format, "format-unsupported", "version 99 of the format"),
     "image": (image, "file-damaged", "kernels/"),
     "image, hashes made to fit": (image_resealed, "manifest-invalid", "not named by its SHA-256"),
     "relocation": (relocation, "relocation-invalid", r"relocations: the word at \d+ points at byte \d+ of memory"),
