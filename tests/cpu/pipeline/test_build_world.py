@@ -72,7 +72,7 @@ def test_damage_of_any_rank_is_found(built: Path) -> None:
         ({"target": "cpu"}, "the target cpu is one device"),
         ({"world": 9}, "expected 2 to 8"),
         ({"record": "capture"}, "is cross-compiled"),
-        ({"chains": [("a.b", "c.d")]}, "chains"),
+        ({"donations": [("a.b", "c.d")]}, "donations"),
     ],
 )
 def test_what_is_not_built(tmp_path: Path, options: dict[str, object], reason: str) -> None:
