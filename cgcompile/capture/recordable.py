@@ -19,17 +19,13 @@ from ..export.programs import Programs
 from ..export.torch_program import save_program, without_weights
 from ..targets.cuda.donations import DonatedOutput
 from ..targets.cuda.tensors import settings, static_bytes, tensors_of
-from ..targets.memory_layout import UploadedValue, WeightLayout, lay_out
+from ..targets.memory_layout import RECORDED_STATES, UploadedValue, WeightLayout, lay_out
 from ..targets.weights import row_major, shapes_of, write_weights
 from ..transforms.error_bounds import ErrorBound
 from .request import RECORD, Call, Request
 
 MARGIN = 1 << 30
 """Bytes of the GPU's memory for a process's context, libraries and workspaces; contexts were seen to take up to 0.6 GB."""
-
-STATES = 5
-"""What a process holds of state at most: itself, what it held at first, and in the self-test what a replay and two runs of eager
-PyTorch leave."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,7 +126,7 @@ def prepare(
     return Recordable(
         request=request, folder=folder, layout=layout, stored=rows, static=static,
         inputs={key: tuple(row_major(t) for t in tensors_of(call)) for key, call in self_test.items()},
-        donated=donated, need=layout.weights_end + STATES * layout.state_end + largest + 2 * activations + MARGIN,
+        donated=donated, need=layout.weights_end + RECORDED_STATES * layout.state_end + largest + 2 * activations + MARGIN,
     )  # fmt: skip
 
 

@@ -16,11 +16,11 @@ from .settings import Settings, settings_for
 
 
 def language_model(
-    folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None
+    folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, recorded: bool
 ) -> tuple[Recipe, Settings]:
-    """`gpu` and what is raised: see `settings_for`; folder-invalid and language-model-refused, when the model is made, too."""
+    """`gpu`, `recorded` and what is raised: see `settings_for`.  Making the model raises folder-invalid and language-model-refused."""
     read = read_folder(folder)
-    settings = settings_for(read, context, lanes, dtype, gpu)
+    settings = settings_for(read, context, lanes, dtype, gpu, recorded=recorded)
     config = folder_configuration(folder)
     examples = ExampleInputs(config=config, pages=settings.pages, slots=settings.slots, turns=settings.turns)
     recipe = Recipe(

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ..errors import BuildError
+from ..targets.memory_layout import RECORDED_STATES
 from .folder import ModelFolder
 
 PAGE = 16
@@ -26,6 +27,9 @@ CHUNKS_GPU, CHUNKS_CPU = (128, 512), (64,)
 
 TURNS_GPU = 32
 """Tokens that one call of `generate` makes at most.  On a CPU a call costs little beside its work: `decode` serves."""
+
+RECORDING = 2 << 30
+"""Bytes of a GPU that recording takes beside weights and state."""
 
 UNKNOWN_GPU = 32 << 30
 """Bytes that the cache may take on a GPU that is not here."""
@@ -73,15 +77,17 @@ def check_settings(folder: ModelFolder, context: int | None, lanes: Sequence[int
 
 
 def settings_for(
-    folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None
-) -> Settings:
-    """`gpu`: the bytes that the GPU has, 0 where it is not here and nobody knows, None for a processor.  Raises option-invalid."""
+    folder: ModelFolder, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, *,
+    recorded: bool = False,
+) -> Settings:  # fmt: skip
+    """`gpu`: the bytes that the GPU has, 0 where it is not here and nobody knows, None for a processor.  `recorded`: the model is
+    captured on that GPU, which has to hold the cache several times meanwhile.  Raises option-invalid."""
     numbers = check_settings(folder, context, lanes, dtype) or (LANES_CPU if gpu is None else LANES_GPU)
     wanted = context or min(longest_text(folder), LONGEST_CPU if gpu is None else LONGEST_GPU)
     blocks = max(1, wanted // PAGE)
     kind = dtype or ("float32" if gpu is None else configured_dtype(folder))
     page = PAGE * token_bytes(folder) * DTYPES[kind]
-    room = cache_room(gpu, folder.weights * DTYPES[kind])
+    room = cache_room(gpu, folder.weights * DTYPES[kind], recorded)
     pages = min(numbers[-1] * blocks, room // page)
     if pages < blocks:
         need, has = -(-blocks * page >> 20), max(0, room >> 20)
@@ -124,8 +130,12 @@ def token_bytes(folder: ModelFolder) -> int:
     return 2 * layers * key_heads * dim
 
 
-def cache_room(gpu: int | None, weights: int) -> int:
-    """Bytes that the cache may take: a quarter of the memory beside a processor, on a GPU nine tenths of what the weights leave."""
+def cache_room(gpu: int | None, weights: int, recorded: bool) -> int:
+    """Bytes that the cache may take: a quarter of the memory beside a processor, on a GPU nine tenths of what the weights leave.
+    A GPU that records the model needs room for several caches."""
     if gpu is None:
         return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4
-    return (gpu - weights) * 9 // 10 if gpu else UNKNOWN_GPU
+    if not gpu:
+        return UNKNOWN_GPU
+    room = (gpu - weights) * 9 // 10
+    return (room - RECORDING) // RECORDED_STATES if recorded else room

@@ -69,8 +69,9 @@ def folder_model(model: Any, language: LanguageOptions, target: str, record: str
         from ..language_models.recipe import language_model  # late: it imports transformers
 
         recipe, settings = language_model(
-            os.fspath(model), context=language.context, lanes=language.lanes, dtype=language.dtype, gpu=gpu_memory(target, record)
-        )
+            os.fspath(model), context=language.context, lanes=language.lanes, dtype=language.dtype, gpu=gpu_memory(target, record),
+            recorded=record != "cross-compile",
+        )  # fmt: skip
         lanes = ", ".join(map(str, settings.lanes))
         cache = f"{settings.pages - 1} pages of cache ({size(settings.cache_bytes)})"
         tell.result(f"{settings.dtype}, texts of up to {settings.context} tokens, {lanes} lanes, {cache}")
@@ -78,11 +79,12 @@ def folder_model(model: Any, language: LanguageOptions, target: str, record: str
 
 
 def gpu_memory(target: str, record: str) -> int | None:
-    """The bytes of the GPU that is built for, 0 where it is not here; None for processors."""
+    """The bytes of the GPU that is built for, None for processors.  For one target this machine's GPU counts, also where it is of
+    another architecture; 0 where there is none, or several targets."""
     targets = split_targets(target)
     if all(map(is_cpu, targets)):
         return None
-    here = memory_here() if targets in (["auto"], ["cuda"]) else 0
+    here = memory_here() if len(targets) == 1 else 0
     return None if targets == ["auto"] and not here and record != "cross-compile" else here
 
 

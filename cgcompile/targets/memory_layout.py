@@ -21,6 +21,10 @@ from cgbundle.format.schema import DTYPES, Weight
 ALIGN = 256
 PAD = 256
 
+RECORDED_STATES = 5
+"""How often a process that records holds memory state at most: the state itself, its first contents, and in the self-test what a
+replay and two runs of eager PyTorch leave."""
+
 
 def align(value: int, to: int = ALIGN) -> int:
     """`value` rounded up to a multiple of `to`."""

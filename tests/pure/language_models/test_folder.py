@@ -15,6 +15,7 @@ from cgcompile.errors import BuildError, ModelError
 from cgcompile.language_models import settings
 from cgcompile.language_models.folder import ModelFolder, read_folder
 from cgcompile.language_models.settings import check_settings, settings_for
+from cgcompile.targets.memory_layout import RECORDED_STATES
 from tests.helpers.places import ROOT
 
 CONFIG = {
@@ -95,10 +96,12 @@ def test_defaults_of_a_gpu() -> None:
         "generate": {"batch": [1, 8, 32], "blocks": [512]},
     }  # fmt: skip
     assert settings_for(read(), None, (), None, 8 << 30).pages < 32 * 512, "as many pages as the memory takes"
+    recorded = settings_for(read(), None, (), None, 24 << 30, recorded=True)
+    assert RECORDED_STATES * recorded.cache_bytes < 22 << 30, "a process that records holds the cache several times"
 
 
 def test_defaults_of_a_processor(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(settings, "cache_room", lambda gpu, weights: 64 << 30)
+    monkeypatch.setattr(settings, "cache_room", lambda gpu, weights, recorded: 64 << 30)
     made = settings_for(read(max_position_embeddings=1024), None, (), None, None)
     assert (made.context, made.lanes, made.dtype, made.turns, made.slots) == (1024, (1, 4), "float32", 0, 5)
     assert list(made.sizes) == ["prefill", "decode"]
