@@ -18,7 +18,7 @@ from .settings import Settings, settings_for
 def language_model(
     folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, recorded: bool
 ) -> tuple[Recipe, Settings]:
-    """`gpu`, `recorded` and what is raised: see `settings_for`.  Making the model raises folder-invalid and language-model-refused."""
+    """`gpu`, `recorded` and what is raised: see `settings_for`.  Making the model raises folder-invalid, language-model-refused."""
     read = read_folder(folder)
     settings = settings_for(read, context, lanes, dtype, gpu, recorded=recorded)
     config = folder_configuration(folder)
