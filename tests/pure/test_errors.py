@@ -39,8 +39,8 @@ OWN_CODE = {"UsageError": ast.Constant("usage")}
 """Classes of one code, which is not given where they are made."""
 
 PASSED_ON = {
-    ("cgcompile/util/workers.py", "self.kind.died"), ("bundles/cgbundle/validate/bundle.py", "error.code"),
-    ("bundles/cgbundle/validate/manifest.py", "error.code"),
+    ("cgcompile/util/workers.py", "self.kind.died"), ("cgcompile/util/workers.py", "died"),
+    ("bundles/cgbundle/validate/bundle.py", "error.code"), ("bundles/cgbundle/validate/manifest.py", "error.code"),
     ("cgcompile/export/export.py", "error.code"), ("cgcompile/tools/transfer.py", "error.code"),
     ("cgcompile/export/paths/program.py", "code"), ("cgcompile/export/paths/program.py", "error.code"),
 }  # fmt: skip

@@ -67,5 +67,5 @@ def test_what_stages_spent_is_one_row_for_each(capsys: pytest.CaptureFixture[str
         show(watch.stages(), sys.stderr)
     heads, source, lower = capsys.readouterr().err.splitlines()[-3:]
     assert heads.split()[:3] == ["seconds", "processor", "in"] and source.split()[:3] == ["source", "0.50", "s"]
-    assert lower.split()[:3] == ["lower", "2.00", "s"] and "MiB" in lower
+    assert lower.split()[:3] == ["lower", "2.00", "s"] and "iB" in lower
     assert (source.split()[5], lower.split()[5]) == ("0", lower.split()[5]) and float(lower.split()[5]) > 0, "it ended in `lower`"
