@@ -17,6 +17,9 @@ from .lines import Line, Raised, trace_line
 ENDLESS = f"{WHILE_FIX}; --max-paths says how many turns are tried"
 TOO_MANY = "let --max-paths be larger, or choose with torch.where"
 
+TURNS = 4
+"""How often a place asks before a trace that stays in its loop shows whether anything bounds the turns."""
+
 RESTARTS = 3
 """How often the lines are traced anew because another one shows more tensors apart."""
 
@@ -107,6 +110,7 @@ class Ways:
 
     def _found(self, line: Line, number: int) -> Branch:
         forced = (*line.answers[:number], not line.answers[number])
+        self._check_bounded(line, number, forced)
         other = self._line(forced)
         if isinstance(other, Raised):
             return Branch(other=other, join=None)
@@ -126,6 +130,14 @@ class Ways:
                     )
                 return Branch(other=other, join=join)
         raise AssertionError("two lines meet at their end")
+
+    def _check_bounded(self, line: Line, number: int, forced: tuple[bool, ...]) -> None:
+        """Raises data-dependent-branch where a place that got one answer TURNS times asks without end: one trace tells, before
+        every number of turns has become a line."""
+        spot, stays = line.questions[number].spot, forced[number]
+        turns = [question.answer for question in line.questions[:number] if question.spot == spot]
+        if turns == [stays] * TURNS:
+            self._trace(forced, {**self._preferred, spot: stays})
 
     def _closed(self, line: Line, number: int, position: int) -> bool:
         """Whether all branches behind question `number` and before `position` have joined the line there."""
@@ -168,11 +180,7 @@ class Ways:
         while True:
             if len(self._lines) + len(self._raising) >= self._most:
                 raise self._too_many()
-            try:
-                line, questions = trace_line(self._flat, self._attempt, answers, self._preferred, self._most)
-            except TooManyTurns as error:
-                reason = f"nothing bounds the turns of this loop: it asked {self._most} times"
-                raise PathsRefused("data-dependent-branch", error, reason, ENDLESS) from error
+            line, questions = self._trace(answers, self._preferred)
             self._seen += questions
             if isinstance(line, Line):
                 return line
@@ -186,6 +194,13 @@ class Ways:
                 answers = answers[:-1]
             else:
                 return line
+
+    def _trace(self, answers: tuple[bool, ...], preferred: Mapping[Spot, bool]) -> tuple[Line | Raised, tuple[Question, ...]]:
+        try:
+            return trace_line(self._flat, self._attempt, answers, preferred, self._most)
+        except TooManyTurns as error:
+            reason = f"nothing bounds the turns of this loop: it asked {self._most} times"
+            raise PathsRefused("data-dependent-branch", error, reason, ENDLESS) from error
 
     def _too_many(self) -> PathsRefused:
         places = list(dict.fromkeys([question.where for question in self._seen[1:]]))

@@ -129,6 +129,12 @@ def endless(model: Function, x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def endless_unless(model: Function, x: torch.Tensor) -> torch.Tensor:
+    while not x.norm() <= 1:
+        x = x / 2
+    return x
+
+
 def counted(model: Function, x: torch.Tensor) -> Any:
     model.calls += 1 if x.sum() > 1e9 else 0
     return x * 2 if model.calls < 3 else x
@@ -138,6 +144,7 @@ def counted(model: Function, x: torch.Tensor) -> Any:
     ("function", "error", "said"),
     [
         (endless, "data-dependent-branch", "nothing bounds the turns of this loop: it asked 8 times: while x.norm"),
+        (endless_unless, "data-dependent-branch", "nothing bounds the turns of this loop: it asked 8 times: while not x.norm"),
         (lambda m, x: (x, 1) if x.sum() > 0 else (x, 2), "structure-unsupported", "different nesting or constants"),
         (
             lambda m, x: x if x.sum() > 0 else x.double(),
