@@ -157,7 +157,7 @@ def counted(model: Function, x: torch.Tensor) -> Any:
             "a number that is read out of a tensor, as a size (",
         ),
     ],
-    ids=["a loop without a bound", "two constants", "two dtypes", "a size"],
+    ids=["a loop without a bound", "a loop that the first answer leaves", "two constants", "two dtypes", "a size"],
 )
 def test_what_is_no_program_is_refused_with_its_line(function: Callable[..., Any], error: str, said: str) -> None:
     with raises(error) as caught:
