@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -104,8 +105,13 @@ def lower_all(
             program=path, weights=weights, number=number, code=code, tensors=job.tensors, layouts=job.layouts, writes=job.writes,
             live=job.live, key=own_key(name[1]), arch=arch, settings=settings(), table=table,
         )  # fmt: skip
+    numbers = count(1)
+
+    def done(text: str) -> None:
+        tell(f"{next(numbers)} of {len(left)} programs: {text}")
+
     if seconds is None and not code and not torch.cuda.is_initialized() and not torch.cuda.device_count():
-        known |= _forked(contents, saved, folder, kept, tell)
+        known |= _forked(contents, saved, folder, kept, done)
     else:
         torch.save(saved, weights)
         requests = {name: Request(content=content, what=_title(name)) for name, content in contents.items()}
@@ -114,7 +120,7 @@ def lower_all(
             if not code:
                 remember(kept[name], lowered)
             known[name] = lowered
-            tell(_told(name, lowered))
+            done(_told(name, lowered))
     if len(known) < len(jobs):
         raise TimeoutError
     return {name: known[name] for name in jobs}
@@ -157,8 +163,8 @@ def _forked(
             tell(_told(name, found[name]))
         return found
 
-    names, count = list(contents), 2 * processors()
-    works = {number: partial(lower, names[number::count]) for number in range(min(count, len(names)))}
+    names, most = list(contents), 2 * processors()
+    works = {number: partial(lower, names[number::most]) for number in range(min(most, len(names)))}
     made = side_by_side(works, dict.fromkeys(works, tell), folder, "lowering-broken")
     return {name: lowered for several in made.values() for name, lowered in several.items()}
 

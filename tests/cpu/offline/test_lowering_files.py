@@ -79,7 +79,7 @@ def test_forked_processes_lower_what_others_do_and_need_no_file_of_weights(tmp_p
     assert lowered(job, tmp_path / "apart", told) == forked
     assert (tmp_path / "apart/weights.pt").exists()
     assert told[0] == told[1]
-    assert told[0].startswith("lowered model for int_key (2,): ")
+    assert told[0].startswith("1 of 1 programs: lowered model for int_key (2,): ")
 
 
 def test_what_ends_a_forked_process_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
