@@ -91,10 +91,10 @@ def compile_variants(
                 },
                 hidden=SETTINGS.match,
             )
-            for path, image in ask(kind, requests, workers):
+            for count, (path, image) in enumerate(ask(kind, requests, workers), 1):
                 remember(path, image)
                 made[path] = image
-                tell(requests[path].what)
+                tell(f"{count} of {len(missing)} kernels: {missing[path].name}")
     return tuple([finish(variant, made[kept[variant]], shared_limit) for variant in variants])
 
 

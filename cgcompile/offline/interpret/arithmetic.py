@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import triton.language as tl
 
 from ...errors import BuildError
 from . import values
+from .sums import Sum, shape_of, summed, terms_of
 from .values import Array, Handle
 
 Method = Callable[..., Any]
@@ -99,6 +101,11 @@ class Arithmetic:
             self.widest = data.size // len(data)
         return Handle(data, dtype)
 
+    def sum(self, made: Sum) -> Sum:
+        """A sum as a result."""
+        self.widest = max(self.widest, math.prod(made.shape[1:]))
+        return made
+
     # types and constants
 
     get_void_ty = _type(tl.void)
@@ -133,7 +140,15 @@ class Arithmetic:
     create_precise_divf = create_fdiv
     create_frem = create_srem = create_urem = _binary(np.fmod)
     create_sdiv = create_udiv = _binary(_divide)
-    create_add = _binary(_xor)
+
+    def create_add(self, left: Handle, right: Handle) -> Handle:
+        """Of integers a `Sum` where that is smaller."""
+        if left.dtype.is_int() and left.dtype.primitive_bitwidth > 1:
+            shape = np.broadcast_shapes(shape_of(left), shape_of(right))
+            if (made := summed((*terms_of(left), *terms_of(right)), shape, left.dtype)) is not None:
+                return self.sum(made)
+        return self.value(_xor(left.data, right.data), left.dtype)
+
     create_sub = _binary(lambda a, b: a ^ b if a.dtype == np.bool_ else a - b)
     create_mul = _binary(np.multiply)
     create_shl, create_lshr, create_ashr = _binary(np.left_shift), _binary(_logical_right), _binary(np.right_shift)

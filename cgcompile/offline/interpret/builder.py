@@ -15,6 +15,7 @@ from . import values
 from .arithmetic import Arithmetic
 from .block_pointers import BlockPointer
 from .memory import Memory
+from .sums import Sum, compact, shape_of, summed, terms_of
 from .values import Array, Handle
 
 
@@ -107,6 +108,11 @@ class Builder(Arithmetic):
 
     def create_addptr(self, pointer: Handle, offset: Handle) -> Handle:
         size = math.ceil(pointer.dtype.element_ty.primitive_bitwidth / 8)
+        far = offset.scaled(size) if isinstance(offset, Sum) else (compact(offset.data).astype(np.int64) * size,)
+        if far is not None:
+            shape = np.broadcast_shapes(shape_of(pointer), shape_of(offset))
+            if (made := summed((*terms_of(pointer), *far), shape, pointer.dtype)) is not None:
+                return self.sum(made)
         return self.value(pointer.data + size * offset.data.astype(np.int64), pointer.dtype)
 
     def create_load(self, pointer: Handle, cache: Any, eviction: Any, volatile: bool) -> Handle:
@@ -117,7 +123,13 @@ class Builder(Arithmetic):
     ) -> Handle:
         dtype = pointer.dtype.element_ty
         given = None if other is None else values.to_stored(other.data, dtype)
-        data = self.memory.load(pointer.data, None if mask is None else mask.data, given, values.stored(dtype))
+        data = None
+        if isinstance(pointer, Sum) and (mask is None or compact(mask.data).all()):
+            data = self.memory.load_lines(pointer, values.stored(dtype))
+        if data is None:
+            data = self.memory.load(pointer.data, None if mask is None else mask.data, given, values.stored(dtype))
+        elif mask is not None:
+            data = np.broadcast_to(data, np.broadcast_shapes(data.shape, mask.data.shape))
         return self.exact(values.to_working(data, dtype), dtype)
 
     def create_store(self, pointer: Handle, item: Handle, cache: Any, eviction: Any) -> None:

@@ -17,19 +17,28 @@ ELEMENTS = 1 << 20
 
 
 def launch(
-    builder: Builder, function: Callable[..., Any], arguments: Mapping[str, Any], grid: tuple[int, int, int], kernel: str
-) -> None:
-    """Run every instance of `grid`; `kernel` names it in messages.  The first runs alone and shows how large the kernel's values
-    are.  A batch whose instances take different branches is undone and run again in groups.  Raises function-not-interpretable,
-    access-outside, kernel-asserted, kernel-unreadable."""
+    builder: Builder,
+    function: Callable[..., Any],
+    arguments: Mapping[str, Any],
+    grid: tuple[int, int, int],
+    kernel: str,
+    widest: int = 0,
+) -> int:
+    """Run every instance of `grid`; `kernel` names it in messages.  Returns how many elements the widest value of an instance has,
+    which the next launch of the function is told as `widest`: else the first instance runs alone and shows it.  A batch whose
+    instances take different branches is undone and run again in groups.  Raises function-not-interpretable, access-outside,
+    kernel-asserted, kernel-unreadable."""
     builder.kernel = builder.memory.where = kernel
     builder.grid = grid
-    builder.widest = 1
-    total = grid[0] * grid[1] * grid[2]
-    _run(builder, function, arguments, np.arange(min(1, total)))
+    builder.widest = max(1, widest)
+    total, start = grid[0] * grid[1] * grid[2], 0
+    if total and not widest:
+        _run(builder, function, arguments, np.arange(1))
+        start = 1
     size = max(1, ELEMENTS // builder.widest)
-    for start in range(1, total, size):
-        _run(builder, function, arguments, np.arange(start, min(total, start + size)))
+    for first in range(start, total, size):
+        _run(builder, function, arguments, np.arange(first, min(total, first + size)))
+    return builder.widest
 
 
 def _run(builder: Builder, function: Callable[..., Any], arguments: Mapping[str, Any], batch: Array) -> None:

@@ -11,6 +11,7 @@ import numpy as np
 from cgbundle.format.schema import MEMORIES
 
 from ...errors import BuildError
+from .sums import Sum, lines
 from .values import Array
 
 GAP, ALIGNMENT = 4096, 256
@@ -76,6 +77,21 @@ class Memory:
             self._check(active, dtype.itemsize, "reads")
             result[mask] = view.take(active >> shift)
         return result
+
+    def load_lines(self, pointers: Sum, dtype: np.dtype[np.generic]) -> Array | None:
+        """Elements at addresses that lie side by side along an axis, copied line by line; None where they do not, or may be
+        outside: `load` says where."""
+        found, (low, high) = lines(pointers, dtype.itemsize), pointers.bounds()
+        region = bisect_right(self._starts, low) - 1
+        if found is None or region < 0 or high + dtype.itemsize > self._ends[region]:
+            return None
+        axis, begins, count = found
+        width = count * dtype.itemsize
+        windows = np.ndarray((len(self.buffer) // dtype.itemsize - count + 1,), f"V{width}", self.buffer, 0, (dtype.itemsize,))
+        at = (begins >> (dtype.itemsize.bit_length() - 1)).reshape(-1)
+        copied = windows[at].view(dtype).reshape(*begins.shape[:axis], *begins.shape[axis + 1 :], count)
+        ordered = np.ascontiguousarray(np.moveaxis(copied, -1, axis))  # a product of it is faster, and rounds as it always did
+        return np.broadcast_to(ordered, pointers.shape)
 
     def store(self, pointers: Array, values: Array, mask: Array | None) -> None:
         """Write elements to addresses, where `mask` is true."""

@@ -31,13 +31,19 @@ cvt.satfinite)."""
 
 class Handle:
     """What a `tl.tensor` holds.  `data`: instances of the batch (1: the same for all), then the block's axes; a scalar has none.
-    `dtype` is Triton's scalar type; addresses are int64."""
+    `dtype` is Triton's scalar type; addresses are int64.  `sums.Sum` computes its data when it is asked for them."""
 
-    __slots__ = ("data", "dtype")
+    __slots__ = ("_data", "dtype")
 
-    def __init__(self, data: Array, dtype: Any) -> None:
-        self.data = data
+    def __init__(self, data: Any, dtype: Any) -> None:
+        self._data = data
         self.dtype = dtype
+
+    @property
+    def data(self) -> Array:
+        """The elements."""
+        made: Array = self._data
+        return made
 
     def set_attr(self, name: str, values: Any) -> None:
         """Hints of the kernel to the compiler (divisibility, contiguity) change no value."""

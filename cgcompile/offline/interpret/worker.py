@@ -110,13 +110,15 @@ def _run(memory: Memory, kernels: _Kernels, recording: Recording) -> Steps[None]
 
 
 class _Kernels:
-    """Launches by row; every kernel's source is read once.  `builder` is what kernels run on, over one memory after another."""
+    """Launches by row; every kernel's source is read once.  `widest`: what `launch` said of each.
+    `builder` is what kernels run on, over one memory after another."""
 
     def __init__(self, memory: Memory, task: Task, builder: Builder, control_flow: front_end.ControlFlow) -> None:
         self.memory = memory
         self.task = task
         self.variants = dict(task.variants)
         self.functions: dict[tuple[str, str], Callable[..., Any]] = {}
+        self.widest: dict[tuple[str, str], int] = {}
         self.builder, self.control_flow = builder, control_flow
 
     def launch(self, row: int, function: Function, node: KernelNode) -> None:
@@ -135,7 +137,8 @@ class _Kernels:
             if isinstance(value, Address):
                 value = self.memory.address(value.memory, value.offset)
             given[name] = front_end.argument(value or 0, kinds[name])
-        launch(self.builder, self.functions[which], given, programs(node), where)
+        widest = self.widest.get(which, 0)
+        self.widest[which] = launch(self.builder, self.functions[which], given, programs(node), where, widest)
 
 
 def _fill(memory: Memory, task: Task) -> None:

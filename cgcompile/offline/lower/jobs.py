@@ -1,9 +1,13 @@
-"""Lower every region at every int_key in processes that see no GPU, some at a time.  The parent's side; imports no Inductor."""
+"""Lower every region at every int_key in processes that see no GPU, some at a time.  The parent's side.  Where there is no GPU that
+this process could see, they are forked from it, and have its torch, Inductor and weights."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +16,18 @@ from torch.export import ExportedProgram
 
 from cgbundle.format.schema import IntKey
 
+from ...errors import BuildError
 from ...export.torch_program import save_program, with_weights, without_weights
 from ...export.weights import weight_tensors
+from ...model.user_code import first_line
 from ...targets.build_spec import own_key
 from ...targets.cuda.recorded import RegionKey
 from ...targets.cuda.tensors import settings
 from ...targets.program_contents import program_contents, tensor_layout
 from ...util.content_cache import cache_path, recall, remember
+from ...util.garbage_collection import quick_imports
 from ...util.progress import Tell
-from ...util.workers import Kind, Request, ask
+from ...util.workers import Kind, Request, ask, processors, side_by_side
 from ..lowered import Lowered
 
 Layouts = tuple[tuple[int, ...] | None, ...]
@@ -90,30 +97,86 @@ def lower_all(
         tell(f"all {len(known)} were lowered before")
     left = {name: job for name, job in jobs.items() if name not in known}
     weights = folder / "weights.pt"
-    files = _saved(left.values(), folder, weights)
-    requests = {}
+    files, saved = _saved(left.values(), folder)
+    contents = {}
     for name, job in left.items():
         number, path = files[id(job.program)]
-        content = WorkerJob(
+        contents[name] = WorkerJob(
             program=path, weights=weights, number=number, code=code, tensors=job.tensors, layouts=job.layouts, writes=job.writes,
             live=job.live, key=own_key(name[1]), arch=arch, settings=settings(), table=table,
         )  # fmt: skip
-        requests[name] = Request(content=content, what=f"lowering {name[0]} for int_key {name[1]}")
-    kind = Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken")
-    for name, lowered in ask(kind, requests, seconds=seconds):
-        if not code:
-            remember(kept[name], lowered)
-        known[name] = lowered
-        tell(f"lowered {name[0]} for int_key {name[1]}: {len(lowered.variants)} kernels")
+    numbers = count(1)
+
+    def done(text: str) -> None:
+        tell(f"{next(numbers)} of {len(left)} programs: {text}")
+
+    if seconds is None and not code and not torch.cuda.is_initialized() and not torch.cuda.device_count():
+        known |= _forked(contents, saved, folder, kept, done)
+    else:
+        torch.save(saved, weights)
+        requests = {name: Request(content=content, what=_title(name)) for name, content in contents.items()}
+        kind = Kind(module="cgcompile.offline.lower.worker", folder=folder, died="lowering-broken")
+        for name, lowered in ask(kind, requests, seconds=seconds):
+            if not code:
+                remember(kept[name], lowered)
+            known[name] = lowered
+            done(_told(name, lowered))
     if len(known) < len(jobs):
         raise TimeoutError
     return {name: known[name] for name in jobs}
 
 
+def _title(name: RegionKey) -> str:
+    return f"lowering {name[0]} for int_key {name[1]}"
+
+
+def _told(name: RegionKey, lowered: Lowered) -> str:
+    return f"lowered {name[0]} for int_key {name[1]}: {len(lowered.variants)} kernels"
+
+
+def _forked(
+    contents: Mapping[RegionKey, WorkerJob],
+    saved: Sequence[Mapping[str, Any]],
+    folder: Path,
+    kept: Mapping[RegionKey, Path],
+    tell: Tell,
+) -> dict[RegionKey, Lowered]:
+    """What jobs are lowered to, in forked processes, which take several where there are many; `saved` as `_saved` gives it."""
+    if not contents:
+        return {}
+    with quick_imports():  # late: what was lowered before needs no Inductor
+        from .worker import lowered_program
+
+    def lower(names: Sequence[RegionKey], tell: Tell) -> dict[RegionKey, Lowered]:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = os.fspath(folder / f"fork.{os.getpid()}.cache")
+        found = {}
+        for name in names:
+            job = contents[name]
+            try:
+                found[name] = lowered_program(job, program_of(job, saved[job.number]))
+            except BuildError:
+                raise
+            except Exception as error:
+                text = f"{_title(name)}: {type(error).__name__}: {first_line(error)}"
+                raise BuildError("lowering-broken", text) from error
+            remember(kept[name], found[name])
+            tell(_told(name, found[name]))
+        return found
+
+    names, most = list(contents), 2 * processors()
+    works = {number: partial(lower, names[number::most]) for number in range(min(most, len(names)))}
+    made = side_by_side(works, dict.fromkeys(works, tell), folder, "lowering-broken")
+    return {name: lowered for several in made.values() for name, lowered in several.items()}
+
+
 def read_program(job: WorkerJob) -> ExportedProgram:
-    """The job's program; its weights are pages of the file that all workers share, read where something is computed from them.
-    What those hold that may change between calls is not known."""
-    program, tensors = torch.export.load(job.program), torch.load(job.weights, mmap=True, weights_only=True)[job.number]
+    """The job's program; its weights are pages of the file that all workers share, read where something is computed from them."""
+    return program_of(job, torch.load(job.weights, mmap=True, weights_only=True)[job.number])
+
+
+def program_of(job: WorkerJob, saved: Mapping[str, Any]) -> ExportedProgram:
+    """The job's program with weights as `_saved` gives them.  What those hold that may change between calls is not known."""
+    program, tensors = torch.export.load(job.program), dict(saved)
     named = {**program.state_dict, **program.constants}
     storages: dict[int, torch.Tensor] = {}
     for name, place in tensors.items():
@@ -124,9 +187,9 @@ def read_program(job: WorkerJob) -> ExportedProgram:
     return with_weights(program, tensors)
 
 
-def _saved(jobs: Iterable[LoweringJob], folder: Path, weights: Path) -> dict[int, tuple[int, Path]]:
-    """Numbers and files of the jobs' programs by identity.  Their weights, of which several programs have the same, are one more
-    file: tensors; of those that may change between calls, such as caches, (number of the storage, its bytes, offset, strides)."""
+def _saved(jobs: Iterable[LoweringJob], folder: Path) -> tuple[dict[int, tuple[int, Path]], list[dict[str, Any]]]:
+    """Numbers and files of the jobs' programs by identity, and by number the weights, which the files leave out: tensors; of those
+    that may change between calls, such as caches, (number of the storage, its bytes, offset, strides)."""
     files: dict[int, tuple[int, Path]] = {}
     saved: list[dict[str, Any]] = []
     storages: dict[int, int] = {}
@@ -140,5 +203,4 @@ def _saved(jobs: Iterable[LoweringJob], folder: Path, weights: Path) -> dict[int
                 number = storages.setdefault(storage.data_ptr(), len(storages))
                 tensors[name] = number, storage.nbytes(), tensors[name].storage_offset(), tensors[name].stride()
             saved.append(tensors)
-    torch.save(saved, weights)
-    return files
+    return files, saved

@@ -5,6 +5,8 @@ from __future__ import annotations
 import warnings
 from functools import partial
 
+from torch.export import ExportedProgram
+
 from ...model.load import load_code
 from ...targets.architectures import arch
 from ...targets.cuda.tensors import apply_settings
@@ -23,9 +25,14 @@ def work(job: WorkerJob) -> Lowered:
     warnings.filterwarnings("ignore", module=r"torch\.|copyreg")
     apply_settings(job.settings)
     load_code(job.code)
+    return lowered_program(job, read_program(job))
+
+
+def lowered_program(job: WorkerJob, program: ExportedProgram) -> Lowered:
+    """What a program was lowered to as the job says, in a process that has its settings and operators."""
     target, table = arch(job.arch), read_table(job.table) if job.table else {}
     return lower_key(
-        read_program(job),
+        program,
         job.key,
         job.tensors,
         target,

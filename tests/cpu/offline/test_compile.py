@@ -259,7 +259,7 @@ def test_a_damaged_file_of_the_cache_is_made_again(tmp_path: Path) -> None:
     told: list[str] = []
     (after,) = compile_variants([add], "sm_90", shared_limit=LIMIT, cache=tmp_path, tell=told.append)
     assert after == before
-    assert told == ["1 of 1 kernels to compile", "kernel add"]
+    assert told == ["1 of 1 kernels to compile", "1 of 1 kernels: add"]
 
 
 def test_equal_variants_are_compiled_once(tmp_path: Path) -> None:
@@ -267,7 +267,7 @@ def test_equal_variants_are_compiled_once(tmp_path: Path) -> None:
     made = compile_variants(
         [add, add, replace(add, selected_by="nearest")], "sm_90", shared_limit=LIMIT, cache=tmp_path, tell=told.append
     )
-    assert told == ["1 of 1 kernels to compile", "kernel add"]
+    assert told == ["1 of 1 kernels to compile", "1 of 1 kernels: add"]
     assert made == (made[0],) * 3
 
 

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
+from cgcompile.bundle.rows import WHOLE
 from cgcompile.export.weights import weight_tensors
-from cgcompile.offline.lower.jobs import LoweringJob, WorkerJob, _saved, read_program
+from cgcompile.offline.lower import worker
+from cgcompile.offline.lower.jobs import LoweringJob, WorkerJob, _saved, lower_all, read_program
+from cgcompile.offline.lowered import Lowered
+from cgcompile.targets.cuda.recorded import RegionKey
+from tests.helpers.raising import raises
 
 
 class Tied(nn.Module):
@@ -31,7 +37,8 @@ def test_weights_are_written_once_and_come_back_but_for_what_calls_change(tmp_pa
     programs = [torch.export.export(model, (torch.ones(size, 512),)) for size in (2, 3)]
     weights, live = tmp_path / "weights.pt", ("cache", "last")
     jobs = [LoweringJob(program=program, tensors=(), layouts=(), writes=False, live=live) for program in programs]
-    files = _saved([*jobs, jobs[0]], tmp_path, weights)
+    files, saved = _saved([*jobs, jobs[0]], tmp_path)
+    torch.save(saved, weights)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 1.2 * model.up.weight.nbytes < model.cache.nbytes
     for program in programs:
         number, path = files[id(program)]
@@ -50,3 +57,32 @@ def test_weights_are_written_once_and_come_back_but_for_what_calls_change(tmp_pa
             found[name].copy_(wanted[name])
         x = torch.randn(number + 2, 512)
         assert torch.equal(read.module()(x), program.module()(x))
+
+
+def linear() -> LoweringJob:
+    x = torch.ones(2, 8)
+    program = torch.export.export(nn.Linear(8, 8).eval(), (x,))
+    return LoweringJob(program=program, tensors=(x,), layouts=(), writes=False, live=())
+
+
+def lowered(job: LoweringJob, folder: Path, told: list[str]) -> dict[RegionKey, Lowered]:
+    folder.mkdir()
+    return lower_all({(WHOLE, (2,)): job}, "sm_90", folder, code="", cache=folder / "cache", table=None, tell=told.append)
+
+
+def test_forked_processes_lower_what_others_do_and_need_no_file_of_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+    job = linear()
+    forked = lowered(job, tmp_path / "forked", told)
+    assert not (tmp_path / "forked/weights.pt").exists()
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)  # a process that sees a GPU forks none
+    assert lowered(job, tmp_path / "apart", told) == forked
+    assert (tmp_path / "apart/weights.pt").exists()
+    assert told[0] == told[1]
+    assert told[0].startswith("1 of 1 programs: lowered model for int_key (2,): ")
+
+
+def test_what_ends_a_forked_process_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "lower_key", None)
+    with raises("lowering-broken", match=r"^lowering model for int_key \(2,\): TypeError: 'NoneType' object is not callable"):
+        lowered(linear(), tmp_path / "forked", [])

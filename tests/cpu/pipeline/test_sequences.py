@@ -19,9 +19,11 @@ import cgcompile
 from cgbundle.format.schema import Finding
 from cgcompile.export.export import export
 from cgcompile.export.functionalization import functional
+from cgcompile.model.flat_module import call_eager
 from cgcompile.model.load import load_source, load_sources
 from cgcompile.model.nondeterminism.fresh_process import FreshModels, Place, copied_models, forked_models
 from cgcompile.model.source import CPU, OTHER_SEED, SEED, SELF_TEST_SEED, sample
+from cgcompile.pipeline import sequences
 from cgcompile.pipeline.sequences import Call, drawn, sequence, with_sequences
 from tests.helpers.raising import raises
 from tests.sequences.drawn import FAITHFUL, UNFAITHFUL, draw
@@ -253,6 +255,39 @@ def test_every_int_key_is_called_with_new_inputs_and_in_both_orders() -> None:
         replace(fixed, source=replace(made.source, inputs=alike)), Call(entry=0, sizes={"batch": 4}, seed=SELF_TEST_SEED)
     )
     assert other.min() >= 1 and other.std() > 0
+
+
+class Counter(nn.Module):
+    """It counts its calls in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return x * self.calls
+
+
+@pytest.mark.parametrize(
+    ("module", "calls"), [(nn.Linear(4, 4), 4), (Counter(), 7), (nn.Sequential(nn.Dropout(), nn.Linear(4, 4)), 7)]
+)
+def test_a_program_that_keeps_nothing_is_called_once_for_the_same_inputs(
+    module: nn.Module, calls: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = load_source(module, rows)
+    made = export(source, {"batch": (2, 4)})
+    models = copied_models([source], None)
+    models.begin(Place(device=CPU, told=CPU, capability=(0, 0)))
+    sizes: list[int] = []
+
+    def counted(reference: Any, given: Any, seed: int) -> tuple[torch.Tensor, ...]:
+        sizes.append(len(given[0]))
+        return call_eager(reference, given, seed)
+
+    monkeypatch.setattr(sequences, "call_eager", counted)
+    assert not [each for each in with_sequences([made], models)[0].obstacles if each.rule == "earlier-calls"]
+    assert len([size for size in sizes if size in (2, 4)]) == calls
 
 
 @pytest.mark.parametrize("seed", range(2))

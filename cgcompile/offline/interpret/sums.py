@@ -1,0 +1,109 @@
+"""Blocks of integers and addresses as sums of smaller arrays: `row[:, None] * 768 + column[None, :]` is a column and a row.
+
+Most addresses of a kernel are such sums.  Their elements are computed where something else than an addition or a load asks for
+them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from .values import Array, Handle
+
+WORTH = 4
+"""How many times as many elements the block has as its terms, at least: else it is computed at once."""
+
+
+class Sum(Handle):
+    """A handle whose elements are the sum of `terms`, which broadcast to `shape`; integers wrap.  No two terms have shapes of which
+    one includes the other."""
+
+    __slots__ = ("shape", "terms")
+
+    def __init__(self, terms: tuple[Array, ...], shape: tuple[int, ...], dtype: Any) -> None:
+        super().__init__(None, dtype)
+        self.terms = terms
+        self.shape = shape
+
+    @property
+    def data(self) -> Array:
+        """The elements."""
+        if self._data is None:
+            first, *others = self.terms
+            total = np.broadcast_to(first, self.shape)
+            for term in others:
+                total = total + term
+            self._data = total
+        return self._data
+
+    def bounds(self) -> tuple[int, int]:
+        """No element is below the first or above the second, as long as none wraps."""
+        return sum(int(term.min()) for term in self.terms), sum(int(term.max()) for term in self.terms)
+
+    def scaled(self, size: int) -> tuple[Array, ...] | None:
+        """The terms times `size`, as int64; None where an element wraps, so that the terms do not tell it."""
+        low, high = self.bounds()
+        limits = np.iinfo(self.terms[0].dtype)
+        if low < limits.min or high > limits.max:
+            return None
+        return tuple([term.astype(np.int64) * size for term in self.terms])
+
+
+def compact(data: Array) -> Array:
+    """The array without what broadcasting repeats: such axes have length 1."""
+    if 0 not in data.strides:
+        return data
+    return data[tuple([slice(0, 1) if not stride else slice(None) for stride in data.strides])]
+
+
+def terms_of(item: Handle) -> tuple[Array, ...]:
+    """Arrays that add up to a handle's elements."""
+    return item.terms if isinstance(item, Sum) else (compact(item.data),)
+
+
+def shape_of(item: Handle) -> tuple[int, ...]:
+    """The shape of a handle's elements, which are not computed."""
+    return item.shape if isinstance(item, Sum) else item.data.shape
+
+
+def summed(terms: Sequence[Array], shape: tuple[int, ...], dtype: Any) -> Sum | None:
+    """The sum of arrays of one dtype, or None where it is as well computed at once."""
+    kept: list[Array] = []
+    for term in sorted(terms, key=np.size, reverse=True):
+        wider = [place for place, other in enumerate(kept) if _includes(other.shape, term.shape)]
+        if wider:  # the smallest
+            kept[wider[-1]] = kept[wider[-1]] + term
+        else:
+            kept.append(term)
+    if sum(term.size for term in kept) * WORTH > math.prod(shape):
+        return None
+    return Sum(tuple(kept), shape, dtype)
+
+
+def _includes(outer: tuple[int, ...], inner: tuple[int, ...]) -> bool:
+    return len(outer) == len(inner) and all(one == other or other == 1 for one, other in zip(outer, inner, strict=True))
+
+
+def lines(pointers: Sum, size: int) -> tuple[int, Array, int] | None:
+    """Where the elements along one axis lie side by side in memory, at aligned addresses: (axis, the address of the first of every
+    such line, elements of a line).  None where the terms do not tell."""
+    for place, term in enumerate(pointers.terms):
+        axes = [axis for axis, length in enumerate(term.shape) if length > 1]
+        if len(axes) != 1 or not axes[0]:
+            continue
+        (axis,) = axes
+        others = [other for number, other in enumerate(pointers.terms) if number != place]
+        steps = term.reshape(-1)
+        if any(other.shape[axis] > 1 for other in others) or not (np.diff(steps) == size).all():
+            continue
+        begins: Array = np.full((1,) * term.ndim, steps[0])
+        for other in others:
+            begins = begins + other
+        if np.bitwise_or.reduce(begins, axis=None) & (size - 1):
+            return None
+        return axis, begins, len(steps)
+    return None
