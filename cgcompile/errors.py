@@ -22,7 +22,7 @@ OTHER_KERNELS = "other kernels may do: try --lower eager, or --record cross-comp
 CATALOGUE: Mapping[str, Cause] = {
     # --- the source ---
     "source-missing": Cause(BuildError, 2, "No such model file, module, attribute, or saved program.",
-        "give a model.py, package.module:attribute, a saved program.pt2, or a folder with config.json"),
+        "give a model.py, package.module:attribute, a saved program.pt2, a folder with config.json, or a .gguf file"),
     "source-invalid": Cause(ModelError, 1, "The model file fails, or lacks a sound model() or inputs().",
         "a model file defines model() -> torch.nn.Module, and inputs(), whose parameters are the dimensions"),
     "folder-invalid": Cause(ModelError, 1, "The folder of a language model lacks a file, or has one that does not fit the others.",

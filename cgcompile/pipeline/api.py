@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import tempfile
 import warnings
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from ..export.paths import MAX_PATHS
@@ -17,7 +19,7 @@ from ..model.declared_sizes import Given, Inputs
 from ..util.garbage_collection import quick_imports, seldom_collected
 from ..util.progress import Progress, Stages, Watcher, watcher
 from .argument_checks import check_build, check_check
-from .folders import folder_model, is_folder
+from .folders import folder_model, gguf_place, is_folder, is_gguf, write_gguf
 from .records import Built, LanguageOptions, Options, Report, split_targets
 
 PROVE_BUDGET = 120.0
@@ -140,6 +142,8 @@ def build(
     Raises a CgbundleError, mostly a BuildError, whose `code` is one of the page "Errors"; nothing is published then.
     """
     with watcher(progress) as tell:
+        if is_gguf(model):
+            model = _folder_of(model, Path("" if out is None else out).parent, force, tell)
         options = Options(
             sizes=sizes, out=out, target=target, strict=strict, allow=tuple(allow), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, autotune=autotune, autotune_timeout=autotune_timeout,
@@ -166,6 +170,14 @@ def build(
             from .build import build as run  # late: it imports torch
 
             return run(model, inputs, options)
+
+
+def _folder_of(model: Any, parent: Path, force: bool, tell: Watcher) -> Path:
+    """The folder that a GGUF file becomes, written.  Raises source-missing, folder-invalid, extra-missing, output-exists."""
+    folder = gguf_place(model, parent, force)
+    with with_torch(tell, f"{__package__}.build"):
+        write_gguf(model, folder, Stages(tell))
+    return folder
 
 
 def check(
@@ -195,8 +207,13 @@ def check(
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
     language = LanguageOptions(context=context, lanes=lanes, dtype=dtype)
-    check_check(model, inputs, sizes, target, train, language)
-    with watcher(progress) as tell, with_torch(tell, f"{__package__}.check"):
+    with ExitStack() as stack:
+        tell = stack.enter_context(watcher(progress))
+        if is_gguf(model):
+            scratch = stack.enter_context(tempfile.TemporaryDirectory())
+            model = _folder_of(model, Path(scratch), False, tell)
+        check_check(model, inputs, sizes, target, train, language)
+        stack.enter_context(with_torch(tell, f"{__package__}.check"))
         if is_folder(model):
             model, sizes = folder_model(model, language, target, "auto", Stages(tell))
         from .check import check as run  # late: it imports torch

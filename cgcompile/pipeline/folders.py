@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 from ..errors import BuildError
@@ -36,6 +37,30 @@ print(total.value)
 def is_folder(model: Any) -> bool:
     """Whether a model's name is that of a folder in the Hub's layout.  Raises source-missing."""
     return isinstance(model, str | os.PathLike) and kind_of(os.fspath(model)) == "folder"
+
+
+def is_gguf(model: Any) -> bool:
+    """Whether a model's name is that of a GGUF file."""
+    return isinstance(model, str | os.PathLike) and os.fspath(model).endswith(".gguf")
+
+
+def gguf_place(model: Any, parent: Path, force: bool) -> Path:
+    """The folder in `parent` that a GGUF file is to become, named as the file.  Raises what `check_gguf` raises."""
+    from ..language_models.gguf_file import check_gguf  # late: other models need nothing of it
+
+    folder = parent / Path(model).stem
+    check_gguf(os.fspath(model), folder, force)
+    return folder
+
+
+def write_gguf(model: Any, folder: Path, stages: Stages) -> None:
+    """Writes the folder of a GGUF file.  Raises folder-invalid."""
+    with stages("gguf") as tell:
+        tell("transformers")
+        from ..language_models.gguf_file import write_folder
+
+        write_folder(os.fspath(model), folder)
+        tell.result(f"weights as float32, configuration and tokenizer in {folder}")
 
 
 def check_folder_options(model: Any, options: LanguageOptions, others: dict[str, Any]) -> None:

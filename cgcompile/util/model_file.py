@@ -50,7 +50,7 @@ def kind_of(label: str) -> str:
         return "file"
     if ":" in label:
         return "attribute"
-    remedy = "give a model.py, package.module:attribute, a saved program.pt2, or a folder with config.json"
+    remedy = "give a model.py, package.module:attribute, a saved program.pt2, a folder with config.json, or a .gguf file"
     raise BuildError("source-missing", f"{label}: no such model", remedy)
 
 

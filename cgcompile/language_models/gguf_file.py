@@ -1,0 +1,75 @@
+"""A GGUF file as a folder in the Hub's layout: weights as float32 in safetensors, configuration and tokenizer.
+
+What is refused before torch and transformers are imported is told by `check_gguf`.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+from ..errors import BuildError, ModelError
+
+PACKAGES = ("transformers", "gguf", "accelerate")
+EXTRA = "pip install 'transformers>=5' 'gguf>=0.17' 'accelerate>=1.1'"
+MAGIC = b"GGUF"
+
+
+def check_gguf(label: str, folder: Path, force: bool) -> None:
+    """Raises source-missing, folder-invalid for a file that is no GGUF, extra-missing, and output-exists or output-unwritable where
+    `folder` cannot be written."""
+    path = Path(label)
+    if not path.is_file():
+        raise BuildError("source-missing", f"{label}: no such file")
+    with path.open("rb") as file:
+        if file.read(len(MAGIC)) != MAGIC:
+            raise ModelError("folder-invalid", f"{label}: it is no GGUF file", "download it again")
+    for package in PACKAGES:
+        if importlib.util.find_spec(package) is None:
+            what = f"reading a GGUF file needs {package}, of the extras llm and gguf, which is not installed"
+            raise BuildError("extra-missing", what, EXTRA)
+    if folder.exists():
+        if not (folder / "config.json").is_file():
+            what = f"{folder}: exists, and is no folder of a language model; the tokenizer of {label} goes there"
+            raise BuildError("output-unwritable", what, "give -o in another folder")
+        if not force:
+            what = f"{folder}: exists; the weights and the tokenizer of {label} go there"
+            raise BuildError("output-exists", what, f"give --force, or build the folder: cgcompile build {folder}")
+
+
+def write_folder(label: str, folder: Path) -> None:
+    """Writes the folder of a GGUF file, and replaces one that is there.  Raises folder-invalid for a file that
+    transformers does not read."""
+    import torch  # late: `check_gguf` needs none of it
+    import transformers
+    from transformers import modeling_gguf_pytorch_utils as reader
+
+    from .comparison.refusal import told
+    from .networks import quiet
+
+    path = Path(label).resolve()
+    options = {"gguf_file": path.name, "local_files_only": True}
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    bar = reader.tqdm  # which `quiet` does not reach (transformers 5.23)
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as scratch:
+        written = os.path.join(scratch, "folder")
+        try:
+            reader.tqdm = functools.partial(bar, disable=True)
+            with quiet():
+                model = transformers.AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
+                model.hf_quantizer = None  # else save_pretrained refuses: what is written is not quantized
+                model.config.__dict__.pop("quantization_config", None)
+                model.save_pretrained(written)
+                transformers.AutoTokenizer.from_pretrained(path.parent, **options).save_pretrained(written)
+        except Exception as error:
+            what = f"{label}: transformers cannot read it: {told(error)}"
+            raise ModelError("folder-invalid", what, "build the folder of the same model instead") from error
+        finally:
+            reader.tqdm = bar
+        if folder.exists():
+            shutil.rmtree(folder)
+        os.rename(written, folder)
