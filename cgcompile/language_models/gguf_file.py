@@ -18,6 +18,9 @@ PACKAGES = ("transformers", "gguf", "accelerate")
 EXTRA = "pip install 'transformers>=5' 'gguf>=0.17' 'accelerate>=1.1'"
 MAGIC = b"GGUF"
 
+MARK = ".from_gguf"
+"""A file in every folder that is written here.  No other folder is replaced: it may hold the user's only copy of a model."""
+
 
 def check_gguf(label: str, folder: Path, force: bool) -> None:
     """Raises source-missing, folder-invalid for a file that is no GGUF, extra-missing, and output-exists or output-unwritable where
@@ -33,8 +36,8 @@ def check_gguf(label: str, folder: Path, force: bool) -> None:
             what = f"reading a GGUF file needs {package}, of the extras llm and gguf, which is not installed"
             raise BuildError("extra-missing", what, EXTRA)
     if folder.exists():
-        if not (folder / "config.json").is_file():
-            what = f"{folder}: exists, and is no folder of a language model; the tokenizer of {label} goes there"
+        if not (folder / MARK).is_file():
+            what = f"{folder}: exists, and was not written from a GGUF file; the weights and the tokenizer of {label} go there"
             raise BuildError("output-unwritable", what, "give -o in another folder")
         if not force:
             what = f"{folder}: exists; the weights and the tokenizer of {label} go there"
@@ -42,7 +45,7 @@ def check_gguf(label: str, folder: Path, force: bool) -> None:
 
 
 def write_folder(label: str, folder: Path) -> None:
-    """Writes the folder of a GGUF file, and replaces one that is there.  Raises folder-invalid for a file that
+    """Writes the folder of a GGUF file, and replaces one that was written so.  Raises folder-invalid for a file that
     transformers does not read."""
     import torch  # late: `check_gguf` needs none of it
     import transformers
@@ -70,6 +73,7 @@ def write_folder(label: str, folder: Path) -> None:
             raise ModelError("folder-invalid", what, "build the folder of the same model instead") from error
         finally:
             reader.tqdm = bar
+        Path(written, MARK).write_text(f"{path.name}\n")
         if folder.exists():
             shutil.rmtree(folder)
         os.rename(written, folder)

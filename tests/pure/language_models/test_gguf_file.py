@@ -9,7 +9,7 @@ import pytest
 
 import cgcompile
 from cgcompile.errors import BuildError
-from cgcompile.language_models.gguf_file import PACKAGES, check_gguf
+from cgcompile.language_models.gguf_file import MARK, PACKAGES, check_gguf
 
 
 @pytest.fixture
@@ -42,10 +42,11 @@ def test_the_place_of_its_folder(file: Path) -> None:
     folder = file.parent / "tiny"
     check_gguf(str(file), folder, False)
     folder.mkdir()
-    with pytest.raises(BuildError, match=r"exists, and is no folder of a language model") as caught:
+    (folder / "config.json").write_text("{}")  # a model of the user's own
+    with pytest.raises(BuildError, match=r"exists, and was not written from a GGUF file") as caught:
         check_gguf(str(file), folder, True)
     assert caught.value.code == "output-unwritable"
-    (folder / "config.json").write_text("{}")
+    (folder / MARK).touch()
     with pytest.raises(BuildError, match=r"exists; the weights and the tokenizer") as caught:
         check_gguf(str(file), folder, False)
     assert caught.value.code == "output-exists"
