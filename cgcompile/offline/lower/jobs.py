@@ -14,10 +14,8 @@ from typing import Any
 import torch
 from torch.export import ExportedProgram
 
-from cgbundle.format.schema import IntKey
-
 from ...errors import BuildError
-from ...export.torch_program import save_program, with_weights, without_weights
+from ...export.torch_program import save_program, without_weights
 from ...export.weights import weight_tensors
 from ...model.user_code import first_line
 from ...targets.build_spec import own_key
@@ -29,9 +27,7 @@ from ...util.garbage_collection import quick_imports
 from ...util.progress import Tell
 from ...util.workers import Kind, Request, ask, processors, side_by_side
 from ..lowered import Lowered
-
-Layouts = tuple[tuple[int, ...] | None, ...]
-"""Of each output the strides that it must have, in elements; None for any.  () for any of all."""
+from .worker_job import Layouts, WorkerJob, program_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,27 +40,6 @@ class LoweringJob:
     layouts: Layouts
     writes: bool
     live: tuple[str, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerJob:
-    """A job as a worker is asked for it: `program` is a file without weights, which are those of number `number` in the file
-    `weights`; `code` registers operators that it calls, "" for none.
-    `settings`: torch's switches that choose kernels; `table`: the file of measured configurations, or None for Inductor's offers
-    ranked by the model of cost."""
-
-    program: Path
-    weights: Path
-    number: int
-    code: str
-    tensors: tuple[torch.Tensor, ...]
-    layouts: Layouts
-    writes: bool
-    live: tuple[str, ...]
-    key: IntKey
-    arch: str
-    settings: Mapping[str, Any]
-    table: Path | None
 
 
 def lower_all(
@@ -167,24 +142,6 @@ def _forked(
     works = {number: partial(lower, names[number::most]) for number in range(min(most, len(names)))}
     made = side_by_side(works, dict.fromkeys(works, tell), folder, "lowering-broken")
     return {name: lowered for several in made.values() for name, lowered in several.items()}
-
-
-def read_program(job: WorkerJob) -> ExportedProgram:
-    """The job's program; its weights are pages of the file that all workers share, read where something is computed from them."""
-    return program_of(job, torch.load(job.weights, mmap=True, weights_only=True)[job.number])
-
-
-def program_of(job: WorkerJob, saved: Mapping[str, Any]) -> ExportedProgram:
-    """The job's program with weights as `_saved` gives them.  What those hold that may change between calls is not known."""
-    program, tensors = torch.export.load(job.program), dict(saved)
-    named = {**program.state_dict, **program.constants}
-    storages: dict[int, torch.Tensor] = {}
-    for name, place in tensors.items():
-        if not isinstance(place, torch.Tensor):
-            number, size, offset, strides = place
-            storage = storages.setdefault(number, torch.empty(size, dtype=torch.uint8)).untyped_storage()
-            tensors[name] = torch.empty(0, dtype=named[name].dtype).set_(storage, offset, named[name].shape, strides)
-    return with_weights(program, tensors)
 
 
 def _saved(jobs: Iterable[LoweringJob], folder: Path) -> tuple[dict[int, tuple[int, Path]], list[dict[str, Any]]]:

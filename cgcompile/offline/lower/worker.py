@@ -17,7 +17,7 @@ from ..tuning.cost_model import choose, measured
 from ..tuning.measurements import read_table
 from ..tuning.split_factors import split_factor
 from .inductor import lower_key
-from .jobs import WorkerJob, read_program
+from .worker_job import WorkerJob, read_program
 
 
 def work(job: WorkerJob) -> Lowered:

@@ -11,7 +11,8 @@ from torch import nn
 from cgcompile.bundle.rows import WHOLE
 from cgcompile.export.weights import weight_tensors
 from cgcompile.offline.lower import worker
-from cgcompile.offline.lower.jobs import LoweringJob, WorkerJob, _saved, lower_all, read_program
+from cgcompile.offline.lower.jobs import LoweringJob, _saved, lower_all
+from cgcompile.offline.lower.worker_job import WorkerJob, read_program
 from cgcompile.offline.lowered import Lowered
 from cgcompile.targets.cuda.recorded import RegionKey
 from tests.helpers.raising import raises
