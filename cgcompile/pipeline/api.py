@@ -101,7 +101,7 @@ def build(
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
 
     `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, the folder of a language model (config.json,
-    safetensors and a tokenizer, as the Hub has them), or a module (then `inputs` makes its example
+    safetensors and a tokenizer, as the Hub has them), a .gguf file (it becomes such a folder beside `out`), or a module (then `inputs` makes its example
     inputs, or maps each method of the module that is an entry to what makes its inputs).  `sizes`: of the declared dimensions, e.g.
     [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.  `target`: auto, cuda, sm_90 and its kind (a GPU
     that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).  Several of them,
@@ -128,10 +128,10 @@ def build(
     and `forward` calls functional collectives of torch.distributed.  The bundle is cross-compiled, whatever GPU is here.
     `split`: "layers" puts the layers of a plain `model()` one after the other on these GPUs, for a model that does not fit on one:
     the elements of its longest list of modules by weight, about as many bytes on each.  One GPU works at a time.
-    `context`, `lanes` and `dtype` are of the folder of a language model, which takes no `sizes`: the tokens of the longest text
-    (default: what the model takes, at most 8192 on a GPU and 2048 on a CPU), how many texts share a call (1, 8 and 32, on a CPU 1
-    and 4), and bfloat16, float16 or float32 (what config.json names, on a CPU float32).  The model is compared with transformers
-    first: language-model-refused is raised for one whose text would differ.
+    `context`, `lanes` and `dtype` are of the folder of a language model, which takes no `sizes`.  `context`: tokens of the longest
+    text; default: what the model takes, at most 8192 on a GPU and 2048 on a CPU.  `lanes`: how many texts share a call; default: 1,
+    8 and 32, on a CPU 1 and 4.  `dtype`: bfloat16, float16 or float32; default: that of config.json, on a CPU float32.  The
+    model is compared with transformers first: language-model-refused is raised for one whose text would differ.
     `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
     notebook.
 
