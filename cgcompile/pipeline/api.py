@@ -101,7 +101,8 @@ def build(
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
 
     `model`: path of a model.py, `package.module:attribute`, path of a saved .pt2, the folder of a language model (config.json,
-    safetensors and a tokenizer, as the Hub has them), a .gguf file (it becomes such a folder beside `out`), or a module (then `inputs` makes its example
+    safetensors and a tokenizer, as the Hub has them), a .gguf file (it becomes such a folder beside `out`),
+    or a module (then `inputs` makes its example
     inputs, or maps each method of the module that is an entry to what makes its inputs).  `sizes`: of the declared dimensions, e.g.
     [1, 8, 32], {"batch": [1, 8], "seq": [128]}, or by entry {"decode": [1, 8]}.  `target`: auto, cuda, sm_90 and its kind (a GPU
     that need not be here), cpu (processors like this one), or a level of processors (x86-64-v3, armv8-a).  Several of them,
