@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
@@ -33,7 +32,7 @@ from ..transforms.inlining import code_of
 from ..transforms.near_ties.judge import indices_text
 from ..transforms.output_aliases import with_aliases
 from ..util.progress import Stages, Tell
-from .processes import RecorderProcesses, recorder_processes
+from .processes import RecorderProcesses
 from .recordable import Recordable, prepare
 from .recorder import Recorded, priming, record_level
 from .request import PRIME, RECORD, Call
@@ -42,16 +41,8 @@ STATES_FILE = "graphs/modules.bin"
 EAGER = "try --lower eager; if that differs too, please report this model"
 
 
-@contextmanager
-def started(keys: int, level: str, specialize: str) -> Iterator[RecorderProcesses]:
-    """The processes that `build_parts` needs for so many int_keys, started before it: they are ready when the model is exported."""
-    with recorder_processes() as processes:
-        start(processes, keys, level, specialize)
-        yield processes
-
-
 def start(processes: RecorderProcesses, keys: int, level: str, specialize: str) -> None:
-    """Starts what records so many int_keys at a level."""
+    """Starts what records so many int_keys at a level, before it is asked for: making the GPU's context takes a second."""
     processes.start(RECORD, 2)
     processes.start(PRIME, priming(keys, level, specialize))
 
@@ -63,6 +54,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
     with stages("record") as tell:
         recordable = prepare_recording(spec, cut, processes.folder / "record", stage, tell)
         recorded = record_level(recordable, spec.lower, processes, tell=tell)
+        processes.close()  # only now do their processor's time and memory count as this process's children's
         recorded = replace(recorded, stored=recorded.stored + write_tables(stage / file_names.TABLES, recorded.tables))
         tell.result("; ".join([counted(recorded), *_indices(spec, recorded)]))
     with stages("emit") as tell:

@@ -22,6 +22,7 @@ from ..targets.cuda.tensors import settings, static_bytes, tensors_of
 from ..targets.memory_layout import RECORDED_STATES, UploadedValue, WeightLayout, lay_out
 from ..targets.weights import row_major, shapes_of, write_weights
 from ..transforms.error_bounds import ErrorBound
+from .compile_cache import program_hash
 from .request import RECORD, Call, Request
 
 MARGIN = 1 << 30
@@ -34,6 +35,7 @@ class Recordable:
 
     `request` is one for all keys, largest first; `stored` are the manifest's rows of the file of weights, without tables; `static`
     are bytes of memory `inputs` by key, `inputs` the self-test's; `need` are the bytes of the GPU's memory that a process takes.
+    `program` is the hash of the programs without the values of their weights.
     """
 
     request: Request
@@ -44,6 +46,7 @@ class Recordable:
     inputs: Mapping[IntKey, tuple[bytes, ...]] = field(repr=False)
     donated: Mapping[IntKey, Sequence[DonatedOutput]]
     need: int
+    program: str
 
 
 def prepare(
@@ -126,7 +129,8 @@ def prepare(
     return Recordable(
         request=request, folder=folder, layout=layout, stored=rows, static=static,
         inputs={key: tuple(row_major(t) for t in tensors_of(call)) for key, call in self_test.items()},
-        donated=donated, need=layout.weights_end + RECORDED_STATES * layout.state_end + largest + 2 * activations + MARGIN,
+        donated=donated, program=program_hash(programs, [sorted(own) for own in placements.values()]),
+        need=layout.weights_end + RECORDED_STATES * layout.state_end + largest + 2 * activations + MARGIN,
     )  # fmt: skip
 
 

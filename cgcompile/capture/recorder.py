@@ -8,7 +8,7 @@ Comparing the two names every address (assemble.py); replaying the same inputs i
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,15 +21,17 @@ from cgbundle.format.schema import DonatedRange, IntKey, Weight
 from cgbundle.tables.module_state import ModuleState
 
 from ..bundle.self_test import ReplayedBytes
-from ..errors import ModelError
+from ..errors import BuildError, ModelError
 from ..export.programs import Programs
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.kernels.conditions import condition_function, condition_image
 from ..targets.memory_layout import PAD, Table
 from ..targets.weights import write_tables
+from ..util.progress import Tell
 from ..util.tolerance import Difference
 from ..util.workers import processors
 from .assemble import Assembled, assemble, has_conditions
+from .compile_cache import compiled_path, keep_compiled, recall_compiled
 from .processes import RecorderProcesses, recorder_processes
 from .recordable import Recordable, prepare
 from .request import PRIME, RECORD, Call, Request
@@ -112,17 +114,36 @@ def record_level(
     Raises weight-mutated, recorder-failed, extra-missing and kernel-failed for branches and loops, and what `assemble` and a
     recorder process raise.
     """
+    keys = recordable.request.keys
+    path = compiled_path(recordable.program, level, recordable.request.specialize) if level != "eager" else None
+    known = recall_compiled(path, keys, processes.cache)
+    try:
+        recorded = _record(recordable, level, known, processes, workers, tell)
+    except BuildError as refusal:
+        if not known or refusal.code != "recordings-differ":
+            raise
+        recorded = _record(recordable, level, frozenset(), processes, workers, tell)  # both compiled what the cache lacked
+    if len(known) < len(keys):
+        keep_compiled(path, keys, processes.cache)
+    return recorded
+
+
+def _record(
+    recordable: Recordable, level: str, known: Collection[IntKey], processes: RecorderProcesses, workers: int | None, tell: Tell
+) -> Recorded:
+    """`known`: int_keys that the compile cache has."""
     keys, need = recordable.request.keys, recordable.need
 
     def request(role: str, number: int, some: tuple[IntKey, ...]) -> Request:
         result = recordable.folder / f"{level}-{role}{number}.result"
         return replace(recordable.request, role=role, level=level, keys=some, result=result, shift=bool(number))
 
-    if number := priming(len(keys), level, recordable.request.specialize):
-        at_once = fitting(min(workers or number, len(keys)), need)
-        tell(f"lowering in {at_once} processes")
-        processes.run([request(PRIME, i, keys[i::at_once]) for i in range(at_once)], tell, at_once)
-        processes.end(PRIME)  # their memory is needed
+    new = tuple([key for key in keys if key not in known])
+    if number := priming(len(new), level, recordable.request.specialize):
+        at_once = fitting(min(workers or number, len(new)), need)
+        tell(f"lowering in {at_once} processes" if at_once > 1 else "lowering")
+        processes.run([request(PRIME, i, new[i::at_once]) for i in range(at_once)], tell, at_once)
+    processes.end(PRIME)  # their memory is needed
     at_once = fitting(1 if level == "max-autotune" else 2, need)
     tell("recording" if at_once == 2 else "recording, one process after the other")
     a, b = processes.run([request(RECORD, i, keys) for i in range(2)], tell, at_once)
@@ -137,7 +158,7 @@ def record_level(
 
 def priming(keys: int, level: str, specialize: str) -> int:
     """How many processes fill the compile cache: half the processors at most, one where benchmarks would disturb each other."""
-    if level == "eager":
+    if level == "eager" or not keys:
         return 0
     return 1 if level == "max-autotune" or specialize == "shared" else min(keys, max(1, processors() // 2))
 

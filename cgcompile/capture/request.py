@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cgbundle.format.schema import IntKey, Weight
+if TYPE_CHECKING:
+    from cgbundle.format.schema import IntKey, Weight
 
-from ..targets.memory_layout import UploadedValue
-from ..transforms.error_bounds import ErrorBound
+    from ..targets.memory_layout import UploadedValue
+    from ..transforms.error_bounds import ErrorBound
 
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 """The arguments of one call: (args, kwargs)."""

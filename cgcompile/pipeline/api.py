@@ -14,8 +14,10 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from ..capture.processes import recorder_processes
 from ..export.paths import MAX_PATHS
 from ..model.declared_sizes import Given, Inputs
+from ..targets.choice import asks_gpu
 from ..util.garbage_collection import quick_imports, seldom_collected
 from ..util.progress import Progress, Stages, Watcher, watcher
 from .argument_checks import check_build, check_check
@@ -167,10 +169,13 @@ def build(
                 from .variants import build_variants  # late: it imports torch
 
                 return build_variants(model, inputs, options)
-        with with_torch(tell, f"{__package__}.build"):
+        with ExitStack() as stack:
+            early = record != "cross-compile" and asks_gpu(target)
+            recorders = stack.enter_context(recorder_processes()) if early else None  # its server imports torch, too
+            stack.enter_context(with_torch(tell, f"{__package__}.build"))
             from .build import build as run  # late: it imports torch
 
-            return run(model, inputs, options)
+            return run(model, inputs, options, recorders)
 
 
 def _folder_of(model: Any, parent: Path, force: bool, tell: Watcher) -> Path:

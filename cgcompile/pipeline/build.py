@@ -9,7 +9,7 @@ from dataclasses import replace
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -55,6 +55,9 @@ from .sequences import with_sequences
 from .training_mode import evaluated, load_evaluated
 from .world.agreement import agreed, refuse_host
 
+if TYPE_CHECKING:
+    from ..capture.processes import RecorderProcesses
+
 BUILDERS = {"host": "cgcompile.targets.cpu.build", "capture": "cgcompile.capture.build", "cross-compile": "cgcompile.offline.build"}
 """By the recorder of a `targets.choice.Chosen`: the module whose `build_parts` makes the target's half of a bundle."""
 
@@ -65,9 +68,9 @@ AUTOTUNE = "cgcompile.pipeline.best.build"
 """The same where several lowerings are recorded."""
 
 
-def build(model: Any, inputs: Inputs | None, options: Options) -> Built:
-    """See `cgcompile.build`."""
-    return _build(model, inputs, options, None, None)
+def build(model: Any, inputs: Inputs | None, options: Options, recorders: RecorderProcesses | None = None) -> Built:
+    """See `cgcompile.build`.  `recorders`: of a server that was started before torch was imported."""
+    return _build(model, inputs, options, None, None, recorders)
 
 
 def build_into(model: Any, inputs: Inputs | None, options: Options, folder: Path) -> Built:
@@ -80,7 +83,14 @@ def build_rank(model: str, options: Options, ranks: Ranks, folder: Path) -> Buil
     return _build(model, None, options, ranks, folder)
 
 
-def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | None, given: Path | None) -> Built:
+def _build(
+    model: Any,
+    inputs: Inputs | None,
+    options: Options,
+    ranks: Ranks | None,
+    given: Path | None,
+    recorders: RecorderProcesses | None = None,
+) -> Built:
     stages = Stages(options.progress)
     asked = (options.target, options.lower, options.specialize, options.record, options.prove)
     choosing = partial(choose, *asked, standalone=bool(options.standalone), autotune=options.autotune)
@@ -113,10 +123,14 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             chose = f" for {_default(chosen)}" if options.target == "auto" else ""
             tell.result(f"{first.name}{several}, {_counted(keys, 'int_key')}{chose}{f'; {mode}' if mode else ''}")
         if chosen.recorder == "capture":
-            from ..capture.build import started
+            from ..capture.build import start
+            from ..capture.processes import recorder_processes
 
-            processes = stack.enter_context(started(keys, options.lower, options.specialize))
+            processes = recorders or stack.enter_context(recorder_processes())
+            start(processes, keys, options.lower, options.specialize)
             build_parts = partial(build_parts, processes=processes)
+        elif recorders:
+            recorders.close()
         if chosen.recorder == "host":
             from ..targets.cpu.interface import begun
 

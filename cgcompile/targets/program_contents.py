@@ -28,11 +28,16 @@ def tensor_layout(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.dtype, tuple(tensor.shape), tensor.stride()
 
 
-def _described(program: ExportedProgram, hashes: dict[object, bytes]) -> Iterator[object]:
+def program_code(program: ExportedProgram) -> Iterator[object]:
+    """The code and the signature of a program."""
     for name, module in program.graph_module.named_modules():
         if isinstance(module, torch.fx.GraphModule):
             yield name, module.code
     yield str(program.graph_signature), str(program.call_spec)
+
+
+def _described(program: ExportedProgram, hashes: dict[object, bytes]) -> Iterator[object]:
+    yield from program_code(program)
     for name, value in weight_tensors(program).items():
         same = value.data_ptr(), *tensor_layout(value)
         if same not in hashes:

@@ -21,7 +21,7 @@ from ...export.torch_program import on_device
 from ...model.load import load_code
 from ...partition.blocks import has_conditionals
 from ...targets.compiler_errors import explain
-from ...targets.cuda.lowering import lower, prepare_compiler, repair
+from ...targets.cuda.lowering import lower, repair, start_compilers
 from ...targets.cuda.tensors import (
     TensorPlace,
     apply_settings,
@@ -113,9 +113,9 @@ def settle() -> None:
     gc.freeze()
 
 
-def wake() -> None:
-    """What takes time and needs no request: the compiler's imports and processes, and the GPU's context."""
-    prepare_compiler()
+def wake(processes: int) -> None:
+    """What takes time and needs no request: as many processes of the compiler's, and the GPU's context."""
+    start_compilers(processes)
     torch.cuda.init()
     torch.zeros(1, device="cuda")  # makes the context current for the driver calls below
     settle()

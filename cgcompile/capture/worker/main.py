@@ -1,34 +1,33 @@
-"""A recorder process: `python -m cgcompile.capture.worker.main ROLE PARENT`, its role and the process that started it.  The path of
-a pickled `Request` comes on standard input, progress and DONE go to standard output.  CUPTI must subscribe before CUDA starts,
-therefore before torch is imported."""
+"""A recorder process, which a fork server starts (util/fork_server.py): its role is the argument.  The path of a pickled `Request`
+is a line of its requests, progress and DONE are lines of its answers.  CUPTI must subscribe before CUDA starts: the server has
+imported torch, and leaves CUDA alone."""
 
 from __future__ import annotations
 
-import os
 import pickle
-import sys
 from pathlib import Path
+from typing import IO
 
 from ...errors import BuildError
+from ...targets.cuda.lowering import import_compiler
 from ...util.garbage_collection import collect_seldom
-from ...util.workers import end_with_parent
 from ..request import DONE, RECORD, Request
 from .cupti import ImageLog
+from .record import fill_compile_cache, record, wake
+
+import_compiler()
 
 
-def main(role: str) -> None:
+def main(argument: str, requests: IO[str], answers: IO[str]) -> None:
     """Answers requests: writes (result, None), or (None, a refusal as (code, message, hint)), to the request's file.  A result is a
-    Take, or nothing for the role that fills the compile cache."""
+    Take, or nothing for the role that fills the compile cache.  `argument`: the role, and how many processes Inductor may start."""
+    role, processes = argument.split()
     log = ImageLog() if role == RECORD else None
-    requests, answers = os.fdopen(os.dup(0)), os.fdopen(os.dup(1), "w")
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(2, 1)  # what torch, Triton and the user's code print goes to the log
-    from .record import fill_compile_cache, record, wake  # here: imports torch, after the subscription
 
     def tell(text: str) -> None:
         print(f"+ {text}", file=answers, flush=True)
 
-    wake()
+    wake(int(processes))
     if log is None:  # what records gives the GPU's memory back as soon as it can
         collect_seldom()
     for line in requests:
@@ -46,11 +45,3 @@ def main(role: str) -> None:
         print(DONE, file=answers, flush=True)
     if log is not None:
         log.close()
-
-
-if __name__ == "__main__":
-    end_with_parent(int(sys.argv[2]))
-    main(sys.argv[1])
-    sys.stdout.flush()
-    sys.stderr.flush()
-    os._exit(0)  # libraries unload their kernels in destructors, when no Python callback may run any more

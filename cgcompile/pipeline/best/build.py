@@ -62,6 +62,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, processes: Recorde
         tell.result("chosen before: " + ", ".join(names) if known else f"{len(names)} lowerings to try")
     with stages("search") as tell:
         found = search(spec, names, recordable, traced, processes, deadline, processes.folder, tell)
+        processes.close()
         tell.result(_summary(found))
     trials = stage / TRIALS
     with stages("trial") as tell:

@@ -11,7 +11,7 @@ from pathlib import Path
 from cgbundle.errors import CgbundleError
 
 from ...capture.build import start
-from ...capture.processes import RecorderProcesses, recorder_processes
+from ...capture.processes import RecorderProcesses
 from ...capture.recordable import Recordable
 from ...capture.recorder import fitting, record_level
 from ...capture.request import PRIME, RECORD
@@ -52,14 +52,14 @@ def search(
         running = {name: processes for name in left[:1]}
         for name in left[1:]:
             (folder / name).mkdir()
-            running[name] = stack.enter_context(recorder_processes(folder / name, processes.cache))
+            running[name] = stack.enter_context(processes.others(folder / name))
         beside: Future[Outcome] | None = None
         if CROSS_COMPILE in names and isinstance(traced, Traceable):
             beside = threads.submit(_traced, spec, traced, recordable, folder, deadline, named(tell, CROSS_COMPILE))
         try:
             for name, following in zip_longest(left, left[1:]):
                 if following and not deadline.passed() and fitting(EARLY, recordable.need) == EARLY:
-                    start(running[following], len(recordable.request.keys), following, spec.specialize)  # torch's import takes long
+                    start(running[following], len(recordable.request.keys), following, spec.specialize)
                 some = any(isinstance(made, Candidate) for made in outcomes.values())
                 limit = deadline if some else Deadline(None)
                 outcomes[name] = _recorded(name, recordable, running[name], limit, named(tell, name))

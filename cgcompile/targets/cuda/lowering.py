@@ -9,12 +9,13 @@ graphs of Inductor are off: the recorder makes its own.
 from __future__ import annotations
 
 import operator
-import os
 from collections.abc import Callable
-from pathlib import Path
+from contextlib import suppress
+from importlib import import_module
 from typing import Any
 
 import torch
+import torch._inductor.async_compile
 from torch.utils._pytree import tree_leaves
 
 from .inductor import Compiled, compile_graph
@@ -23,6 +24,23 @@ OPTIONS = {"triton.cudagraphs": False, "use_static_cuda_launcher": False, "dynam
 """Inductor's options at every level.  Two recordings must get the same kernels from the cache.  In torch 2.11 two things tune anew
 in every process: the static launcher (by coordinate descent), and reductions whose best configuration Inductor added while it ran
 ("dynamic_scale_rblock")."""
+
+
+IMPORTED_LATE = (
+    "torch._inductor.compile_fx", "torch._inductor.choices", "torch._inductor.kernel_template_choice",
+    "torch._inductor.codegen.triton", "torch._inductor.codegen.cuda_combined_scheduling", "torch._inductor.codegen.cpp_wrapper_gpu",
+    "torch._inductor.fx_passes.post_grad", "torch._inductor.fx_passes.joint_graph", "torch._inductor.fx_passes.fuse_attention",
+    "torch._inductor.kernel.mm", "torch._inductor.kernel.bmm", "torch._inductor.kernel.conv", "torch._dynamo.backends.inductor",
+    "torch._functorch._aot_autograd.subclass_codegen", "triton.compiler", "triton.backends.nvidia.compiler",
+    "triton.backends.nvidia.driver", "setuptools", "cgcompile.transforms.few_rows.fewer_kernels",
+    "cgcompile.transforms.few_rows.row_blocks", "cgcompile.transforms.inductor_passes",
+)  # fmt: skip
+"""What a first lowering imports (torch 2.11, 2.13)."""
+
+HASHES = (
+    ("torch._inductor.codecache", "torch_key"), ("torch._inductor.runtime.triton_compat", "triton_key"),
+)  # fmt: skip
+"""Private functions of torch (2.11, 2.13) that hash the sources of torch and of Triton, and keep the result."""
 
 
 def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable[..., Any]:
@@ -42,13 +60,21 @@ def lower(module: torch.fx.GraphModule, level: str, specialize: str) -> Callable
     return call
 
 
-def prepare_compiler() -> None:
-    """Imports the compiler and starts the processes that it compiles kernels in, before there is anything to lower."""
-    import torch._inductor.async_compile
-    import torch._inductor.compile_fx
+def import_compiler() -> None:
+    """Imports what Inductor and Triton would import for the first kernel, and hashes their sources.  CUDA is not started."""
+    for name in IMPORTED_LATE:
+        with suppress(ImportError):  # another version of torch has other modules
+            import_module(name)
+    for name, function in HASHES:
+        with suppress(ImportError, AttributeError):
+            getattr(import_module(name), function)()
 
-    # a process for every thread, from torch 2.8 on; without it they start when the first kernel is compiled
-    getattr(torch._inductor.async_compile, "maybe_warm_pool", lambda: None)()
+
+def start_compilers(processes: int) -> None:
+    """Starts so many processes that compile kernels, before there is anything to lower.  They are forked from this one."""
+    torch._inductor.config.compile_threads = processes
+    if processes > 1:
+        torch._inductor.async_compile.AsyncCompile.warm_pool()
 
 
 def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
@@ -114,19 +140,3 @@ def keep_long_recurrences(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
         node.args = (kind, x, states if kind == "lstm" else [states], *node.args[2:])
     module.recompile()
     return module
-
-
-def cache_environment(folder: Path) -> dict[str, str]:
-    """Environment variables that keep every compiler cache inside `folder`, which processes share, and ask no remote cache."""
-    folder = folder.absolute()
-    return {
-        "TORCHINDUCTOR_CACHE_DIR": os.fspath(folder / "inductor"),
-        "TRITON_CACHE_DIR": os.fspath(folder / "triton"),
-        "CUDA_CACHE_PATH": os.fspath(folder / "driver"),
-        "TRITON_DISABLE_LINE_INFO": "1",  # images hold no paths of the build, and are smaller
-        "TORCHINDUCTOR_FX_GRAPH_CACHE": "1",
-        "TORCHINDUCTOR_FX_GRAPH_REMOTE_CACHE": "0",
-        "TORCHINDUCTOR_AUTOTUNE_REMOTE_CACHE": "0",
-        "TORCHINDUCTOR_AUTOGRAD_REMOTE_CACHE": "0",
-        "TORCHINDUCTOR_BUNDLED_AUTOTUNE_REMOTE_CACHE": "0",
-    }

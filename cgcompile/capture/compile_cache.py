@@ -1,0 +1,90 @@
+"""What Inductor and Triton compiled for a capture, kept for the next build: the files of their caches, as one record.
+
+Both find an entry by a hash of all that it depends on, and weights are inputs of what they compile.  So the record is named by the
+programs without their weights, and a build with other weights compiles nothing.  It also says which int_keys its builds lowered:
+those need no process that fills the cache.  A build with one more size lowers that size."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from cgbundle.format.schema import IntKey
+
+from ..export.programs import Programs
+from ..export.weights import weight_tensors
+from ..targets.cuda.tensors import settings
+from ..targets.program_contents import program_code, tensor_layout
+from ..util.content_cache import cache_folder, cache_optional, cache_path, digest, recall, remember
+
+STAGE = "captured"
+"""The folder of the cache."""
+
+LARGEST = 1 << 29
+"""Bytes of files that are kept at most."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledFile:
+    """`path` is relative to the folder of the compilers' caches."""
+
+    path: str
+    content: bytes
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledFiles:
+    """The files, and the int_keys that were lowered with them."""
+
+    files: tuple[CompiledFile, ...]
+    keys: tuple[str, ...]
+
+
+def program_hash(programs: Programs, placements: Iterable[object]) -> str:
+    """The hash of programs without the values of their weights."""
+    distinct = {id(program): program for program in programs.by_key.values()}.values()
+    parts = [
+        (list(program_code(program)), [(name, tensor_layout(value)) for name, value in weight_tensors(program).items()])
+        for program in distinct
+    ]
+    return digest(*parts, *placements)
+
+
+def compiled_path(program: str, level: str, specialize: str) -> Path | None:
+    """The file for what is compiled for programs of this hash on this kind of GPU; None where there can be no cache."""
+    with cache_optional():
+        gpu = torch.cuda.get_device_properties(0)
+        machine = gpu.name, gpu.multi_processor_count, gpu.total_memory, torch.version.cuda
+        return cache_path(cache_folder(), STAGE, program, level, specialize, machine, settings())
+    return None
+
+
+def recall_compiled(path: Path | None, keys: Collection[IntKey], folder: Path) -> frozenset[IntKey]:
+    """Writes what was kept into `folder`, where nothing is replaced.  Returns those of `keys` that were lowered."""
+    found = recall(path, CompiledFiles) if path is not None else None
+    if found is None:
+        return frozenset()
+    for file in found.files:
+        place = folder / file.path
+        if not place.exists():
+            place.parent.mkdir(parents=True, exist_ok=True)
+            place.write_bytes(file.content)
+    return frozenset(key for key in keys if str(key) in found.keys)
+
+
+def keep_compiled(path: Path | None, keys: Iterable[IntKey], folder: Path) -> None:
+    """Keeps the files of `folder` for `keys`, beside those int_keys for which they were kept before."""
+    if path is None:
+        return
+    places = sorted(place for place in folder.rglob("*") if place.is_file() and not place.is_symlink())
+    if sum(place.stat().st_size for place in places) > LARGEST:
+        return
+    files = [CompiledFile(path=os.fspath(place.relative_to(folder)), content=place.read_bytes()) for place in places]
+    with cache_optional():
+        before = recall(path, CompiledFiles)
+        known = {*map(str, keys), *(before.keys if before else ())}
+        remember(path, CompiledFiles(files=tuple(files), keys=tuple(sorted(known))))
