@@ -45,6 +45,7 @@ class RecorderProcesses:
         self.folder, self.cache = folder, cache
         self._server = server
         self._started: dict[str, list[Process]] = {PRIME: [], RECORD: []}
+        self._loading: set[str] = set()
         self._starting = threading.Lock()
         self._stopped = False
 
@@ -82,6 +83,12 @@ class RecorderProcesses:
         for process in started:
             process.running.end()
 
+    def load(self, requests: Sequence[Request]) -> None:
+        """Lets processes load the programs of requests, of one role, that `run` takes later."""
+        self.start(requests[0].role, len(requests))
+        for process, request in zip(self._started[requests[0].role], requests, strict=False):
+            self._load(process, request)
+
     def run(self, requests: Sequence[Request], tell: Tell, at_once: int) -> list[Any]:
         """The results of requests of one role, each by a process of its own, in order.  Raises what a process refused, or
         recorder-failed.  The first failure ends all processes."""
@@ -89,7 +96,7 @@ class RecorderProcesses:
         self.start(role, len(requests))
         with ThreadPoolExecutor(at_once) as threads:
             futures = [
-                threads.submit(_answer, process, request, self.folder, self._server.log, tell)
+                threads.submit(self._answer, process, request, tell)
                 for process, request in zip(self._started[role], requests, strict=False)
             ]
             try:
@@ -105,7 +112,34 @@ class RecorderProcesses:
         """Ends the processes of a role, and waits until what they held is free."""
         for process in self._started[role]:
             process.running.end()
+            self._loading.discard(process.name)
         self._started[role] = []
+
+    def _load(self, process: Process, request: Request) -> None:
+        """Lets a process load the program of a request, unless it does already."""
+        if process.name not in self._loading:
+            self._loading.add(process.name)
+            path = self.folder / f"{process.name}.request"
+            path.write_bytes(pickle.dumps(request))
+            _write(process, path)
+
+    def _answer(self, process: Process, request: Request, tell: Tell) -> Any:
+        """What a process makes of a request."""
+        self._load(process, request)
+        _write(process, "begin")
+        for line in _read(process):
+            if line == DONE:
+                found, refusal = pickle.loads(request.result.read_bytes())
+                process.running.end()  # the next one may need the memory that it holds
+                if refusal:
+                    raise named(*refusal)
+                return found
+            tell(f"{process.name}: {line.removeprefix('+ ')}")
+        status = process.running.wait()
+        log = process.log if process.log.exists() else self._server.log
+        lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+        how = "ended" if status is None else f"ended with status {status}"
+        raise BuildError("recorder-failed", f"a recorder process {how}: {lines[-1] if lines else 'it wrote nothing'} (log: {log})")
 
     def _new(self, role: str, number: int, compilers: int) -> Process:
         name = f"{role}{number}"
@@ -146,24 +180,14 @@ def compiler_environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _answer(process: Process, request: Request, folder: Path, server_log: Path, tell: Tell) -> Any:
-    """What a process makes of a request."""
-    path = folder / f"{process.name}.request"
-    path.write_bytes(pickle.dumps(request))
-    running = process.running
-    with suppress(BrokenPipeError):
-        running.requests.write(f"{path}\n")
-        running.requests.flush()
-        for line in running.answers:
-            if line.rstrip("\n") == DONE:
-                found, refusal = pickle.loads(request.result.read_bytes())
-                running.end()  # the next one may need the memory that it holds
-                if refusal:
-                    raise named(*refusal)
-                return found
-            tell(f"{process.name}: {line.removeprefix('+ ').rstrip()}")
-    status = running.wait()
-    log = process.log if process.log.exists() else server_log
-    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    how = "ended" if status is None else f"ended with status {status}"
-    raise BuildError("recorder-failed", f"a recorder process {how}: {lines[-1] if lines else 'it wrote nothing'} (log: {log})")
+def _write(process: Process, line: str | Path) -> None:
+    with suppress(BrokenPipeError, ValueError):  # the process ended, or was ended by another thread: reading tells so
+        process.running.requests.write(f"{line}\n")
+        process.running.requests.flush()
+
+
+def _read(process: Process) -> Iterator[str]:
+    """The lines that a process answers until it ends."""
+    with suppress(ValueError):  # it was ended by another thread
+        for line in process.running.answers:
+            yield line.rstrip()

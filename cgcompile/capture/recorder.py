@@ -122,6 +122,7 @@ def record_level(
     except BuildError as refusal:
         if not known or refusal.code != "recordings-differ":
             raise
+        processes.end(RECORD)
         recorded = _record(recordable, level, frozenset(), processes, workers, tell)  # both compiled what the cache lacked
     if len(known) < len(keys):
         keep_compiled(path, keys, processes.cache)
@@ -139,14 +140,17 @@ def _record(
         return replace(recordable.request, role=role, level=level, keys=some, result=result, shift=bool(number))
 
     new = tuple([key for key in keys if key not in known])
+    recording = [request(RECORD, i, keys) for i in range(2)]
     if number := priming(len(new), level, recordable.request.specialize):
         at_once = fitting(min(workers or number, len(new)), need)
         tell(f"lowering in {at_once} processes" if at_once > 1 else "lowering")
+        if level != "max-autotune" and fitting(at_once + 2, need) == at_once + 2:
+            processes.load(recording)
         processes.run([request(PRIME, i, new[i::at_once]) for i in range(at_once)], tell, at_once)
     processes.end(PRIME)  # their memory is needed
     at_once = fitting(1 if level == "max-autotune" else 2, need)
     tell("recording" if at_once == 2 else "recording, one process after the other")
-    a, b = processes.run([request(RECORD, i, keys) for i in range(2)], tell, at_once)
+    a, b = processes.run(recording, tell, at_once)
     tell("comparing the recordings")
     if a.mutated:
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")

@@ -1,6 +1,6 @@
 """A recorder process, which a fork server starts (util/fork_server.py): its role is the argument.  The path of a pickled `Request`
-is a line of its requests, progress and DONE are lines of its answers.  CUPTI must subscribe before CUDA starts: the server has
-imported torch, and leaves CUDA alone."""
+is a line of its requests, by which it loads the program; a second line lets it begin.  Progress and DONE are lines of its answers.
+CUPTI must subscribe before CUDA starts: the server has imported torch, and leaves CUDA alone."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ...targets.cuda.lowering import import_compiler
 from ...util.garbage_collection import collect_seldom
 from ..request import DONE, RECORD, Request
 from .cupti import ImageLog
-from .record import fill_compile_cache, record, wake
+from .record import fill_compile_cache, load_program, record, wake
 
 import_compiler()
 
@@ -35,10 +35,13 @@ def main(argument: str, requests: IO[str], answers: IO[str]) -> None:
         request: Request = pickle.loads(Path(line.rstrip("\n")).read_bytes())
         found, refusal = None, None
         try:
+            loaded = load_program(request)
+            if not requests.readline():
+                return
             if log is None:
-                fill_compile_cache(request, tell)
+                fill_compile_cache(request, loaded, tell)
             else:
-                found = record(request, log, tell)
+                found = record(request, loaded, log, tell)
         except BuildError as error:
             refusal = error.code, str(error), error.hint
         request.result.write_bytes(pickle.dumps((found, refusal)))

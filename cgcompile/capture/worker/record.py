@@ -45,12 +45,11 @@ from .regions import capture_regions, eager_regions, open_regions, replay_region
 from .steps import graphs as graphs_of
 from .steps import replay
 
-__all__ = ["fill_compile_cache", "record", "wake"]
+__all__ = ["fill_compile_cache", "load_program", "record", "wake"]
 
 
-def fill_compile_cache(request: Request, tell: Tell) -> None:
+def fill_compile_cache(request: Request, loaded: LoadedProgram, tell: Tell) -> None:
     """Lower and run the keys once, so that the compile cache holds what the recorders need.  Raises lowering-failed."""
-    loaded = load_program(request)
     for key in request.keys:
         if request.placements:
             warm_up_regions(loaded, key, tell)
@@ -58,9 +57,8 @@ def fill_compile_cache(request: Request, tell: Tell) -> None:
             fill_cache(loaded, key, tell)
 
 
-def record(request: Request, log: ImageLog, tell: Tell) -> Take:
+def record(request: Request, loaded: LoadedProgram, log: ImageLog, tell: Tell) -> Take:
     """Capture every key and say everything about it.  Raises what `capture`, `walk`, `kept_variables` and `_examine` do."""
-    loaded = load_program(request)
     captured_of = capture_regions if request.placements else lambda *given: (capture(*given),)
     captured: list[Captured] = []
     for key in request.keys:
