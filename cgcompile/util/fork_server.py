@@ -1,9 +1,9 @@
 """A process that imports once what many need, and is forked for each of them: importing torch and Inductor takes 4 to 13 seconds.
 It is a process of its own, since CUDA does not survive a fork, and the build may have started it.
 
-The build sends an order and three pipes over a Unix socket.  The forked process reads requests from the first pipe and answers on
-the second.  The server writes its number and, when it has ended, its status to the third.  It leads a process group.  Server and
-forked processes end with the thread that started the server."""
+The build sends the file of an order and three pipes over a Unix socket.  The forked process reads requests from the first pipe
+and answers on the second.  The server writes its number and, when it has ended, its status to the third.  It leads a process group.
+Server and forked processes end with the thread that started the server."""
 
 from __future__ import annotations
 
@@ -28,14 +28,15 @@ from typing import IO, NoReturn
 from .workers import end_group, end_with_parent
 
 LARGEST = 1 << 16
-"""Bytes of an order."""
+"""Bytes that are read at once: more than any path has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Order:
-    """`argument` goes to the server's function; `log` gets what the process prints."""
+    """`argument` goes to the server's function, and `environment` is the process's; `log` gets what it prints."""
 
     argument: str
+    environment: dict[str, str]
     log: Path
 
 
@@ -80,11 +81,12 @@ class ForkedProcess:
 
 
 class ForkServer:
-    """Starts a process that imports `module` and forks others.  Each calls `module`.`main` with its argument and its pipes.
+    """Starts a process that imports `module` and forks others, which call `module.main` with their argument and pipes.
     `environment` is added to this process's; `log` gets what the server prints."""
 
     def __init__(self, module: str, environment: Mapping[str, str], log: Path) -> None:
         self.log = log
+        self._environment = environment
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, open(log, "w") as output:
             self._running = subprocess.Popen(
@@ -103,12 +105,14 @@ class ForkServer:
             )
 
     def fork(self, argument: str, log: Path) -> ForkedProcess:
-        """Another process.  It exists as soon as the server has imported everything."""
+        """Another process, with this one's environment variables.  It exists as soon as the server has imported everything."""
+        path = Path(f"{log}.order")
+        path.write_bytes(pickle.dumps(_Order(argument=argument, environment={**os.environ, **self._environment}, log=log)))
         requests, answers, life = os.pipe(), os.pipe(), os.pipe()
         theirs = [requests[0], answers[1], life[1]]
         try:
             with suppress(BrokenPipeError, ConnectionError):  # then `wait` tells that the server ended
-                socket.send_fds(self._socket, [pickle.dumps(_Order(argument=argument, log=log))], theirs)
+                socket.send_fds(self._socket, [os.fsencode(path)], theirs)
         finally:
             for descriptor in theirs:
                 os.close(descriptor)
@@ -154,7 +158,7 @@ def _serve(module: str, connection: socket.socket) -> None:
                     signal.set_wakeup_fd(-1)
                     for descriptor in (awake, wake, life, connection.fileno(), *lives.values()):
                         os.close(descriptor)
-                    _work(main, pickle.loads(message), requests, answers, server)
+                    _work(main, pickle.loads(Path(os.fsdecode(message)).read_bytes()), requests, answers, server)
                 with suppress(PermissionError, ProcessLookupError):  # both sides do it: neither can come too late
                     os.setpgid(number, number)
                 os.close(requests)
@@ -190,6 +194,8 @@ def _work(main: Main, order: _Order, requests: int, answers: int, server: int) -
         sys.stdout = sys.stderr = open(order.log, "w", buffering=1)  # noqa: SIM115 - for the whole process
         os.dup2(sys.stderr.fileno(), 1)
         os.dup2(sys.stderr.fileno(), 2)
+        os.environ.clear()
+        os.environ.update(order.environment)
         main(order.argument, os.fdopen(requests), os.fdopen(answers, "w"))
         status = 0
     except BaseException:  # noqa: BLE001 - it ends the process, and its last line is told

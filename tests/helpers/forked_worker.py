@@ -13,6 +13,8 @@ IMPORTED_BY = os.getpid()
 
 def main(argument: str, requests: IO[str], answers: IO[str]) -> None:
     print(f"log of {argument}")
+    if argument.startswith("variable "):
+        print(os.environ.get(argument.split()[1], "none"), file=answers, flush=True)
     if argument == "raise":
         raise ValueError("bad input")
     if argument == "children":

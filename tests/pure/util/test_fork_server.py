@@ -52,6 +52,16 @@ def test_processes_share_what_was_imported_and_answer_for_themselves(server: For
     assert second.wait() == 0 and ended(int(seen[1][1]))
 
 
+def test_a_process_has_the_environment_of_the_time_when_it_is_asked_for(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for value in ("first", None):
+        monkeypatch.setenv("LATER", value) if value else monkeypatch.delenv("LATER")
+        process = server.fork("variable LATER", tmp_path / "log")
+        assert process.answers.readline() == f"{value or 'none'}\n"
+        process.end()
+
+
 @pytest.mark.parametrize(("argument", "status", "last"), [("raise", 1, "ValueError: bad input"), ("signal", -11, "log of signal")])
 def test_how_a_process_ended_is_told(server: ForkServer, tmp_path: Path, argument: str, status: int, last: str) -> None:
     process = server.fork(argument, tmp_path / "log")
