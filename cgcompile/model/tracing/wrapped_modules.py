@@ -41,6 +41,7 @@ def _unwrapped(module: nn.Module, path: str, notes: dict[str, None], seen: dict[
         seen[id(module)] = _unwrapped(inner, path, notes, seen)
         return seen[id(module)]
     if isinstance(module, torch.jit.ScriptModule):
+        _name_parameters(module)
         return module
     prefix = "" if path == "the model" else f"{path}."
     children = {
@@ -58,6 +59,15 @@ def _unwrapped(module: nn.Module, path: str, notes: dict[str, None], seen: dict[
         copied._modules = children
         seen[id(module)] = copied
     return seen[id(module)]
+
+
+def _name_parameters(scripted: torch.jit.ScriptModule) -> None:
+    """Makes parameters of the tensors that a module from `torch.jit.load` has for them, which torch.export refuses.  They share
+    their memory."""
+    for module in scripted.modules():
+        for name, value in list(module.named_parameters(recurse=False)):
+            if not isinstance(value, nn.Parameter):
+                setattr(module, name, nn.Parameter(value.detach(), requires_grad=value.requires_grad))
 
 
 def _inside(module: Any) -> nn.Module | None:

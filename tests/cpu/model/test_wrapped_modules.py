@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -52,6 +53,24 @@ def test_wrappers_inside_of_a_model_are_taken_off_a_copy() -> None:
         f"{part}.linear.{leaf}" for part in ("compiled", "parallel", "scripted") for leaf in ("bias", "weight")
     ]
     assert isinstance(model.parallel, nn.DataParallel) and source.model.parallel is model.parallel.module
+
+
+def test_a_loaded_module_of_torch_jit_inside_of_a_model_has_parameters(tmp_path: Path) -> None:
+    torch.jit.save(torch.jit.script(Block()), tmp_path / "block.pt")
+
+    class Around(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block = torch.jit.load(tmp_path / "block.pt")
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            made: torch.Tensor = self.block(x).relu()
+            return made
+
+    model = Around().eval()
+    before = model.block.linear.weight
+    report = cgcompile.check(model, rows, sizes=[1, 4], target="cpu")
+    assert report.findings == () and model.block.linear.weight.data_ptr() == before.data_ptr()
 
 
 class Hiding(nn.Module):
