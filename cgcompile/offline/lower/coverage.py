@@ -76,7 +76,7 @@ def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Ar
     found: dict[Node, str] = {}
     asked: dict[Any, str] = {}
     for node in _operations(program.graph_module, on_host):
-        like = node in folded, _like(node)
+        like = tuple([each in folded for each in (node, *node.all_input_nodes)]), _like(node)
         if like not in asked:
             asked[like] = _missing(node, arch, folded, on_host)
         if asked[like]:

@@ -162,6 +162,23 @@ def test_the_hint_names_all_operators_at_once() -> None:
     assert not cgcompile.check(Of(parts).eval(), inputs, sizes=[4], target="sm_90", fallback_ops=hints).refused
 
 
+def test_a_complex_input_is_refused_where_a_complex_weight_is_not() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+        def forward(self, x: Tensor, z: Tensor) -> Tensor:
+            return (x * self.weight).real + (x * z).real
+
+    def given(batch: int) -> tuple[Tensor, ...]:
+        return torch.randn(batch, 8), torch.randn(8, dtype=torch.complex64)
+
+    program = export(load_source(Turned().eval(), given), {"batch": (4, 8)}).programs.first
+    (found,) = operators_without_kernel(program, (), H200)
+    assert "aten.mul" in found.fix
+
+
 def model_of(name: str) -> Callable[..., Any]:
     return lambda **options: cgcompile.check(Of(CASES[name][1]).eval(), inputs, sizes=[4, 8], **options)
 
