@@ -100,7 +100,7 @@ class FlatModule(torch.nn.Module):
         with (
             told_eager(self.as_eager),
             needless_conversions_left_out(),
-            current_buffers(self.shared, self.told),
+            current_buffers(self.model, self.shared, self.told),
             track_devices(
                 tensors,
                 self.earlier,

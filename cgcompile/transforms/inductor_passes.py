@@ -9,11 +9,16 @@ and 2.13).  The pass runs before, and makes such values by an operation that sta
 the numbers (torch 2.11, `scatter_upon_const_tensor` in fx_passes/joint_graph.py; 2.13 converts it): a mask of bfloat16 became
 float32, one of float32 int64.
 
-**Indices are compared.** `Max` and `Min` refuse a number that `Identity` is a part of, since sympy cannot evaluate it: a gather at
-such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 mends the case of `Identity` alone).
+**Indices are compared.** `Max` and `Min` refuse a number that `Identity` is a part of, since sympy cannot evaluate it, nor
+quotients and remainders of it: a gather at such an index was not lowered (torch 2.11 and 2.13; pytorch pull request 172707 mends
+the case of `Identity` alone).  `Identity` keeps sympy from taking an index apart, which a number is not.
 
 **A factor of a sum is a product.** `torch.add(x, a @ b, alpha=-1)` becomes `addmm` without its factor, as the pattern does not
 look at `alpha` (`addmm` in fx_passes/post_grad.py, torch 2.13).
+
+**Short products are added.** Inductor makes one kernel of the sum of two products, but has no configuration of it for inner axes of
+up to 16 elements, and without PyTorch's own kernels nothing else (`tuned_mm_plus_mm` in torch/_inductor/kernel/mm_plus_mm.py, torch
+2.11 and 2.13).
 
 **Outputs are tensors of their own.** Equal operations become one, and code that is compiled ahead then hands out one tensor twice,
 which its caller frees twice (`generate_return` in torch/_inductor/codegen/cpp_wrapper_cpu.py, torch 2.11 and 2.13).
@@ -35,6 +40,7 @@ from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
+import sympy  # type: ignore[import-untyped]
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
@@ -63,8 +69,7 @@ def passes(*, ahead: bool = False) -> dict[str, CustomGraphPass]:
 
 @contextmanager
 def mended() -> Iterator[None]:
-    """Inside, sympy evaluates `Identity` of a number, and rules of dtypes are made once."""
-    evaluated = mock.patch.object(Identity, "_eval_evalf", lambda self, precision: self.args[0]._eval_evalf(precision))
+    """Inside, `Identity` of a number is the number, and rules of dtypes are made once."""
     make, made = DtypePropagationOpsHandler.__init__, set[int]()
 
     def once(self: DtypePropagationOpsHandler) -> None:
@@ -72,9 +77,16 @@ def mended() -> Iterator[None]:
             make(self)
             made.add(known)
 
-    with evaluated, mock.patch.object(DtypePropagationOpsHandler, "__init__", once):
+    with mock.patch.object(Identity, "__new__", _identity), mock.patch.object(DtypePropagationOpsHandler, "__init__", once):
         yield
 
+
+def _identity(kind: Any, value: Any) -> Any:
+    return value if isinstance(value, sympy.Number) else sympy.Function.__new__(kind, value)
+
+
+SHORT = 16
+"""The least block of the inner axis in Inductor's kernel for a sum of two products, which takes longer axes alone."""
 
 KINDS: dict[torch.dtype, Callable[[Any], Any]] = {torch.bool: bool, torch.int64: int, torch.float32: float}
 """Of what kind the numbers are that `torch.where` makes a dtype of."""
@@ -86,16 +98,18 @@ class ReadOldValues(CustomGraphPass):
     def __call__(self, graph: Graph) -> None:
         read_old_values(graph)
         spell_factors(graph)
+        add_short_products(graph)
 
     def uuid(self) -> Any:
         return get_hash_for_files((__file__,))
 
 
 class SeparateOutputs(ReadOldValues):
-    """The first pass, which gives repeated outputs tensors of their own, too."""
+    """The first pass for code that is compiled ahead: repeated outputs get tensors of their own."""
 
     def __call__(self, graph: Graph) -> None:
-        super().__call__(graph)
+        read_old_values(graph)
+        spell_factors(graph)
         separate_outputs(graph)
 
 
@@ -142,6 +156,17 @@ def spell_factors(graph: Graph) -> None:
         else:
             made = added * factor
         node.args, node.kwargs = (node.args[0], made), {}
+
+
+def add_short_products(graph: Graph) -> None:
+    """Changes the graph in place: of the sum of two products with a short inner axis, the second is added to the first."""
+    for node in graph.find_nodes(op="call_function", target=aten.add.Tensor):
+        one, other = node.args
+        if any(not isinstance(each, Node) or each.target is not aten.mm.default for each in (one, other)):
+            continue
+        inner = other.args[0].meta["val"].shape[1]
+        if isinstance(inner, int) and inner <= SHORT and one.meta["val"].shape == other.meta["val"].shape:
+            node.target, node.args = aten.addmm.default, (one, *other.args)
 
 
 def separate_outputs(graph: Graph) -> None:

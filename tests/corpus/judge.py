@@ -130,7 +130,7 @@ def _calls(case: Case, program: cgbundle.Program, device: str) -> tuple[float, s
 def _on_device(module: torch.nn.Module, inputs: Any, device: torch.device) -> Iterator[tuple[torch.nn.Module, Any]]:
     """The model on `device`, as a build places it: with the tensors and devices that objects among its attributes hold (the layers
     of a cache), which `module.to()` leaves where they are."""
-    with placed(load_source(module, inputs), device) as source, current_buffers(held_buffers(source.model), device):
+    with placed(load_source(module, inputs), device) as source, current_buffers(source.model, held_buffers(source.model), device):
         yield source.model, inputs
 
 

@@ -7,8 +7,9 @@ device gets no marker.
 
 Private interfaces (torch 2.11, 2.13): `FakeTensor.device`, `torch.overrides._get_current_function_mode_stack`,
 `torch.autocast.__init__`.  Replaced while the model runs are `FakeTensor.device`, a property of Python that no mode is asked about,
-and, where tensors are on the CPU and told to be on a GPU, autocast, since autocast for cuda would do nothing to them, and
-`torch.cuda.get_device_capability`, which answers for the GPU that the bundle is for.
+and, where tensors are on the CPU and told to be on a GPU, autocast, since autocast for cuda would do nothing to them,
+`torch.cuda.get_device_capability`, which answers for the GPU that the bundle is for, and `torch.cuda.is_current_stream_capturing`,
+which torch for the CPU does not have.
 """
 
 from __future__ import annotations
@@ -174,7 +175,7 @@ def track_devices(
         conversions = conversion_calls(model, forced.converted, forced.asked_of, forced.length)
     mode = DeviceTracking(places, reads, values, PackedSequences(padded))
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
-    asked = torch.cuda.get_device_capability
+    asked, capturing = torch.cuda.get_device_capability, torch.cuda.is_current_stream_capturing
 
     def device(tensor: FakeTensor) -> torch.device:
         real: torch.device = fake.fget(tensor)
@@ -189,6 +190,7 @@ def track_devices(
     if real == CPU != told:
         torch.autocast.__init__ = on_the_cpu
         torch.cuda.get_device_capability = lambda device=None: capability
+        torch.cuda.is_current_stream_capturing = lambda: False
     try:
         with layers_of_packed_sequences(_packed), mode, asked_by, conversions:
             yield places.effects
@@ -196,4 +198,4 @@ def track_devices(
         places.effects.written |= values.written()
         FakeTensor.device = fake
         torch.autocast.__init__ = autocast
-        torch.cuda.get_device_capability = asked
+        torch.cuda.get_device_capability, torch.cuda.is_current_stream_capturing = asked, capturing

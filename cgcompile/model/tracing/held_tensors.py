@@ -150,10 +150,11 @@ def held_buffers(model: torch.nn.Module) -> tuple[Shared, ...]:
 
 
 @contextmanager
-def current_buffers(shared: Sequence[Shared], told: torch.device) -> Iterator[None]:
+def current_buffers(model: torch.nn.Module, shared: Sequence[Shared], told: torch.device) -> Iterator[None]:
     """Meanwhile each of these places holds what the module has for the buffer: the traced tensor while the model is traced.
 
-    An object that holds tensors and keeps the CPU as their device is `told` the device where the bundle will run.
+    A module that keeps the CPU as its device, and an object that does so and holds tensors, is `told` the device where the bundle
+    will run: `model.to()` changes no attribute.
     """
     put: list[tuple[Any, Any, Any, Any]] = []
 
@@ -163,7 +164,8 @@ def current_buffers(shared: Sequence[Shared], told: torch.device) -> Iterator[No
 
     for each in shared:
         put_in(each.held.holder, each.held.key, each.owner._buffers[each.leaf])
-    for holder in {id(each.held.holder): each.held.holder for each in shared}.values():
+    holders = [vars(module) for module in model.modules()] + [each.held.holder for each in shared]
+    for holder in {id(each): each for each in holders}.values():
         for key, value in list(holder.items()) if isinstance(holder, Mapping) else ():
             if isinstance(value, torch.device) and value.type == "cpu" != told.type:
                 put_in(holder, key, told)

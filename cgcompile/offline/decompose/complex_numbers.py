@@ -188,6 +188,11 @@ def subtract(a: Any, b: Any, *, alpha: Any = 1) -> Pair:
     return add(a, b, alpha=-alpha)
 
 
+def added_product(x: Any, a: Any, b: Any, *, value: Any = 1) -> Pair:
+    factors = multiply(a, b) if isinstance(a, Pair) or isinstance(b, Pair) else a * b
+    return add(x, factors, alpha=value)
+
+
 def product(operator: Any) -> Callable[..., Pair]:
     """A product of matrices, of which either may be real."""
 
@@ -251,6 +256,37 @@ def converted(x: Any, *, dtype: torch.dtype | None = None, **more: Any) -> Any:
     return pair(x.to(dtype.to_real()))
 
 
+def copied(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """The numbers of `source` in the shape and type of `x`."""
+    if not isinstance(x, Pair):
+        return aten.copy(x, source.real)
+    new = pair(source)
+    return Pair(aten.copy(x.real, new.real), aten.copy(x.imag, new.imag))
+
+
+def overwritten(x: Any, source: Any, non_blocking: bool = False) -> Any:
+    """`x`, which has those numbers from now on: its parts are views of what it is a view of."""
+    if not isinstance(x, Pair):
+        return x.copy_(source.real)
+    new = pair(source)
+    return Pair(x.real.copy_(new.real), x.imag.copy_(new.imag))
+
+
+def filled_with(x: Any, value: Any) -> Pair:
+    number = value if isinstance(value, Tensor | Pair) else full((), value, dtype=x.real.dtype.to_complex(), device=x.real.device)
+    return copied(x, number)
+
+
+def replaced(operator: Any) -> Callable[..., Pair]:
+    """A part of `x` by another."""
+
+    def made(x: Any, source: Any, *where: Any, **more: Any) -> Pair:
+        own, new = pair(x), pair(source)
+        return Pair(operator(own.real, new.real, *where, **more), operator(own.imag, new.imag, *where, **more))
+
+    return made
+
+
 def transformed(x: Pair, dim: Sequence[int], normalization: int, forward: bool) -> Pair:
     return Pair(*to_complex(x.real, x.imag, dim, normalization, forward))
 
@@ -295,6 +331,7 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.sub.Tensor: subtract,
     aten.sub.Scalar: subtract,
     aten.rsub.Scalar: lambda x, other, alpha=1: subtract(pair(other, x), x, alpha=alpha),
+    aten.addcmul.default: added_product,
     aten.exp.default: exponential,
     aten.mm.default: product(torch.mm),
     aten.bmm.default: product(torch.bmm),
@@ -302,6 +339,12 @@ RULES: dict[Any, Callable[..., Any]] = {
     aten.stack.default: concatenate(torch.stack),
     aten.where.self: where,
     aten.constant_pad_nd.default: padded,
+    aten.copy.default: copied,
+    aten.copy_.default: overwritten,
+    aten.fill.Scalar: filled_with,
+    aten.fill.Tensor: filled_with,
+    aten.slice_scatter.default: replaced(aten.slice_scatter),
+    aten.select_scatter.default: replaced(aten.select_scatter),
     aten.full.default: full,
     aten.zeros.default: lambda size, **more: full(size, 0, **more),
     aten.ones.default: lambda size, **more: full(size, 1, **more),

@@ -20,11 +20,17 @@ from ...transforms.few_rows.decompositions import added_product, argmax, product
 from ..collectives import COLLECTIVES
 from .attention import SHORTEST, WIDEST, attend, fits
 from .convolutions import convolution
-from .pooling import average_pool, averaged, largest
-from .sort import sort, topk
+from .reductions import average_pool, averaged, largest, scatter_reduced
+from .sort import kthvalue, sort, topk
 from .triton_operators import launching
 
 aten = torch.ops.aten
+
+UNKNOWNS = 128
+"""Of a system of equations that is lowered: each stands for some kernels."""
+
+SUMMED = 16
+"""Rows and columns up to which its products are sums, which Inductor fuses with what is around them."""
 
 LONGEST = 512
 """Sequences up to here may have their whole matrix of attention scores in memory."""
@@ -53,11 +59,14 @@ def decompositions() -> dict[Any, Callable[..., Any]]:
         aten._trilinear.default: trilinear,
         aten._cdist_forward.default: distances,
         aten.histc.default: histogram,
+        aten.linalg_solve_triangular.default: solve_triangular,
+        aten.scatter_reduce.two: scatter_reduced,
         aten._is_all_true.default: torch.all,
         aten._is_any_true.default: torch.any,
         aten.sort.default: lambda x, dim=-1, descending=False: sort(x, dim=dim, descending=descending),
         aten.sort.stable: sort,
         aten.topk.default: topk,
+        aten.kthvalue.default: kthvalue,
     }
 
 
@@ -128,6 +137,42 @@ def trilinear(
 def distances(a: Tensor, b: Tensor, p: float, compute_mode: int | None) -> Tensor:
     """The p-norm of the difference of every row of a and every row of b: (..., n, d) by (..., m, d) -> (..., n, m)."""
     return torch.linalg.vector_norm(a.unsqueeze(-2) - b.unsqueeze(-3), p, dim=-1)
+
+
+# --- systems of equations -------------------------------------------------------------------------------------
+
+
+def solve_triangular(a: Tensor, b: Tensor, *, upper: bool, left: bool = True, unitriangular: bool = False) -> Tensor:
+    """x in `a @ x = b`, or in `x @ a = b` without `left`: (..., n, n) and (..., n, k) -> (..., n, k)."""
+    if not left:
+        return solve_triangular(a.mT, b.mT, upper=not upper, unitriangular=unitriangular).mT
+    if a.shape[-1] > UNKNOWNS:
+        raise ModelError(
+            "operator-without-kernel",
+            f"linalg_solve_triangular with {a.shape[-1]} unknowns: up to {UNKNOWNS} are lowered to Triton",
+        )
+    batch = torch.broadcast_shapes(a.shape[:-2], b.shape[:-2])
+    return _solved(a, b.expand(*batch, *b.shape[-2:]), upper, unitriangular)
+
+
+def _solved(a: Tensor, b: Tensor, upper: bool, unitriangular: bool) -> Tensor:
+    """By halves: the second half of the unknowns first where `a` is an upper triangle."""
+    size = a.shape[-1]
+    if size <= 1:
+        return b if unitriangular or not size else b / a
+    half = size // 2
+    parts = (slice(0, half), slice(half, size))
+    one, other = parts[::-1] if upper else parts
+    first = _solved(a[..., one, one], b[..., one, :], upper, unitriangular)
+    rest = b[..., other, :] - _product(a[..., other, one], first)
+    second = _solved(a[..., other, other], rest, upper, unitriangular)
+    return torch.cat([second, first] if upper else [first, second], -2)
+
+
+def _product(a: Tensor, b: Tensor) -> Tensor:
+    if max(a.shape[-2:]) > SUMMED:
+        return a @ b
+    return (a.unsqueeze(-1) * b.unsqueeze(-3)).sum(-2)
 
 
 # --- attention ------------------------------------------------------------------------------------------------

@@ -33,6 +33,14 @@ def sort(x: Tensor, *, stable: bool | None = None, dim: int = -1, descending: bo
     return rows.gather(-1, where).movedim(-1, dim), where.movedim(-1, dim)
 
 
+def kthvalue(x: Tensor, k: int, dim: int = -1, keepdim: bool = False) -> tuple[Tensor, Tensor]:
+    """The k-th smallest, and where it is: of equal ones the first."""
+    if x.dim() == 0:
+        return x.clone(), torch.zeros((), dtype=torch.int64, device=x.device)
+    values, where = [each.narrow(dim, k - 1, 1) for each in torch.sort(x, dim=dim, stable=True)]
+    return (values, where) if keepdim else (values.squeeze(dim), where.squeeze(dim))
+
+
 def topk(x: Tensor, k: int, dim: int = -1, largest: bool = True, sorted: bool = True) -> tuple[Tensor, Tensor]:
     """The k largest or smallest, best first, the first of equal ones: by looking k times, or by sorting."""
     if x.dim() == 0:

@@ -76,9 +76,9 @@ def _without_kernel(program: ExportedProgram, on_host: Collection[str], arch: Ar
     found: dict[Node, str] = {}
     asked: dict[Any, str] = {}
     for node in _operations(program.graph_module, on_host):
-        like = node in folded, _like(node)
+        like = tuple([each in folded for each in (node, *node.all_input_nodes)]), _like(node)
         if like not in asked:
-            asked[like] = _missing(node, arch, node in folded, on_host)
+            asked[like] = _missing(node, arch, folded, on_host)
         if asked[like]:
             found[node] = asked[like]
     return found | {node: "a complex result" for node in _complex_results(program.graph_module, on_host)}
@@ -150,8 +150,9 @@ def _finding(node: Node, missing: str, hint: str) -> Finding:
     return replace(made, fix=hint)
 
 
-def _missing(node: Node, arch: Arch, folded: bool, on_host: Collection[str]) -> str:
-    """The operator without a kernel that an operation comes down to, or ""."""
+def _missing(node: Node, arch: Arch, known: Collection[Node], on_host: Collection[str]) -> str:
+    """The operator without a kernel that an operation comes down to, or "".  `known`: what depends on weights alone."""
+    folded = node in known
     if node.target in TENSOR_ASSERTIONS:
         return operator(node)  # a kernel that only asserts would be dropped
     values = [leaf for source in node.all_input_nodes for leaf in tree_leaves(source.meta.get("val"))]
@@ -168,7 +169,8 @@ def _missing(node: Node, arch: Arch, folded: bool, on_host: Collection[str]) -> 
         for source in node.all_input_nodes:
             values, _ = tree_flatten(source.meta.get("val"))
             places[source] = [
-                _place(value, tensors, source.op == "call_function" and source.name not in on_host) for value in values
+                _place(value, tensors, source in known or (source.op == "call_function" and source.name not in on_host))
+                for value in values
             ]
 
     def run(*given: torch.Tensor) -> Any:
@@ -223,7 +225,7 @@ class _Place:
 
 
 def _place(value: Any, tensors: list[torch.Tensor], computed: bool) -> _Place:
-    """Where a value is, which gets fake tensors behind `tensors`: two if it is complex and `computed`."""
+    """Where a value is, which gets fake tensors behind `tensors`: two if it is complex and `computed`, by the kernels or before."""
     if not isinstance(value, torch.Tensor):
         return _Place((), _number(value))
     shape, strides = [_number(size) for size in value.shape], [_number(stride) for stride in value.stride()]

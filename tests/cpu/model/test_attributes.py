@@ -203,6 +203,27 @@ def test_the_model_is_afterwards_what_it_was() -> None:
     assert not any(tensor.any() for tensor in (plain, keys, model.seen)) and model.places["device"] == torch.device("cpu")
 
 
+class Placed(nn.Module):
+    """As pyqtorch's circuits: the module keeps the device that its own tensors are made on, which `to()` does not change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self._device = nn.Linear(4, 4), torch.device("cpu")
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = torch.zeros(4)
+        state[0] = torch.tensor(1.0)
+        return self.linear(x) * state.to(self._device)
+
+
+@pytest.mark.parametrize("target", ["cuda", "sm_90"])
+def test_a_module_that_keeps_the_cpu_as_its_device_is_told_the_gpu(target: str) -> None:
+    model = Placed().eval()
+    report = cgcompile.check(model, rows, sizes={"batch": (2, 4)}, target=target)
+    assert not report.refused and [region.kind for region in report.regions] == ["graph"]
+    assert model._device == torch.device("cpu")
+
+
 class Memory(nn.Module):
     """One method writes what the other reads."""
 

@@ -69,9 +69,24 @@ CASES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "a complex signal": lambda z, x: torch.istft(z, 4, 3, window=x[0], onesided=False, return_complex=True, center=False),
     "shifts": lambda z, x: torch.fft.fftshift(torch.fft.fftn(x)).real,
     "constants": lambda z, x: torch.zeros_like(z) + torch.full((4, 4), 2 + 1j) * z,
+    "parts that are written": lambda z, x: written(z, x),
+    "sums of products": lambda z, x: torch.addcmul(z, z, z.conj(), value=0.5) + torch.addcmul(z, x, z) + torch.addcmul(z, x, x),
     "rotations": lambda z, x: torch.view_as_real(torch.view_as_complex(x.reshape(4, 2, 2)) * z[:, :2]).flatten(1),
 }
 """z, complex, and x, real, (4, 4) each."""
+
+
+def written(z: Tensor, x: Tensor) -> Tensor:
+    """The whole of what was written to by its parts."""
+    made = torch.zeros(4, 4, dtype=z.dtype)
+    made[1:, :2] = z[1:, 2:] * 2j
+    made[0] = x[0]
+    made[:, 3] *= 1 + 1j
+    made[2, 1:] += z[2, 1:]
+    made[3].fill_(4j)
+    x = x.clone()
+    x[0] = z[1].real
+    return made * z + x
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -15,7 +15,7 @@ from cgcompile.errors import BuildError
 from cgcompile.export.export import export
 from cgcompile.model.load import load_source
 from cgcompile.offline.decompose.decompositions import gru_cell, lstm_cell, window
-from cgcompile.offline.decompose.pooling import average_pool
+from cgcompile.offline.decompose.reductions import average_pool
 from cgcompile.offline.lower.coverage import operators_without_kernel
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.targets.architectures import arch
@@ -73,7 +73,11 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
         "aten.median.dim",
         lambda x, w: torch.cond(x.sum() > 0, lambda x: x.median(-1).values, lambda x: x.sum(-1), (x,)),
     ),
-    "a scatter": ("aten.scatter_reduce.two", lambda x, w: x.scatter_reduce(1, (x > 0).long(), x, "amax")),
+    "a scatter": ("", lambda x, w: x.scatter_reduce(1, (x > 0).long(), x, "amax")),
+    "a triangle": ("", lambda x, w: x + torch.linalg.solve_triangular((x.T @ x).tril(), w, upper=False).sum()),
+    "an order statistic": ("", lambda x, w: x.kthvalue(2).values),
+    "short products": ("", lambda x, w: x @ w + (2 * x) @ w.T),
+    "a complex weight": ("", lambda x, w: (torch.complex(x, x) @ torch.complex(w, w)).real),
 }
 """What `--fallback-op` is told of the first operation without a kernel, "" where there is none."""
 
@@ -148,14 +152,31 @@ def test_the_hint_names_all_operators_at_once() -> None:
     def parts(x: Tensor, w: Tensor) -> Tensor:
         spectrum = torch.fft.rfft(x @ w)
         spectrum[:, 1] = 0
-        spectrum[:, 2:] *= 2
+        spectrum[:, 2:] = spectrum[:, 2:].tan()
         return torch.fft.irfft(spectrum, n=8)
 
     report = cgcompile.check(Of(parts).eval(), inputs, sizes=[4], target="sm_90")
     assert {each.rule for each in report.findings} == {"operator-without-kernel"}
     hints = hinted(report.findings[0].fix)
-    assert {"aten.fill_.Tensor", "aten.fft_rfft"} <= {*hints}
+    assert {"aten.tan", "aten.fft_rfft"} <= {*hints}
     assert not cgcompile.check(Of(parts).eval(), inputs, sizes=[4], target="sm_90", fallback_ops=hints).refused
+
+
+def test_a_complex_input_is_refused_where_a_complex_weight_is_not() -> None:
+    class Turned(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(8, dtype=torch.complex64))
+
+        def forward(self, x: Tensor, z: Tensor) -> Tensor:
+            return (x * self.weight).real + (x * z).real
+
+    def given(batch: int) -> tuple[Tensor, ...]:
+        return torch.randn(batch, 8), torch.randn(8, dtype=torch.complex64)
+
+    program = export(load_source(Turned().eval(), given), {"batch": (4, 8)}).programs.first
+    (found,) = operators_without_kernel(program, (), H200)
+    assert "aten.mul" in found.fix
 
 
 def model_of(name: str) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 
 import sympy  # noqa: E402
 from torch.fx import symbolic_trace  # noqa: E402
-from torch.utils._sympy.functions import Identity  # noqa: E402
+from torch.utils._sympy.functions import FloorDiv, Identity, ModularIndexing  # noqa: E402
 
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
@@ -140,12 +140,13 @@ def test_equal_outputs_are_tensors_of_their_own(tmp_path: Path) -> None:
 
 
 def test_a_number_that_identity_is_a_part_of_is_compared() -> None:
-    three = Identity(sympy.Integer(2)) + 1
+    two, three = sympy.Integer(2), sympy.Integer(3)
     x = sympy.Symbol("x", integer=True, nonnegative=True)
     with pytest.raises(ValueError, match="not comparable"):
-        sympy.Max(three, 0)
+        sympy.Max(Identity(two) + 1, 0)
     with mended():
-        assert sympy.Max(three, 0) == three and sympy.Min(three, 2) == 2
+        assert sympy.Max(Identity(two) + 1, 0) == 3 and sympy.Min(Identity(two) + 1, 2) == 2
+        assert sympy.Max(FloorDiv(Identity(three), 2) - 1, 0) == 0 and sympy.Max(ModularIndexing(Identity(two), 3, 3) - 1, 0) == 0
         assert sympy.Max(Identity(x) - 1, 1).xreplace({x: sympy.Integer(0)}) == 1
     with pytest.raises(ValueError, match="not comparable"):
         sympy.Max(Identity(sympy.Integer(0)) + 1, 0)

@@ -140,3 +140,10 @@ def test_a_model_may_ask_what_the_gpu_can_do_that_is_not_here() -> None:
     with track_devices([torch.zeros(1)], SideEffects(), told=CPU, capability=(9, 0)):
         assert torch.cuda.get_device_capability is asked
     assert torch.cuda.get_device_capability is asked
+
+
+def test_a_model_may_ask_whether_it_is_captured() -> None:
+    asked = torch.cuda.is_current_stream_capturing
+    with track_devices([x := torch.zeros(1)], SideEffects()):
+        assert x.is_cuda and not torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.is_current_stream_capturing is asked

@@ -1,0 +1,134 @@
+"""Pools and scatters that Inductor leaves to PyTorch's own kernels, in terms of operations that it compiles."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ...errors import ModelError
+
+aten = torch.ops.aten
+
+COMPARED = 1 << 32
+"""Comparisons of a place with an index up to which a scatter is worth while: some milliseconds."""
+
+WINDOW = 25
+"""Elements of a window that Inductor averages itself, however windows lie (`_avg_poolnd` in torch/_inductor/lowering.py)."""
+
+
+def averaged(x: Tensor, sizes: Sequence[int]) -> Tensor:
+    """`x` (..., d, h, w) averaged over windows that overlap where a length is no multiple of the size wanted."""
+    for axis, size in zip((-3, -2, -1), sizes, strict=True):
+        x = torch.stack([x.narrow(axis, *window).mean(axis) for window in _windows(x.shape[axis], size)], axis)
+    return x
+
+
+def average_pool(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int] = (),
+    padding: Sequence[int] = (0,),
+    ceil_mode: bool = False,
+    count_include_pad: bool = True,
+    divisor: int | None = None,
+) -> Tensor:
+    """Large windows that overlap or leave gaps, of `x` (..., h, w) or (..., d, h, w), summed axis by axis: Inductor asks PyTorch's
+    own kernel."""
+    stride = stride or kernel
+    if math.prod(kernel) <= WINDOW or list(kernel) == list(stride):
+        return NotImplemented
+    dtype, count = x.dtype, torch.ones((), dtype=torch.int64, device=x.device)
+    x = x.to(torch.float32) if dtype in (torch.float16, torch.bfloat16) else x
+    for axis, width in zip(range(-len(kernel), 0), kernel, strict=True):
+        step, before = [(each * len(kernel))[axis] for each in (list(stride), list(padding))]
+        length = x.shape[axis]
+        rest = length + 2 * before - width
+        number = (-(-rest // step) if ceil_mode else rest // step) + 1
+        number -= (number - 1) * step >= length + before  # a window that would begin behind the padding
+        begin = torch.arange(number, device=x.device) * step - before
+        end = (begin + width).clamp(max=length + before)
+        inside = end - begin if count_include_pad else end.clamp(max=length) - begin.clamp(min=0)
+        count = count * inside.view([-1] + [1] * (-1 - axis))
+        behind = max(0, (number - 1) * step + width - before - length)
+        padded = aten.constant_pad_nd(x, [0, 0] * (-1 - axis) + [before, behind])
+        x = padded.unfold(axis, width, step).sum(-1).narrow(axis, 0, number)
+    return (x / (divisor or count)).to(dtype)
+
+
+def largest(x: Tensor, sizes: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """The maxima of `x` (..., d, h, w) over such windows, and where each stands in d * h * w: the first of equal ones."""
+    places = torch.arange(math.prod(x.shape[-3:]), device=x.device).view(x.shape[-3:]).expand(x.shape)
+    for axis, size in zip((-1, -2, -3), reversed(sizes), strict=True):
+        windows = _windows(x.shape[axis], size)
+        found = [x.narrow(axis, *window).max(axis, keepdim=True) for window in windows]
+        places = torch.cat(
+            [places.narrow(axis, *window).gather(axis, one.indices) for window, one in zip(windows, found, strict=True)], axis
+        )
+        x = torch.cat([one.values for one in found], axis)
+    return x, places
+
+
+def _windows(length: int, size: int) -> list[tuple[int, int]]:
+    """(start, length) of each of `size` windows over an axis."""
+    return [(index * length // size, -(-(index + 1) * length // size) - index * length // size) for index in range(size)]
+
+
+# --- scatters -------------------------------------------------------------------------------------------------
+
+
+def scatter_reduced(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, *, include_self: bool = True) -> Tensor:
+    """`x`, of which every place along `dim` is combined with the elements of `src` (or replaced by them, without `include_self`)
+    that `index` sends there: by prod, mean, amax or amin.  Sums stay Inductor's, which are atomic.  Here every place looks at every
+    index, in a fixed order, so that equal inputs give equal bits."""
+    if reduce == "sum" or x.dtype == torch.bool:
+        return NotImplemented
+    if x.dim() == 0:
+        return scatter_reduced(x[None], 0, index.reshape(-1), src.reshape(-1), reduce, include_self=include_self)[0]
+    dim %= x.dim()
+    if x.shape[dim] * index.numel() > COMPARED:
+        raise ModelError(
+            "operator-without-kernel",
+            f"scatter_reduce by {reduce} of {index.numel()} elements to {x.shape[dim]} places: up to {COMPARED} comparisons are "
+            "lowered to Triton",
+        )
+    part, taken = x, src
+    for axis, length in enumerate(index.shape):
+        taken = taken.narrow(axis, 0, length)
+        part = part if axis == dim else part.narrow(axis, 0, length)
+    made = _combined(part, dim, index, taken, reduce, include_self)
+    for axis in range(x.dim()):  # what no index reaches is as it was
+        before = tuple([slice(None) if each <= axis or each == dim else slice(made.shape[each]) for each in range(x.dim())])
+        rest = x[before].narrow(axis, made.shape[axis], x.shape[axis] - made.shape[axis])
+        made = torch.cat([made, rest], axis) if rest.shape[axis] else made
+    return made
+
+
+def _combined(x: Tensor, dim: int, index: Tensor, src: Tensor, reduce: str, include_self: bool) -> Tensor:
+    """The same where `index` and `src` have the shape of `x` but along `dim`."""
+    places = torch.arange(x.shape[dim], device=x.device)
+    hit = index.movedim(dim, -1).unsqueeze(-2) == places.unsqueeze(-1)  # (..., places, indices)
+    own, given = x.movedim(dim, -1), src.movedim(dim, -1).unsqueeze(-2)
+    floating = x.is_floating_point()
+    if reduce in ("amax", "amin"):
+        limits = (-math.inf, math.inf) if floating else (torch.iinfo(x.dtype).min, torch.iinfo(x.dtype).max)
+        best = torch.amax if reduce == "amax" else torch.amin
+        made = best(torch.where(hit, given, limits[reduce == "amin"]), -1)
+        joined = (torch.maximum if reduce == "amax" else torch.minimum)(made, own)
+    else:
+        wide = torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
+        own, given = own.to(wide), given.to(wide)
+        if reduce == "prod":
+            made = torch.where(hit, given, 1).prod(-1)
+            joined = made * own
+        else:
+            total, count = torch.where(hit, given, 0).sum(-1), hit.sum(-1).to(wide)
+            made, joined = [_quotient(a, b, floating) for a, b in ((total, count.clamp(min=1)), (total + own, count + 1))]
+    new = joined if include_self else torch.where(hit.any(-1), made, own)
+    return new.to(x.dtype).movedim(-1, dim)
+
+
+def _quotient(total: Tensor, count: Tensor, floating: bool) -> Tensor:
+    return total / count if floating else torch.div(total, count, rounding_mode="floor")
