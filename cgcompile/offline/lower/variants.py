@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import re
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,7 +46,7 @@ def load(source: KernelSource, selected: Mapping[Configuration, str]) -> Wrapper
         raise BuildError(
             "lowering-broken", f"kernel {source.name}: its signature {list(meta['signature'])} does not name its arguments {names}"
         )
-    text = exact_products(constant_factors(_functions(source.text, source.name)))
+    text = true_hints(exact_products(constant_factors(_functions(source.text, source.name))), names)
     variant = KernelVariant(
         name=source.name,
         source=text,
@@ -77,6 +77,16 @@ def constant_factors(source: str) -> str:
     if len(set(BLOCKS.findall(source))) != 3 or "tl.dot(" not in source:
         return source
     return source.replace("tl.full([1], ", "tl.full([1, 1], ")
+
+
+def true_hints(source: str, arguments: Sequence[str]) -> str:
+    """`source` of a product that computes a factor itself, and does not take it from memory, without a hint that may be false.
+    Where the last block of rows begins again with the first row, its rows are not contiguous.  That is harmless for rows of a
+    factor.  A vector of indices, which such a kernel reads by row, would be misaligned (torch 2.11)."""
+    for factor, rows in (("A", "M"), ("B", "N")):
+        if f"arg_{factor}" not in arguments:
+            source = source.replace(f"({rows} >= BLOCK_{rows} and K > 1)", f"({rows} % BLOCK_{rows} == 0 and K > 1)")
+    return source
 
 
 def _functions(text: str, name: str) -> str:

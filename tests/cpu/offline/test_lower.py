@@ -28,7 +28,7 @@ from cgcompile.offline.decompose.retrace import retrace
 from cgcompile.offline.lower import fake_device
 from cgcompile.offline.lower.inductor import lower_key
 from cgcompile.offline.lower.launches import record_calls
-from cgcompile.offline.lower.variants import BLOCKS
+from cgcompile.offline.lower.variants import BLOCKS, true_hints
 from cgcompile.offline.lowered import INPUT, TEMPORARY, WEIGHT, Allocate, Copy, Fill, Launch, Lowered, Pointer, Release
 from cgcompile.offline.tuning import cost_model
 from cgcompile.targets.architectures import arch
@@ -194,6 +194,13 @@ def test_attention(dtype: torch.dtype) -> None:
 def test_float32_is_multiplied_as_three_products_of_tf32() -> None:
     variants = of(lambda m, x: x @ m.weight).variants
     assert 'input_precision="tf32x3"' in variants[0].source
+
+
+def test_a_computed_factor_is_not_said_to_have_contiguous_rows_where_they_begin_again() -> None:
+    hints = "if a and (M >= BLOCK_M and K > 1):\nif b and (N >= BLOCK_N and K > 1):\n"
+    assert true_hints(hints, ["arg_A", "arg_B", "out_ptr0"]) == hints
+    assert true_hints(hints, ["arg_B", "in_ptr1"]) == hints.replace("M >= BLOCK_M", "M % BLOCK_M == 0")
+    assert true_hints(hints, ["arg_A", "in_ptr1"]) == hints.replace("N >= BLOCK_N", "N % BLOCK_N == 0")
 
 
 def test_choose_decides() -> None:
