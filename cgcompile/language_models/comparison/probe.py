@@ -34,8 +34,8 @@ HARMLESS = {
 }  # fmt: skip
 """Arguments beside those of `attention` that change nothing, or are read from the mask."""
 
-KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Types of layers that keep keys and values of tokens."""
+STATES = {"conv", "linear_attention", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
+"""Types of layers that carry a state from token to token."""
 
 ANOTHER = "serve it with transformers; attention over pages is causal, in sliding windows or in chunks"
 
@@ -169,24 +169,26 @@ def probe_layers(network: PreTrainedModel) -> list[Layer]:
 def check_kind(config: PretrainedConfig) -> None:
     """Raises language-model-refused for a model that says so in its class or configuration: no weights are needed to know."""
     try:
-        text = config.get_text_config()
+        config.get_text_config()
     except ValueError as error:
         raise refusal(config, f"it has no one text model: {told(error)}", ANOTHER) from error
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if kind is None:
         raise refusal(config, "transformers has no causal language model of this type (AutoModelForCausalLM)", ANOTHER)
     kind = kind[0] if isinstance(kind, tuple) else kind
-    if not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS") and not kind._supports_attention_backend:
-        what = f"{kind.__name__} takes no other attention than its own code's, or has none (AttentionInterface)"
-        raise refusal(config, what, ANOTHER)
     prepare = kind.prepare_inputs_for_generation.__code__
     if "original_max_position_embeddings" in prepare.co_names and "next_sequence_length" not in prepare.co_consts:
         what = "transformers' generate forgets the text before, where it passes original_max_position_embeddings tokens"
         raise refusal(config, what, "try a later version of transformers: there is no right text to compare with")
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - KINDS)
-    if others:
-        what = f"it has layers of type {', '.join(others)}, whose state is not keys and values of every token"
-        raise refusal(config, what, "serve it with transformers")
+
+
+def takes_paged(config: PretrainedConfig) -> bool:
+    """Whether a model hands keys and values to another attention than its own, in every layer."""
+    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind = kind[0] if isinstance(kind, tuple) else kind
+    if kind is None or set(getattr(config.get_text_config(), "layer_types", None) or ()) & STATES:
+        return False
+    return hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS") or kind._supports_attention_backend
 
 
 def check_all(config: PretrainedConfig, layers: Mapping[int, Layer]) -> None:

@@ -99,11 +99,12 @@ def compare_weights(network: PreTrainedModel, served: Callable[[PreTrainedModel]
         desk = Desk(model, prompts)
         desk.take_chunks()
         desk.take_step()
+        before = network.config._attn_implementation
         network.set_attn_implementation("eager")
         try:
             rows = [network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in desk.tokens]
         finally:
-            network.set_attn_implementation("paged")
+            network.set_attn_implementation(before)
     for tokens, logits, prompt in zip(desk.tokens, rows, prompts, strict=True):
         for place in range(len(prompt), len(tokens)):
             row = logits[place - 1]

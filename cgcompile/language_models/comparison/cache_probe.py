@@ -1,0 +1,83 @@
+"""What transformers' own cache of a model holds after one small call: keys and values by layer, and states.
+
+For models that compute attention in code of their own, or have layers with a state (lane_cache.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig, PreTrainedModel
+
+from ...errors import ModelError
+from ..lane_cache import Kept, State
+from .probe import TOKENS, Layer, probe_layers
+from .refusal import refusal, told
+
+SERVE = "serve it with transformers"
+
+
+def probe_cache(network: PreTrainedModel) -> Kept:
+    """By a call of `paged` attention where the model has that, else of its own.  Raises language-model-refused for a model that keeps
+    something else than keys, values and states, or nothing."""
+    if network.config._attn_implementation != "eager":
+        try:
+            layers = probe_layers(network)
+            return Kept(layers, {number: number for number in range(len(layers))}, [], False)
+        except ModelError as error:
+            network.set_attn_implementation("eager")
+            if network.config._attn_implementation != "eager":
+                raise error
+    config = network.config
+    ids = torch.arange(TOKENS, device=next(network.parameters()).device)[None]
+    try:
+        with torch.no_grad():
+            made = network(input_ids=ids, use_cache=True)
+    except Exception as error:
+        raise refusal(config, f"its code does not run: {told(error)}", SERVE) from error
+    cache = getattr(made, "past_key_values", None)
+    cache = getattr(made, "cache_params", None) if cache is None else cache
+    kept = getattr(cache, "layers", None)
+    if kept is None:
+        what = "keeps nothing of the tokens before" if cache is None else f"keeps a {type(cache).__name__} instead of a Cache"
+        raise refusal(config, f"{type(network).__name__} {what}, so that no pages or slots can hold it", SERVE)
+    layers, states = {}, []
+    for number, layer in enumerate(kept):
+        states += layer_states(number, layer)
+        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
+        check_layer(config, number, layer)
+        if isinstance(keys, Tensor) and keys.numel():
+            layers[number] = layer_of(config, number, keys, values)
+    for number, state in enumerate(getattr(cache, "linear_cache", ())):  # MiniMax's
+        if isinstance(state, Tensor):
+            states.append(State("recurrent", number, 0, tuple(state.shape[1:]), state.dtype))
+    return Kept(list(layers.values()), {layer: place for place, layer in enumerate(layers)}, states, True)
+
+
+def layer_states(number: int, layer: Any) -> list[State]:
+    """The states of a layer of transformers' cache."""
+    return [
+        State(kind, number, place, tuple(state.shape[1:]), state.dtype)
+        for kind, name in (("conv", "conv_states"), ("recurrent", "recurrent_states"))
+        for place, state in (getattr(layer, name, None) or {}).items()
+        if isinstance(state, Tensor)
+    ]
+
+
+def check_layer(config: PretrainedConfig, number: int, layer: Any) -> None:
+    """Raises language-model-refused for a layer that keeps more than keys, values and states."""
+    known = {"keys", "values", "_sliding_window_tensor", "conv_states", "recurrent_states"}
+    others = sorted(name for name, value in vars(layer).items() if isinstance(value, Tensor) and name not in known)
+    if others:
+        what = f"layer {number} keeps {', '.join(others)} ({type(layer).__name__}) beside keys and values, which have no pages"
+        raise refusal(config, what, SERVE)
+
+
+def layer_of(config: PretrainedConfig, number: int, keys: Tensor, values: Any) -> Layer:
+    """The heads and the dim of a layer's keys."""
+    if keys.dim() != 4 or not isinstance(values, Tensor) or values.shape[:2] != keys.shape[:2]:
+        what = f"layer {number} keeps keys of {tuple(keys.shape)}, and values of another number of heads"
+        raise ModelError("language-model-refused", f"model_type {config.model_type}: {what}", SERVE)
+    return Layer(keys.shape[1], max(keys.shape[-1], values.shape[-1]), 0, 0)
