@@ -33,10 +33,14 @@ class State(NamedTuple):
 
 class Kept(NamedTuple):
     """What a model keeps of the tokens before: `layers` with keys, `numbers` of these by their number among all layers, and `states`.
-    `by_lane`: it is called with a row for every lane, and a LaneCache; else with all tokens in one row."""
+    `by_lane`: it is called with a row for every lane, and a LaneCache; else with all tokens in one row.
+
+    An index of tokens, by which a layer chooses those that it attends to, has a number as ("index", layer): one half of its keys
+    lies among the keys, the other among the values.
+    """
 
     layers: list[Layer]
-    numbers: Mapping[int, int]
+    numbers: Mapping[int | tuple[str, int], int]
     states: list[State]
     by_lane: bool
 
@@ -62,6 +66,14 @@ class LaneCache(Cache):
     def update(self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         number = self.numbers[layer_idx]
         return self.tokens.put("keys", number, key_states), self.tokens.put("values", number, value_states)
+
+    def update_indexer(self, indexer_key_states: Tensor, layer_idx: int) -> Tensor:
+        number = self.numbers["index", layer_idx]
+        halves = [
+            self.tokens.put(kind, number, half[:, None])
+            for kind, half in zip(("keys", "values"), indexer_key_states.chunk(2, -1), strict=True)
+        ]
+        return torch.cat(halves, -1)[:, 0]
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> Tensor:
         return self.states[self.rows["conv", layer_idx, state_idx]]

@@ -3,6 +3,10 @@
 python -m tests.families                 # all of them: equal, refused (and why), WRONG, traceback
 python -m tests.families llama4_text "llama, dynamic rope"
 python -m tests.families --build 10      # the first ten that are equal once more, from a bundle for the CPU
+python -m tests.families --tokens 18     # fewer tokens behind each prompt
+
+Prompts of 3, 17 and 30 tokens share every call.  Their texts go beyond every window, chunk and original context of the small copy.
+When the first has ended, another text takes its pages and its slot beside those that go on.  All of it is `generate`'s.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from types import SimpleNamespace
 
 from .cases import FEATURES, NEEDED
 
+TOKENS = 18
+"""Behind each prompt, unless more are asked for."""
+
 warnings.filterwarnings("ignore")
 
 
@@ -29,8 +36,9 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="model types, and features of tests/families/cases.py")
     parser.add_argument("--build", type=int, default=0, metavar="N", help="build so many that are equal, a minute or two each")
-    given = parser.parse_args()
-    wanted, builds = given.names, given.build
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="so many behind each prompt (default: 64)")
+    options = parser.parse_args()
+    wanted, builds, tokens = options.names, options.build, options.tokens
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
@@ -38,7 +46,7 @@ def main() -> int:
     counts: Counter[str] = Counter()
     for name in wanted or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FEATURES]:
         start = time.perf_counter()
-        verdict = judged(name)
+        verdict = judged(name, tokens)
         if verdict == "equal" and builds:
             builds, verdict = builds - 1, built(name)
         counts[verdict.partition(":")[0]] += 1
@@ -87,7 +95,7 @@ def built(name: str) -> str:
     return "equal, built"
 
 
-def judged(name: str) -> str:
+def judged(name: str, tokens: int = TOKENS) -> str:
     """`equal`, `refused: why`, `WRONG: where` or `traceback: what` of a model type or feature; `no configuration: why` where
     transformers cannot make the default one.
 
@@ -106,7 +114,7 @@ def judged(name: str) -> str:
     except Exception as error:  # noqa: BLE001 transformers' own
         return f"no configuration: {told(error)}"
     try:
-        compare_small(config, small)
+        compare_small(config, small, tokens, tokens)
     except ModelError as error:
         kind = "WRONG" if "text differs" in str(error) else "refused"
         return f"{kind}: {error}"

@@ -49,6 +49,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), HEADS),
     "nemotron": {"num_key_value_heads": 8, **HEADS},
     "lfm2_moe": {"layer_types": ["full_attention"] * 32, "num_hidden_layers": 32},
+    "bamba": {"attn_layer_indices": [9, 18, 27]},
+    "granitemoehybrid": {"layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 4) * 3 + ["linear_attention"] * 2},
     "xmod": {**DECODER, "default_language": "en_XX"},
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1407},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},

@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import Cache, PretrainedConfig, PreTrainedModel
 
 from ...errors import ModelError
 from ..lane_cache import Kept, State
-from .probe import TOKENS, Layer, probe_layers
+from .probe import TOKENS, Layer, check_windows, probe_layers
 from .refusal import refusal, told
 
 SERVE = "serve it with transformers"
@@ -22,14 +22,22 @@ SERVE = "serve it with transformers"
 def probe_cache(network: PreTrainedModel) -> Kept:
     """By a call of `paged` attention where the model has that, else of its own.  Raises language-model-refused for a model that keeps
     something else than keys, values and states, or nothing."""
-    if network.config._attn_implementation != "eager":
+    config = network.config
+    if config._attn_implementation != "eager":
         try:
             layers = probe_layers(network)
-            return Kept(layers, {number: number for number in range(len(layers))}, [], False)
         except ModelError as error:
             network.set_attn_implementation("eager")
-            if network.config._attn_implementation != "eager":
+            if config._attn_implementation != "eager":
                 raise error
+        else:
+            check_windows(config, layers)
+            return Kept(layers, {number: number for number in range(len(layers))}, [], False)
+    return kept_by_lane(network)
+
+
+def kept_by_lane(network: PreTrainedModel) -> Kept:
+    """What transformers' cache has after a call."""
     config = network.config
     ids = torch.arange(TOKENS, device=next(network.parameters()).device)[None]
     try:
@@ -43,17 +51,25 @@ def probe_cache(network: PreTrainedModel) -> Kept:
     if kept is None:
         what = "keeps nothing of the tokens before" if cache is None else f"keeps a {type(cache).__name__} instead of a Cache"
         raise refusal(config, f"{type(network).__name__} {what}, so that no pages or slots can hold it", SERVE)
-    layers, states = {}, []
+    layers: list[Layer] = []
+    states: list[State] = []
+    numbers: dict[int | tuple[str, int], int] = {}
     for number, layer in enumerate(kept):
+        if type(layer).__module__ != Cache.__module__:
+            what = f"layer {number} keeps a {type(layer).__name__}, which is more than keys, values and states"
+            raise refusal(config, what, SERVE)
         states += layer_states(number, layer)
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        check_layer(config, number, layer)
+        keys, values, index = [getattr(layer, name, None) for name in ("keys", "values", "indexer_keys")]
         if isinstance(keys, Tensor) and keys.numel():
-            layers[number] = layer_of(config, number, keys, values)
+            numbers[number] = len(layers)
+            layers.append(layer_of(config, number, keys, values))
+        if isinstance(index, Tensor):
+            numbers["index", number] = len(layers)
+            layers.append(Layer(1, -(-index.shape[-1] // 2), 0, 0))
     for number, state in enumerate(getattr(cache, "linear_cache", ())):  # MiniMax's
         if isinstance(state, Tensor):
             states.append(State("recurrent", number, 0, tuple(state.shape[1:]), state.dtype))
-    return Kept(list(layers.values()), {layer: place for place, layer in enumerate(layers)}, states, True)
+    return Kept(layers, numbers, states, True)
 
 
 def layer_states(number: int, layer: Any) -> list[State]:
@@ -66,18 +82,9 @@ def layer_states(number: int, layer: Any) -> list[State]:
     ]
 
 
-def check_layer(config: PretrainedConfig, number: int, layer: Any) -> None:
-    """Raises language-model-refused for a layer that keeps more than keys, values and states."""
-    known = {"keys", "values", "_sliding_window_tensor", "conv_states", "recurrent_states"}
-    others = sorted(name for name, value in vars(layer).items() if isinstance(value, Tensor) and name not in known)
-    if others:
-        what = f"layer {number} keeps {', '.join(others)} ({type(layer).__name__}) beside keys and values, which have no pages"
-        raise refusal(config, what, SERVE)
-
-
 def layer_of(config: PretrainedConfig, number: int, keys: Tensor, values: Any) -> Layer:
     """The heads and the dim of a layer's keys."""
     if keys.dim() != 4 or not isinstance(values, Tensor) or values.shape[:2] != keys.shape[:2]:
         what = f"layer {number} keeps keys of {tuple(keys.shape)}, and values of another number of heads"
-        raise ModelError("language-model-refused", f"model_type {config.model_type}: {what}", SERVE)
+        raise refusal(config, what, SERVE)
     return Layer(keys.shape[1], max(keys.shape[-1], values.shape[-1]), 0, 0)

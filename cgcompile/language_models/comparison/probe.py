@@ -8,7 +8,7 @@ name what attention over pages does not do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,8 +34,8 @@ HARMLESS = {
 }  # fmt: skip
 """Arguments beside those of `attention` that change nothing, or are read from the mask."""
 
-STATES = {"conv", "linear_attention", "hybrid", "hybrid_sliding", "mamba", "recurrent"}
-"""Types of layers that carry a state from token to token."""
+PLAIN = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Types of layers that keep nothing but keys and values of tokens."""
 
 ANOTHER = "serve it with transformers; attention over pages is causal, in sliding windows or in chunks"
 
@@ -186,21 +186,25 @@ def takes_paged(config: PretrainedConfig) -> bool:
     """Whether a model hands keys and values to another attention than its own, in every layer."""
     kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     kind = kind[0] if isinstance(kind, tuple) else kind
-    if kind is None or set(getattr(config.get_text_config(), "layer_types", None) or ()) & STATES:
+    if kind is None or not set(getattr(config.get_text_config(), "layer_types", None) or ()) <= PLAIN:
         return False
     return hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS") or kind._supports_attention_backend
 
 
 def check_all(config: PretrainedConfig, layers: Mapping[int, Layer]) -> None:
-    """Raises language-model-refused unless every layer attends over pages, to what `generate` lets it see."""
+    """Raises language-model-refused unless every layer attends over pages."""
     text = config.get_text_config()
     count = max(getattr(text, "num_hidden_layers", 0), *layers, 1)
     missing = [layer for layer in range(count) if layer not in layers]
     if missing:
         what = f"layers {', '.join(map(str, missing))} hand no keys to attention"
         raise refusal(config, what, "serve it with transformers; a layer that keeps a state of its own has no pages")
-    for number, cache in enumerate(DynamicCache(config=text).layers):
+
+
+def check_windows(config: PretrainedConfig, layers: Sequence[Layer]) -> None:
+    """Raises language-model-refused where `generate` forgets tokens that a layer's mask shows."""
+    for number, cache in enumerate(DynamicCache(config=config.get_text_config()).layers):
         kept = getattr(cache, "sliding_window", None)
-        if kept and number in layers and kept != (layers[number].window or layers[number].chunk):
+        if kept and number < len(layers) and kept != (layers[number].window or layers[number].chunk):
             what = f"the cache of layer {number} keeps {kept} tokens, and its mask shows {layers[number].window or 'all'}"
             raise refusal(config, what, ANOTHER)
