@@ -209,6 +209,6 @@ def ending_together(cache: Tensor, pages: Tensor, paged: Tensor, end: Tensor, ta
     inside = place.clamp(0, width - 1)
     rows = cache[pages.gather(1, inside // PAGE), :, inside % PAGE].transpose(1, 2)
     if tail is None:
-        return rows
+        return rows.contiguous()  # some models' code takes a view of them
     turn = (place - paged[:, None]).clamp(0, tail.shape[2] - 1)[:, None, :, None].expand(-1, tail.shape[1], -1, tail.shape[3])
     return torch.where((place >= paged[:, None])[:, None, :, None], tail.gather(2, turn), rows)

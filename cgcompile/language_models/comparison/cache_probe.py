@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, PretrainedConfig, PreTrainedModel
+from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
 
 from ...errors import ModelError
 from ..lane_cache import Kept, State
+from ..recurrent_gemma import states_in_cache
 from .probe import TOKENS, Layer, check_windows, probe_layers
 from .refusal import refusal, told
 
@@ -39,14 +40,7 @@ def probe_cache(network: PreTrainedModel) -> Kept:
 def kept_by_lane(network: PreTrainedModel) -> Kept:
     """What transformers' cache has after a call."""
     config = network.config
-    ids = torch.arange(TOKENS, device=next(network.parameters()).device)[None]
-    try:
-        with torch.no_grad():
-            made = network(input_ids=ids, use_cache=True)
-    except Exception as error:
-        raise refusal(config, f"its code does not run: {told(error)}", SERVE) from error
-    cache = getattr(made, "past_key_values", None)
-    cache = getattr(made, "cache_params", None) if cache is None else cache
+    cache = filled_cache(network)
     kept = getattr(cache, "layers", None)
     if kept is None:
         what = "keeps nothing of the tokens before" if cache is None else f"keeps a {type(cache).__name__} instead of a Cache"
@@ -69,7 +63,23 @@ def kept_by_lane(network: PreTrainedModel) -> Kept:
     for number, state in enumerate(getattr(cache, "linear_cache", ())):  # MiniMax's
         if isinstance(state, Tensor):
             states.append(State("recurrent", number, 0, tuple(state.shape[1:]), state.dtype))
-    return Kept(layers, numbers, states, True)
+    made = Kept(layers, numbers, states, True)
+    return states_in_cache(network, made) if config.model_type == "recurrent_gemma" else made
+
+
+def filled_cache(network: PreTrainedModel) -> Any:
+    """transformers' cache after a call of TOKENS tokens, None where there is none."""
+    config, ids = network.config, torch.arange(TOKENS, device=next(network.parameters()).device)[None]
+    before = DynamicCache(config=config) if config.model_type == "recurrent_gemma" else None  # which does not give it back
+    try:
+        with torch.no_grad():
+            made = network(input_ids=ids, use_cache=True, **({} if before is None else {"past_key_values": before}))
+    except Exception as error:
+        raise refusal(config, f"its code does not run: {told(error)}", SERVE) from error
+    for cache in (before, getattr(made, "past_key_values", None), getattr(made, "cache_params", None)):
+        if cache is not None:
+            return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+    return None
 
 
 def layer_states(number: int, layer: Any) -> list[State]:

@@ -109,6 +109,8 @@ def fewer_heads(values: dict[str, Any]) -> dict[str, Any]:
         small = dict.fromkeys(HEADS, few * groups) | dict.fromkeys(KEY_HEADS, few)
         small |= {} if prefix else dict.fromkeys(WIDTHS, few * groups * DIM)
         values |= {prefix + name: size for name, size in small.items() if isinstance(values.get(prefix + name), int)}
+    if not any(isinstance(values.get(name), int) for name in HEADS):
+        values |= {name: 2 * DIM for name in WIDTHS if isinstance(values.get(name), int)}
     width = next((values[name] for name in WIDTHS if isinstance(values.get(name), int)), 0)
     if "mamba_n_heads" in values:
         values |= {"mamba_n_heads": 4, "mamba_d_head": values.get("mamba_expand", 2) * width // 4, "mamba_d_ssm": None}
