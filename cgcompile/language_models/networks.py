@@ -18,6 +18,7 @@ from ..errors import ModelError
 from .attention import NAME
 from .comparison.probe import takes_paged
 from .comparison.refusal import told
+from .text_half import NAMES, model_class, text_configuration, without_other_parts
 
 
 PLAIN_ROPES = {"default", "mrope", "su"}
@@ -39,7 +40,8 @@ def quiet() -> Iterator[None]:
 
 
 def folder_configuration(folder: str | os.PathLike[str]) -> PretrainedConfig:
-    """Of a folder with config.json.  Raises folder-invalid for one that this transformers does not know."""
+    """Of a folder with config.json, the text half of a model that reads more than text.  Raises folder-invalid for one that this
+    transformers does not know."""
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -56,7 +58,7 @@ def folder_configuration(folder: str | os.PathLike[str]) -> PretrainedConfig:
             known = ", ".join(sorted({*ROPE_INIT_FUNCTIONS, "default"}))
             what = f"rope type {kind!r} in config.json: expected one of {known}"
             raise ModelError("folder-invalid", f"{folder}: {what}", "a newer transformers may know it")
-    return config
+    return text_configuration(config)
 
 
 def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTrainedModel:
@@ -67,7 +69,8 @@ def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTra
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # which are refused below, by name
     try:
         with quiet():
-            network, info = AutoModelForCausalLM.from_pretrained(folder, **options)
+            kind = model_class(config) or AutoModelForCausalLM
+            network, info = kind.from_pretrained(folder, key_mapping=NAMES, **options)
     except Exception as error:
         raise ModelError("folder-invalid", f"{folder}: transformers cannot load it: {told(error)}") from error
     for name, here, wanted in sorted(info["mismatched_keys"])[:1]:
@@ -76,7 +79,7 @@ def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTra
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError("folder-invalid", f"{folder}: the weights lack {missing[0]}{more}")
-    return without_collection(network.eval())
+    return without_collection(without_other_parts(network).eval())
 
 
 def implementations(config: PretrainedConfig) -> dict[str, str]:
@@ -86,7 +89,8 @@ def implementations(config: PretrainedConfig) -> dict[str, str]:
 
 def over_pages(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a configuration, with random weights and attention over pages."""
-    return without_collection(AutoModelForCausalLM.from_config(config, dtype=dtype, **implementations(config)).eval())
+    network = (model_class(config) or AutoModelForCausalLM)._from_config(config, dtype=dtype, **implementations(config))
+    return without_collection(without_other_parts(network).eval())
 
 
 def without_collection(network: PreTrainedModel) -> PreTrainedModel:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
@@ -23,6 +22,7 @@ from transformers import (
 )
 
 from ...errors import ModelError
+from ..text_half import model_class
 from .refusal import refusal, told
 
 TOKENS = 3
@@ -172,10 +172,9 @@ def check_kind(config: PretrainedConfig) -> None:
         config.get_text_config()
     except ValueError as error:
         raise refusal(config, f"it has no one text model: {told(error)}", ANOTHER) from error
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind = model_class(config)
     if kind is None:
         raise refusal(config, "transformers has no causal language model of this type (AutoModelForCausalLM)", ANOTHER)
-    kind = kind[0] if isinstance(kind, tuple) else kind
     prepare = kind.prepare_inputs_for_generation.__code__
     if "original_max_position_embeddings" in prepare.co_names and "next_sequence_length" not in prepare.co_consts:
         what = "transformers' generate forgets the text before, where it passes original_max_position_embeddings tokens"
@@ -184,8 +183,7 @@ def check_kind(config: PretrainedConfig) -> None:
 
 def takes_paged(config: PretrainedConfig) -> bool:
     """Whether a model hands keys and values to another attention than its own, in every layer."""
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    kind = kind[0] if isinstance(kind, tuple) else kind
+    kind = model_class(config)
     if kind is None or not set(getattr(config.get_text_config(), "layer_types", None) or ()) <= PLAIN:
         return False
     return hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS") or kind._supports_attention_backend

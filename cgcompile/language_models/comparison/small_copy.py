@@ -76,6 +76,8 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     values = fewer_layers(values)
     values = fewer_heads(values)
     for name, value in values.items():
+        if not isinstance(name, str):
+            continue
         if type(value) is int and name in FIXED:
             values[name] = FIXED[name]
         elif type(value) is int and name.endswith(("vocab_size", "vocab_size_per_layer_input")):
@@ -116,7 +118,8 @@ def fewer_heads(values: dict[str, Any]) -> dict[str, Any]:
         values |= {"mamba_n_heads": 4, "mamba_d_head": values.get("mamba_expand", 2) * width // 4, "mamba_d_ssm": None}
     heads = next((values[name] for name in HEADS if isinstance(values.get(name), int)), 0)
     derived = {
-        "lru_width": width, "mamba_headdim": values.get("mamba_expand", 2) * width // 2, "attention_hidden_size": 2 * width,
+        "lru_width": width, "mamba_headdim": values.get("mamba_expand", 2) * width // 2,
+        "attention_hidden_size": 2 * width if "attention_head_dim" in values else width,
         "attention_head_dim": 2 * width // max(1, heads), "num_query_groups": heads,
     }  # fmt: skip
     values |= {name: value for name, value in derived.items() if isinstance(values.get(name), int)}
@@ -181,6 +184,8 @@ def small_context(values: dict[str, Any]) -> dict[str, Any]:
         for name in ("short_factor", "long_factor"):
             if name in rope:
                 rope[name] = [rope[name][len(rope[name]) * number // angles] for number in range(angles)]
+        if values.get("model_type", "").startswith(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "paddleocr", "glm4v", "glm_ocr")):
+            rope.setdefault("mrope_section", [1, 1, 1])  # their own defaults are of the widths that their models have
         if "mrope_section" in rope:
             rope["mrope_section"] = sections(rope["mrope_section"], angles)
     return values

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from ..attention import NAME
 from ..networks import over_pages
 from ..sampling import Sampling
+from ..text_half import model_class
 from .independence import check_independence
 from .probe import check_kind
 from .refusal import place_of, refusal, told
@@ -74,14 +75,16 @@ def compare_small(
     torch.set_num_threads(1)  # of work so small, more threads take longer
     try:
         with torch.device("cpu"):
-            compare_texts(config, served, tokens, after)
+            network, reference = small_networks(config)
+            compare_texts(network, reference, served, tokens, after)
     finally:
         torch.set_num_threads(threads)
 
 
-def compare_texts(config: PretrainedConfig, served: Callable[[PreTrainedModel], nn.Module], tokens: int, after: int) -> None:
-    """`compare_small` on the device and with the threads that are set."""
-    network, reference = small_networks(config)
+def compare_texts(
+    network: PreTrainedModel, reference: PreTrainedModel, served: Callable[[PreTrainedModel], nn.Module], tokens: int, after: int
+) -> None:
+    """`compare_small` of two networks with the same weights: one over pages, and one as transformers runs it."""
     model = served(network).eval()
     check_independence(model)
     order = random.Random(0)
@@ -91,7 +94,7 @@ def compare_texts(config: PretrainedConfig, served: Callable[[PreTrainedModel], 
         different = [place for place, pair in enumerate(zip(text, expected, strict=True)) if not same(*pair)]
         if different:
             what = f"text differs from transformers' generate at token {different[0]} of a prompt of length {len(prompt)}"
-            raise refusal(config, f"{what} (small copy; {features(network.config)})", "serve it with transformers")
+            raise refusal(network.config, f"{what} (small copy; {features(network.config)})", "serve it with transformers")
 
 
 def compare_weights(network: PreTrainedModel, served: Callable[[PreTrainedModel], nn.Module]) -> None:
@@ -130,23 +133,30 @@ def same(mine: Written, right: Written) -> bool:
 def small_networks(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The small copy twice, with the same weights in float32: over pages, and as transformers runs it."""
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            options = {"dtype": torch.float32}
-            reference = AutoModelForCausalLM.from_config(small_copy(config), attn_implementation="eager", **options).eval()
-            with torch.no_grad():
-                for weight in reference.parameters():
-                    weight += torch.randn_like(weight) * SPREAD
-                reference(torch.tensor([[4, 5, 6]]))
-            network = over_pages(small_copy(config), torch.float32)
-            network.load_state_dict(reference.state_dict())
-            return network, reference
+        reference = small_reference(config, model_class(config) or AutoModelForCausalLM)
+        network = over_pages(small_copy(config), torch.float32)
+        strange = network.load_state_dict(reference.state_dict(), strict=False)  # which has parts that read images, too
+        if strange.missing_keys:
+            raise ValueError(f"it has other weights over pages ({strange.missing_keys[0]})")
+        return network, reference
     except Exception as error:
         if error.args == (NAME,):
             what = f"a part of it looks attention up in a table of its own, which has no other{place_of(error)}"
             raise refusal(config, what, "serve it with transformers") from error
         what = f"no small copy can be made of its configuration, to compare with transformers: {told(error)}"
         raise refusal(config, what, "serve it with transformers") from error
+
+
+def small_reference(config: PretrainedConfig, kind: Any) -> PreTrainedModel:
+    """The small copy as transformers runs it, of a class of models."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        reference = kind._from_config(small_copy(config), attn_implementation="eager", dtype=torch.float32).eval()
+        with torch.no_grad():
+            for weight in reference.parameters():
+                weight += torch.randn_like(weight) * SPREAD
+            reference(torch.tensor([[4, 5, 6]]))
+        return reference
 
 
 class Desk:
