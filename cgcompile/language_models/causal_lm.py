@@ -168,6 +168,9 @@ class CausalLM(nn.Module):
         tail, states = carried[: 2 * len(self.layers)], carried[2 * len(self.layers) :]
         for cache, rows in zip([each for pair in zip(*self._cache(), strict=True) for each in pair], tail, strict=True):
             write(cache, rows.transpose(1, 2), lanes)
+        self._keep_states(states, lanes, slot)
+
+    def _keep_states(self, states: Sequence[Tensor], lanes: Lanes, slot: Tensor) -> None:
         for number, state in enumerate(states):
             self.get_buffer(f"state_{number}")[slot] = where_lanes(lanes.count > 0, state, torch.zeros_like(state))
 
@@ -197,7 +200,7 @@ class CausalLM(nn.Module):
         step = (torch.arange(seq, device=ids.device) + (lanes.count - seq)[:, None]).clamp(min=0)
         cache = LaneCache(Pages(*self._cache(), self.layers, lanes, seq), self.kept, states)
         logits = self.lane_logits(ids.gather(1, step), lanes.start[:, None] + step, cache, length)
-        self._keep([*self._tail(batch, 0), *cache.states], lanes, slot)
+        self._keep_states(cache.states, lanes, slot)
         return logits
 
     def _read_one_by_one(self, ids: Tensor, lanes: Lanes, slot: Tensor, states: Sequence[Tensor]) -> Tensor:
@@ -223,7 +226,7 @@ class CausalLM(nn.Module):
             places = with_length(places, length)
         values = {
             "input_ids": ids, "position_ids": places, "past_key_values": cache, "cache_params": cache, "use_cache": False,
-            "logits_to_keep": 1, "attention_mask": cache.mask() if self.layers else None,
+            "logits_to_keep": 1, "attention_mask": cache.mask() if self.kept.numbers else None,
         }  # fmt: skip
         made = self.network(**{name: value for name, value in values.items() if name in self.takes})
         return made.logits[:, -1].float()

@@ -18,7 +18,7 @@ from ..errors import ModelError
 from .attention import NAME
 from .comparison.probe import takes_paged
 from .comparison.refusal import told
-from .text_half import NAMES, model_class, text_configuration, without_other_parts
+from .text_half import model_class, without_other_parts
 
 
 PLAIN_ROPES = {"default", "mrope", "su"}
@@ -40,8 +40,7 @@ def quiet() -> Iterator[None]:
 
 
 def folder_configuration(folder: str | os.PathLike[str]) -> PretrainedConfig:
-    """Of a folder with config.json, the text half of a model that reads more than text.  Raises folder-invalid for one that this
-    transformers does not know."""
+    """Of a folder with config.json.  Raises folder-invalid for one that this transformers does not know."""
     try:
         with quiet():
             config = AutoConfig.from_pretrained(folder, local_files_only=True)
@@ -58,7 +57,7 @@ def folder_configuration(folder: str | os.PathLike[str]) -> PretrainedConfig:
             known = ", ".join(sorted({*ROPE_INIT_FUNCTIONS, "default"}))
             what = f"rope type {kind!r} in config.json: expected one of {known}"
             raise ModelError("folder-invalid", f"{folder}: {what}", "a newer transformers may know it")
-    return text_configuration(config)
+    return config
 
 
 def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTrainedModel:
@@ -70,7 +69,7 @@ def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTra
     try:
         with quiet():
             kind = model_class(config) or AutoModelForCausalLM
-            network, info = kind.from_pretrained(folder, key_mapping=NAMES, **options)
+            network, info = kind.from_pretrained(folder, **options)
     except Exception as error:
         raise ModelError("folder-invalid", f"{folder}: transformers cannot load it: {told(error)}") from error
     for name, here, wanted in sorted(info["mismatched_keys"])[:1]:

@@ -72,17 +72,16 @@ def judged_half(name: str, tokens: int) -> str:
     from transformers import AutoConfig
 
     from cgcompile.errors import ModelError
+    from cgcompile.language_models.comparison.probe import check_kind
     from cgcompile.language_models.comparison.refusal import told
     from cgcompile.language_models.comparison.texts import compare_texts, small_reference
     from cgcompile.language_models.networks import folder_configuration, folder_network
-    from cgcompile.language_models.comparison.probe import check_kind
     from cgcompile.language_models.recipe import small
-    from cgcompile.language_models.text_half import WHOLE
+    from cgcompile.language_models.text_half import model_class
 
     try:
         config = AutoConfig.for_model(name, **NEEDED.get(name, {}))
-        kind = next(mapping[type(config)] for mapping in WHOLE if type(config) in mapping)
-        reference = small_reference(config, kind)
+        reference = small_reference(config, model_class(config))
     except Exception as error:  # noqa: BLE001 transformers' own
         return f"no small copy: {told(error)}"
     torch.set_num_threads(1)

@@ -63,7 +63,8 @@ def kept_by_lane(network: PreTrainedModel) -> Kept:
     for number, state in enumerate(getattr(cache, "linear_cache", ())):  # MiniMax's
         if isinstance(state, Tensor):
             states.append(State("recurrent", number, 0, tuple(state.shape[1:]), state.dtype))
-    made = Kept(layers, numbers, states, True)
+    # whoever serves the model finds in a table of keys how many pages there are, and how many tokens in each
+    made = Kept(layers or [Layer(1, 1, 0, 0)], numbers, states, True)
     return states_in_cache(network, made) if config.model_type == "recurrent_gemma" else made
 
 
