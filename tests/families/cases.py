@@ -49,6 +49,8 @@ NEEDED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("ministral", "hunyuan_v1_dense", "hunyuan_v1_moe"), HEADS),
     "nemotron": {"num_key_value_heads": 8, **HEADS},
     "lfm2_moe": {"layer_types": ["full_attention"] * 32, "num_hidden_layers": 32},
+    "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+    "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
     "granitemoehybrid": {"layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 4) * 3 + ["linear_attention"] * 2},
     "xmod": {**DECODER, "default_language": "en_XX"},

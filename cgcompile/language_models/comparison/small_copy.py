@@ -49,7 +49,7 @@ MOST: dict[str, int] = {
     **dict.fromkeys(("mamba_num_heads", "linear_num_value_heads", "time_step_rank", "mamba_dt_rank"), 4),
     **dict.fromkeys(("n_group", "num_expert_group", "topk_group", "n_shared_experts", "zero_expert_num", "num_expert_groups"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    "rotary_dim": DIM, "max_window_layers": 1, "num_nextn_predict_layers": 0, "index_topk": 8, "index_n_heads": 16,
+    "kv_n_heads": 2, "rotary_dim": DIM, "max_window_layers": 1, "num_nextn_predict_layers": 0, "index_topk": 8, "index_n_heads": 16,
 }  # fmt: skip
 """What a number becomes where it is more."""
 
@@ -73,6 +73,11 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, dict) and name not in ("rope_parameters", "rope_scaling", "per_layer_config"):
             values[name] = shrunk(value)
+    text = values.get("text_config")
+    for part in values.values():
+        if isinstance(text, dict) and isinstance(part, dict):  # what reads images ends in the width of the text model
+            part |= {name: text["hidden_size"] for name in ("out_hidden_size", "adapter_out_dim") if name in part and "hidden_size" in text}
+    both = values.get("qk_nope_head_dim"), values.get("qk_rope_head_dim"), values.get("head_dim")
     values = fewer_layers(values)
     values = fewer_heads(values)
     for name, value in values.items():
@@ -88,10 +93,12 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
             values[name] = 3
         elif name in ("pad_token_id", "bos_token_id", "eos_token_id") and isinstance(value, list):
             values[name] = 2
+    if all(isinstance(size, int) for size in both) and both[0] + both[1] == both[2]:
+        values["head_dim"] = 2 * DIM
     if isinstance(layers := values.get("per_layer_config"), dict):  # what some layers have instead
         values["per_layer_config"] = {
             layer: {
-                name: 2 * DIM if name == "head_dim" else 1 if name in KEY_HEADS else shrunk({name: value})[name]
+                name: 2 * DIM if name == "head_dim" else 1 if name in KEY_HEADS and "num_attention_heads" not in changes else shrunk({name: value})[name]
                 for name, value in changes.items()
             }
             for layer, changes in layers.items()
@@ -150,6 +157,9 @@ def fewer_layers(values: dict[str, Any]) -> dict[str, Any]:
         layers = list(range(4))
     if isinstance(pattern := values.get("block_types"), list):
         layers = list(range(len(pattern)))
+    if isinstance(values.get("num_layers_per_stack"), int):  # of stacks that every token goes through several times
+        values |= {"num_layers_per_stack": 1}
+        layers = list(range(values["H_cycles"] * (values["L_cycles"] + 1)))
     for name in LAYERS:
         if isinstance(values.get(name), int):
             values[name] = len(layers)
@@ -180,6 +190,8 @@ def small_context(values: dict[str, Any]) -> dict[str, Any]:
             values["max_position_embeddings"] = CONTEXT
         elif kind == "longrope" and longest and before:
             values["max_position_embeddings"] = max(CONTEXT, CONTEXT * longest // before)
+        if int(DIM * rope.get("partial_rotary_factor", 1.0)) % 2:
+            rope["partial_rotary_factor"] = (int(DIM * rope["partial_rotary_factor"]) + 1) / DIM
         angles = int(DIM * rope.get("partial_rotary_factor", 1.0)) // 2
         for name in ("short_factor", "long_factor"):
             if name in rope:

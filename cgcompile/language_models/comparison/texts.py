@@ -94,7 +94,17 @@ def compare_texts(
         different = [place for place, pair in enumerate(zip(text, expected, strict=True)) if not same(*pair)]
         if different:
             what = f"text differs from transformers' generate at token {different[0]} of a prompt of length {len(prompt)}"
+            if not counts_from_zero(reference, prompt):
+                what = "it counts positions itself, and not from 0, where generate gives it no position_ids"
             raise refusal(network.config, f"{what} (small copy; {features(network.config)})", "serve it with transformers")
+
+
+def counts_from_zero(network: PreTrainedModel, prompt: Sequence[int]) -> bool:
+    """Whether a model gives the same logits when it counts positions itself."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        counted, named = network(input_ids=ids).logits, network(input_ids=ids, position_ids=torch.arange(len(prompt))[None]).logits
+    return torch.allclose(counted, named, rtol=1e-3, atol=1e-3)
 
 
 def compare_weights(network: PreTrainedModel, served: Callable[[PreTrainedModel], nn.Module]) -> None:
