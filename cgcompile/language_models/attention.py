@@ -186,8 +186,8 @@ AttentionInterface.register(NAME, attention)
 
 
 def write(cache: Tensor, rows: Tensor, lanes: Lanes, *, last: bool = False) -> None:
-    """Puts the first rows of (batch, seq, key heads, dim) that count, or the `last` ones, into a layer's pages.  What does not count
-    is zeros on page 0, which never changes."""
+    """Puts the first rows of (batch, seq, key heads, dim) that count, or the `last` ones, into a layer's pages.  What does not
+    count is zeros on page 0, which never changes."""
     step = torch.arange(rows.shape[1], device=rows.device)
     if last:
         step = step + (lanes.count - rows.shape[1])[:, None]
@@ -199,8 +199,8 @@ def write(cache: Tensor, rows: Tensor, lanes: Lanes, *, last: bool = False) -> N
 
 
 def ending_together(cache: Tensor, pages: Tensor, paged: Tensor, end: Tensor, tail: Tensor | None = None) -> Tensor:
-    """The tokens of every lane up to `end` (batch,), as many as its pages have places for, (batch, key heads, tokens, dim): the first
-    `paged` (batch,) of its text are on the pages, the others in `tail` (batch, key heads, turns, dim).
+    """The tokens of every lane up to `end` (batch,), as many as its pages have places for, (batch, key heads, tokens, dim).  The
+    first `paged` (batch,) of its text are on the pages, the others in `tail` (batch, key heads, turns, dim).
 
     What stands before a text's first token is some other token's.
     """

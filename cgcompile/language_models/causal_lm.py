@@ -153,9 +153,7 @@ class CausalLM(nn.Module):
     def _tail(self, batch: int, turns: int) -> list[Tensor]:
         """Zeros for the keys and the values of so many tokens of every lane, layer by layer."""
         return [
-            each.new_zeros(batch, each.shape[1], turns, each.shape[3])
-            for pair in zip(*self._cache(), strict=True)
-            for each in pair
+            each.new_zeros(batch, each.shape[1], turns, each.shape[3]) for pair in zip(*self._cache(), strict=True) for each in pair
         ]
 
     def _states(self, start: Tensor, slot: Tensor) -> list[Tensor]:
@@ -193,7 +191,7 @@ class CausalLM(nn.Module):
 
         A state is of all tokens that a row has.  So tokens are read one by one where layers have any.
         """
-        batch, seq = ids.shape
+        seq = ids.shape[1]
         states = self._states(lanes.start, slot)
         if states and seq > 1:
             return self._read_one_by_one(ids, lanes, slot, states)

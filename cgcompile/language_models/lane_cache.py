@@ -32,8 +32,8 @@ class State(NamedTuple):
 
 
 class Kept(NamedTuple):
-    """What a model keeps of the tokens before: `layers` with keys, `numbers` of these by their number among all layers, and `states`.
-    `by_lane`: it is called with a row for every lane, and a LaneCache; else with all tokens in one row.
+    """What a model keeps of the tokens before: `layers` with keys, `numbers` of these by their number among all layers, and
+    `states`.  `by_lane`: it is called with a row for every lane, and a LaneCache; else with all tokens in one row.
 
     An index of tokens, by which a layer chooses those that it attends to, has a number as ("index", layer): one half of its keys
     lies among the keys, the other among the values.

@@ -18,8 +18,7 @@ from ..errors import ModelError
 from .attention import NAME
 from .comparison.probe import takes_paged
 from .comparison.refusal import told
-from .text_half import model_class, without_other_parts
-
+from .text_half import maker, without_other_parts
 
 PLAIN_ROPES = {"default", "mrope", "su"}
 """Types of ropes that models compute themselves, beside those that transformers has functions for."""
@@ -68,8 +67,7 @@ def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTra
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # which are refused below, by name
     try:
         with quiet():
-            kind = model_class(config) or AutoModelForCausalLM
-            network, info = kind.from_pretrained(folder, **options)
+            network, info = (maker(config) or AutoModelForCausalLM).from_pretrained(folder, **options)
     except Exception as error:
         raise ModelError("folder-invalid", f"{folder}: transformers cannot load it: {told(error)}") from error
     for name, here, wanted in sorted(info["mismatched_keys"])[:1]:
@@ -88,7 +86,7 @@ def implementations(config: PretrainedConfig) -> dict[str, str]:
 
 def over_pages(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a configuration, with random weights and attention over pages."""
-    network = (model_class(config) or AutoModelForCausalLM)._from_config(config, dtype=dtype, **implementations(config))
+    network = (maker(config) or AutoModelForCausalLM).from_config(config, dtype=dtype, **implementations(config))
     return without_collection(without_other_parts(network).eval())
 
 

@@ -6,29 +6,36 @@ decoder, does not.  So transformers makes and loads the whole model, from which 
 
 from __future__ import annotations
 
-from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+from typing import Any
 
-WHOLE = (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING)
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
+
+WHOLE = (AutoModelForImageTextToText, AutoModelForMultimodalLM)
+"""What makes models that read more than text."""
 
 
-def has_other_parts(config: PretrainedConfig) -> bool:
-    """Whether the text model is a part of what the configuration describes."""
-    return "text_config" in config.sub_configs and any(type(config) in mapping for mapping in WHOLE)
+def maker(config: PretrainedConfig) -> Any:
+    """The class of transformers that makes and loads the model that writes text; None where it has none."""
+    kinds = (AutoModelForCausalLM, *(WHOLE if "text_config" in config.sub_configs else ()))
+    return next((kind for kind in kinds if type(config) in kind._model_mapping), None)
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The class of transformers that writes text for this configuration; None where there is none."""
-    for mapping in (*WHOLE, MODEL_FOR_CAUSAL_LM_MAPPING) if has_other_parts(config) else (MODEL_FOR_CAUSAL_LM_MAPPING,):
-        if type(config) in mapping:
-            kind = mapping[type(config)]
-            return kind[0] if isinstance(kind, tuple) else kind
-    return None
+    """The class of that model."""
+    kind = maker(config)
+    wanted = None if kind is None else kind._model_mapping[type(config)]
+    return wanted[0] if isinstance(wanted, tuple) else wanted
 
 
 def without_other_parts(network: PreTrainedModel) -> PreTrainedModel:
     """The model without what reads images and sound."""
-    if not has_other_parts(network.config):
+    if not any(type(network.config) in kind._model_mapping for kind in WHOLE):
         return network
     kept = {network.get_decoder(), network.get_output_embeddings()}
     inner = getattr(network, network.base_model_prefix, network)

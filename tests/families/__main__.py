@@ -62,7 +62,7 @@ def halves() -> list[str]:
     """Models that read more than text, and have a part that is a language model."""
     from cgcompile.language_models.text_half import WHOLE
 
-    configs = {config.model_type: config for mapping in WHOLE for config in mapping}
+    configs = {config.model_type: config for kind in WHOLE for config in kind._model_mapping}
     return [name + HALF for name, config in sorted(configs.items()) if "text_config" in config.sub_configs]
 
 
@@ -77,11 +77,12 @@ def judged_half(name: str, tokens: int) -> str:
     from cgcompile.language_models.comparison.texts import compare_texts, small_reference
     from cgcompile.language_models.networks import folder_configuration, folder_network
     from cgcompile.language_models.recipe import small
-    from cgcompile.language_models.text_half import model_class
+    from cgcompile.language_models.text_half import WHOLE
 
     try:
         config = AutoConfig.for_model(name, **NEEDED.get(name, {}))
-        reference = small_reference(config, model_class(config))
+        kind = next(kind for kind in WHOLE if type(config) in kind._model_mapping)
+        reference = small_reference(config, kind)
     except Exception as error:  # noqa: BLE001 transformers' own
         return f"no small copy: {told(error)}"
     torch.set_num_threads(1)
@@ -91,8 +92,7 @@ def judged_half(name: str, tokens: int) -> str:
             check_kind(folder_configuration(folder))
             compare_texts(folder_network(folder, torch.float32), reference, small, tokens, tokens)
         except ModelError as error:
-            kind = "WRONG" if "text differs" in str(error) else "refused"
-            return f"{kind}: {error}"
+            return f"{'WRONG' if 'text differs' in str(error) else 'refused'}: {error}"
         except Exception as error:  # noqa: BLE001 what it is about
             return f"traceback: {told(error)}"
     return "equal"

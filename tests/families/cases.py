@@ -52,7 +52,7 @@ NEEDED: dict[str, dict[str, Any]] = {
     "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
     "dbrx": {"attn_config": {"rope_theta": 1e4, "kv_n_heads": 8, "clip_qkv": 8.0}},
     "bamba": {"attn_layer_indices": [9, 18, 27]},
-    "granitemoehybrid": {"layer_types": (["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 4) * 3 + ["linear_attention"] * 2},
+    "granitemoehybrid": {"layer_types": ["linear_attention"] * 5 + ["full_attention"] + ["linear_attention"] * 26},
     "xmod": {**DECODER, "default_language": "en_XX"},
     "deepseek_v2": {"num_experts_per_tok": 6, "moe_intermediate_size": 1407},
     "dots1": {"n_routed_experts": 8, "n_shared_experts": 1, "num_experts_per_tok": 2, "first_k_dense_replace": 1},

@@ -21,8 +21,8 @@ SERVE = "serve it with transformers"
 
 
 def probe_cache(network: PreTrainedModel) -> Kept:
-    """By a call of `paged` attention where the model has that, else of its own.  Raises language-model-refused for a model that keeps
-    something else than keys, values and states, or nothing."""
+    """By a call of `paged` attention where the model has that, else of its own.  Raises language-model-refused for a model that
+    keeps something else than keys, values and states, or nothing."""
     config = network.config
     if config._attn_implementation != "eager":
         try:

@@ -76,7 +76,11 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     text = values.get("text_config")
     for part in values.values():
         if isinstance(text, dict) and isinstance(part, dict):  # what reads images ends in the width of the text model
-            part |= {name: text["hidden_size"] for name in ("out_hidden_size", "adapter_out_dim") if name in part and "hidden_size" in text}
+            part |= {
+                name: text["hidden_size"]
+                for name in ("out_hidden_size", "adapter_out_dim")
+                if name in part and "hidden_size" in text
+            }
     both = values.get("qk_nope_head_dim"), values.get("qk_rope_head_dim"), values.get("head_dim")
     values = fewer_layers(values)
     values = fewer_heads(values)
@@ -96,14 +100,14 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     if all(isinstance(size, int) for size in both) and both[0] + both[1] == both[2]:
         values["head_dim"] = 2 * DIM
     if isinstance(layers := values.get("per_layer_config"), dict):  # what some layers have instead
-        values["per_layer_config"] = {
-            layer: {
-                name: 2 * DIM if name == "head_dim" else 1 if name in KEY_HEADS and "num_attention_heads" not in changes else shrunk({name: value})[name]
-                for name, value in changes.items()
-            }
-            for layer, changes in layers.items()
-        }
+        values["per_layer_config"] = {layer: shrunk_layer(changes) for layer, changes in layers.items()}
     return small_context(values)
+
+
+def shrunk_layer(changes: dict[str, Any]) -> dict[str, Any]:
+    """What one layer has instead, made small and still another than that of most layers."""
+    other = {"head_dim": 2 * DIM} | ({} if "num_attention_heads" in changes else dict.fromkeys(KEY_HEADS, 1))
+    return {name: other.get(name, shrunk({name: value})[name]) for name, value in changes.items()}
 
 
 def fewer_heads(values: dict[str, Any]) -> dict[str, Any]:

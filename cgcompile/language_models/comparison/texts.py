@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from ..attention import NAME
 from ..networks import over_pages
 from ..sampling import Sampling
-from ..text_half import model_class
+from ..text_half import maker
 from .independence import check_independence
 from .probe import check_kind
 from .refusal import place_of, refusal, told
@@ -143,7 +143,7 @@ def same(mine: Written, right: Written) -> bool:
 def small_networks(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The small copy twice, with the same weights in float32: over pages, and as transformers runs it."""
     try:
-        reference = small_reference(config, model_class(config) or AutoModelForCausalLM)
+        reference = small_reference(config, maker(config) or AutoModelForCausalLM)
         network = over_pages(small_copy(config), torch.float32)
         strange = network.load_state_dict(reference.state_dict(), strict=False)  # which has parts that read images, too
         if strange.missing_keys:
@@ -158,10 +158,10 @@ def small_networks(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTraine
 
 
 def small_reference(config: PretrainedConfig, kind: Any) -> PreTrainedModel:
-    """The small copy as transformers runs it, of a class of models."""
+    """The small copy as transformers runs it; `kind` makes it."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        reference = kind._from_config(small_copy(config), attn_implementation="eager", dtype=torch.float32).eval()
+        reference = kind.from_config(small_copy(config), attn_implementation="eager", dtype=torch.float32).eval()
         with torch.no_grad():
             for weight in reference.parameters():
                 weight += torch.randn_like(weight) * SPREAD
