@@ -121,7 +121,7 @@ class CausalLM(nn.Module):
             turn: Tensor, token: Tensor, made: Tensor, on: Tensor, tokens: Tensor, logprobs: Tensor, seen: Tensor, *carried: Tensor
         ) -> tuple[Tensor, ...]:
             seen = seen | (torch.arange(self.vocabulary, device=token.device) == token[:, None]) & on[:, None]
-            logits, carried = self._turn(token[:, None], start, turn, on, pages, carried)
+            logits, new_carried = self._turn(token[:, None], start, turn, on, pages, carried)
             new = sample(logits, seen, start + turn + 1, sampling)
             logprob = log_probability(logits, new)
             now = (turns == turn) & on[:, None]
@@ -131,7 +131,7 @@ class CausalLM(nn.Module):
                 on = on & (start + turn + 1 != self.reread_at)
             return (
                 turn + 1, new, made, on, torch.where(now, new[:, None], tokens), torch.where(now, logprob[:, None], logprobs), seen,
-                *carried,
+                *new_carried,
             )  # fmt: skip
 
         zero = torch.zeros_like(start)
@@ -209,8 +209,8 @@ class CausalLM(nn.Module):
 
         def step(turn: Tensor, logits: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
             on = turn < lanes.count
-            new, carried = self._turn(ids.index_select(1, turn.view(1)), lanes.start, turn, on, lanes.pages, carried)
-            return turn + 1, torch.where(on[:, None], new, logits), *carried
+            new, new_carried = self._turn(ids.index_select(1, turn.view(1)), lanes.start, turn, on, lanes.pages, carried)
+            return turn + 1, torch.where(on[:, None], new, logits), *new_carried
 
         logits = torch.zeros(batch, self.vocabulary, device=ids.device)
         begin = (torch.zeros_like(lanes.start[0]), logits, *self._tail(batch, seq), *states)

@@ -55,7 +55,7 @@ class LaneCache(Cache):
         self.tokens, self.numbers = tokens, kept.numbers
         self.rows = {(state.kind, state.layer, state.number): row for row, state in enumerate(kept.states)}
         self.states = [state.clone() for state in states]  # which the model's code writes to
-        self.layers = []
+        self.layers: list[Any] = []
         self.width = tokens.pages.shape[1] * PAGE
 
     def mask(self) -> Tensor:

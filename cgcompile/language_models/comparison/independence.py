@@ -49,14 +49,16 @@ def check_independence(model: Any) -> None:
 
 def check_places(model: Any) -> None:
     """Raises language-model-refused where the same text is read differently behind more padding.  `model` is called by lane."""
-    ids, count, start, slot = torch.arange(4, 9)[None], torch.tensor([5]), torch.tensor([0]), torch.tensor([1])
+    ids, count, start = torch.arange(4, 9)[None], torch.tensor([5]), torch.tensor([0])
     greedy = Sampling(*[torch.tensor([value]) for value in (0.0, 0, 1.0, 1.0, 0, 0)])
     length = [count] if model.by_length else []
     try:
         with torch.no_grad():
             near, far = [
-                model.prefill(ids, count, start, torch.arange(1, blocks + 1)[None], slot, greedy, *length)["logprob"]
-                for blocks in (2, 4)
+                model.prefill(ids, count, start, torch.arange(1, blocks + 1)[None], torch.tensor([slot]), greedy, *length)[
+                    "logprob"
+                ]
+                for slot, blocks in ((1, 2), (2, 4))
             ]
     except Exception as error:
         raise refusal(model.network.config, f"its code does not run over pages: {told(error)}", ANOTHER) from error

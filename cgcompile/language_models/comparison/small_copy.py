@@ -81,7 +81,8 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
                 for name in ("out_hidden_size", "adapter_out_dim")
                 if name in part and "hidden_size" in text
             }
-    both = values.get("qk_nope_head_dim"), values.get("qk_rope_head_dim"), values.get("head_dim")
+    parts = [values.get(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    whole = all(parts) and sum(parts) == values.get("head_dim")
     values = fewer_layers(values)
     values = fewer_heads(values)
     for name, value in values.items():
@@ -97,7 +98,7 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
             values[name] = 3
         elif name in ("pad_token_id", "bos_token_id", "eos_token_id") and isinstance(value, list):
             values[name] = 2
-    if all(isinstance(size, int) for size in both) and both[0] + both[1] == both[2]:
+    if whole:
         values["head_dim"] = 2 * DIM
     if isinstance(layers := values.get("per_layer_config"), dict):  # what some layers have instead
         values["per_layer_config"] = {layer: shrunk_layer(changes) for layer, changes in layers.items()}

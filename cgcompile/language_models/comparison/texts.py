@@ -267,7 +267,7 @@ def texts_over_pages(model: Any, prompts: Sequence[Sequence[int]], tokens: int, 
     except Exception as error:
         what = f"its code does not run over pages: {told(error)}"
         raise refusal(model.network.config, what, "serve it with transformers") from error
-    return [first, *desk.written[1:], desk.written[0]]
+    return [first, *[written[: tokens + TURNS] for written in desk.written[1:]], desk.written[0]]
 
 
 def by_generate(network: PreTrainedModel, prompt: Sequence[int], count: int) -> list[Written]:
