@@ -62,7 +62,7 @@ class Pages:
 
     def __init__(self, keys: Sequence[Tensor], values: Sequence[Tensor], layers: Sequence[Layer], lanes: Lanes, seq: int) -> None:
         self.keys, self.values, self.layers, self.lanes, self.seq = keys, values, layers, lanes, seq
-        self.batch = lanes.start.shape[0]
+        self.start, self.pages, self.batch = lanes.start, lanes.pages, lanes.start.shape[0]
 
     def places(self) -> Tensor:
         """Where in its text every token is, int64 (batch, seq)."""
@@ -80,6 +80,17 @@ class Pages:
             return mixed[:, None].to(query.dtype)
         return paged_prefill(query, keys, values, lanes.pages, lanes.start, lanes.count, scores.sinks, *scores.numbers())
 
+    def ends(self) -> Tensor:
+        """How many tokens every lane has with those of this call, int64 (batch,)."""
+        return self.lanes.start + self.lanes.count
+
+    def put(self, kind: str, layer: int, rows: Tensor) -> Tensor:
+        """Writes `rows` (batch, key heads, seq, dim) of a call whose lanes end together, and gives all tokens up to those, as many
+        as the block table has places for, (batch, key heads, tokens, dim).  `kind`: "keys" or "values"."""
+        cache = getattr(self, kind)[layer]
+        write(cache, as_wide(rows, cache.shape[3]).transpose(1, 2), self.lanes, last=True)
+        return ending_together(cache, self.pages, self.ends(), self.ends())[..., : rows.shape[3]]
+
 
 class Loop:
     """A loop's tokens stay beside the pages until it ends: a loop may read what a call was given, and writes to what it carries.
@@ -93,7 +104,7 @@ class Loop:
         start: Tensor, turn: Tensor,
     ) -> None:  # fmt: skip
         self.keys, self.values, self.layers, self.pages, self.start, self.turn = keys, values, layers, pages, start, turn
-        self.batch = start.shape[0]
+        self.batch, self.seq = start.shape[0], 1
         self.tail = list(tail)
 
     def places(self) -> Tensor:
@@ -122,6 +133,16 @@ class Loop:
         new, more = partials(query[:, 0], tail_keys, tail_values, seen, None, scores.scale, scores.softcap)
         share = torch.sigmoid(weight - more)[..., None]  # exp(weight) / (exp(weight) + exp(more))
         return (old * share + new * (1 - share))[:, None].to(query.dtype)
+
+    def ends(self) -> Tensor:
+        """How many tokens every lane has with that of this turn, int64 (batch,)."""
+        return self.start + self.turn + 1
+
+    def put(self, kind: str, layer: int, rows: Tensor) -> Tensor:
+        """`Pages.put` for one token of each lane, which goes into the tail."""
+        cache, place = getattr(self, kind)[layer], 2 * layer + (kind == "values")
+        self.tail[place] = self.tail[place].index_copy(2, self.turn.view(1), as_wide(rows, cache.shape[3]))
+        return ending_together(cache, self.pages, self.start, self.ends(), self.tail[place])[..., : rows.shape[3]]
 
 
 class Scores(NamedTuple):
@@ -164,10 +185,30 @@ def as_wide(rows: Tensor, dim: int) -> Tensor:
 AttentionInterface.register(NAME, attention)
 
 
-def write(cache: Tensor, rows: Tensor, lanes: Lanes) -> None:
-    """Puts rows (batch, seq, key heads, dim) into a layer's pages.  What does not count is zeros on page 0, which never changes."""
+def write(cache: Tensor, rows: Tensor, lanes: Lanes, *, last: bool = False) -> None:
+    """Puts the first rows of (batch, seq, key heads, dim) that count, or the `last` ones, into a layer's pages.  What does not
+    count is zeros on page 0, which never changes."""
     step = torch.arange(rows.shape[1], device=rows.device)
-    counts = step < lanes.count[:, None]
-    places = lanes.positions(rows.shape[1])
+    if last:
+        step = step + (lanes.count - rows.shape[1])[:, None]
+        counts, places = step >= 0, lanes.start[:, None] + step.clamp(min=0)
+    else:
+        counts, places = step < lanes.count[:, None], lanes.positions(rows.shape[1])
     page = torch.where(counts, lanes.pages.gather(1, places // PAGE), 0)
     cache[page, :, places % PAGE] = torch.where(counts[..., None, None], rows, 0)
+
+
+def ending_together(cache: Tensor, pages: Tensor, paged: Tensor, end: Tensor, tail: Tensor | None = None) -> Tensor:
+    """The tokens of every lane up to `end` (batch,), as many as its pages have places for, (batch, key heads, tokens, dim).  The
+    first `paged` (batch,) of its text are on the pages, the others in `tail` (batch, key heads, turns, dim).
+
+    What stands before a text's first token is some other token's.
+    """
+    width = pages.shape[1] * PAGE
+    place = end[:, None] - width + torch.arange(width, device=end.device)
+    inside = place.clamp(0, width - 1)
+    rows = cache[pages.gather(1, inside // PAGE), :, inside % PAGE].transpose(1, 2)
+    if tail is None:
+        return rows.contiguous()  # some models' code takes a view of them
+    turn = (place - paged[:, None]).clamp(0, tail.shape[2] - 1)[:, None, :, None].expand(-1, tail.shape[1], -1, tail.shape[3])
+    return torch.where((place >= paged[:, None])[:, None, :, None], tail.gather(2, turn), rows)

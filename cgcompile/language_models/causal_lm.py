@@ -14,14 +14,17 @@ off has count 0 (`generate`: limit 0), pages 0 and slot 0, and changes nothing.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from .attention import Lanes, Loop, Pages, empty_pages, write
-from .comparison.probe import Probe, probe_layers
+from .comparison.cache_probe import probe_cache
+from .comparison.probe import Probe
 from .control_flow import while_loop
+from .lane_cache import LaneCache
 from .positions import depends_on_length, reread_length, ropes_by_length, temperatures_by_place, with_length
 from .sampling import Sampling, alternatives, log_probability, sample
 from .settings import PAGE
@@ -33,27 +36,34 @@ Result = dict[str, Tensor]
 
 
 class CausalLM(nn.Module):
-    """A model of transformers whose attention is `paged`, with its cache.
+    """A model of transformers with its cache.  Its attention is `paged`, or its own over keys that lie in pages (lane_cache.py).
 
-    The buffers, which calls change: `keys_N` and `values_N` of layer N, (pages, key heads, PAGE, dim); `seen`, bool (slots,
-    vocabulary), which tokens the text of a slot has.
+    The buffers, which calls change: `keys_N` and `values_N` of the N-th layer that has any, (pages, key heads, PAGE, dim);
+    `state_N`, (slots, ...), of layers that carry a state from token to token; `seen`, bool (slots, vocabulary), which tokens the
+    text of a slot has.
     """
 
     def __init__(self, network: Any, pages: int, slots: int, turns: int) -> None:
         """`network`: of `networks`, with attention over pages.  `pages` of PAGE tokens and `slots`, those of nobody among them;
         `turns`: tokens that `generate` makes at most.  Raises language-model-refused."""
         super().__init__()
-        self.network = temperatures_by_place(ropes_by_length(network))
+        self.network = ropes_by_length(network)
         self.by_length, self.reread_at = depends_on_length(network.config), reread_length(network)
-        self.keeps_rows = "logits_to_keep" in inspect.signature(network.forward).parameters
+        self.takes = tuple(inspect.signature(network.forward).parameters)
         self.turns = turns
         self.vocabulary = network.config.get_text_config().vocab_size
         weight = next(network.parameters())
-        self.layers = probe_layers(network)
+        self.kept = probe_cache(network)
+        self.layers = self.kept.layers
+        if not self.kept.by_lane:
+            temperatures_by_place(network)
         for number, layer in enumerate(self.layers):
             for name in ("keys", "values"):
                 cache = empty_pages((pages, layer.heads, PAGE, layer.dim), weight.dtype, weight.device)
                 self.register_buffer(f"{name}_{number}", cache, persistent=False)
+        for number, state in enumerate(self.kept.states):
+            rows = torch.zeros(slots, *state.shape, dtype=state.dtype, device=weight.device)
+            self.register_buffer(f"state_{number}", rows, persistent=False)
         seen = torch.zeros(slots, self.vocabulary, dtype=torch.bool, device=weight.device)
         self.register_buffer("seen", seen, persistent=False)
 
@@ -73,9 +83,11 @@ class CausalLM(nn.Module):
         """
         lanes = Lanes(start, count, pages)
         batch, seq = ids.shape
-        keys, values = self._cache()
-        last = torch.arange(batch, device=ids.device) * seq + (count - 1).clamp(min=0)
-        logits = self.logits(ids, lanes.positions(seq), Pages(keys, values, self.layers, lanes, seq), last, length)
+        if self.kept.by_lane:
+            logits = self._read(ids, lanes, slot, length)
+        else:
+            last = torch.arange(batch, device=ids.device) * seq + (count - 1).clamp(min=0)
+            logits = self.logits(ids, lanes.positions(seq), Pages(*self._cache(), self.layers, lanes, seq), last, length)
         counts = torch.arange(seq, device=ids.device) < count[:, None]
         seen = self.seen[slot] & (start > 0)[:, None]
         seen = seen.scatter(1, torch.where(counts, ids, ids[:, :1]), True) & (count > 0)[:, None]
@@ -98,25 +110,18 @@ class CausalLM(nn.Module):
         Gives `tokens`, int64 (batch, turns), the stop token among them and -1 behind it; `logprobs`, float32, the same shape; and
         `count`, int64 (batch,); and `reread` as `prefill` does: a lane ends there, too.
         """
-        keys, values = self._cache()
         batch = ids.shape[0]
-        tail = [
-            each.new_zeros(batch, each.shape[1], self.turns, each.shape[3])
-            for pair in zip(keys, values, strict=True)
-            for each in pair
-        ]
+        tail, states = self._tail(batch, self.turns), self._states(start, slot)
         turns = torch.arange(self.turns, device=ids.device)
 
         def more(turn: Tensor, token: Tensor, made: Tensor, on: Tensor, *_: Tensor) -> Tensor:
             return (turn < self.turns) & on.any()
 
         def step(
-            turn: Tensor, token: Tensor, made: Tensor, on: Tensor, tokens: Tensor, logprobs: Tensor, seen: Tensor, *tail: Tensor
+            turn: Tensor, token: Tensor, made: Tensor, on: Tensor, tokens: Tensor, logprobs: Tensor, seen: Tensor, *carried: Tensor
         ) -> tuple[Tensor, ...]:
-            cache = Loop(keys, values, self.layers, tail, pages, start, turn)
-            place = torch.where(on, start + turn, 0)
             seen = seen | (torch.arange(self.vocabulary, device=token.device) == token[:, None]) & on[:, None]
-            logits = self.logits(token[:, None], place[:, None], cache, torch.arange(batch, device=token.device))
+            logits, new_carried = self._turn(token[:, None], start, turn, on, pages, carried)
             new = sample(logits, seen, start + turn + 1, sampling)
             logprob = log_probability(logits, new)
             now = (turns == turn) & on[:, None]
@@ -126,15 +131,14 @@ class CausalLM(nn.Module):
                 on = on & (start + turn + 1 != self.reread_at)
             return (
                 turn + 1, new, made, on, torch.where(now, new[:, None], tokens), torch.where(now, logprob[:, None], logprobs), seen,
-                *cache.tail,
+                *new_carried,
             )  # fmt: skip
 
         zero = torch.zeros_like(start)
         tokens = torch.full((batch, self.turns), -1, dtype=torch.int64, device=ids.device)
-        begin = (zero[0].clone(), ids[:, 0].clone(), zero, limit > 0, tokens, tokens * 0.0, self.seen[slot], *tail)
-        _, _, made, _, tokens, logprobs, seen, *tail = while_loop(more, step, begin)
-        for cache, rows in zip([each for pair in zip(keys, values, strict=True) for each in pair], tail, strict=True):
-            write(cache, rows.transpose(1, 2), Lanes(start, made, pages))
+        begin = (zero[0].clone(), ids[:, 0].clone(), zero, limit > 0, tokens, tokens * 0.0, self.seen[slot], *tail, *states)
+        _, _, made, _, tokens, logprobs, seen, *carried = while_loop(more, step, begin)
+        self._keep(carried, Lanes(start, made, pages), slot)
         self.seen[slot] = seen & (limit > 0)[:, None]
         return {"tokens": tokens, "logprobs": logprobs, "count": made} | self._reread(start + made)
 
@@ -145,6 +149,85 @@ class CausalLM(nn.Module):
     def _cache(self) -> tuple[list[Tensor], list[Tensor]]:
         keys, values = [[self.get_buffer(f"{name}_{layer}") for layer in range(len(self.layers))] for name in ("keys", "values")]
         return keys, values
+
+    def _tail(self, batch: int, turns: int) -> list[Tensor]:
+        """Zeros for the keys and the values of so many tokens of every lane, layer by layer."""
+        return [
+            each.new_zeros(batch, each.shape[1], turns, each.shape[3]) for pair in zip(*self._cache(), strict=True) for each in pair
+        ]
+
+    def _states(self, start: Tensor, slot: Tensor) -> list[Tensor]:
+        """What the layers carry of every lane's text: zeros where the text begins."""
+        states = [self.get_buffer(f"state_{number}")[slot] for number in range(len(self.kept.states))]
+        return [where_lanes(start > 0, state, torch.zeros_like(state)) for state in states]
+
+    def _keep(self, carried: Sequence[Tensor], lanes: Lanes, slot: Tensor) -> None:
+        """Writes what a loop carried: keys and values onto the pages, states into the slots."""
+        tail, states = carried[: 2 * len(self.layers)], carried[2 * len(self.layers) :]
+        for cache, rows in zip([each for pair in zip(*self._cache(), strict=True) for each in pair], tail, strict=True):
+            write(cache, rows.transpose(1, 2), lanes)
+        self._keep_states(states, lanes, slot)
+
+    def _keep_states(self, states: Sequence[Tensor], lanes: Lanes, slot: Tensor) -> None:
+        for number, state in enumerate(states):
+            self.get_buffer(f"state_{number}")[slot] = where_lanes(lanes.count > 0, state, torch.zeros_like(state))
+
+    def _turn(
+        self, ids: Tensor, start: Tensor, turn: Tensor, on: Tensor, pages: Tensor, carried: Sequence[Tensor]
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The logits behind one token of each lane, `ids` (batch, 1), the `turn`-th of a loop; and what the loop carries then: the
+        tail of every layer, and states, which stay as they are where a lane is not `on`."""
+        tail, states = carried[: 2 * len(self.layers)], carried[2 * len(self.layers) :]
+        tokens = Loop(*self._cache(), self.layers, tail, pages, start, turn)
+        places = torch.where(on, start + turn, 0)[:, None]
+        if not self.kept.by_lane:
+            return self.logits(ids, places, tokens, torch.arange(len(ids), device=ids.device)), tokens.tail
+        cache = LaneCache(tokens, self.kept, states)
+        logits = self.lane_logits(ids, places, cache, None)
+        return logits, tokens.tail + [where_lanes(on, *pair) for pair in zip(cache.states, states, strict=True)]
+
+    def _read(self, ids: Tensor, lanes: Lanes, slot: Tensor, length: Tensor | None) -> Tensor:
+        """`prefill` of a model that is called with a row for every lane -> its logits.
+
+        A state is of all tokens that a row has.  So tokens are read one by one where layers have any.
+        """
+        seq = ids.shape[1]
+        states = self._states(lanes.start, slot)
+        if states and seq > 1:
+            return self._read_one_by_one(ids, lanes, slot, states)
+        step = (torch.arange(seq, device=ids.device) + (lanes.count - seq)[:, None]).clamp(min=0)
+        cache = LaneCache(Pages(*self._cache(), self.layers, lanes, seq), self.kept, states)
+        logits = self.lane_logits(ids.gather(1, step), lanes.start[:, None] + step, cache, length)
+        self._keep_states(cache.states, lanes, slot)
+        return logits
+
+    def _read_one_by_one(self, ids: Tensor, lanes: Lanes, slot: Tensor, states: Sequence[Tensor]) -> Tensor:
+        batch, seq = ids.shape
+
+        def more(turn: Tensor, *_: Tensor) -> Tensor:
+            return turn < lanes.count.max()
+
+        def step(turn: Tensor, logits: Tensor, *carried: Tensor) -> tuple[Tensor, ...]:
+            on = turn < lanes.count
+            new, new_carried = self._turn(ids.index_select(1, turn.view(1)), lanes.start, turn, on, lanes.pages, carried)
+            return turn + 1, torch.where(on[:, None], new, logits), *new_carried
+
+        logits = torch.zeros(batch, self.vocabulary, device=ids.device)
+        begin = (torch.zeros_like(lanes.start[0]), logits, *self._tail(batch, seq), *states)
+        _, logits, *carried = while_loop(more, step, begin)
+        self._keep(carried, lanes, slot)
+        return logits
+
+    def lane_logits(self, ids: Tensor, places: Tensor, cache: LaneCache, length: Tensor | None) -> Tensor:
+        """ids and places (batch, seq), where all lanes end together -> float32 (batch, vocabulary), of the last token of each."""
+        if self.by_length:
+            places = with_length(places, length)
+        values = {
+            "input_ids": ids, "position_ids": places, "past_key_values": cache, "cache_params": cache, "use_cache": False,
+            "logits_to_keep": 1, "attention_mask": cache.mask() if self.kept.numbers else None,
+        }  # fmt: skip
+        made = self.network(**{name: value for name, value in values.items() if name in self.takes})
+        return made.logits[:, -1].float()
 
     def logits(
         self, ids: Tensor, places: Tensor, cache: Pages | Loop | Probe, rows: Tensor, length: Tensor | None = None
@@ -158,4 +241,9 @@ class CausalLM(nn.Module):
         made = self.network(
             input_ids=ids.reshape(1, -1), position_ids=places.reshape(1, -1), use_cache=False, logits_to_keep=rows, cache=cache
         )
-        return (made.logits[0] if self.keeps_rows else made.logits[0][rows]).float()
+        return (made.logits[0] if "logits_to_keep" in self.takes else made.logits[0][rows]).float()
+
+
+def where_lanes(on: Tensor, new: Tensor, old: Tensor) -> Tensor:
+    """Rows of `new` (batch, ...) where a lane is on, bool (batch,), of `old` elsewhere."""
+    return torch.where(on.view(-1, *[1] * (new.dim() - 1)), new, old)

@@ -16,9 +16,9 @@ from transformers.utils import logging
 
 from ..errors import ModelError
 from .attention import NAME
+from .comparison.probe import takes_paged
 from .comparison.refusal import told
-
-PAGED = {"attn_implementation": NAME, "experts_implementation": "batched_mm"}
+from .text_half import maker, without_other_parts
 
 PLAIN_ROPES = {"default", "mrope", "su"}
 """Types of ropes that models compute themselves, beside those that transformers has functions for."""
@@ -63,10 +63,11 @@ def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTra
     """The model of a folder in eval mode, with its weights of safetensors and attention over pages.  Raises folder-invalid."""
     config = folder_configuration(folder)
     options: dict[str, Any] = {"config": config, "dtype": dtype, "local_files_only": True, "use_safetensors": True}
+    options |= implementations(config)
     options |= {"ignore_mismatched_sizes": True, "output_loading_info": True}  # which are refused below, by name
     try:
         with quiet():
-            network, info = AutoModelForCausalLM.from_pretrained(folder, **options, **PAGED)
+            network, info = (maker(config) or AutoModelForCausalLM).from_pretrained(folder, **options)
     except Exception as error:
         raise ModelError("folder-invalid", f"{folder}: transformers cannot load it: {told(error)}") from error
     for name, here, wanted in sorted(info["mismatched_keys"])[:1]:
@@ -75,12 +76,18 @@ def folder_network(folder: str | os.PathLike[str], dtype: torch.dtype) -> PreTra
     if missing := sorted(info["missing_keys"]):
         more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise ModelError("folder-invalid", f"{folder}: the weights lack {missing[0]}{more}")
-    return without_collection(network.eval())
+    return without_collection(without_other_parts(network).eval())
+
+
+def implementations(config: PretrainedConfig) -> dict[str, str]:
+    """Which attention and which experts a model is made with."""
+    return {"attn_implementation": NAME if takes_paged(config) else "eager", "experts_implementation": "batched_mm"}
 
 
 def over_pages(config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """The model of a configuration, with random weights and attention over pages."""
-    return without_collection(AutoModelForCausalLM.from_config(config, dtype=dtype, **PAGED).eval())
+    network = (maker(config) or AutoModelForCausalLM).from_config(config, dtype=dtype, **implementations(config))
+    return without_collection(without_other_parts(network).eval())
 
 
 def without_collection(network: PreTrainedModel) -> PreTrainedModel:

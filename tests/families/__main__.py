@@ -1,8 +1,12 @@
 """Compares every causal language model of transformers with its `generate`, small and in eager PyTorch.
 
 python -m tests.families                 # all of them: equal, refused (and why), WRONG, traceback
-python -m tests.families llama4_text "llama, dynamic rope"
+python -m tests.families llama4_text "llama, dynamic rope" "qwen2_5_vl, text half"
 python -m tests.families --build 10      # the first ten that are equal once more, from a bundle for the CPU
+python -m tests.families --tokens 18     # fewer tokens behind each prompt
+
+Prompts of 3, 17 and 30 tokens share every call.  Their texts go beyond every window, chunk and original context of the small copy.
+When the first has ended, another text takes its pages and its slot beside those that go on.  All of it is `generate`'s.
 """
 
 from __future__ import annotations
@@ -19,6 +23,11 @@ from types import SimpleNamespace
 
 from .cases import FEATURES, NEEDED
 
+HALF = ", text half"
+
+TOKENS = 18
+"""Behind each prompt, unless more are asked for."""
+
 warnings.filterwarnings("ignore")
 
 
@@ -29,22 +38,64 @@ def main() -> int:
     )
     parser.add_argument("names", nargs="*", metavar="NAME", help="model types, and features of tests/families/cases.py")
     parser.add_argument("--build", type=int, default=0, metavar="N", help="build so many that are equal, a minute or two each")
-    given = parser.parse_args()
-    wanted, builds = given.names, given.build
+    parser.add_argument("--tokens", type=int, default=64, metavar="N", help="so many behind each prompt (default: 64)")
+    options = parser.parse_args()
+    wanted, builds, tokens = options.names, options.build, options.tokens
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
     counts: Counter[str] = Counter()
-    for name in wanted or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FEATURES]:
+    for name in wanted or [*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *FEATURES, *halves()]:
         start = time.perf_counter()
-        verdict = judged(name)
+        verdict = judged_half(name.removesuffix(HALF), tokens) if name.endswith(HALF) else judged(name, tokens)
         if verdict == "equal" and builds:
             builds, verdict = builds - 1, built(name)
         counts[verdict.partition(":")[0]] += 1
         print(f"{name:32} {time.perf_counter() - start:5.1f} s  {verdict}", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
     return 1 if counts["WRONG"] or counts["traceback"] else 0
+
+
+def halves() -> list[str]:
+    """Models that read more than text, and have a part that is a language model."""
+    from cgcompile.language_models.text_half import WHOLE
+
+    configs = {config.model_type: config for kind in WHOLE for config in kind._model_mapping}
+    return [name + HALF for name, config in sorted(configs.items()) if "text_config" in config.sub_configs]
+
+
+def judged_half(name: str, tokens: int) -> str:
+    """`judged` of the text half of a model: what `build` takes out of a folder that the whole of it was saved to."""
+    import torch
+    from transformers import AutoConfig
+
+    from cgcompile.errors import ModelError
+    from cgcompile.language_models.comparison.probe import check_kind
+    from cgcompile.language_models.comparison.refusal import told
+    from cgcompile.language_models.comparison.texts import compare_texts, small_reference
+    from cgcompile.language_models.networks import folder_configuration, folder_network
+    from cgcompile.language_models.recipe import small
+    from cgcompile.language_models.text_half import WHOLE
+
+    try:
+        config = AutoConfig.for_model(name, **NEEDED.get(name, {}))
+        kind = next(kind for kind in WHOLE if type(config) in kind._model_mapping)
+        reference = small_reference(config, kind)
+    except Exception as error:  # noqa: BLE001 transformers' own
+        return f"no small copy: {told(error)}"
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            reference.save_pretrained(folder)
+            check_kind(folder_configuration(folder))
+            compare_texts(folder_network(folder, torch.float32), reference, small, tokens, tokens)
+        except ModelError as error:
+            return f"{'WRONG' if 'text differs' in str(error) else 'refused'}: {error}"
+        except Exception as error:  # noqa: BLE001 what it is about
+            return f"traceback: {told(error)}"
+    return "equal"
 
 
 def built(name: str) -> str:
@@ -87,7 +138,7 @@ def built(name: str) -> str:
     return "equal, built"
 
 
-def judged(name: str) -> str:
+def judged(name: str, tokens: int = TOKENS) -> str:
     """`equal`, `refused: why`, `WRONG: where` or `traceback: what` of a model type or feature; `no configuration: why` where
     transformers cannot make the default one.
 
@@ -106,7 +157,7 @@ def judged(name: str) -> str:
     except Exception as error:  # noqa: BLE001 transformers' own
         return f"no configuration: {told(error)}"
     try:
-        compare_small(config, small)
+        compare_small(config, small, tokens, tokens)
     except ModelError as error:
         kind = "WRONG" if "text differs" in str(error) else "refused"
         return f"{kind}: {error}"

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import ModelError
+from ..sampling import Sampling
 from .probe import ANOTHER, Probe
 from .refusal import refusal, told
 
@@ -23,6 +24,9 @@ FAR = 90
 def check_independence(model: Any) -> None:
     """Raises language-model-refused where a token's result depends on others of the call.  `model`: a CausalLM, of a small copy."""
     config = model.network.config
+    if model.kept.by_lane:
+        check_places(model)
+        return
     try:
         model.network.set_attn_implementation("paged_probe")
         plain, seen = run(model, [4, 5, 6], [5, 6, 7])
@@ -41,6 +45,26 @@ def check_independence(model: Any) -> None:
         raise refusal(config, what, "serve it with transformers; what a layer carries from token to token has no pages")
     if not torch.allclose(plain[2], first[0], rtol=1e-3, atol=1e-4):
         raise refusal(config, "it counts positions itself, instead of taking position_ids", ANOTHER)
+
+
+def check_places(model: Any) -> None:
+    """Raises language-model-refused where the same text is read differently behind more padding.  `model` is called by lane."""
+    ids, count, start = torch.arange(4, 9)[None], torch.tensor([5]), torch.tensor([0])
+    greedy = Sampling(*[torch.tensor([value]) for value in (0.0, 0, 1.0, 1.0, 0, 0)])
+    length = [count] if model.by_length else []
+    try:
+        with torch.no_grad():
+            near, far = [
+                model.prefill(ids, count, start, torch.arange(1, blocks + 1)[None], torch.tensor([slot]), greedy, *length)[
+                    "logprob"
+                ]
+                for slot, blocks in ((1, 2), (2, 4))
+            ]
+    except Exception as error:
+        raise refusal(model.network.config, f"its code does not run over pages: {told(error)}", ANOTHER) from error
+    if not torch.allclose(near, far, rtol=1e-3, atol=1e-3):
+        what = "it counts positions itself, instead of taking position_ids"
+        raise refusal(model.network.config, what, ANOTHER)
 
 
 class AnyMask(Probe):

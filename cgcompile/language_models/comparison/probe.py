@@ -8,13 +8,12 @@ name what attention over pages does not do.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AttentionMaskInterface,
     DynamicCache,
@@ -23,6 +22,7 @@ from transformers import (
 )
 
 from ...errors import ModelError
+from ..text_half import model_class
 from .refusal import refusal, told
 
 TOKENS = 3
@@ -34,8 +34,8 @@ HARMLESS = {
 }  # fmt: skip
 """Arguments beside those of `attention` that change nothing, or are read from the mask."""
 
-KINDS = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
-"""Types of layers that keep keys and values of tokens."""
+PLAIN = {"full_attention", "sliding_attention", "chunked_attention", "attention"}
+"""Types of layers that keep nothing but keys and values of tokens."""
 
 ANOTHER = "serve it with transformers; attention over pages is causal, in sliding windows or in chunks"
 
@@ -169,36 +169,40 @@ def probe_layers(network: PreTrainedModel) -> list[Layer]:
 def check_kind(config: PretrainedConfig) -> None:
     """Raises language-model-refused for a model that says so in its class or configuration: no weights are needed to know."""
     try:
-        text = config.get_text_config()
+        config.get_text_config()
     except ValueError as error:
         raise refusal(config, f"it has no one text model: {told(error)}", ANOTHER) from error
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    kind = model_class(config)
     if kind is None:
         raise refusal(config, "transformers has no causal language model of this type (AutoModelForCausalLM)", ANOTHER)
-    kind = kind[0] if isinstance(kind, tuple) else kind
-    if not hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS") and not kind._supports_attention_backend:
-        what = f"{kind.__name__} takes no other attention than its own code's, or has none (AttentionInterface)"
-        raise refusal(config, what, ANOTHER)
     prepare = kind.prepare_inputs_for_generation.__code__
     if "original_max_position_embeddings" in prepare.co_names and "next_sequence_length" not in prepare.co_consts:
         what = "transformers' generate forgets the text before, where it passes original_max_position_embeddings tokens"
         raise refusal(config, what, "try a later version of transformers: there is no right text to compare with")
-    others = sorted(set(getattr(text, "layer_types", None) or ()) - KINDS)
-    if others:
-        what = f"it has layers of type {', '.join(others)}, whose state is not keys and values of every token"
-        raise refusal(config, what, "serve it with transformers")
+
+
+def takes_paged(config: PretrainedConfig) -> bool:
+    """Whether a model hands keys and values to another attention than its own, in every layer."""
+    kind = model_class(config)
+    if kind is None or not set(getattr(config.get_text_config(), "layer_types", None) or ()) <= PLAIN:
+        return False
+    return hasattr(sys.modules[kind.__module__], "ALL_ATTENTION_FUNCTIONS") or kind._supports_attention_backend
 
 
 def check_all(config: PretrainedConfig, layers: Mapping[int, Layer]) -> None:
-    """Raises language-model-refused unless every layer attends over pages, to what `generate` lets it see."""
+    """Raises language-model-refused unless every layer attends over pages."""
     text = config.get_text_config()
     count = max(getattr(text, "num_hidden_layers", 0), *layers, 1)
     missing = [layer for layer in range(count) if layer not in layers]
     if missing:
         what = f"layers {', '.join(map(str, missing))} hand no keys to attention"
         raise refusal(config, what, "serve it with transformers; a layer that keeps a state of its own has no pages")
-    for number, cache in enumerate(DynamicCache(config=text).layers):
+
+
+def check_windows(config: PretrainedConfig, layers: Sequence[Layer]) -> None:
+    """Raises language-model-refused where `generate` forgets tokens that a layer's mask shows."""
+    for number, cache in enumerate(DynamicCache(config=config.get_text_config()).layers):
         kept = getattr(cache, "sliding_window", None)
-        if kept and number in layers and kept != (layers[number].window or layers[number].chunk):
+        if kept and number < len(layers) and kept != (layers[number].window or layers[number].chunk):
             what = f"the cache of layer {number} keeps {kept} tokens, and its mask shows {layers[number].window or 'all'}"
             raise refusal(config, what, ANOTHER)

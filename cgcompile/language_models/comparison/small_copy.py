@@ -23,7 +23,8 @@ FIXED: dict[str, int] = {
     **dict.fromkeys(
         (
             "head_dim", "d_kv", "v_head_dim", "qk_nope_head_dim", "qk_rope_head_dim", "global_head_dim", "swa_head_dim",
-            "hidden_size_per_layer_input", "swa_v_head_dim", "index_head_dim", "kv_channels",
+            "hidden_size_per_layer_input", "swa_v_head_dim", "index_head_dim", "kv_channels", "indexer_head_dim",
+            "linear_key_head_dim", "linear_value_head_dim", "mamba_head_dim",
         ),
         DIM,
     ),
@@ -43,9 +44,12 @@ MOST: dict[str, int] = {
     ),
     **dict.fromkeys(("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts", "num_routed_experts"), 4),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "top_k_experts", "moe_topk", "num_experts_per_token"), 2),
-    **dict.fromkeys(("n_group", "topk_group", "n_shared_experts", "zero_expert_num", "num_expert_groups"), 1),
+    **dict.fromkeys(("state_size", "ssm_state_size", "mamba_d_state", "chunk_size", "mamba_chunk_size"), 16),
+    **dict.fromkeys(("n_groups", "mamba_n_groups", "mamba_ngroups", "linear_num_key_heads", "n_mamba_heads"), 2),
+    **dict.fromkeys(("mamba_num_heads", "linear_num_value_heads", "time_step_rank", "mamba_dt_rank"), 4),
+    **dict.fromkeys(("n_group", "num_expert_group", "topk_group", "n_shared_experts", "zero_expert_num", "num_expert_groups"), 1),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), 1),
-    "rotary_dim": DIM, "max_window_layers": 1, "num_nextn_predict_layers": 0, "index_topk": 8, "index_n_heads": 2,
+    "kv_n_heads": 2, "rotary_dim": DIM, "max_window_layers": 1, "num_nextn_predict_layers": 0, "index_topk": 8, "index_n_heads": 16,
 }  # fmt: skip
 """What a number becomes where it is more."""
 
@@ -53,7 +57,7 @@ HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_atten
 KEY_HEADS = ("num_key_value_heads", "num_kv_heads", "n_head_kv")
 WIDTHS = ("hidden_size", "n_embd", "d_model", "dim", "word_embed_proj_dim", "embedding_size", "embed_dim")
 LAYERS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers", "depth")
-INDEXES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs", "kv_shared_layers")
+INDEXES = ("mlp_only_layers", "moe_layers", "attn_layer_indices", "full_attn_idxs", "kv_shared_layers", "hybrid_layer_ids")
 """Lists of numbers of layers, and no values of each layer."""
 
 
@@ -69,9 +73,21 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
     for name, value in values.items():
         if isinstance(value, dict) and name not in ("rope_parameters", "rope_scaling", "per_layer_config"):
             values[name] = shrunk(value)
+    text = values.get("text_config")
+    for part in values.values():
+        if isinstance(text, dict) and isinstance(part, dict):  # what reads images ends in the width of the text model
+            part |= {
+                name: text["hidden_size"]
+                for name in ("out_hidden_size", "adapter_out_dim")
+                if name in part and "hidden_size" in text
+            }
+    parts = [values.get(name) or 0 for name in ("qk_nope_head_dim", "qk_rope_head_dim")]
+    whole = all(parts) and sum(parts) == values.get("head_dim")
     values = fewer_layers(values)
     values = fewer_heads(values)
     for name, value in values.items():
+        if not isinstance(name, str):
+            continue
         if type(value) is int and name in FIXED:
             values[name] = FIXED[name]
         elif type(value) is int and name.endswith(("vocab_size", "vocab_size_per_layer_input")):
@@ -82,31 +98,45 @@ def shrunk(values: dict[str, Any]) -> dict[str, Any]:
             values[name] = 3
         elif name in ("pad_token_id", "bos_token_id", "eos_token_id") and isinstance(value, list):
             values[name] = 2
+    if whole:
+        values["head_dim"] = 2 * DIM
     if isinstance(layers := values.get("per_layer_config"), dict):  # what some layers have instead
-        values["per_layer_config"] = {
-            layer: {
-                name: 2 * DIM if name == "head_dim" else 1 if name in KEY_HEADS else shrunk({name: value})[name]
-                for name, value in changes.items()
-            }
-            for layer, changes in layers.items()
-        }
+        values["per_layer_config"] = {layer: shrunk_layer(changes) for layer, changes in layers.items()}
     return small_context(values)
+
+
+def shrunk_layer(changes: dict[str, Any]) -> dict[str, Any]:
+    """What one layer has instead, made small and still another than that of most layers."""
+    other = {"head_dim": 2 * DIM} | ({} if "num_attention_heads" in changes else dict.fromkeys(KEY_HEADS, 1))
+    return {name: other.get(name, shrunk({name: value})[name]) for name, value in changes.items()}
 
 
 def fewer_heads(values: dict[str, Any]) -> dict[str, Any]:
     """At most two heads of keys and three of queries for each, of DIM dims, and as wide as they are together."""
+    least = 4 if values.get("model_type") == "codegen" else 1  # whose projection is cut into four
     for prefix in ("", "swa_"):
         heads = next((values[prefix + name] for name in HEADS if isinstance(values.get(prefix + name), int)), 0)
         if not heads:
             continue
         key_heads = next((values[prefix + name] for name in KEY_HEADS if isinstance(values.get(prefix + name), int)), heads)
-        few, groups = min(key_heads, 2), min(max(1, heads // key_heads), 3)
+        few, groups = max(least, min(key_heads, 2)), min(max(1, heads // key_heads), 3)
         small = dict.fromkeys(HEADS, few * groups) | dict.fromkeys(KEY_HEADS, few)
         small |= {} if prefix else dict.fromkeys(WIDTHS, few * groups * DIM)
         values |= {prefix + name: size for name, size in small.items() if isinstance(values.get(prefix + name), int)}
+    if not any(isinstance(values.get(name), int) for name in HEADS):
+        values |= {name: 2 * DIM for name in WIDTHS if isinstance(values.get(name), int)}
     width = next((values[name] for name in WIDTHS if isinstance(values.get(name), int)), 0)
     if "mamba_n_heads" in values:
         values |= {"mamba_n_heads": 4, "mamba_d_head": values.get("mamba_expand", 2) * width // 4, "mamba_d_ssm": None}
+    heads = next((values[name] for name in HEADS if isinstance(values.get(name), int)), 0)
+    derived = {
+        "lru_width": width, "mamba_headdim": values.get("mamba_expand", 2) * width // 2,
+        "attention_hidden_size": 2 * width if "attention_head_dim" in values else width,
+        "attention_head_dim": 2 * width // max(1, heads), "num_query_groups": heads,
+    }  # fmt: skip
+    values |= {name: value for name, value in derived.items() if isinstance(values.get(name), int)}
+    if values.get("model_type") == "mamba2":  # whose heads are those of the state
+        values |= {"num_heads": values["expand"] * width // DIM}
     return values
 
 
@@ -121,8 +151,20 @@ def fewer_layers(values: dict[str, Any]) -> dict[str, Any]:
     kinds: dict[tuple[str, ...], int] = {}
     for layer in range(count):
         kind = [repr(value[layer]) for value in lists.values()]
+        kind += [str(layer in values[name]) for name in INDEXES if isinstance(values.get(name), list)]
         kinds.setdefault((*kind, repr(overrides.get(layer)), str(layer < producers)), layer)
     layers = sorted(kinds.values()) if len(kinds) > 1 else list(range(min(count, 2)))
+    if any("hybrid" in value for value in lists.values()):  # such layers may share weights with each other
+        kind = next(value for value in lists.values() if "hybrid" in value)
+        layers = sorted({*layers, count - 1 - kind[::-1].index("hybrid")})
+    if "attn_layer_period" in values and not lists:
+        values |= {"attn_layer_period": 2, "attn_layer_offset": 1}
+        layers = list(range(4))
+    if isinstance(pattern := values.get("block_types"), list):
+        layers = list(range(len(pattern)))
+    if isinstance(values.get("num_layers_per_stack"), int):  # of stacks that every token goes through several times
+        values |= {"num_layers_per_stack": 1}
+        layers = list(range(values["H_cycles"] * (values["L_cycles"] + 1)))
     for name in LAYERS:
         if isinstance(values.get(name), int):
             values[name] = len(layers)
@@ -153,10 +195,14 @@ def small_context(values: dict[str, Any]) -> dict[str, Any]:
             values["max_position_embeddings"] = CONTEXT
         elif kind == "longrope" and longest and before:
             values["max_position_embeddings"] = max(CONTEXT, CONTEXT * longest // before)
+        if int(DIM * rope.get("partial_rotary_factor", 1.0)) % 2:
+            rope["partial_rotary_factor"] = (int(DIM * rope["partial_rotary_factor"]) + 1) / DIM
         angles = int(DIM * rope.get("partial_rotary_factor", 1.0)) // 2
         for name in ("short_factor", "long_factor"):
             if name in rope:
                 rope[name] = [rope[name][len(rope[name]) * number // angles] for number in range(angles)]
+        if values.get("model_type", "").startswith(("qwen2_vl", "qwen2_5_vl", "qwen2_5_omni", "paddleocr", "glm4v", "glm_ocr")):
+            rope.setdefault("mrope_section", [1, 1, 1])  # their own defaults are of the widths that their models have
         if "mrope_section" in rope:
             rope["mrope_section"] = sections(rope["mrope_section"], angles)
     return values

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfi
 from ..attention import NAME
 from ..networks import over_pages
 from ..sampling import Sampling
+from ..text_half import maker
 from .independence import check_independence
 from .probe import check_kind
 from .refusal import place_of, refusal, told
@@ -26,10 +27,16 @@ from .small_copy import small_copy
 PROMPTS = (3, 17, 30)
 """Tokens of the prompts: within everything; beyond windows and chunks; beyond the original context, too."""
 
-STEPS, TURNS = 5, 8
-"""Tokens by steps, then by the loop, then by steps again: the second text passes the original context in the loop."""
+NEXT = 20
+"""Tokens of the prompt that takes the pages and the slot of the first text, when that has ended."""
 
-BLOCKS, READ = 4, 13
+STEPS, TURNS = 5, 8
+"""Tokens by steps, then by the loop: the second text passes the original context in the loop.  What is left comes by steps."""
+
+TOKENS, AFTER = 18, 6
+"""Tokens behind each prompt, and behind the one that takes the pages of another: what a build compares."""
+
+BLOCKS, READ = 12, 13
 """Pages of each text; tokens of a prompt that a call reads."""
 
 PAGES, SLOTS = len(PROMPTS) * BLOCKS + 1, len(PROMPTS) + 1
@@ -55,34 +62,49 @@ class Written(NamedTuple):
     logprob: float
 
 
-def compare_small(config: PretrainedConfig, served: Callable[[PreTrainedModel], nn.Module]) -> None:
+def compare_small(
+    config: PretrainedConfig, served: Callable[[PreTrainedModel], nn.Module], tokens: int = TOKENS, after: int = AFTER
+) -> None:
     """Raises language-model-refused where a small copy of the model gives another text over pages than by `generate`.
 
-    `served` makes the model over pages of a network; it needs PAGES, SLOTS and TURNS.
+    `served` makes the model over pages of a network; it needs PAGES, SLOTS and TURNS.  `tokens` are compared of every text, and
+    `after` of one whose pages had another text before.
     """
     check_kind(config)
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # of work so small, more threads take longer
     try:
         with torch.device("cpu"):
-            compare_texts(config, served)
+            network, reference = small_networks(config)
+            compare_texts(network, reference, served, tokens, after)
     finally:
         torch.set_num_threads(threads)
 
 
-def compare_texts(config: PretrainedConfig, served: Callable[[PreTrainedModel], nn.Module]) -> None:
-    """`compare_small` on the device and with the threads that are set."""
-    network, reference = small_networks(config)
+def compare_texts(
+    network: PreTrainedModel, reference: PreTrainedModel, served: Callable[[PreTrainedModel], nn.Module], tokens: int, after: int
+) -> None:
+    """`compare_small` of two networks with the same weights: one over pages, and one as transformers runs it."""
     model = served(network).eval()
     check_independence(model)
     order = random.Random(0)
-    prompts = [[order.randrange(4, model.vocabulary) for _ in range(length)] for length in PROMPTS]
-    for prompt, text in zip(prompts, texts_over_pages(model, prompts), strict=True):
+    prompts = [[order.randrange(4, model.vocabulary) for _ in range(length)] for length in (*PROMPTS, NEXT)]
+    for prompt, text in zip(prompts, texts_over_pages(model, prompts, tokens, after), strict=True):
         expected = by_generate(copy.deepcopy(reference), prompt, len(text))  # a rope may remember the texts before
         different = [place for place, pair in enumerate(zip(text, expected, strict=True)) if not same(*pair)]
         if different:
             what = f"text differs from transformers' generate at token {different[0]} of a prompt of length {len(prompt)}"
-            raise refusal(config, f"{what} (small copy; {features(network.config)})", "serve it with transformers")
+            if not counts_from_zero(reference, prompt):
+                what = "it counts positions itself, and not from 0, where generate gives it no position_ids"
+            raise refusal(network.config, f"{what} (small copy; {features(network.config)})", "serve it with transformers")
+
+
+def counts_from_zero(network: PreTrainedModel, prompt: Sequence[int]) -> bool:
+    """Whether a model gives the same logits when it counts positions itself."""
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        counted, named = network(input_ids=ids).logits, network(input_ids=ids, position_ids=torch.arange(len(prompt))[None]).logits
+    return torch.allclose(counted, named, rtol=1e-3, atol=1e-3)
 
 
 def compare_weights(network: PreTrainedModel, served: Callable[[PreTrainedModel], nn.Module]) -> None:
@@ -99,11 +121,12 @@ def compare_weights(network: PreTrainedModel, served: Callable[[PreTrainedModel]
         desk = Desk(model, prompts)
         desk.take_chunks()
         desk.take_step()
+        before = network.config._attn_implementation
         network.set_attn_implementation("eager")
         try:
             rows = [network(input_ids=torch.tensor([tokens]), use_cache=False).logits[0].float() for tokens in desk.tokens]
         finally:
-            network.set_attn_implementation("paged")
+            network.set_attn_implementation(before)
     for tokens, logits, prompt in zip(desk.tokens, rows, prompts, strict=True):
         for place in range(len(prompt), len(tokens)):
             row = logits[place - 1]
@@ -120,23 +143,30 @@ def same(mine: Written, right: Written) -> bool:
 def small_networks(config: PretrainedConfig) -> tuple[PreTrainedModel, PreTrainedModel]:
     """The small copy twice, with the same weights in float32: over pages, and as transformers runs it."""
     try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(0)
-            options = {"dtype": torch.float32}
-            reference = AutoModelForCausalLM.from_config(small_copy(config), attn_implementation="eager", **options).eval()
-            with torch.no_grad():
-                for weight in reference.parameters():
-                    weight += torch.randn_like(weight) * SPREAD
-                reference(torch.tensor([[4, 5, 6]]))
-            network = over_pages(small_copy(config), torch.float32)
-            network.load_state_dict(reference.state_dict())
-            return network, reference
+        reference = small_reference(config, maker(config) or AutoModelForCausalLM)
+        network = over_pages(small_copy(config), torch.float32)
+        strange = network.load_state_dict(reference.state_dict(), strict=False)  # which has parts that read images, too
+        if strange.missing_keys:
+            raise ValueError(f"it has other weights over pages ({strange.missing_keys[0]})")
+        return network, reference
     except Exception as error:
         if error.args == (NAME,):
             what = f"a part of it looks attention up in a table of its own, which has no other{place_of(error)}"
             raise refusal(config, what, "serve it with transformers") from error
         what = f"no small copy can be made of its configuration, to compare with transformers: {told(error)}"
         raise refusal(config, what, "serve it with transformers") from error
+
+
+def small_reference(config: PretrainedConfig, kind: Any) -> PreTrainedModel:
+    """The small copy as transformers runs it; `kind` makes it."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        reference = kind.from_config(small_copy(config), attn_implementation="eager", dtype=torch.float32).eval()
+        with torch.no_grad():
+            for weight in reference.parameters():
+                weight += torch.randn_like(weight) * SPREAD
+            reference(torch.tensor([[4, 5, 6]]))
+        return reference
 
 
 class Desk:
@@ -151,6 +181,24 @@ class Desk:
         order = torch.randperm(lanes * BLOCKS, generator=torch.Generator().manual_seed(0))
         self.pages, self.slot = 1 + order.view(lanes, BLOCKS), torch.arange(1, lanes + 1)
         self.greedy = Sampling(*[torch.full((lanes,), value) for value in (0.0, 0, 1.0, 1.0, 0, 0)])
+
+    def replace(self, lane: int, prompt: Sequence[int]) -> list[Written]:
+        """Ends a text, which is given, and reads another into its pages and its slot, while the others wait."""
+        ended, self.written[lane] = self.written[lane], []
+        self.tokens[lane], self.read[lane], self.length[lane] = list(prompt), 0, len(prompt)
+        self.pages[lane] = self.pages[lane].flip(0)
+        self._read_again([place == lane for place in range(len(self.tokens))])
+        return ended
+
+    def take(self, count: int) -> None:
+        """At least so many tokens for every text: some by steps, some by the loop, and what is left by steps."""
+        aim = [len(tokens) + count for tokens in self.tokens]
+        for _ in range(min(STEPS, count)):
+            self.take_step()
+        if count >= STEPS + TURNS:
+            self.take_loop()
+        while any(len(tokens) < end for tokens, end in zip(self.tokens, aim, strict=True)):
+            self.take_step()
 
     def take_chunks(self) -> None:
         """Reads what is not read of every text, by chunks; those that have one token left, too."""
@@ -188,7 +236,7 @@ class Desk:
 
     def _read_again(self, again: Sequence[object]) -> None:
         """Reads the texts of some lanes from the start; the others wait."""
-        others = [tokens for tokens in self.tokens]
+        others = list(self.tokens)
         self.tokens = [tokens if begins else tokens[:read] for tokens, begins, read in zip(others, again, self.read, strict=True)]
         self.take_chunks()
         self.tokens = [new if begins else old for new, old, begins in zip(self.tokens, others, again, strict=True)]
@@ -206,21 +254,20 @@ class Desk:
                 self.written[lane].append(Written(token, logprob))
 
 
-def texts_over_pages(model: Any, prompts: Sequence[Sequence[int]]) -> list[list[Written]]:
-    """What the entries of a model over pages write behind the prompts, all of them together."""
-    desk = Desk(model, prompts)
+def texts_over_pages(model: Any, prompts: Sequence[Sequence[int]], tokens: int, after: int) -> list[list[Written]]:
+    """What the entries of a model over pages write behind the prompts: behind all but the last one together; then the last takes
+    the place of the first, beside the others."""
+    desk = Desk(model, prompts[:-1])
     try:
         with torch.no_grad():
             desk.take_chunks()
-            for _ in range(STEPS):
-                desk.take_step()
-            desk.take_loop()
-            for _ in range(STEPS):
-                desk.take_step()
+            desk.take(tokens - 1)
+            first = desk.replace(0, prompts[-1])
+            desk.take(after - 1)
     except Exception as error:
         what = f"its code does not run over pages: {told(error)}"
         raise refusal(model.network.config, what, "serve it with transformers") from error
-    return desk.written
+    return [first, *[written[: tokens + TURNS] for written in desk.written[1:]], desk.written[0]]
 
 
 def by_generate(network: PreTrainedModel, prompt: Sequence[int], count: int) -> list[Written]:

@@ -11,11 +11,12 @@ transformers = pytest.importorskip("transformers")
 
 from cgcompile.errors import ModelError  # noqa: E402
 from cgcompile.language_models import causal_lm, positions  # noqa: E402
+from cgcompile.language_models.comparison import cache_probe  # noqa: E402
 from cgcompile.language_models.comparison.probe import window_and_chunk  # noqa: E402
 from cgcompile.language_models.comparison.refusal import refusal  # noqa: E402
 from cgcompile.language_models.comparison.small_copy import CHUNK, CONTEXT, WINDOW, small_copy  # noqa: E402
 from cgcompile.model.user_code import call_user  # noqa: E402
-from tests.families.__main__ import judged  # noqa: E402
+from tests.families.__main__ import judged, judged_half  # noqa: E402
 from tests.families.cases import FEATURES  # noqa: E402
 
 
@@ -24,24 +25,30 @@ from tests.families.cases import FEATURES  # noqa: E402
     [
         "llama4_text", "gemma3_text", "deepseek_v3", "llama, dynamic rope", "llama, long rope", "phi3, long rope",
         "phimoe, long rope", "ministral3, temperatures", "whisper",
+        # attention of their own: ALiBi twice, a window, no arguments that are passed on, two softmaxes, an index of tokens
+        "bloom", "falcon, biases of distances", "gpt_neo", "stablelm", "diffllama", "deepseek_v32",
+        # states: of Mamba, of Mamba 2 beside attention and experts, convolutions, delta rules, linear attention, gated units
+        "mamba", "jamba", "zamba2", "lfm2, convolutions", "qwen3_next", "minimax", "recurrent_gemma",
     ],
 )  # fmt: skip
 def test_text_is_transformers(name: str) -> None:
     assert judged(name) == "equal"
 
 
+@pytest.mark.parametrize("name", ["gemma3", "llama4", "qwen2_5_vl", "qwen3_5", "aya_vision"])
+def test_a_text_half_is_taken_out_of_its_folder(name: str) -> None:
+    """Of a whole model that was saved.  Aya Vision's head scales no logits, and that of its decoder's own model does."""
+    assert judged_half(name, 18) == "equal"
+
+
 @pytest.mark.parametrize(
     ("name", "why"),
     [
-        ("bloom", "takes no other attention than its own"),
-        ("stablelm", "StableLmAttention gets no argument that was given to the model"),
         ("bart", "it counts positions itself"),
-        ("mamba", "takes no other attention than its own"),
-        ("qwen3_next", "layers of type linear_attention"),
-        ("gemma3, both directions", "the mask of layer 0 is neither causal"),
-        ("diffllama", "layer 0 attends twice"),
+        ("roformer", "it counts positions itself, instead of taking position_ids"),
+        ("deepseek_v4", "layer 0 keeps a DeepseekV4HCACache, which is more than keys, values and states"),
+        ("openai-gpt", "OpenAIGPTLMHeadModel keeps nothing of the tokens before"),
         ("moshi", "the cache of layer 0 keeps 8 tokens, and its mask shows all"),
-        ("doge", "it computes with its mask"),
         ("phi4_multimodal", "generate forgets the text before"),
         ("musicgen", "it has no one text model"),
     ],
@@ -60,17 +67,21 @@ def test_refused_by_name(name: str, why: str) -> None:
         ("llama, dynamic rope", "length", "token 0 of a prompt of length 30"),
         ("phi3, long rope", "reread", "token 8 of a prompt of length 17"),
         ("llama4_text", "temperature", "token 9 of a prompt of length 3"),
+        ("mamba", "old state", "token 0 of a prompt of length 3"),
     ],
 )
 def test_the_comparison_notices(monkeypatch: pytest.MonkeyPatch, name: str, fault: str, token: str) -> None:
-    probe_layers = causal_lm.probe_layers
+    probe_layers = cache_probe.probe_layers
     if fault in ("chunk", "window"):
         blind = lambda network: [layer._replace(**{fault: 0}) for layer in probe_layers(network)]  # noqa: E731
-        monkeypatch.setattr(causal_lm, "probe_layers", blind)
+        monkeypatch.setattr(cache_probe, "probe_layers", blind)
+        monkeypatch.setattr(cache_probe, "check_windows", lambda config, layers: None)
     elif fault == "length":
         monkeypatch.setattr(causal_lm, "with_length", lambda places, length: positions.with_length(places, None))
     elif fault == "reread":
         monkeypatch.setattr(causal_lm, "reread_length", lambda network: 0)
+    elif fault == "old state":  # of the text whose slot another takes
+        monkeypatch.setattr(causal_lm, "where_lanes", lambda on, new, old: new)
     else:
         monkeypatch.setattr(causal_lm, "temperatures_by_place", lambda network: network)
     assert token in judged(name)
