@@ -28,10 +28,11 @@ from ..export.export import export, refuse_branches, with_unwritten
 from ..export.exported import Exported
 from ..export.paths import MAX_PATHS
 from ..export.programs import Programs, with_shared_constants
+from ..export.signature.more_rows import same_with_more_rows
 from ..export.signature.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
-from ..model.load import checked_donations, load_sources
+from ..model.load import checked_donations, load_sources, with_rows
 from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_models, models_at
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
@@ -90,6 +91,7 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             share = (ranks.rank, ranks.size) if ranks and not options.split else None
             with cuda_left_alone():
                 loaded = load_sources(model, inputs, share)
+                loaded = with_rows(loaded, options.state) if options.state else loaded
             mode = stack.enter_context(evaluated(loaded[0], options.train))
             uncalled = stack.enter_context(ExitStack())
             fresh = None if ranks or loaded[0].saved else uncalled.enter_context(forked_models(loaded))
@@ -123,7 +125,11 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             started_early = stack.enter_context(begun(level_of(chosen.target), options.standalone))
             build_parts = partial(build_parts, begun=started_early)
         with stages("export") as tell:
-            exported = with_sequences(export_entries(sources, sizes, tell, options.max_paths), fresh)
+            exported = export_entries(sources, sizes, tell, options.max_paths)
+            if sources[0].rows:
+                tell("with another number of rows of state")
+                same_with_more_rows(exported, options.max_paths)
+            exported = with_sequences(exported, fresh)
             fresh = None
             uncalled.close()  # it holds the weights once more
             signatures = [describe_signature(each) for each in exported]
