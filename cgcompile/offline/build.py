@@ -73,9 +73,10 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
             compiled = compile_programs(lowered, target, tell)
             tell.result(f"{len(compiled.images)} kernel images, equal ones once")
         shapes = shapes_of(tensors)
-        unplaced = lay_out(shapes, state, split.host_only if split else ()).rows
+        varying = spec.entries[0].prepared.varying
+        unplaced = lay_out(shapes, state, split.host_only if split else (), varying).rows
         hosts = host_stage(split, unplaced, scratch, stage, stages, common_level(os.uname().machine, processor_flags()))
-        layout = lay_out(shapes, state, off_gpu(split, hosts, unplaced))
+        layout = lay_out(shapes, state, off_gpu(split, hosts, unplaced), varying)
         with stages("plan") as tell:
             planned = place_programs(spec, lowered, compiled, layout, calls, split)
             recorded = planned.recorded
