@@ -121,6 +121,7 @@ def prepare(
         shift=False,
         written={key: written.get(key, ()) for key in calls},
         self_test_calls={key: self_test_calls.get(key, 1) for key in calls},
+        varying=tuple(varying),
         bounds=dict(bounds(layout.rows)),
         floors=dict(floors),
     )

@@ -23,7 +23,7 @@ from ..bundle.provenance import provenance
 from ..bundle.ranks import Ranks
 from ..checks import Checked, check, refuse
 from ..checks.repeatability import widened_bound
-from ..errors import BuildError
+from ..errors import BuildError, ModelError
 from ..export.export import export, refuse_branches, with_unwritten
 from ..export.exported import Exported
 from ..export.paths import MAX_PATHS
@@ -114,6 +114,9 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             several = f", {len(sources)} entries" if len(sources) > 1 else ""
             chose = f" for {_default(chosen)}" if options.target == "auto" else ""
             tell.result(f"{first.name}{several}, {_counted(keys, 'int_key')}{chose}{f'; {mode}' if mode else ''}")
+        if sources[0].rows and chosen.recorder == "capture" and options.lower == "eager":
+            text = f"{first.label}: state: PyTorch's own kernels hold the number of rows, which a load is to choose"
+            raise ModelError("state-refused", text, "leave --lower out, or state()")
         if chosen.recorder == "capture":
             from ..capture.build import started
 

@@ -130,7 +130,7 @@ def test_what_does_not_fit(context: int | None, lanes: Any, dtype: str | None, t
 
 
 def test_a_cache_that_does_not_fit() -> None:
-    with pytest.raises(BuildError, match=r"context 8192: the cache of one text takes about 256 MiB, and there is room for 0"):
+    with pytest.raises(BuildError, match=r"context 8192: the cache takes about 256 MiB at least, and there is room for 0"):
         settings_for(read(), None, (), None, 2 << 30)
 
 
