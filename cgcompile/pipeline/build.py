@@ -37,7 +37,7 @@ from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
 from ..targets.architectures import capability_of
-from ..targets.build_spec import BuildSpec, EntryBuild, ManifestParts
+from ..targets.build_spec import BuildSpec, EntryBuild, ManifestParts, Placements
 from ..targets.choice import CONDITIONALS, Chosen, asks_gpu, choose
 from ..targets.donations import check_layouts, donations_of
 from ..targets.instruction_sets import level_of
@@ -165,6 +165,8 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
                 _refuse(checked, options)
             if ranks:
                 refuse_host(checked)
+            if sources[0].rows:
+                _refuse_rows(sources[0], [rules.placements for rules in checked], ranks is not None)
             tell.result(_counted(sum(len(rules.findings) for rules in checked), "finding"))
         with stages("padding") as tell:
             tells = each_named(tell, [source.entry for source in sources])
@@ -201,6 +203,17 @@ def _build(model: Any, inputs: Inputs | None, options: Options, ranks: Ranks | N
             sealed = finish(replace(spec, standalone=False), folder, stages, run=chosen.runs_here)
             assert sealed is not None
     return Built(path=destination, manifest=sealed, seconds=tuple(stages.seconds))
+
+
+def _refuse_rows(source: Source, placements: Sequence[Placements], several: bool) -> None:
+    """Raises state-refused where a part of the model is elsewhere than the state whose number of rows a load chooses."""
+    if several:
+        what, remedy = "the model is over several GPUs", "leave state() out"
+    elif any(placed for each in placements for placed in each.values()):
+        what, remedy = "operations of the model are on the host, beside a GPU", "`cgcompile check` lists them"
+    else:
+        return
+    raise ModelError("state-refused", f"{source.label}: state: {what}, where no number of rows can be chosen at a load", remedy)
 
 
 def _again(model: Any, options: Options) -> Callable[[], Sequence[Source]] | None:

@@ -5,8 +5,10 @@ Inductor makes of an index compares it with the number of rows.  So the program 
 its name, int64 [1], which holds the number, and compares with that.  A processor then refuses an index that is none, and a GPU
 takes the nearest row.  The operations that are left compare nothing with a size of a tensor.
 
-What else touches such state is refused: it would read or write all rows, or hold their number.  A custom operator may take the
-state: what it is lowered to holds no number where a kernel indexes it.
+What else touches such state is refused: it would read or write all rows, or hold their number.  On a GPU an operator of Triton
+kernels (`torch.library.triton_op`) may take the state: the recorders find out whether its launches follow the number.
+
+Private interface (torch 2.11, 2.13): `torch._library.triton.triton_ops_to_kernels`.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._library.triton import triton_ops_to_kernels
 from torch.export import ExportedProgram
 from torch.fx import Graph, GraphModule, Node
 from torch.utils._pytree import tree_leaves
@@ -40,6 +43,9 @@ PUTS = (aten.index_put_.default, aten.index_put.default)
 SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
 """Operations whose result is the state itself; a copy is not among them."""
 
+FACTORIES = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
+"""Take a dtype and a device."""
+
 WITHIN = {
     aten.select.int: 1, aten.slice.Tensor: 1, aten.unsqueeze.default: 1, aten.squeeze.dim: 1, aten.transpose.int: 1,
 }  # fmt: skip
@@ -54,21 +60,37 @@ def rows_buffer(dimension: str) -> str:
     return f"{ROWS}{dimension}"
 
 
-def holders(program: ExportedProgram, rows: Sequence[StateRows]) -> dict[Node, StateRows]:
-    """The placeholders of state that varies."""
-    names = weight_placeholders(program)
-    of_name = {PREFIX + name: each for each in rows for name in each.buffers}
-    return {node: of_name[names[node.name]] for node in program.graph.nodes if names.get(node.name) in of_name}
+def with_more_rows(program: ExportedProgram, rows: Sequence[StateRows], more: int) -> ExportedProgram:
+    """The same operations over state of more rows, all zeros."""
+    root, names, changed = (
+        copied_graph(program),
+        weight_placeholders(program),
+        {PREFIX + name for each in rows for name in each.buffers},
+    )
+    for node in root.graph.nodes:
+        if names.get(node.name) in changed:
+            value = node.meta["val"]
+            with value.fake_mode:
+                node.meta["val"] = value.new_zeros((value.shape[0] + more, *value.shape[1:]))
+
+    def grown(named: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.new_zeros((value.shape[0] + more, *value.shape[1:])) if name in changed else value + more
+            if name.startswith(ROWS) else value
+            for name, value in named.items()
+        }  # fmt: skip
+
+    return with_graph(program, root, {}, state_dict=grown(program.state_dict), constants=grown(program.constants))
 
 
 def with_counted_rows(program: ExportedProgram, rows: Sequence[StateRows], told: torch.device) -> ExportedProgram:
     """The program, whose state may have any number of rows; itself where it touches none.  `told`: where it will run.  Weights are
     shared, not copied.  Raises state-refused."""
-    if not holders(program, rows):
-        return program
-    root = copied_graph(program)
     names = weight_placeholders(program)
     of_name = {PREFIX + name: each for each in rows for name in each.buffers}
+    if of_name.keys().isdisjoint(names.values()):
+        return program
+    root = copied_graph(program)
     state = {node: of_name[names[node.name]] for node in root.graph.nodes if names.get(node.name) in of_name}
     device = next(iter(state)).meta["val"].device
     specs, tensors, counts = list(program.graph_signature.input_specs), dict(program.state_dict), {}
@@ -140,9 +162,11 @@ class _Rewriting:
                 if state in self._axes and (target in (*SAME, aten.select.int) or whole):
                     self._axes[node] = self._selected(node, *self._axes[state])
                 return None
+            if target in FACTORIES:
+                return None
         operator = target if isinstance(target, torch._ops.OpOverload) else None
-        if operator is not None and operator.namespace not in ("aten", "prims", "prim"):
-            return None
+        if operator is not None and operator.name() in triton_ops_to_kernels and not self._asserting:
+            return None  # kernels that find their rows themselves
         what = str(operator or higher_order(node) or target)
         raise _refused(node, rows, f"is used as a whole by {what}")
 
