@@ -87,6 +87,8 @@ CATALOGUE: Mapping[str, Cause] = {
         "give both the same dtype, and sizes at which they have the same shape"),
     "donation-refused": Cause(ModelError, 1, "An output cannot stay where a later call takes it: it is something else's memory.",
         "return a new tensor (x + 0, or x.clone()), or leave the pair out of donations(): then the input is copied in"),
+    "state-refused": Cause(ModelError, 1, "State cannot have a number of rows that is chosen when the bundle is loaded.",
+        "index the rows, x[index] and x[index] = rows; or leave the buffer out of state(): then the model says its size"),
     "operator-without-code": Cause(ModelError, 1, "A custom operator would need Python at run time, which a bundle does without.",
         "write it with torch.library.custom_op over PyTorch's own operations, or take it out of the model"),
     "fallback-op-unknown": Cause(BuildError, 2, "An operator that is to be kept on the host is none that the model calls.",

@@ -236,6 +236,8 @@ CATALOGUE: Mapping[str, Cause] = {
     "state-invalid": Cause(CallError, 2,
         "A value for a state is of another dtype or shape, lies elsewhere, or is no tensor at all.",
         "give a tensor of the dtype and shape that `program.state` has under that name"),
+    "state-rows": Cause(CallError, 2, "The model's state cannot have so many rows, or has no dimension of that name.",
+        "`cgcompile inspect` lists the dimensions of the state, and the fewest rows of each"),
     "update-invalid": Cause(CallError, 2,
         "What `program.update` was given does not fit: a name, a dtype, a shape, a file that is cut off, or a weight is missing.",
         "give what the model's state_dict has; nothing was changed"),

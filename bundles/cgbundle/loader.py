@@ -10,7 +10,7 @@ from .format.open_files import open_directory, open_file
 
 TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
     from typing import Any, Literal, overload
 
     from .format.archive import Archive
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
         lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
         timeout: float = 30.0, rank: int | None = None, rendezvous: str | os.PathLike[str] | None = None,
-        variant: str | None = None,
+        variant: str | None = None, state: Mapping[str, int] | None = None,
     ) -> Program: ...  # fmt: skip
 
     @overload
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
         mode: str = "graph", on_miss: str = "pad", outputs: str = "copy", check: str = "load", weights: str = "map",
         lazy: bool | None = None, key: Keys | None = None, threads: int | None = None, cast: bool = False,
         timeout: float = 30.0, rank: None = None, rendezvous: None = None, variant: str | None = None,
+        state: Mapping[str, int] | None = None,
     ) -> Replicas: ...  # fmt: skip
 
 
@@ -78,6 +79,7 @@ def load(
     rank: int | None = None,
     rendezvous: str | os.PathLike[str] | None = None,
     variant: str | None = None,
+    state: Mapping[str, int] | None = None,
 ) -> Program | Replicas:
     """Loads the bundle at `path`.
 
@@ -107,6 +109,8 @@ def load(
     and gets its rank's outputs.
     `variant`: of a bundle with several, the one that is loaded: "sm_90", "x86-64-v3".  None: that of the GPU, else the one for
     CPUs that uses most of this processor.
+    `state`: how many rows the state has, by the dimensions that the build left open: {"pages": 4096}.  Those that are not named
+    take what is free, as far as it is of use: nine tenths of the GPU's memory beside weights and temporaries, half of the host's.
 
     What was checked is what runs, also when the bundle is replaced or removed later.
     Raises a CgbundleError, option-refused for `threads` where nothing runs on the CPU, for `replicas` where
@@ -116,11 +120,11 @@ def load(
     _check_path(path)
     _check_kinds(
         device=device, devices=devices, replicas=replicas, lazy=lazy, cast=cast, timeout=timeout, rank=rank, rendezvous=rendezvous,
-        variant=variant,
+        variant=variant, state=state,
     )  # fmt: skip
     options: dict[str, Any] = {
         "mode": mode, "on_miss": on_miss, "outputs": outputs, "check": check, "weights": weights, "lazy": lazy, "key": key,
-        "threads": threads, "cast": cast, "variant": variant,
+        "threads": threads, "cast": cast, "variant": variant, "state": state,
     }  # fmt: skip
     if replicas:
         return _open_replicas(path, device, devices, **options)
@@ -132,10 +136,10 @@ def open_program(
     path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
     check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool | None = None, key: Keys | None = None,
     threads: int | None = None, cast: bool = False, devices: Sequence[int] | None = None, timeout: float = 30.0,
-    meeting: tuple[int, str] | None = None, variant: str | None = None,
+    meeting: tuple[int, str] | None = None, variant: str | None = None, state: Mapping[str, int] | None = None,
 ) -> Program:  # fmt: skip
     """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
-    so that a replay that relies on one goes wrong.  For verification."""
+    so that a replay that relies on one goes wrong, and state has a row more than the fewest.  For verification."""
     context = _begin_context(os.fspath(path), devices[0] if devices else device)
     bundle: Archive | None = None
     others: list[Archive] = []
@@ -147,6 +151,7 @@ def open_program(
 
         _check_options(mode, on_miss, outputs, check, weights)
         _check(bundle, check, key, variant, devices[0] if devices else device)
+        rows = _state_rows(bundle.manifest, state, poison)
         if threads is not None:
             _check_threads(bundle.manifest, threads)
         if devices is not None and not bundle.manifest.world:
@@ -157,7 +162,7 @@ def open_program(
         if bundle.manifest.target.kind == "cpu":
             from .cpu.backend import CpuBackend
 
-            program = _program(Program, bundle, CpuBackend(bundle, threads), on_miss, outputs, cast)
+            program = _program(Program, bundle, CpuBackend(bundle, threads, rows), on_miss, outputs, cast)
         else:
             from .cuda.driver import check_driver
             from .gpu.backend import CudaBackend
@@ -176,7 +181,9 @@ def open_program(
                     bundle, others, devices, mode, context=context, poison=poison, threads=threads, timeout=timeout
                 )
             else:
-                backend = CudaBackend(bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads)
+                backend = CudaBackend(
+                    bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads, rows=rows
+                )
             own = others[0] if others and meeting is not None else bundle
             program = _program(Program, own, backend, on_miss, outputs, cast)
             if meeting is not None and own.manifest.random is not None:
@@ -199,7 +206,8 @@ def _program(made: type[Program], bundle: Archive, backend: Any, on_miss: str, o
     from .format.file_names import SELF_TEST
 
     try:
-        return made(bundle.manifest, backend, on_miss, outputs, cast, bundle.kept(SELF_TEST))
+        manifest = backend.manifest if bundle.manifest.state_dimensions else bundle.manifest
+        return made(manifest, backend, on_miss, outputs, cast, bundle.kept(SELF_TEST))
     except BaseException:
         backend.close()
         raise
@@ -208,6 +216,7 @@ def _program(made: type[Program], bundle: Archive, backend: Any, on_miss: str, o
 def _open_replicas(
     path: str | os.PathLike[str], device: int, devices: Sequence[int] | None, *, mode: str, on_miss: str, outputs: str, check: str,
     weights: str, lazy: bool | None, key: Keys | None, threads: int | None, cast: bool, variant: str | None,
+    state: Mapping[str, int] | None,
 ) -> Replicas:  # fmt: skip
     """`load` with `replicas`: every device in a thread of its own, over one bundle that is opened and checked once."""
     from concurrent.futures import ThreadPoolExecutor  # none of these where a bundle is loaded on one device
@@ -234,9 +243,10 @@ def _open_replicas(
             _check_threads(bundle.manifest, threads)
         check_driver(bundle.manifest.target)
         chosen = range(device_count()) if devices is None else devices
+        rows = _state_rows(bundle.manifest, state)
 
         def opened(number: int) -> Program:
-            backend = CudaBackend(bundle, number, mode, lazy=lazy, threads=threads)
+            backend = CudaBackend(bundle, number, mode, lazy=lazy, threads=threads, rows=rows)
             return _program(Program, bundle, backend, on_miss, outputs, cast)
 
         with ThreadPoolExecutor(len(chosen), "cgbundle-replica") as pool:
@@ -305,6 +315,16 @@ def _check_once(bundle: Archive, level: str, key: Keys | None, variant: str | No
     check_bundle(bundle, "full")
 
 
+def _state_rows(manifest: Manifest, state: Mapping[str, int] | None, poison: int | None = None) -> Mapping[str, int]:
+    """The numbers of rows that are asked for.  Raises option-refused."""
+    if state and not manifest.state_dimensions:
+        text = f"state={dict(state)}: the bundle's state has the sizes that it was built with"
+        raise CallError("option-refused", text, "leave it out, or build the bundle with state()")
+    if poison is None:
+        return state or {}
+    return {each.name: manifest.weights[each.weights[0]].shape[0] + 1 for each in manifest.state_dimensions}
+
+
 def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
     """Chooses the variant that was asked for, or that of this machine.  Raises option-refused, wrong-machine."""
     from .cpu.machine import BY_NAME_ALONE, processor_flags
@@ -344,8 +364,9 @@ def _check_path(path: Any) -> None:
 
 
 def _check_kinds(
-    *, device: Any, devices: Any, replicas: Any, lazy: Any, cast: Any, timeout: Any, rank: Any, rendezvous: Any, variant: Any
-) -> None:
+    *, device: Any, devices: Any, replicas: Any, lazy: Any, cast: Any, timeout: Any, rank: Any, rendezvous: Any, variant: Any,
+    state: Any,
+) -> None:  # fmt: skip
     """Raises ValueError for a value that an option does not have, and for options that contradict each other."""
     for name, value in (("replicas", replicas), ("cast", cast), *((("lazy", lazy),) if lazy is not None else ())):
         if not isinstance(value, bool):
@@ -363,6 +384,8 @@ def _check_kinds(
         raise _wrong("rendezvous", rendezvous, "a path, or None")
     if variant is not None and not isinstance(variant, str):
         raise _wrong("variant", variant, "the name of a variant, or None")
+    if state is not None and not (isinstance(state, dict) and all(type(each) is int for each in state.values())):
+        raise _wrong("state", state, "numbers of rows by dimension, such as {'pages': 4096}, or None")
     if (rank is None) != (rendezvous is None) or (rank is not None and devices is not None):
         raise ValueError(f"rank={rank}, rendezvous={rendezvous!r}, devices={devices}: expected both of the first, and no devices")
     if replicas and rank is not None:

@@ -19,7 +19,7 @@ from ..targets.kernels.conditions import set_condition
 from ..targets.memory_layout import Table
 from .pairing import PairedRanges, pair_takes
 from .placement import Placement, keep, place, place_tables
-from .relocation import Classified, classify, classify_graph, compare, node_name, place_of
+from .relocation import Classified, check_rows, classify, classify_graph, compare, node_name, place_of
 from .rows import marks_and_graphs
 from .take import (
     INPUTS,
@@ -79,14 +79,18 @@ def assemble(
     weights_end: int,
     donated: Mapping[IntKey, Sequence[DonatedOutput]] = MappingProxyType({}),
     conditions: Function | None = None,
+    rows_begin: int | None = None,
 ) -> Assembled:
     """Compare two takes and name every address.  `weights_end`: where the program's own tensors end in memory `weights`; `donated`:
     by key, the outputs that a later call takes where they lie; `conditions`: the kernel that sets conditions, where there are
-    branches or loops.  Raises recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs,
-    donation-refused."""
+    branches or loops; `rows_begin`: from where on in memory `state` the two had different numbers of rows.  Raises
+    recordings-differ, address-disagrees, memory-refused, pointer-in-table, module-state-differs, donation-refused, state-refused.
+    """
     compare(a, b)
     paired = pair_takes(a, b)
     classified = [_classified(x, y, paired) for x, y in zip(a.graphs, b.graphs, strict=True)]
+    for graph, own in zip(a.graphs, classified, strict=True) if rows_begin is not None else ():
+        check_rows(graph, own.blocks, {i for i, each in enumerate(a.ranges) if each.kind == "state"}, rows_begin or 0)
     states = [
         (s.image, s.symbol, classify(s.block, t.block, paired, lambda at, s=s: f"variable {s.symbol}, the word at {at}"))  # type: ignore[misc]
         for s, t in zip(a.states, b.states, strict=True)

@@ -76,7 +76,8 @@ def cut_stage(spec: BuildSpec, scratch: Path, stage: Path, stages: Stages) -> Cu
     """Cuts the program into regions, and compiles those of the host into `stage`, where something must be on the host."""
     state, placements = spec.entries[0].prepared.state, spec.by_key({entry.name: entry.placements for entry in spec.entries})
     split = split_stage(spec.programs, placements, {key: call[0] for key, call in example_calls(spec).items()}, stages)
-    unplaced = lay_out(shapes_of(spec.programs.weights()), state, split.host_only if split else ()).rows
+    varying = spec.entries[0].prepared.varying
+    unplaced = lay_out(shapes_of(spec.programs.weights()), state, split.host_only if split else (), varying).rows
     hosts = host_stage(split, unplaced, scratch, stage, stages)
     return CutProgram(split=split, hosts=hosts, host_only=off_gpu(split, hosts, unplaced))
 
@@ -100,6 +101,7 @@ def prepare_recording(spec: BuildSpec, cut: CutProgram, folder: Path, stage: Pat
         written={key: own.written for key, own in prepared.items()},
         donated=donated_outputs(spec, split),
         state=spec.entries[0].prepared.state,
+        varying=spec.entries[0].prepared.varying,
         bounds=lambda rows: {key: error_bounds(own, rows) for key, own in prepared.items()},
         floors={key: selection_floor(own, error_bounds(own)) for key, own in prepared.items()},
         self_test_calls={key: own.self_test_calls for key, own in prepared.items()},

@@ -62,6 +62,7 @@ def prepare(
     host_only: frozenset[str] = frozenset(),
     written: Mapping[IntKey, tuple[int, ...]] = MappingProxyType({}),
     state: Collection[str] = (),
+    varying: Collection[str] = (),
     self_test_calls: Mapping[IntKey, int] = MappingProxyType({}),
     donated: Mapping[IntKey, Sequence[DonatedOutput]] = MappingProxyType({}),
     bounds: Callable[[Sequence[Weight]], Mapping[IntKey, tuple[ErrorBound, ...]]] = lambda rows: {},
@@ -78,8 +79,8 @@ def prepare(
     `code`: as in `Request`.  `placements` are nodes on the host by key (see `partition`), none for programs that are one graph;
     `uploads` is what the host makes by key, and `host_only` are weights that no graph reads.  Host regions are not recorded.
     `written`: by key, positions of the inputs, among the call's tensors, that its program writes to; `state`: buffers that one
-    does, by name.  `donated`: outputs that a later call takes where they lie.  `bounds`: by key, given the rows of weights, and
-    `floors`, as in `Request`.
+    does, by name, and `varying` those of them that have any number of rows.  `donated`: outputs that a later call takes where they
+    lie.  `bounds`: by key, given the rows of weights, and `floors`, as in `Request`.
 
     `stored` is where the file of weights goes, from which the processes take them (default: inside `folder`).  With `release` the
     programs' own tensors, but for state, give their memory back once it is written: nothing can run the programs afterwards.
@@ -90,7 +91,7 @@ def prepare(
     _check_calls(calls, self_test)
     tensors = programs.weights()
     _check_apart(state, tensors)
-    layout = lay_out(shapes_of(tensors), state, host_only)
+    layout = lay_out(shapes_of(tensors), state, host_only, varying)
     file = stored or folder / file_names.WEIGHTS
     tell("writing the weights")
     rows = write_weights(file, tensors, layout.rows)
@@ -123,6 +124,7 @@ def prepare(
         shift=False,
         written={key: written.get(key, ()) for key in calls},
         self_test_calls={key: self_test_calls.get(key, 1) for key in calls},
+        varying=tuple(varying),
         bounds=dict(bounds(layout.rows)),
         floors=dict(floors),
     )

@@ -25,7 +25,7 @@ from ..errors import BuildError, ModelError
 from ..export.programs import Programs
 from ..targets.cuda.recorded import RecordedGraph
 from ..targets.kernels.conditions import condition_function, condition_image
-from ..targets.memory_layout import PAD, Table
+from ..targets.memory_layout import MORE, PAD, Table
 from ..targets.weights import write_tables
 from ..util.progress import Tell
 from ..util.tolerance import Difference
@@ -34,7 +34,7 @@ from .assemble import Assembled, assemble, has_conditions
 from .compile_cache import compiled_path, keep_compiled, recall_compiled
 from .processes import RecorderProcesses, recorder_processes
 from .recordable import Recordable, prepare
-from .request import PRIME, RECORD, Call, Request
+from .request import PRIME, RECORD, Call, Request, with_more_rows
 from .take import Take
 
 
@@ -137,7 +137,8 @@ def _record(
 
     def request(role: str, number: int, some: tuple[IntKey, ...]) -> Request:
         result = recordable.folder / f"{level}-{role}{number}.result"
-        return replace(recordable.request, role=role, level=level, keys=some, result=result, shift=bool(number))
+        made = replace(recordable.request, role=role, level=level, keys=some, result=result, shift=bool(number))
+        return with_more_rows(made, MORE) if role == RECORD and number and made.varying else made
 
     new = tuple([key for key in keys if key not in known])
     recording = [request(RECORD, i, keys) for i in range(2)]
@@ -156,7 +157,8 @@ def _record(
         raise ModelError("weight-mutated", f"a replay changes {', '.join(a.mutated)}")
     own = condition_image(a.arch) if has_conditions(a) else b""
     conditions = condition_function(own) if own else None
-    assembled = assemble(a, b, recordable.layout.weights_end, recordable.donated, conditions)
+    begin = min([row.offset for row in recordable.layout.rows if row.name in recordable.request.varying], default=None)
+    assembled = assemble(a, b, recordable.layout.weights_end, recordable.donated, conditions, begin)
     return _recorded(a, b, assembled, recordable, [own] if own else [])
 
 

@@ -16,7 +16,7 @@ memory in both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -123,6 +123,19 @@ def classify_graph(x: RawGraph, y: RawGraph, paired: PairedRanges) -> dict[int, 
         for i, (m, n) in enumerate(zip(x.nodes, y.nodes, strict=True))
         if isinstance(m, RawKernel) and isinstance(n, RawKernel)
     }
+
+
+def check_rows(graph: RawGraph, blocks: Mapping[int, Classified], state: Collection[int], begin: int) -> None:
+    """Raises state-refused where a kernel takes the address of state whose number of rows is another one in the other recording,
+    from byte `begin` of the ranges `state` on, and a parameter that differs: the kernel would compute with that number."""
+    for i, block in blocks.items():
+        kernel = graph.nodes[i]
+        assert isinstance(kernel, RawKernel)
+        if any(target.range in state and target.offset >= begin for _, target in block.relocations):
+            for number, (offset, size) in enumerate(kernel.params):
+                if any(at < offset + size and offset < at + length for at, length in block.undefined):
+                    text = f"{node_name(graph, i)}: parameter {number} follows the number of rows of state, which a load chooses"
+                    raise ModelError("state-refused", text)
 
 
 def place_of(mine: Word, theirs: Word, paired: PairedRanges, where: str) -> Reading:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,8 @@ class Request:
     too.  By key, `written` are positions of the call's tensors that its program writes to, and `self_test_calls` is how often the
     self-test replays it.
     `bounds` are those of what the self-test compares, and `floors` the least of floats that an index is selected from.
-    `shift` makes this process's addresses differ from another's.
+    `shift` makes this process's addresses differ from another's.  `varying`: weights that are state of any number of rows, of which
+    this process has `more` than the others; it tells the program.
     """
 
     role: str
@@ -56,5 +57,15 @@ class Request:
     shift: bool
     written: dict[IntKey, tuple[int, ...]]
     self_test_calls: dict[IntKey, int]
+    varying: tuple[str, ...] = ()
+    more: int = 0
     bounds: dict[IntKey, tuple[ErrorBound, ...]] = field(default_factory=dict)
     floors: dict[IntKey, float] = field(default_factory=dict)
+
+
+def with_more_rows(request: Request, more: int) -> Request:
+    """A request for a process whose state has more rows where it may have any number; all begins where it does for the others."""
+    weights = [
+        replace(row, shape=(row.shape[0] + more, *row.shape[1:])) if row.name in request.varying else row for row in request.weights
+    ]
+    return replace(request, weights=tuple(weights), more=more)

@@ -25,7 +25,7 @@ def language_model(
     examples = ExampleInputs(config=config, pages=settings.pages, slots=settings.slots, turns=settings.turns)
     recipe = Recipe(
         name=read.name, label=folder, code=CausalLM.__module__, model=ComparedModel(folder, settings),
-        entries=examples.entries(),
+        entries=examples.entries(), state=settings.state,
     )  # fmt: skip
     return recipe, settings
 

@@ -25,6 +25,9 @@ LANES_GPU, LANES_CPU = (1, 8, 32), (1, 4)
 CHUNKS_GPU, CHUNKS_CPU = (128, 512), (64,)
 """Tokens of a prompt that one call reads."""
 
+OF_A_LANE = 2
+"""Pages that each lane has at least where the build runs the model; one text of full length fits besides."""
+
 TURNS_GPU = 32
 """Tokens that one call of `generate` makes at most.  On a CPU a call costs little beside its work: `decode` serves."""
 
@@ -38,7 +41,8 @@ UNKNOWN_GPU = 32 << 30
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Settings:
     """`context`: tokens of the longest text; `lanes`: texts in one call; `chunks`: tokens of a prompt that a call reads; `turns`:
-    of `generate`, 0 for none; `pages` and `slots` as CausalLM takes them; `cache_bytes`: what the pages take, about."""
+    of `generate`, 0 for none; `pages` and `slots` as CausalLM takes them, the fewest that a load may ask for; `most_pages`: as many
+    as all lanes fill; `page_bytes`: what a page takes, about."""
 
     context: int
     lanes: tuple[int, ...]
@@ -47,7 +51,14 @@ class Settings:
     turns: int
     pages: int
     slots: int
-    cache_bytes: int
+    most_pages: int
+    page_bytes: int
+
+    @property
+    def state(self) -> dict[str, tuple[str, int]]:
+        """Which buffers a load gives how many rows, as state() says it."""
+        pages = ("pages", self.most_pages)
+        return {"keys_*": pages, "values_*": pages, "seen": ("slots", self.slots)}
 
     @property
     def sizes(self) -> dict[str, dict[str, list[int]]]:
@@ -88,15 +99,15 @@ def settings_for(
     kind = dtype or ("float32" if gpu is None else configured_dtype(folder))
     page = PAGE * token_bytes(folder) * DTYPES[kind]
     room = cache_room(gpu, folder.weights * DTYPES[kind], recorded)
-    pages = min(numbers[-1] * blocks, room // page)
-    if pages < blocks:
-        need, has = -(-blocks * page >> 20), max(0, room >> 20)
-        what = f"context {blocks * PAGE}: the cache of one text takes about {need} MiB, and there is room for {has}"
+    pages = max(blocks, min(blocks, OF_A_LANE) * numbers[-1])
+    if pages > room // page:
+        need, has = -(-pages * page >> 20), max(0, room >> 20)
+        what = f"context {blocks * PAGE}: the cache takes about {need} MiB at least, and there is room for {has}"
         raise BuildError("option-invalid", what, "give a smaller --context, or --dtype bfloat16")
     chunks = tuple([size for size in (CHUNKS_CPU if gpu is None else CHUNKS_GPU) if size <= blocks * PAGE]) or (blocks * PAGE,)
     return Settings(
         context=blocks * PAGE, lanes=numbers, dtype=kind, chunks=chunks, turns=0 if gpu is None else TURNS_GPU, pages=pages + 1,
-        slots=numbers[-1] + 1, cache_bytes=pages * page,
+        slots=numbers[-1] + 1, most_pages=numbers[-1] * blocks + 1, page_bytes=page,
     )  # fmt: skip
 
 

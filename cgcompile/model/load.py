@@ -7,22 +7,27 @@ import importlib.util
 import inspect
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from fnmatch import fnmatchcase
 from types import ModuleType
 from typing import Any
 
 import torch
 
+from cgbundle.errors import meant
 from cgbundle.format.file_names import FORWARD
 
 from ..errors import ModelError
 from ..util.model_file import check_arguments, check_file, kind_of, missing_attribute, missing_module, name_of, undefined
+from ..util.raw_bytes import is_zero
 from .declared_sizes import Inputs
 from .quantization.plain_model import plain_model
-from .source import DonationNames, Recipe, Source
+from .source import DonationNames, Recipe, Source, StateRows
 from .tracing.wrapped_modules import unwrapped
 from .user_code import call_user, definition, plain_errors
+
+ROWS_EXAMPLE = 'for example {"keys_*": "pages"}, or {"keys_*": ("pages", 4096)} for at most as many as are of use'
 
 
 def load_source(model: str | os.PathLike[str] | torch.nn.Module, inputs: Callable[..., Any] | None = None) -> Source:
@@ -40,7 +45,8 @@ def load_sources(
     if isinstance(model, Recipe):
         with plain_errors():
             made = model.model()
-        return _sources(model.name, model.label, model.code, made, model.entries, owned=True)
+        sources = _sources(model.name, model.label, model.code, made, model.entries, owned=True)
+        return with_rows(sources, model.state)
     check_arguments(model, inputs)
     if isinstance(model, torch.nn.Module) and inputs is not None:
         name, path = type(model).__name__.lower(), type(model).__module__
@@ -59,7 +65,7 @@ def load_sources(
         sources = _from_module(
             name_of(label), label, label, label, _member(module, "model", label), _given_inputs(module, label), share
         )
-        return _with_donations(sources, module, label)
+        return _declared(sources, module, label)
     if kind == "folder":
         raise ModelError("source-invalid", f"{label}: the folder of a language model, where a model file is expected")
     path, _, attribute = label.partition(":")
@@ -67,7 +73,7 @@ def load_sources(
     sources = _from_module(
         name_of(label), label, path, path, _attribute(module, attribute, label), _given_inputs(module, label), share
     )
-    return _with_donations(sources, module, label)
+    return _declared(sources, module, label)
 
 
 def checked_donations(given: Any, label: str) -> tuple[DonationNames, ...]:
@@ -81,12 +87,72 @@ def checked_donations(given: Any, label: str) -> tuple[DonationNames, ...]:
     return tuple([(source, target) for source, target in pairs])
 
 
-def _with_donations(sources: tuple[Source, ...], module: ModuleType, label: str) -> tuple[Source, ...]:
-    """The sources with what donations() says, where the module has it."""
-    if not hasattr(module, "donations"):
-        return sources
-    found = checked_donations(call_user(module.donations, "donations()", label), label)
-    return tuple([replace(source, donations=found) for source in sources])
+def with_rows(sources: tuple[Source, ...], given: Any) -> tuple[Source, ...]:
+    """The sources with what state() gave.  Raises source-invalid, state-refused."""
+    rows = declared_rows(given, sources[0].model, sources[0].label)
+    return tuple([replace(source, rows=rows) for source in sources])
+
+
+def declared_rows(given: Any, model: torch.nn.Module, label: str) -> tuple[StateRows, ...]:
+    """What state() gave: from a buffer's name, or a pattern of names, to the name of a dimension, alone or with the most rows that
+    are of use.  Raises source-invalid, state-refused."""
+    if not isinstance(given, Mapping):
+        text = f"{label}: state: expected a dict from buffers to dimensions, got {type(given).__name__}"
+        raise ModelError("source-invalid", text, ROWS_EXAMPLE)
+    known = dict(model.named_buffers(remove_duplicate=False))
+    found: dict[str, list[str]] = {}
+    most: dict[str, int] = {}
+    for pattern, value in given.items():
+        name, limit = value if isinstance(value, tuple | list) and len(value) == 2 else (value, None)
+        if not (isinstance(pattern, str) and isinstance(name, str) and name.isidentifier() and type(limit) in (int, type(None))):
+            raise ModelError("source-invalid", f"{label}: state: {pattern!r}: {value!r} is no dimension", ROWS_EXAMPLE)
+        named = [each for each in known if fnmatchcase(each, pattern)]
+        if not named:
+            raise ModelError("state-refused", f"{label}: state: the model has no buffer {pattern!r}{meant(pattern, known)}")
+        own = found.setdefault(name, [])
+        own += [each for each in named if each not in own]
+        if limit is not None:
+            most[name] = max(limit, most.get(name, 0))
+    made = [_checked(name, sorted(buffers), most.get(name), known, label) for name, buffers in found.items()]
+    twice = [name for name in known if sum(name in each.buffers for each in made) > 1]
+    if twice:
+        raise ModelError("state-refused", f"{label}: state: {twice[0]!r} is of two dimensions")
+    return tuple(made)
+
+
+def _checked(name: str, buffers: Sequence[str], most: int | None, known: Mapping[str, torch.Tensor], label: str) -> StateRows:
+    number = known[buffers[0]].shape[0] if known[buffers[0]].dim() else 0
+    for each in buffers:
+        value = known[each]
+        if not value.numel() or value.shape[0] != number:
+            text = f"has shape {list(value.shape)}: {name!r} is the size of its first axis, {number} in {buffers[0]!r}"
+        elif not value.is_contiguous():
+            text = f"strides {list(value.stride())} are not those of a contiguous tensor"
+        elif any(other is not value and _shares(other, value) for other in known.values()):
+            text = "shares memory with another buffer"
+        elif not is_zero(value):
+            text = "is not zeros at first, as rows are that are added when the bundle is loaded"
+        else:
+            continue
+        raise ModelError("state-refused", f"{label}: state: buffer {each!r} {text}")
+    if most is not None and most < number:
+        text = f"{label}: state: at most {most} {name} are of use, and the model has {number}"
+        raise ModelError("state-refused", text, "make the model with fewer: as many are the least that a load takes")
+    return StateRows(name=name, buffers=tuple(buffers), number=number, most=most)
+
+
+def _shares(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def _declared(sources: tuple[Source, ...], module: ModuleType, label: str) -> tuple[Source, ...]:
+    """The sources with what donations() and state() say, where the module has them."""
+    if hasattr(module, "donations"):
+        found = checked_donations(call_user(module.donations, "donations()", label), label)
+        sources = tuple([replace(source, donations=found) for source in sources])
+    if hasattr(module, "state"):
+        sources = with_rows(sources, call_user(module.state, "state()", label))
+    return sources
 
 
 def load_code(code: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -33,6 +33,21 @@ DonationNames = tuple[str, str]
 """An output and the input that takes it where it lies, each as `entry.name`."""
 
 
+ROWS = "cgcompile_rows_"
+"""How buffers begin that hold numbers of rows of state, which a load chooses."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StateRows:
+    """A dimension of the state.  `buffers`: by their names in the model, those whose first axis has `number` rows where it is
+    built.  `most`: with more rows nothing is gained, None where nobody knows."""
+
+    name: str
+    buffers: tuple[str, ...]
+    number: int
+    most: int | None = None
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Source:
     """A model, one of its methods, and how to make inputs for that.  `name` is the bundle's name, `label` what the user typed, for
@@ -42,8 +57,8 @@ class Source:
     that defines the model, "" where no other process can import it.  `dimensions` are the parameters of `inputs`.  `owned`: the
     model was made for this build, which may do with it what it likes.  `device`: where it lives.  `told`: where the bundle will
     run; the model's code is told that its tensors are there, and the compute `capability` of that GPU.  `saved` is what a saved
-    program says of its dimensions, None where the model is none.  `donations` are those of the whole model,
-    `notes` what was taken off it.
+    program says of its dimensions, None where the model is none.  `donations` are those of the whole model, `rows` its state whose
+    number of rows a load chooses, `notes` what was taken off it.
     """
 
     name: str
@@ -60,6 +75,7 @@ class Source:
     entry: str = FORWARD
     origin: str = ""
     donations: tuple[DonationNames, ...] = ()
+    rows: tuple[StateRows, ...] = ()
     notes: tuple[str, ...] = ()
 
 
@@ -68,13 +84,15 @@ class Recipe:
     """A model that the compiler itself knows how to make, where the user names no Python.
 
     `name` is the bundle's, `label` what the user typed, `code` the module that defines the model and registers its operators.
-    `model` makes it, with the same weights every time; `entries` maps its methods that are called to what makes their inputs."""
+    `model` makes it, with the same weights every time; `entries` maps its methods that are called to what makes their inputs;
+    `state` is as state() gives it."""
 
     name: str
     label: str
     code: str
     model: Callable[[], torch.nn.Module]
     entries: Mapping[str, Callable[..., Any]]
+    state: Mapping[str, Any] = field(default_factory=dict)
 
 
 def entry_method(model: torch.nn.Module, entry: str) -> Callable[..., Any]:

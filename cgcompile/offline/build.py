@@ -25,6 +25,7 @@ from ..targets.architectures import arch
 from ..targets.build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts, build_key
 from ..targets.cuda.emit import Written, arena_bytes, cuda_target, write_recorded
 from ..targets.cuda.host_regions import SplitProgram, host_stage, off_gpu, split_stage
+from ..targets.cuda.recorded import RegionKey
 from ..targets.instruction_sets import common_level
 from ..targets.kernels.graph_driver import graph_driver
 from ..targets.kernels.ptxas import lowest_driver
@@ -41,10 +42,13 @@ from ..util.scratch import scratch_folder
 from ..util.tolerance import Difference
 from .compile.kernels import CompiledKernel
 from .interpret.interpret import Outcome, WeightFiles, interpret
+from .lower.jobs import LoweringJob
 from .lowered import KernelVariant
 from .proof import Trial, interpret_ranks, kernel_sources, make_task, make_trial, proved, weight_files
 from .trace import (
     KERNELS,
+    CompiledPrograms,
+    LoweredPrograms,
     compile_programs,
     configurations,
     jobs_of,
@@ -67,15 +71,25 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages) -> ManifestParts:
         with stages("lower") as tell:
             jobs = jobs_of(spec, exported, split, calls, live_weights_of(spec, tensors))
             code = code_of(spec.entries[0].source, exported)
-            lowered = lower_programs(jobs, split, target, scratch, tell, code=code)
+            lower = partial(lower_programs, split=split, target=target, scratch=scratch, tell=tell, code=code)
+            lowered = lower(jobs)
             tell.result(summary(lowered))
         with stages("compile") as tell:
             compiled = compile_programs(lowered, target, tell)
+            if spec.entries[0].source.rows:
+                from .more_rows import same_launches  # late: few models have any
+
+                def made(others: dict[RegionKey, LoweringJob]) -> tuple[LoweredPrograms, CompiledPrograms]:
+                    again = lower(others)
+                    return again, compile_programs(again, target, tell)
+
+                same_launches(spec, jobs, (lowered, compiled), made)
             tell.result(f"{len(compiled.images)} kernel images, equal ones once")
         shapes = shapes_of(tensors)
-        unplaced = lay_out(shapes, state, split.host_only if split else ()).rows
+        varying = spec.entries[0].prepared.varying
+        unplaced = lay_out(shapes, state, split.host_only if split else (), varying).rows
         hosts = host_stage(split, unplaced, scratch, stage, stages, common_level(os.uname().machine, processor_flags()))
-        layout = lay_out(shapes, state, off_gpu(split, hosts, unplaced))
+        layout = lay_out(shapes, state, off_gpu(split, hosts, unplaced), varying)
         with stages("plan") as tell:
             planned = place_programs(spec, lowered, compiled, layout, calls, split)
             recorded = planned.recorded

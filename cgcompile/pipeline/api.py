@@ -7,11 +7,12 @@ import os
 import sys
 import tempfile
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from ..capture.processes import recorder_processes
@@ -93,6 +94,7 @@ def build(
     max_keys: int = MAX_KEYS,
     max_paths: int = MAX_PATHS,
     donations: Sequence[tuple[str, str]] = (),
+    state: Mapping[str, Any] = MappingProxyType({}),
     world: int | None = None,
     split: str | None = None,
     context: int | None = None,
@@ -126,7 +128,9 @@ def build(
     is refused by name, with False torch's own run.  `force`: replace an existing bundle.
     `max_keys`: the most int_keys that are built.  `max_paths`: the most ways through the model's Python (`if`, `while`, `assert` on
     tensors) that are exported.  `donations`: pairs of an output of one entry and an input that takes it where it
-    lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `donations` for it.
+    lies, e.g. ("prefill.hidden", "decode.hidden"); a model file has a function `donations` for it.  `state`: buffers whose number
+    of rows a load chooses, e.g. {"keys_*": "pages"}, or {"keys_*": ("pages", 4096)} where more are of no use; a model file has a
+    function `state` for it.
     `world`: over how many GPUs of one host the model goes, 2 to 8.  The model file's `model(rank, world)` gives each one's share,
     and `forward` calls functional collectives of torch.distributed.  The bundle is cross-compiled, whatever GPU is here.
     `split`: "layers" puts the layers of a plain `model()` one after the other on these GPUs, for a model that does not fit on one:
@@ -151,7 +155,7 @@ def build(
             sizes=sizes, out=out, target=target, strict=strict, allow=tuple(allow), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, autotune=autotune, autotune_timeout=autotune_timeout,
             train=train, fallback_ops=tuple(fallback_ops), standalone=standalone, force=force, max_keys=max_keys,
-            max_paths=max_paths, donations=donations, world=world, split=split,
+            max_paths=max_paths, donations=donations, state=state, world=world, split=split,
             progress=tell, language=LanguageOptions(context=context, lanes=lanes, dtype=dtype),
         )  # fmt: skip
         check_build(model, inputs, options)

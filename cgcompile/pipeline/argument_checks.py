@@ -48,7 +48,7 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
     _check_allowed(options.allow)
     others = {
         "--sizes": options.sizes, "--train": options.train, "--world": options.world, "--split": options.split,
-        "donations": options.donations,
+        "donations": options.donations, "state": options.state,
     }  # fmt: skip
     check_folder_options(model, options.language, others)
     name = _check_model(model, options.sizes, options.max_keys)

@@ -23,20 +23,21 @@ from ..bundle.provenance import provenance
 from ..bundle.ranks import Ranks
 from ..checks import Checked, check, refuse
 from ..checks.repeatability import widened_bound
-from ..errors import BuildError
+from ..errors import BuildError, ModelError
 from ..export.export import export, refuse_branches, with_unwritten
 from ..export.exported import Exported
 from ..export.paths import MAX_PATHS
 from ..export.programs import Programs, with_shared_constants
+from ..export.signature.more_rows import same_with_more_rows
 from ..export.signature.signature import describe_signature
 from ..model.declared_sizes import Given, Inputs, count_keys, declared_sizes, sizes_of_entries
 from ..model.devices.placing import placed
-from ..model.load import checked_donations, load_sources
+from ..model.load import checked_donations, load_sources, with_rows
 from ..model.nondeterminism.fresh_process import Place, cuda_left_alone, forked_models, models_at
 from ..model.source import CPU, CUDA, Source
 from ..model.tracing.held_tensors import own_buffers
 from ..targets.architectures import capability_of
-from ..targets.build_spec import BuildSpec, EntryBuild, ManifestParts
+from ..targets.build_spec import BuildSpec, EntryBuild, ManifestParts, Placements
 from ..targets.choice import CONDITIONALS, Chosen, asks_gpu, choose
 from ..targets.donations import check_layouts, donations_of
 from ..targets.instruction_sets import level_of
@@ -100,6 +101,7 @@ def _build(
             share = (ranks.rank, ranks.size) if ranks and not options.split else None
             with cuda_left_alone():
                 loaded = load_sources(model, inputs, share)
+                loaded = with_rows(loaded, options.state) if options.state else loaded
             mode = stack.enter_context(evaluated(loaded[0], options.train))
             uncalled = stack.enter_context(ExitStack())
             fresh = None if ranks or loaded[0].saved else uncalled.enter_context(forked_models(loaded))
@@ -122,6 +124,9 @@ def _build(
             several = f", {len(sources)} entries" if len(sources) > 1 else ""
             chose = f" for {_default(chosen)}" if options.target == "auto" else ""
             tell.result(f"{first.name}{several}, {_counted(keys, 'int_key')}{chose}{f'; {mode}' if mode else ''}")
+        if sources[0].rows and chosen.recorder == "capture" and options.lower == "eager":
+            text = f"{first.label}: state: PyTorch's own kernels hold the number of rows, which a load is to choose"
+            raise ModelError("state-refused", text, "leave --lower out, or state()")
         if chosen.recorder == "capture":
             from ..capture.build import start
             from ..capture.processes import recorder_processes
@@ -137,7 +142,11 @@ def _build(
             started_early = stack.enter_context(begun(level_of(chosen.target), options.standalone))
             build_parts = partial(build_parts, begun=started_early)
         with stages("export") as tell:
-            exported = with_sequences(export_entries(sources, sizes, tell, options.max_paths), fresh)
+            exported = export_entries(sources, sizes, tell, options.max_paths)
+            if sources[0].rows:
+                tell("with another number of rows of state")
+                same_with_more_rows(exported, options.max_paths)
+            exported = with_sequences(exported, fresh)
             fresh = None
             uncalled.close()  # it holds the weights once more
             signatures = [describe_signature(each) for each in exported]
@@ -170,6 +179,8 @@ def _build(
                 _refuse(checked, options)
             if ranks:
                 refuse_host(checked)
+            if sources[0].rows:
+                _refuse_rows(sources[0], [rules.placements for rules in checked], ranks is not None)
             tell.result(_counted(sum(len(rules.findings) for rules in checked), "finding"))
         with stages("padding") as tell:
             tells = each_named(tell, [source.entry for source in sources])
@@ -206,6 +217,17 @@ def _build(
             sealed = finish(replace(spec, standalone=False), folder, stages, run=chosen.runs_here)
             assert sealed is not None
     return Built(path=destination, manifest=sealed, seconds=tuple(stages.seconds))
+
+
+def _refuse_rows(source: Source, placements: Sequence[Placements], several: bool) -> None:
+    """Raises state-refused where a part of the model is elsewhere than the state whose number of rows a load chooses."""
+    if several:
+        what, remedy = "the model is over several GPUs", "leave state() out"
+    elif any(placed for each in placements for placed in each.values()):
+        what, remedy = "operations of the model are on the host, beside a GPU", "`cgcompile check` lists them"
+    else:
+        return
+    raise ModelError("state-refused", f"{source.label}: state: {what}, where no number of rows can be chosen at a load", remedy)
 
 
 def _again(model: Any, options: Options) -> Callable[[], Sequence[Source]] | None:

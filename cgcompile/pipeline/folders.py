@@ -98,8 +98,8 @@ def folder_model(model: Any, language: LanguageOptions, target: str, record: str
             recorded=record != "cross-compile",
         )  # fmt: skip
         lanes = ", ".join(map(str, settings.lanes))
-        cache = f"{settings.pages - 1} pages of cache ({size(settings.cache_bytes)})"
-        tell.result(f"{settings.dtype}, texts of up to {settings.context} tokens, {lanes} lanes, {cache}")
+        cache = f"a load takes {settings.pages} to {settings.most_pages} pages of cache ({size(settings.page_bytes)} each)"
+        tell.result(f"{settings.dtype}, texts of up to {settings.context} tokens, {lanes} lanes; {cache}")
     return recipe, settings.sizes
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from cgbundle.format.schema import VERSION, EntrySpec, Finding, Manifest, Provenance
+from cgbundle.format.schema import VERSION, EntrySpec, Finding, Manifest, Provenance, StateDimension
 
 from ..bundle.proof import mismatches
 from ..model.flat_module import PREFIX
+from ..model.source import ROWS, StateRows
 from ..targets.build_spec import BuildSpec, ManifestParts
 from ..transforms.output_aliases import manifest_aliases
 
@@ -45,6 +46,7 @@ def made_manifest(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tupl
         random=names.index(generator.removeprefix(PREFIX)) if generator else None,
         frozen=parts.frozen,
         memories=parts.memories,
+        state_dimensions=tuple([_dimension(each, names) for each in spec.entries[0].source.rows]),
         regions=parts.regions,
         module_state=parts.module_state,
         donations=spec.donations,
@@ -54,6 +56,14 @@ def made_manifest(spec: BuildSpec, parts: ManifestParts, findings: Sequence[tupl
         provenance=origin,
         files=(),
     )
+
+
+def _dimension(rows: StateRows, names: Sequence[str]) -> StateDimension:
+    count = ROWS + rows.name
+    return StateDimension(
+        name=rows.name, weights=tuple(sorted(map(names.index, rows.buffers))), most=rows.most,
+        count=names.index(count) if count in names else None,
+    )  # fmt: skip
 
 
 def with_mismatches(manifest: Manifest) -> Manifest:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import html
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cgbundle.format.schema import Finding
 
@@ -52,6 +52,7 @@ class Options:
     max_keys: int
     max_paths: int
     donations: Sequence[tuple[str, str]]
+    state: Mapping[str, Any]
     world: int | None
     split: str | None
     progress: Watcher

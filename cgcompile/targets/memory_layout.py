@@ -2,7 +2,7 @@
 
 *weights*: every parameter, buffer and constant of the program at 256-byte aligned offsets, tied ones once.  Behind them lie the
 tables that kernels read but no tensor of the program holds (cuFFT's twiddle factors, constants that Inductor folded).
-*state*: the buffers that the program writes to, likewise.
+*state*: the buffers that the program writes to, likewise; last those whose number of rows is chosen at a load, with room for MORE.
 *inputs*: the tensors of the call, each key from offset 0: keys overlay each other.
 *arena*: the temporaries of a key; keys overlay each other, so a bundle needs the largest, not the sum.
 
@@ -24,6 +24,10 @@ PAD = 256
 RECORDED_STATES = 5
 """How often a process that records holds memory state at most: the state itself, its first contents, and in the self-test what a
 replay and two runs of eager PyTorch leave."""
+
+
+MORE = 1
+"""Rows that state of any number of rows has more of in a second recording, and in the proof: nothing else may differ then."""
 
 
 def align(value: int, to: int = ALIGN) -> int:
@@ -94,12 +98,16 @@ class WeightLayout:
     state_end: int
 
 
-def lay_out(shapes: Mapping[str, Shape], state: Collection[str] = (), host_only: Collection[str] = ()) -> WeightLayout:
+def lay_out(
+    shapes: Mapping[str, Shape], state: Collection[str] = (), host_only: Collection[str] = (), varying: Collection[str] = ()
+) -> WeightLayout:
     """Offsets of the program's tensors, in their order: those named in `state` in memory `state`, the others in `weights`.  Those
-    in `host_only` have no place on the GPU."""
+    in `host_only` have no place on the GPU; those in `varying` are state of any number of rows."""
     rows: list[Weight] = []
     offsets: dict[str, int] = {}
     ends = {"weights": 0, "state": 0}
+    fixed = sum(align(tensor_bytes(s.dtype, s.shape)) for name, s in shapes.items() if name in state and name not in varying)
+    last = fixed
     for name, s in shapes.items():
         tensor = s.same_as or name
         memory: Literal["weights", "state", "host"] = "host" if name in host_only else "state" if name in state else "weights"
@@ -107,8 +115,11 @@ def lay_out(shapes: Mapping[str, Shape], state: Collection[str] = (), host_only:
         if name in host_only:
             rows.append(row)
             continue
-        if tensor not in offsets:
+        if name in varying:
+            offsets[tensor] = last
+            last += align(tensor_bytes(s.dtype, (s.shape[0] + MORE, *s.shape[1:])))
+        elif tensor not in offsets:
             offsets[tensor] = ends[memory]
             ends[memory] = align(ends[memory] + tensor_bytes(s.dtype, s.shape))
         rows.append(replace(row, offset=offsets[tensor]))
-    return WeightLayout(rows=tuple(rows), weights_end=ends["weights"], state_end=ends["state"])
+    return WeightLayout(rows=tuple(rows), weights_end=ends["weights"], state_end=max(last, ends["state"]))

@@ -27,9 +27,12 @@ which its caller frees twice (`generate_return` in torch/_inductor/codegen/cpp_w
 kernel, and Python calls `__init__` each time, which makes the rules of 200 operations (torch 2.11 and 2.13).  That was a twentieth
 of the time of lowering.
 
+**Rows of state are not compared with its size.** Inductor makes `index_put` of `_unsafe_index_put`, which compares (torch 2.11
+and 2.13).  Programs whose state has any number of rows have their own comparison (state_rows.py).
+
 Private interfaces (torch 2.11, 2.13): the options `post_grad_custom_pre_pass` and `joint_custom_pre_pass`, `CustomGraphPass`,
 `get_hash_for_files`, `torch.utils._sympy.functions.Identity`, `torch._inductor.dtype_propagation.DtypePropagationOpsHandler`,
-`torch._inductor.utils.op_dtype_propagation_rules`.
+`torch._inductor.utils.op_dtype_propagation_rules`, `torch._inductor.decomposition.select_decomp_table`, which gives one dict.
 """
 
 from __future__ import annotations
@@ -43,13 +46,14 @@ from unittest import mock
 import sympy  # type: ignore[import-untyped]
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch._inductor.decomposition import select_decomp_table
 from torch._inductor.dtype_propagation import DtypePropagationOpsHandler
 from torch._inductor.utils import op_dtype_propagation_rules
-from torch.fx import Graph, Node
+from torch.fx import Graph, GraphModule, Node
 from torch.utils._sympy.functions import Identity
 
 aten = torch.ops.aten
-COPY = aten.copy_.default
+COPY, PUT = aten.copy_.default, aten._unsafe_index_put.default
 
 INPUTS = ("placeholder", "get_attr")
 """Kinds of nodes for what a graph is given; code that is compiled ahead for a processor has buffers as attributes."""
@@ -65,6 +69,17 @@ def passes(*, ahead: bool = False) -> dict[str, CustomGraphPass]:
     """Options of Inductor's; `ahead`: for code that is compiled ahead."""
     first = SeparateOutputs() if ahead else ReadOldValues()
     return {"post_grad_custom_pre_pass": first, "joint_custom_pre_pass": KeepScatteredDtypes()}
+
+
+@contextmanager
+def unchecked_puts(module: GraphModule) -> Iterator[None]:
+    """Inside, `aten._unsafe_index_put` stays what it is, if the module has any."""
+    parts = [part for part in module.modules() if isinstance(part, GraphModule)]
+    table = select_decomp_table()
+    with mock.patch.dict(table):
+        if any(part.graph.find_nodes(op="call_function", target=PUT, sort=False) for part in parts):
+            table.pop(PUT, None)
+        yield
 
 
 @contextmanager

@@ -17,7 +17,7 @@ from ..export.functionalization import functional, state_buffers, written_inputs
 from ..export.programs import Programs
 from ..model.devices.index_guard import FAILURES, guarded_indices
 from ..model.flat_module import PREFIX, ProgramModule, Reference, run_eager
-from ..model.source import CPU, all_keys, sample
+from ..model.source import CPU, ROWS, all_keys, sample
 from .eager_precision import eager_spread
 from .marker_removal import without_markers
 from .output_aliases import OutputAlias, find_aliases
@@ -29,10 +29,11 @@ class Prepared:
     """Programs, ready to be lowered.
 
     `written`: positions of the inputs that one of them writes to.  `changes`: the buffers that one writes to, by their names in the
-    programs.  `state`: those that any entry of the model writes to, and `weights` the tensors of all entries.  `generator`: the
-    buffer of the random numbers, named so too, "" without.  `reference` gives what a call has to give, and `self_test_calls` is how
-    often the self-test calls each int_key.  `spread`: of `eager_spread`, at the smallest int_key.  `on_gpu`: eager PyTorch ran
-    there. `baked`: as `Exported` has them.
+    programs.  `state`: those that any entry of the model writes to, and those that hold numbers of rows; `varying`: those of them
+    whose number of rows a load chooses.  `weights`: the tensors of all entries.  `generator`: the buffer of the random numbers,
+    named so too, "" without.  `reference` gives what a call has to give, and `self_test_calls` is how often the self-test calls
+    each int_key.  `spread`: of `eager_spread`, at the smallest int_key.  `on_gpu`: eager PyTorch ran there.  `baked`: as `Exported`
+    has them.
     """
 
     programs: Programs
@@ -40,6 +41,7 @@ class Prepared:
     written: tuple[int, ...]
     changes: tuple[str, ...]
     state: tuple[str, ...]
+    varying: tuple[str, ...]
     weights: Mapping[str, torch.Tensor] = field(repr=False)
     generator: str
     aliases: tuple[OutputAlias, ...]
@@ -59,6 +61,11 @@ def prepare(
     """
     bare = exported.programs if markers else exported.programs.changed(without_markers)
     programs = bare.changed(partial(with_generator, first=torch.zeros(2, dtype=torch.int64, device=exported.source.device)))
+    if rows := exported.source.rows:
+        from .state_rows import with_counted_rows  # late: few models have any
+
+        programs = programs.changed(partial(with_counted_rows, rows=rows, told=exported.source.told))
+    varying = tuple([PREFIX + name for each in rows for name in each.buffers])
     signatures = [functionalized[key] if program is bare.at(key) else functional(program) for key, program in programs.each]
     state = tuple(sorted({name for each in signatures for name in state_buffers(each)}))
     written = tuple(sorted({i for each in signatures for i in written_inputs(each)}))
@@ -68,9 +75,13 @@ def prepare(
     generator = next((name for _, program in programs.each if (name := generator_buffer(program))), "")
     reference: Reference = ProgramModule([program for _, program in programs.each]) if generator else exported.flat
     aliases = find_aliases(exported, signature.outputs, state)
+    if shared := next((each.name for each in aliases if PREFIX + each.name in varying), ""):
+        text = f"{exported.source.label}: {exported.source.entry}() gives out a part of {shared!r}, whose rows a load counts"
+        raise ModelError("state-refused", text, "clone the output in forward()")
     return Prepared(
         programs=programs, signature=signature, written=written,
-        changes=state, state=state, weights=programs.weights(), generator=generator, aliases=aliases, reference=reference,
+        changes=state, state=state, varying=varying, weights=programs.weights(), generator=generator, aliases=aliases,
+        reference=reference,
         self_test_calls=_self_test_calls(exported, reference, state), spread=_spread(exported, reference),
         on_gpu=exported.source.device != CPU, baked=exported.baked,
     )  # fmt: skip
@@ -80,8 +91,12 @@ def together(each: Sequence[Prepared]) -> tuple[Prepared, ...]:
     """The entries of one model, each of which knows the state and the weights of all.
 
     Raises data-dependent-branch for a value that Python got of a buffer that calls change."""
-    state = tuple(sorted({name for one in each for name in one.changes}))
+    changes = {name for one in each for name in one.changes}
     weights = {name: value for one in each for name, value in one.weights.items()}
+    state = tuple(sorted(changes | {name for name in weights if name.startswith(ROWS)}))
+    for name in each[0].varying:
+        if name not in changes:
+            raise ModelError("state-refused", f"state: no call writes to {name.removeprefix(PREFIX)!r}", "leave it out of state()")
     plain = {name.removeprefix(PREFIX) for name in state}
     for one in each:
         for name in sorted(one.baked.keys() & plain):

@@ -15,6 +15,7 @@ from cgbundle.format.safetensors import nbytes
 from cgbundle.format.schema import Alias, Dimension, EntrySpec, Manifest, Target, TensorSpec, Weight
 from cgbundle.format.size_expressions import standing, text
 from cgbundle.format.variants import variant_name
+from cgbundle.weights.state_rows import least_rows
 from cgbundle.weights.update import updatable
 from cgcompile.bundle import manifest_text
 from cgcompile.bundle.arguments import Constant, constants, nested, spelled
@@ -67,6 +68,9 @@ def plain(path: str, manifest: Manifest) -> dict[str, Any]:
         "entries": rows,
         "weights": {"names": len(manifest.weights), "bytes": weight_bytes(manifest), "tied": ties(manifest)},
         "state": [weight.name for weight in stateful(manifest)],
+        "state_rows": {
+            row.name: {"least": least_rows(row, manifest.weights), "most": row.most} for row in manifest.state_dimensions
+        },
         "world": manifest.world.size if manifest.world else 1,
         "variants": variant_names(path),
         "update": {"names": names, "frozen": frozen},
@@ -286,12 +290,26 @@ def stateful(manifest: Manifest) -> list[Weight]:
 
 def state(manifest: Manifest) -> list[str]:
     """`2 buffers that calls change, 1.2 MiB in every session` and a line for the first of them; no line without any."""
-    buffers = [weight for index, weight in enumerate(manifest.weights) if weight.memory == "state" and index != manifest.random]
+    hidden = {manifest.random, *[each.count for each in manifest.state_dimensions]}
+    buffers = [weight for index, weight in enumerate(manifest.weights) if weight.memory == "state" and index not in hidden]
     total = sum(nbytes(weight.dtype, weight.shape) for weight in buffers)
-    lines = [f"{count(len(buffers), 'buffer')} that calls change, {size(total)} in every session"] if buffers else []
+    least = " at least" if manifest.state_dimensions else ""
+    lines = [f"{count(len(buffers), 'buffer')} that calls change, {size(total)}{least} in every session"] if buffers else []
     rows = [f"{each.name}  {each.dtype} {shape(each.shape)}  {size(nbytes(each.dtype, each.shape))}" for each in buffers]
-    lines += first_lines(rows, 4)
+    lines += [*first_lines(rows, 4), *state_rows(manifest)]
     return lines + ([f"{manifest.weights[manifest.random].name}: {RANDOM}"] if manifest.random is not None else [])
+
+
+def state_rows(manifest: Manifest) -> list[str]:
+    """`pages: 9 rows or more, chosen by load(..., state={"pages": N}); 65 are of use, 4.0 KiB each`."""
+    lines = []
+    for each in manifest.state_dimensions:
+        rows = [manifest.weights[index] for index in each.weights]
+        least = least_rows(each, manifest.weights)
+        row = size(sum(nbytes(weight.dtype, weight.shape) for weight in rows) // least)
+        use = f"{each.most} are of use, " if each.most is not None else ""
+        lines.append(f'{each.name}: {least} rows or more, chosen by load(..., state={{"{each.name}": N}}); {use}{row} each')
+    return lines
 
 
 def donations(manifest: Manifest) -> list[tuple[str, str]]:

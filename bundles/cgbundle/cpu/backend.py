@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from ctypes import addressof
 from threading import RLock
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..call.forks import forked
@@ -21,7 +22,7 @@ from ..validate.elf import SHARED_OBJECT, check_elf
 from ..weights.host import HostWeights, InitialState, anonymous
 from . import libtorch
 from .host_region import INSTANCES, HostRegion, layout_of, open_region
-from .machine import HINT, check_features, memory_of_quota
+from .machine import HINT, check_features, free_memory, memory_of_quota
 from .region_outputs import OutputLayouts, RegionOutputs
 
 if TYPE_CHECKING:
@@ -59,15 +60,22 @@ KEPT = 0.25
 laid out for them.  The mapped file beside them is the system's to drop."""
 
 
+NOTHING: Mapping[str, int] = MappingProxyType({})
+
+
 class HostBundle:
     """What all sessions of a bundle use: torch's libraries, the weights, what state holds at first.  As in eager, a caller may
     write to weights that the model hands out: this process's pages become its own.
 
     Whoever changes the weights, or makes a session over them, holds `updating`."""
 
-    def __init__(self, bundle: Archive, threads: int | None) -> None:
+    def __init__(self, bundle: Archive, threads: int | None, rows: Mapping[str, int]) -> None:
         manifest = bundle.manifest
         check_machine(manifest.target)
+        if manifest.state_dimensions:
+            from ..weights.state_rows import host_room, resized  # few bundles have any
+
+            manifest = resized(manifest, rows, host_room(free_memory()))
         self.bundle, self.manifest = bundle, manifest
         self.torch = _interface(bundle, threads)
         self.programs = all_programs(manifest)
@@ -77,7 +85,7 @@ class HostBundle:
         self.fixed = known and dict(manifest.memories).get("weights", 0) <= KEPT * memory_of_quota()
         self.updating, self.updated = RLock(), False
         self.state = dict(manifest.memories).get(STATE, 0)
-        self.initial = InitialState(bundle)
+        self.initial = InitialState(bundle, manifest)
 
 
 def _interface(bundle: Archive, threads: int | None) -> libtorch.LibTorch:
@@ -104,8 +112,9 @@ class CpuBackend:
     device: int | None = None
     code_bytes = 0
 
-    def __init__(self, bundle: Archive, threads: int | None = None) -> None:
-        self._open(HostBundle(bundle, threads), alone=False)
+    def __init__(self, bundle: Archive, threads: int | None = None, rows: Mapping[str, int] = NOTHING) -> None:
+        """`rows`: of state, by its dimensions."""
+        self._open(HostBundle(bundle, threads, rows), alone=False)
 
     def session(self) -> CpuBackend:
         """A further session: its own state, static input buffers and host regions.  One thread at a time may use it."""
@@ -114,7 +123,7 @@ class CpuBackend:
         return session
 
     def _open(self, shared: HostBundle, *, alone: bool) -> None:
-        manifest = shared.manifest
+        self.manifest = manifest = shared.manifest
         self._shared: HostBundle | None = shared  # None: closed
         self._name = manifest.name
         self._torch, self._weights, self._initial = shared.torch, manifest.weights, shared.initial

@@ -94,7 +94,7 @@ def open_region(
     `fixed`: nobody writes to the weights meanwhile.  Raises library-refused."""
     opened = HostRegion(bundle.data(region.file), torch, region.file, instances, bundle.manifest.target.torch)
     try:
-        opened.check_constants([(name, weights[index]) for name, index in region.constants])
+        opened.check_constants([(name, bundle.manifest.weights[index]) for name, index in region.constants])  # as it was built
         constants = {}
         for name, index in region.constants:
             weight = weights[index]

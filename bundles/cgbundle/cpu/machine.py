@@ -93,6 +93,12 @@ def memory_of_quota(root: str = "/") -> int:
     return min([machine, *[int(limit) for limit in limits if limit.isdigit()]])
 
 
+def free_memory(root: str = "/") -> int:
+    """Bytes that the process could get now, as far as the machine and its control groups know."""
+    rows = dict([line.split(":", 1) for line in _read(os.path.join(root, "proc/meminfo")).splitlines()])
+    return min(int(rows["MemAvailable"].split()[0]) << 10, memory_of_quota(root))
+
+
 def _quotas(root: str) -> Iterator[str]:
     """Quota and period, in microseconds."""
     for folder, old in _groups(root, "cpu"):

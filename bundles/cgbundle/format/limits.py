@@ -56,6 +56,9 @@ PATH_PART = 255
 TEXT = 65536
 """Characters of other text: messages, reasons, sources, constants."""
 
+STATE_ROWS = (1 << 31) - 1
+"""Rows of state that `load` may be asked for: positions of 32 bits reach all of them."""
+
 TABLE_BYTES = 64 << 20
 """Bytes of a recording or of the module states."""
 

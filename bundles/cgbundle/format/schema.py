@@ -385,12 +385,25 @@ class World:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class StateDimension:
+    """A number that `load` chooses: how many rows the state `weights`, by position, has on its first axis.  They have the fewest in
+    the manifest.  Compiled code reads the number in state `count`, int64 [1], absent where none has to.  `most`: with more rows
+    nothing is gained."""
+
+    name: Name
+    weights: tuple[Position, ...]
+    count: Position | None = None
+    most: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Manifest:
     """Everything about a bundle but its bulk.
 
     `entries`: at least one; `forward`, where there is one, is the first.  `random`: the position in `weights` of the state of the
     random numbers, int64 [seed, calls so far].  `frozen`: the weights that no update may change, by position.  `memories`: their
-    bytes, by name.  `donations`: outputs that a later call takes where they lie; `donated`: where they lie on a GPU.  `allowed`:
+    bytes, by name.  `state_dimensions`: of which state `load` chooses the number of rows, by name.
+    `donations`: outputs that a later call takes where they lie; `donated`: where they lie on a GPU.  `allowed`:
     rules that the user allowed to be broken.  `world`: which rank of a model over several devices this is."""
 
     version: int
@@ -401,6 +414,7 @@ class Manifest:
     random: Position | None = None
     frozen: tuple[FrozenWeight, ...] = ()
     memories: tuple[tuple[Name, Bytes], ...]
+    state_dimensions: tuple[StateDimension, ...] = ()
     regions: tuple[Region, ...]
     module_state: Name = ""
     donations: tuple[Donation, ...] = ()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..call.forks import FORKS, forked
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
     from ..call.fast_path import Caller
     from ..call.profile import Profile
+    from ..format.schema import Manifest
     from ..weights.contents import Contents, OpenFile
     from .host_steps import HostSteps
 
@@ -58,6 +60,7 @@ class CudaBackend:
     parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its first call; None:
     the first EAGER programs now, the others in the background, or at a call that comes before.  `threads`: how many the operations
     on the host use, None for OpenMP's own number.  `peer`: where memory peer lies, for a bundle that has one; the caller's to free.
+    `rows`: of state, by its dimensions.
 
     Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid and
     file-damaged; nothing is left on the GPU then.
@@ -74,8 +77,14 @@ class CudaBackend:
         lazy: bool | None = None,
         threads: int | None = None,
         peer: int = 0,
+        rows: Mapping[str, int] = MappingProxyType({}),
     ) -> None:
-        self._start(DeviceBundle(bundle, device, mode, poison, context, threads, peer), alone=False, lazy=lazy)
+        self._start(DeviceBundle(bundle, device, mode, poison, context, threads, peer, rows), alone=False, lazy=lazy)
+
+    @property
+    def manifest(self) -> Manifest:
+        """The bundle's, with as many rows of state as there are."""
+        return self._manifest
 
     @property
     def code_bytes(self) -> int:

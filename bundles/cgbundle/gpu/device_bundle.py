@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from contextlib import ExitStack
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from ..cuda.driver import Context, Relaxed, check_device, check_driver
+from ..cuda.driver import Context, Relaxed, check_device, check_driver, free_bytes
 from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from ..cuda.modules import Modules, states
 from ..format.archive import Archive
@@ -20,22 +22,23 @@ from ..weights.upload import Upload, listed
 
 if TYPE_CHECKING:
     from ..weights.host import HostWeights, InitialState
+    from ..weights.state_rows import Relocation
 
 
 class DeviceBundle:
-    """A bundle on GPU number `device`; `context`, `mode`, `poison`, `threads` and `peer` as for `CudaBackend`, as is what it
-    raises.
+    """A bundle on GPU number `device`; `context`, `mode`, `poison`, `threads`, `peer` and `rows` as for `CudaBackend`, as is what
+    it raises.
 
     It has one share when it is made, a further one by each `retain`; with the last `release` everything is given back.  Whoever
     makes graphs or loads modules holds `lock`, whoever changes the weights, or makes a session over them, `updating`.  `hosted`:
     where the weights lie that host regions read, None where there are none.  `programs` are those of all entries, `entries` the
     entry of each, `shared_files` the recordings that several of their steps are, and `donated` where inputs of theirs
-    may lie: see `donated_places`.
+    may lie: see `donated_places`.  `relocation`: of state that does not lie where the recordings have it.
     """
 
     def __init__(
         self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None, threads: int | None,
-        peer: int = 0,
+        peer: int = 0, rows: Mapping[str, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         manifest = bundle.manifest
         self.threads, self.peer = threads, peer
@@ -57,12 +60,6 @@ class DeviceBundle:
 
                 check_features(manifest.target.features)
             pieces = listed(bundle)
-            self.sizes = dict(manifest.memories)
-            self.initial: InitialState | None = None
-            if self.sizes.get(STATE):
-                from ..weights.host import InitialState  # few models keep state
-
-                self.initial = InitialState(bundle)
             constants = any(region.kind == "host" and region.constants for region in manifest.regions)
             self.hosted = _host_weights(bundle) if constants else None
             check_driver(manifest.target)
@@ -71,6 +68,19 @@ class DeviceBundle:
                 undo.callback(context.release)
             check_device(manifest.target, context)
             self.context = context
+            self.relocation: Relocation | None = None
+            if manifest.state_dimensions:
+                from ..weights.state_rows import Relocation, gpu_room, resized  # few bundles have any
+
+                with context:
+                    self.manifest = resized(manifest, rows, gpu_room(free_bytes(), dict(manifest.memories)))
+                self.relocation = Relocation(manifest, self.manifest)
+            self.sizes = dict(self.manifest.memories)
+            self.initial: InitialState | None = None
+            if self.sizes.get(STATE):
+                from ..weights.host import InitialState  # few models keep state
+
+                self.initial = InitialState(bundle, self.manifest)
             self._cleanup = ExitStack()
             undo.callback(self._give_back)
             with context, Relaxed():

@@ -308,6 +308,8 @@ class Programs:
             return executor
         shared, bases = self._shared, self._memories.bases
         table: Table | None = Table(shared.bundle.data(file), file)
+        if shared.relocation is not None and table is not None:
+            table = shared.relocation.moved(table)
         if moves and table is not None:
             table = table.moved(moves)
         if table is None:

@@ -26,15 +26,17 @@ class State(Mapping[str, Tensor]):
     `state[name]` is a copy in CPU memory, `state[name] = value` writes, both in order with the session's calls.  A value is a NumPy
     array, a torch tensor of the CPU or the program's GPU, a `Tensor`, or speaks DLPack.  Raises ProgramClosed, SessionBusy,
     and StateMissing, which is a KeyError.
+
+    `rows`: the numbers of rows that `load` chose, by the names of the dimensions: {"pages": 4096}.
     """
 
     def __init__(self, manifest: Manifest, backend: Backend) -> None:
         self._backend, self._weights, self._program, self._random = backend, manifest.weights, manifest.name, manifest.random
+        hidden = {manifest.random, *[each.count for each in manifest.state_dimensions]}
         self._places = {
-            weight.name: index
-            for index, weight in enumerate(manifest.weights)
-            if weight.memory == STATE and index != manifest.random
+            weight.name: index for index, weight in enumerate(manifest.weights) if weight.memory == STATE and index not in hidden
         }
+        self.rows = {each.name: manifest.weights[each.weights[0]].shape[0] for each in manifest.state_dimensions}
 
     def __getitem__(self, name: str) -> Tensor:
         """A copy in the host's memory, when the calls before are done.  Raises state-missing, capture-refused."""

@@ -94,6 +94,10 @@ def check_tables(bundle: Archive) -> None:
             if tuple(table.key) != program.key:
                 found = f"key: {tuple(table.key)}, the manifest uses it for {program.key}"
                 raise BundleError("table-invalid", f"{step.file}: {found}")
+            if manifest.state_dimensions:
+                from .state import check_rows_of_recording  # few models have any
+
+                check_rows_of_recording(manifest, table)
             check_targets(table, allowed)
             check_overwrites(program, place, table)
     if manifest.module_state:
@@ -101,12 +105,17 @@ def check_tables(bundle: Archive) -> None:
 
         states = decode_states(bundle.data(manifest.module_state), manifest.module_state)
         check_module_states(states, manifest.module_state, memories, images)
-        inputs = any(MEMORIES[row.target.memory] == "inputs" for state in states for row in state.relocations)
+        memory_of = {MEMORIES[row.target.memory] for state in states for row in state.relocations}
+        inputs, moved = "inputs" in memory_of, "state" in memory_of and bool(manifest.state_dimensions)
         if manifest.donations and inputs:
             text = (
                 f"{manifest.module_state}: a variable points at memory inputs, and donations give calls inputs that lie elsewhere"
             )
             raise BundleError("table-invalid", text)
+        if moved:
+            raise BundleError(
+                "table-invalid", f"{manifest.module_state}: a variable points at memory state, whose rows a load counts"
+            )
 
 
 def check_host_code(bundle: Archive) -> None:

@@ -36,6 +36,10 @@ def check_manifest(manifest: Manifest) -> None:
         from .state import check_donations
 
         check_donations(manifest)
+    if manifest.state_dimensions:
+        from .state import check_state_dimensions
+
+        check_state_dimensions(manifest)
     _check_owners(manifest)
     _check_files(manifest)
     _of_entries(partial(check_self_test_rows, manifest), manifest.entries)

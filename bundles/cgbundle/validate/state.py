@@ -1,16 +1,22 @@
-"""Invariants of what lasts from call to call: state, the state of the random numbers, outputs that share memory, and donations."""
+"""Invariants of what lasts from call to call: state and its rows, random numbers, outputs that share memory, and donations."""
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import Counter
 from itertools import pairwise
+from typing import TYPE_CHECKING
 
+from ..errors import BundleError
 from ..format import limits
 from ..format.safetensors import ALIGNMENT
-from ..format.schema import DTYPES, HOST, PERSISTENT, STATE, Alias, EntrySpec, Manifest, Program, Value
+from ..format.schema import DTYPES, HOST, MEMORIES, PERSISTENT, STATE, Alias, EntrySpec, Manifest, Program, Value, Weight
 from ..format.spans import extent, layout, span
 from . import require, require_whole_calls
 from .lifetimes import donated_by_others
+
+if TYPE_CHECKING:
+    from ..tables.table import Table
 
 
 def check_state(manifest: Manifest) -> None:
@@ -39,6 +45,74 @@ def check_state(manifest: Manifest) -> None:
         row = manifest.weights[manifest.random]
         fits = (row.memory, row.dtype, row.shape) == (STATE, "int64", (2,))
         require(fits, "random", f"weight {row.name!r} is not two integers of memory {STATE}")
+
+
+def check_state_dimensions(manifest: Manifest) -> None:
+    """Raises manifest-invalid unless state whose number of rows a load chooses lies alone behind all other state, begins as zeros,
+    and no value of a program, alias or rank is part of it.  State is sound, each row in itself."""
+    weights, names, taken = manifest.weights, [row.name for row in manifest.state_dimensions], set[int]()
+    require(len(set(names)) == len(names) and "" not in names, "state_dimensions", f"unnamed, or one stands twice: {names}")
+    require(manifest.world is None, "world", "of a model whose state has any number of rows")
+    counts = [row.count for row in manifest.state_dimensions if row.count is not None]
+    for place, row in enumerate(manifest.state_dimensions):
+        where = f"state_dimensions[{place}]"
+        chosen = [*row.weights, *([] if row.count is None else [row.count])]
+        known = all(index < len(weights) and weights[index].memory == STATE for index in chosen)
+        require(known and bool(row.weights), where, "is of weights that are no state")
+        require(row.weights == tuple(sorted({*row.weights})), f"{where}.weights", "not ascending, or one stands twice")
+        others = taken | {manifest.random, *counts}
+        require(others.isdisjoint(row.weights), f"{where}.weights", "one has a number of rows already, or is one")
+        taken |= set(row.weights)
+        least = [(*weights[index].shape, 0)[0] for index in row.weights]
+        require(
+            0 < min(least) == max(least) <= limits.STATE_ROWS, f"{where}.weights", f"have {sorted({*least})} rows, not all as many"
+        )
+        for index in row.weights:
+            packed = weights[index].zeros and _is_row_major(weights[index])
+            require(packed, f"{where}.weights", f"{weights[index].name!r} is not zeros, row behind row")
+        fits = row.most is None or least[0] <= row.most <= limits.STATE_ROWS
+        require(fits, f"{where}.most", f"{row.most}, and there are {least[0]} rows at least")
+        if row.count is not None:
+            kept = weights[row.count]
+            fits = (kept.dtype, kept.shape) == ("int64", (1,)) and row.count != manifest.random and not kept.zeros
+            require(fits and counts.count(row.count) == 1, f"{where}.count", f"{kept.name!r} is no number of rows")
+    begin = min(weights[index].offset for index in taken)
+    for index, weight in enumerate(weights):
+        before = weight.memory != STATE or index in taken or weight.offset + span(weight) <= begin
+        require(before, f"weights[{index}].offset", "lies behind state that has any number of rows")
+    for number, entry in enumerate(manifest.entries):
+        at = f"entries[{number}]"
+        require(not set(counts) & {*entry.mutated_buffers}, f"{at}.mutated_buffers", "a number of rows, which calls read")
+        given = any(alias.memory == STATE and alias.index in taken | set(counts) for alias in entry.aliases)
+        require(not given, f"{at}.aliases", "an output is a part of state that has any number of rows")
+        for place, program in enumerate(entry.programs):
+            inside = any(value.memory == STATE and extent(value)[1] > begin for value in program.values)
+            require(not inside, f"{at}.programs[{place}].values", "one lies in state that has any number of rows")
+
+
+def check_rows_of_recording(manifest: Manifest, table: Table) -> None:
+    """Raises table-invalid where a recording touches state that has any number of rows otherwise than by kernels that are given
+    the address of one of the fewest rows."""
+    varying = [manifest.weights[index] for each in manifest.state_dimensions for index in each.weights]
+    ends = sorted([(each.offset, each.offset + span(each)) for each in varying])
+    begin, state = ends[0][0], MEMORIES.index(STATE)
+    sets = zip(table.memset_memory, table.memset_offset, strict=True)
+    copies = zip(table.memcpy_memory, table.memcpy_offset, strict=True)
+    if any(memory == state and offset >= begin for memory, offset in (*sets, *copies)):
+        raise BundleError("table-invalid", f"{table.where}: a memset or memcpy in state that has any number of rows")
+    for memory, offset in zip(table.relocation_memory, table.relocation_offset, strict=True):
+        if memory == state and offset >= begin and offset >= ends[bisect_right(ends, (offset, 1 << 64)) - 1][1]:
+            text = f"byte {offset} of memory state lies behind the fewest rows of what is there"
+            raise BundleError("relocation-invalid", f"{table.where}: nodes.relocations: {text}")
+
+
+def _is_row_major(weight: Weight) -> bool:
+    step = 1
+    for size, stride in zip(reversed(weight.shape), reversed(weight.strides), strict=True):
+        if size != 1 and stride != step:
+            return False
+        step *= size
+    return True
 
 
 def check_changes(manifest: Manifest, entry: EntrySpec) -> None:

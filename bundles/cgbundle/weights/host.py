@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from ..format.archive import Archive
 from ..format.file_names import WEIGHTS
 from ..format.safetensors import Mapped
-from ..format.schema import STATE, Weight
+from ..format.schema import STATE, Manifest, Weight
 from ..format.spans import span
 
 if TYPE_CHECKING:
@@ -66,18 +66,26 @@ class StateRow(NamedTuple):
 
 
 class InitialState:
-    """The initial contents of a bundle's state but that of the random numbers: `rows`, valid while this object lives.
+    """The initial contents of a bundle's state but that of the random numbers: `rows`, valid while this object lives.  `manifest`:
+    the bundle's, with the rows that state has.
 
     Raises weights-invalid.
     """
 
-    __slots__ = ("_mapped", "rows")
+    __slots__ = ("_counts", "_mapped", "rows")
 
-    def __init__(self, bundle: Archive) -> None:
-        manifest = bundle.manifest
+    def __init__(self, bundle: Archive, manifest: Manifest) -> None:
         state = [row for index, row in enumerate(manifest.weights) if row.memory == STATE and index != manifest.random]
         self._mapped: Mapped | None = bundle.mapped(WEIGHTS) if any(not row.zeros for row in state) else None
         self.rows = [
             StateRow(row.offset, span(row), 0 if row.zeros or self._mapped is None else self._mapped.address(row.tensor))
             for row in state
         ]
+        counts = [
+            (manifest.weights[each.count], manifest.weights[each.weights[0]].shape[0])
+            for each in manifest.state_dimensions
+            if each.count is not None
+        ]
+        self._counts = (ctypes.c_int64 * len(counts))(*[number for _, number in counts])
+        for place, (row, _) in enumerate(counts):
+            self.rows[state.index(row)] = StateRow(row.offset, 8, ctypes.addressof(self._counts) + 8 * place)

@@ -19,6 +19,7 @@ from cgbundle.format.schema import IntKey, Weight
 from ...errors import BuildError, ModelError, named
 from ...export.torch_program import on_device
 from ...model.load import load_code
+from ...model.source import ROWS
 from ...partition.blocks import has_conditionals
 from ...targets.compiler_errors import explain
 from ...targets.cuda.lowering import lower, repair, start_compilers
@@ -135,6 +136,8 @@ def load_program(request: Request) -> LoadedProgram:
     buffers = {"weights": weights, "state": state}
     upload(request.stored, request.weights, buffers)
     placed = weights_at(request.weights, buffers)
+    for name in [name for name in placed if request.more and name.startswith(ROWS)]:
+        placed[name] += request.more
     tensors = {**placed, **on_host(request.stored, request.weights)}
     modules: dict[Path, torch.nn.Module] = {}
     split: dict[Path, torch.export.ExportedProgram] = {}

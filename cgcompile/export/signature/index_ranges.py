@@ -6,12 +6,14 @@ it: a slice, say, may leave out what is out of range.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Set
 from typing import Any
 
 import torch
 from torch.export import ExportedProgram
 from torch.fx import Node
+
+from ..weights import weight_placeholders
 
 aten = torch.ops.aten
 
@@ -32,33 +34,38 @@ WIDTH = {torch.uint8: 1, torch.int8: 1, torch.int16: 2, torch.int32: 4, torch.in
 Range = tuple[int, int]
 
 
-def index_ranges(program: ExportedProgram) -> list[tuple[int, int] | None]:
+def index_ranges(program: ExportedProgram, varying: Collection[str] = ()) -> list[tuple[int, int] | None]:
     """(low, high) with low <= element < high of every input of the user's, in order, or None where nothing is known.  Outside of it
-    eager PyTorch raises."""
+    eager PyTorch raises.  `varying`: state whose rows are counted when the bundle is loaded, by name."""
+    names = weight_placeholders(program)
+    unknown = set[Node]()
+    for node in program.graph.nodes if varying else ():
+        if names.get(node.name) in varying or (node.op == "call_function" and node.args and node.args[0] in unknown):
+            unknown.add(node)  # with views of them
     placeholders = {node.name: node for node in program.graph.nodes if node.op == "placeholder"}
     found: list[tuple[int, int] | None] = []
     for name in program.graph_signature.user_inputs:
         node = placeholders.get(name) if isinstance(name, str) else None
         dtype = _dtype(node)
-        ranges = list(_uses(node, 0)) if node is not None and dtype in WIDTH else []
+        ranges = list(_uses(node, 0, unknown)) if node is not None and dtype in WIDTH else []
         low = max((low for low, _ in ranges), default=0)
         high = min((high for _, high in ranges), default=0)
         found.append((low, high) if low < high else None)
     return found
 
 
-def _uses(node: Node, added: int) -> Iterator[Range]:
+def _uses(node: Node, added: int, unknown: Set[Node]) -> Iterator[Range]:
     """The ranges that the users of a value set to an input of which it is all elements plus `added`."""
     for user in node.users:
         if user.op != "call_function":
             continue
         first = user.args[0] if user.args else None
         if user.target in KEEPING and first is node and _holds(_dtype(user), _dtype(node)):
-            yield from _uses(user, added)
+            yield from _uses(user, added, unknown)
         elif user.target in SHIFTING and first is node and _is_constant(user):
-            yield from _uses(user, added + SHIFTING[user.target] * user.args[1])
+            yield from _uses(user, added + SHIFTING[user.target] * user.args[1], unknown)
         else:
-            for low, high in _indexed(user, node):
+            for low, high in _indexed(user, node) if unknown.isdisjoint(user.all_input_nodes) else ():
                 yield low - added, high - added
 
 

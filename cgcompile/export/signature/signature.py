@@ -14,6 +14,7 @@ from cgbundle.format.size_expressions import evaluate, linear
 
 from ...errors import ModelError
 from ...model import dynamic_axes as axes
+from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
 from ...model.source import Source
 from ..exported import EagerShapes, Exported, Signature, memory_order
@@ -25,7 +26,8 @@ def describe_signature(exported: Exported) -> Signature:
     """Raises size-excluded, export-failed, structure-unsupported, data-dependent-output."""
     source, programs, flat = exported.source, exported.programs, exported.flat
     assert flat.result is not None  # it was called
-    ranges = list(map(_widest, zip(*[index_ranges(program) for _, program in programs.each], strict=True)))
+    varying = [PREFIX + name for each in source.rows for name in each.buffers]
+    ranges = list(map(_widest, zip(*[index_ranges(program, varying) for _, program in programs.each], strict=True)))
     inputs = [
         TensorSpec(name=name, dtype=dtype_name(tensor.dtype), shape=shape, order=memory_order(tensor), range=limits)
         for (name, tensor), shape, limits in zip(flat.like.leaves, exported.shapes, ranges, strict=True)

@@ -16,6 +16,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from ...errors import BuildError, ModelError
 from ...targets.memory_layout import dense_strides
+from ...transforms.inductor_passes import unchecked_puts
 from .arguments import changed_outputs, check_apart, fake_tensor, given_rows
 from .decompositions import decompositions
 from .device_program import Replacing, named_node, on_device
@@ -66,7 +67,7 @@ def retrace(
         made = [with_strides(result, strides) for result, strides in zip(kept, layouts or [None] * len(kept), strict=True)]
         return (*made, *[results[position] for position, _ in changed])
 
-    with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+    with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta(), unchecked_puts(source):
         traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*fakes)
     _check(traced)
     places = [place for place, (_, _, tensor) in enumerate(rows) if tensor is not None]
@@ -115,7 +116,7 @@ def retrace_straight(
                 numbers[number] = result
         return (*made, *results[len(layouts) :])
 
-    with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta():
+    with mode, torch.no_grad(), torch.fx.traceback.preserve_node_meta(), unchecked_puts(source):
         traced = make_fx(torch.func.functionalize(run, remove="mutations"), decomposition_table=decompositions())(*fakes)
     _check(traced)
     copy_back(traced, written)

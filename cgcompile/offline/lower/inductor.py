@@ -26,7 +26,7 @@ from ...partition.blocks import has_conditionals
 from ...targets.architectures import Arch
 from ...targets.compiler_errors import explain, source_operator
 from ...transforms.few_rows.fewer_kernels import fewer_kernels
-from ...transforms.inductor_passes import mended, passes
+from ...transforms.inductor_passes import mended, passes, unchecked_puts
 from ..decompose.constant_folding import fold
 from ..decompose.device_program import host_hint, source_line
 from ..decompose.outputs import same_layout
@@ -156,6 +156,7 @@ def lower_graph(
     masked = mock.patch.object(simd, "prologue_preserves_zero_mask", lambda prologue: False)
     with (
         torch._inductor.config.patch(options), V.set_choices_handler(handler), masked, mended(), torch.no_grad(),
+        unchecked_puts(retraced.program),
         warnings.catch_warnings(),
     ):  # fmt: skip
         warnings.filterwarnings("ignore", "TensorFloat32 tensor cores")  # `exact_products` says how float32 is multiplied

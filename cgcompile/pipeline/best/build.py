@@ -93,7 +93,9 @@ def _wanted(known: Lowerings | None) -> list[str]:
 def _traceable(spec: BuildSpec, cut: CutProgram, tell: Tell) -> tuple[Traceable | CgbundleError, dict[str, Sequence[KeySelfTest]]]:
     """What tracing needs, or why it cannot be had; and what eager PyTorch gives, by entry.  Needs the model's weights."""
     tell("the program in eager PyTorch, and on the CPU")
-    layout = lay_out(shapes_of(spec.programs.weights()), spec.entries[0].prepared.state, cut.host_only)
+    layout = lay_out(
+        shapes_of(spec.programs.weights()), spec.entries[0].prepared.state, cut.host_only, spec.entries[0].prepared.varying
+    )
     rows = [replace(row, name=row.name.removeprefix(PREFIX)) for row in layout.rows]
     try:
         found = traceable(spec, cut)

@@ -122,7 +122,7 @@ def _compiled(
 ) -> Compiled:
     tell("loading Inductor")
     with quick_imports():  # late: it takes two seconds, and what an earlier build compiled needs none of it
-        from ...transforms.inductor_passes import mended, passes
+        from ...transforms.inductor_passes import mended, passes, unchecked_puts
         from .compilations import LIBTORCH, OwnFunctions, side_by_side, unnamed_machine, unprobed
         from .complex_numbers import complex_decompositions
         from .dispatch import dispatched
@@ -160,7 +160,7 @@ def _compiled(
     compiled = (_private_cache(work / "cache"), unnamed_machine(), _watched(work, tell), unprobed(compilers), beside)
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
-        for each in (*compiled, *generated, mended(), torch.no_grad()):
+        for each in (*compiled, *generated, mended(), unchecked_puts(program.graph_module), torch.no_grad()):
             stack.enter_context(each)
         options["aot_inductor.output_path"] = str(target)
         try:

@@ -43,7 +43,7 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
 
         from ...transforms.few_rows.fewer_kernels import fewer_kernels
         from ...transforms.few_rows.row_blocks import RowBlocks
-        from ...transforms.inductor_passes import mended, passes
+        from ...transforms.inductor_passes import mended, passes, unchecked_puts
     except ImportError as error:
         text = f"torch {torch.__version__} has no {error.name}: {error}; cgcompile was tested with {TESTED}"
         raise BuildError("torch-unsupported", text) from error
@@ -59,9 +59,9 @@ def compile_graph(module: GraphModule, leaves: Sequence[Any], options: Mapping[s
         fake(f"input_{i}", leaves[i], _varying(node, leaves[i]) if dynamic else [False] * leaves[i].dim()) for i, node in taken
     ]
 
-    table = None if dynamic else _decompositions()
     try:
-        with tracing(TracingContext(mode)), mended(), V.set_choices_handler(RowBlocks()), torch.no_grad():
+        with tracing(TracingContext(mode)), mended(), unchecked_puts(module), V.set_choices_handler(RowBlocks()), torch.no_grad():
+            table = None if dynamic else _decompositions()
             patches = {**options, **passes(), **fewer_kernels(ahead=True)}
             compiled: Any = compile_fx(graph, fakes, config_patches=patches, decompositions=table)
     except Exception as error:

@@ -20,6 +20,7 @@ from .differences import ROW_MAJOR, Difference, Row, as_row, compare_fields, com
 
 ELSEWHERE = frozenset({
     "target", "entries", "random", "weights", "frozen", "memories", "regions", "module_state", "donations", "donated", "allowed",
+    "state_dimensions",
     "provenance", "files",
 })  # fmt: skip
 """Fields of a manifest that are compared by name below or in other modules; all others, also of a later format, as they are."""
@@ -41,6 +42,7 @@ def compare(a: Manifest, b: Manifest) -> Iterator[Difference]:
     yield from _sets("signature", "entries", *[[entry.name for entry in manifest.entries] for manifest in both])
     yield from _sets("signature", "donations", *[_donations(each) for each in both])
     yield from compare_fields("signature", "", *[{"random numbers": _weight_name(each, each.random)} for each in both])
+    yield from compare_fields("signature", "", *[_state_rows(each) for each in both])
     for pair in pairs:
         yield from _of_entry(pair, _signature(both, pair))
         per_size = [file_names.per_size(manifest, entry) for manifest, entry in zip(both, pair, strict=True)]
@@ -118,6 +120,12 @@ def _signature(both: tuple[Manifest, Manifest], pair: Pair) -> Iterator[Differen
     yield from compare_fields("signature", "", *[{"parameters": _parameters(entry)} for entry in pair])
     mutated = [tuple([_weight_name(manifest, index) for index in entry.mutated_buffers]) for manifest, entry in sides]
     yield from compare_fields("signature", "", *[{"mutated buffers": names} for names in mutated])
+
+
+def _state_rows(manifest: Manifest) -> dict[str, object]:
+    return {
+        f"rows of state {each.name}": (manifest.weights[each.weights[0]].shape[0], each.most) for each in manifest.state_dimensions
+    }
 
 
 def _donations(manifest: Manifest) -> list[str]:

@@ -22,7 +22,8 @@ ENTRIES = ("prefill", "decode")
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     """`prefill`: the lanes, tokens and blocks of the largest recorded prefill; `decode`: (lanes, blocks) of every recorded decode,
-    the widest tables alone.  `page`: tokens in a page; `pages` and `slots`: how many, those of nobody among them.  `sampling`: the
+    the widest tables alone.  `page`: tokens in a page; `pages` and `slots`: how many, those of nobody among them, and where a load
+    chooses, as many as are of use.  `sampling`: the
     dtypes of its fields.  `vocabulary`, `dtype`: of the model."""
 
     prefill: tuple[int, int, int]
@@ -55,6 +56,7 @@ def read_layout(manifest: Manifest) -> Layout:
         if tuple(given[: len(INPUTS)]) != INPUTS or any(not name.startswith("sampling") for name in given[len(INPUTS) :]):
             raise BuildError("bench-failed", f"{entry.name} takes {', '.join(given)}, expected {', '.join(INPUTS)} and sampling")
     cache, (slots, vocabulary) = weights["keys_0"], weights["seen"].shape
+    most = {each.name: each.most or 0 for each in manifest.state_dimensions}
     largest = max(prefill.programs, key=lambda program: (_of(prefill, program.key, "seq"), -_of(prefill, program.key, "batch")))
     widest = max(_of(decode, program.key, "blocks") for program in decode.programs)
     sizes = {
@@ -62,7 +64,8 @@ def read_layout(manifest: Manifest) -> Layout:
     }
     lanes, seq, blocks = [_of(prefill, largest.key, name) for name in ("batch", "seq", "blocks")]
     return Layout(
-        prefill=(lanes, seq, blocks), decode=tuple(sorted(sizes.items())), page=cache.shape[2], pages=cache.shape[0], slots=slots,
+        prefill=(lanes, seq, blocks), decode=tuple(sorted(sizes.items())), page=cache.shape[2],
+        pages=max(cache.shape[0], most.get("pages", 0)), slots=max(slots, most.get("slots", 0)),
         sampling=tuple([spec.dtype for spec in decode.inputs[len(INPUTS) :]]), vocabulary=vocabulary, dtype=cache.dtype,
     )  # fmt: skip
 

@@ -5,32 +5,25 @@ Those inside of branches and loops are rewritten there (bodies.py).
 The program gets one more buffer, RNG: int64 [seed, calls so far].  Every random operator becomes ordinary operations that make its
 numbers from that buffer, and the last operation adds 1 to the calls.  All other nodes keep their names and metadata.  The new ones
 carry the metadata of the operator whose place they take, and the one that gives its result takes its name.
-
-Private interface (torch 2.11, 2.13): `torch._dispatch.python.enable_python_dispatcher`, under which a composite operator falls
-apart as in torch.export.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dispatch.python import enable_python_dispatcher
-from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import ExportGraphSignature, InputKind, InputSpec, TensorArgument
 from torch.fx import Graph, GraphModule, Node
 from torch.fx.experimental.proxy_tensor import make_fx
-from torch.fx.node import map_arg
 from torch.utils import _pytree as pytree
 
 from ...export.higher_order.conditionals import bodies, is_conditional
 from ...export.torch_program import arguments, copied_graph, device_of, spell_counts, with_graph
+from ..graph_edits import add_buffer, insert
 from .bodies import given_to_bodies, of_turn
 from .distributions import BLOCK, Stream, axes_in_memory
 from .operators import COMPOSITES, LEAVES
@@ -99,14 +92,14 @@ def with_generator(program: ExportedProgram, first: Tensor | None = None) -> Exp
     root = copied_graph(program)
     graph = root.graph
     device = device_of(program)
-    state, specs = _add_buffer(graph, program.graph_signature, device)
+    state, specs = add_buffer(graph, program.graph_signature.input_specs, RNG, torch.zeros(2, dtype=torch.int64, device=device))
     renamed: dict[str, str] = {}
     for node in [node for node in graph.nodes if node.target in RECURRENT and is_random(node)]:
         renamed |= _stand_in(node, split_layers(node, _origin(node)))
     first_draw = next(node for node in graph.nodes if is_random(node) or _draws_inside(node, root))
-    renamed |= _rewrite(root, _insert(first_draw, [state], schedule), itertools.count())
+    renamed |= _rewrite(root, insert(first_draw, [state], schedule), itertools.count())
     (output,) = graph.find_nodes(op="output")
-    _insert(output, [state], lambda value: value.select(0, 1).add_(1))
+    insert(output, [state], lambda value: value.select(0, 1).add_(1))
     spell_counts(graph)
     graph.lint()
     root.recompile()
@@ -127,10 +120,10 @@ def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[
         if is_random(node):
             renamed |= _replace(node, shared, stream)
         elif _draws_inside(node, module):
-            first = _insert(node, [shared], lambda s: torch.zeros((), dtype=torch.int64, device=s.device))
+            first = insert(node, [shared], lambda s: torch.zeros((), dtype=torch.int64, device=s.device))
             for body in given_to_bodies(node, module, shared, first):
                 begin = next(each for each in body.module.graph.nodes if each.op != "placeholder")
-                own = body.shared if body.turn is None else _insert(begin, [body.shared, body.turn], of_turn)
+                own = body.shared if body.turn is None else insert(begin, [body.shared, body.turn], of_turn)
                 _rewrite(body.module, own, numbers)
                 spell_counts(body.module.graph)
                 body.module.graph.eliminate_dead_code()
@@ -139,21 +132,6 @@ def _rewrite(module: GraphModule, shared: Node, numbers: Iterator[int]) -> dict[
                 module.graph.erase_node(first)
     _expand(module.graph)
     return renamed
-
-
-def _add_buffer(graph: Graph, signature: ExportGraphSignature, device: torch.device) -> tuple[Node, list[InputSpec]]:
-    """The placeholder of the new buffer, after those of the parameters and buffers, and the inputs with it."""
-    specs = list(signature.input_specs)
-    place = max([index + 1 for index, spec in enumerate(specs) if spec.kind in (InputKind.PARAMETER, InputKind.BUFFER)], default=0)
-    placeholders = graph.find_nodes(op="placeholder")
-    with graph.inserting_before(placeholders[place]):
-        state = graph.placeholder(f"b_{RNG}")
-    mode = next(value.fake_mode for node in placeholders if isinstance(value := node.meta.get("val"), FakeTensor))
-    with mode:
-        state.meta["val"] = torch.zeros(2, dtype=torch.int64, device=device)
-    spec = InputSpec(kind=InputKind.BUFFER, arg=TensorArgument(name=state.name), target=RNG, persistent=True)
-    specs.insert(place, spec)
-    return state, specs
 
 
 def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
@@ -169,7 +147,7 @@ def _replace(node: Node, shared: Node, stream: Stream) -> dict[str, str]:
         args, kwargs = pytree.tree_unflatten([known[each] if isinstance(each, Node) else each for each in flat], spec)
         return pytree.tree_map(_in_order, target(*args, **kwargs), node.meta["val"])
 
-    made = _insert(node, [shared, *given], draw, table, _origin(node))
+    made = insert(node, [shared, *given], draw, table, _origin(node))
     return _stand_in(node, {node: made} if isinstance(made, Node) else {user: made[user.args[1]] for user in node.users})
 
 
@@ -199,30 +177,6 @@ def _in_order(made: Tensor, expected: Tensor) -> Tensor:
         return made
     back = sorted(range(len(order)), key=lambda axis: order[axis])
     return made.permute(order).contiguous().permute(back)
-
-
-def _insert(
-    place: Node,
-    inputs: Sequence[Node],
-    function: Callable[..., Any],
-    table: Mapping[Any, Callable[..., Any]] = MappingProxyType({}),
-    origin: Mapping[str, Any] = MappingProxyType({}),
-) -> Any:
-    """Inserts before `place` what `function`, decomposed by `table`, does to the values of `inputs`.  Gives its result's nodes."""
-    graph, values = place.graph, [node.meta["val"] for node in inputs]
-    with values[0].fake_mode, enable_python_dispatcher(), torch.no_grad():
-        traced = make_fx(function, decomposition_table=dict(table))(*values)
-    traced.graph.eliminate_dead_code()
-    known = dict(zip(traced.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    with graph.inserting_before(place):
-        for node in traced.graph.nodes:
-            if node.op == "call_function":
-                known[node] = graph.node_copy(node, known.__getitem__)
-                known[node].meta = {"val": node.meta["val"], **origin}
-            else:
-                assert node.op in ("placeholder", "output"), f"{node.format_node()}: a constant in the drawing of random numbers"
-    (output,) = traced.graph.find_nodes(op="output")
-    return map_arg(output.args[0], known.__getitem__)
 
 
 def _expand(graph: Graph) -> None:

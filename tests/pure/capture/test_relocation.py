@@ -124,6 +124,25 @@ def test_words_become_relocations_constants_and_undefined_bytes() -> None:
     assert node.undefined == ((36, 2),)
 
 
+def test_a_number_of_rows_among_the_parameters_is_refused() -> None:
+    """The second recording has more rows of state: a kernel on that state that takes another number computes with it."""
+
+    def takes(first: int, second: int, offset: int) -> list[Take]:
+        made = []
+        for base, number in ((A_BASE, first), (B_BASE, second)):
+            p = Process(base)
+            state = base + 200 * MEGA
+            ranges = [*p.map.ranges[:2], Range(kind="state", start=state, size=4096), *p.map.ranges[2:]]
+            p.map = AddressMap(ranges, [(piece.start, piece.size) for piece in ranges], lambda address: None)
+            made.append(p.take(p.kernel(pack("<QQII", p.weights, state + offset, number, 7))))
+        return made
+
+    assert assemble(*takes(5, 5, 1024), MEGA, rows_begin=1024).graphs[KEY]
+    assert assemble(*takes(5, 6, 512), MEGA, rows_begin=1024).graphs[KEY], "state of one size before it"
+    with raises("state-refused", match=r"node 0 \(add\): parameter 2 follows the number of rows of state, which a load chooses"):
+        assemble(*takes(5, 6, 1024), MEGA, rows_begin=1024)
+
+
 def test_the_census_counts_words() -> None:
     takes = []
     for base, garbage in ((A_BASE, 1), (B_BASE, 2)):

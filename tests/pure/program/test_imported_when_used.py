@@ -12,7 +12,7 @@ from tests.helpers.drivers import failing_gpu
 from tests.helpers.imports import modules
 from tests.helpers.places import ROOT
 
-MODULES, LINES = 61, 9_960
+MODULES, LINES = 61, 10_030
 """What a load may import at most.  Lower them where they can be; what needs more says why in its commit."""
 
 SELDOM = (
@@ -22,7 +22,7 @@ SELDOM = (
     "format.safetensors_writer", "format.variants", "tables.collectives", "tables.module_state", "tensors.capsules",
     "tensors.comparison", "tensors.condensed", "tensors.input_errors", "tensors.numbers", "tensors.numpy_arrays",
     "tensors.torch_tensors", "validate.bundle", "validate.conditionals", "validate.host_code", "validate.self_test",
-    "validate.state", "weights.contents", "weights.host", "weights.lanes", "weights.update",
+    "validate.state", "weights.contents", "weights.host", "weights.lanes", "weights.state_rows", "weights.update",
 )  # fmt: skip
 
 

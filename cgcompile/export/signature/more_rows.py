@@ -1,0 +1,106 @@
+"""Whether a model's programs are the same with more rows of state: exported once more, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.export import ExportedProgram
+from torch.fx import GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from ...errors import ModelError
+from ...model.source import StateRows
+from ...model.user_code import place
+from ..export import export
+from ..exported import Exported
+
+MORE = 3
+"""Rows that the second export has more of."""
+
+
+def same_with_more_rows(made: Sequence[Exported], max_paths: int) -> None:
+    """Raises state-refused, with the line, where Python took the number of rows, or a program's values follow it.  What the
+    operations do with the state itself is not looked at here."""
+    for each in made:
+        source, rows = each.source, each.source.rows
+        with with_more_rows(source.model, rows, MORE):
+            other = export(source, each.sizes, len(made) == 1, max_paths, each.written)
+        pairs = list(zip(each.programs.each, other.programs.each, strict=False))
+        differing = next((found for (_, one), (_, two) in pairs if (found := _difference(one, two))), None)
+        if differing is None and len(each.programs.each) != len(other.programs.each):
+            differing = None, "the model is exported otherwise"
+        if differing is not None:
+            node, what = differing
+            counted = " and ".join([f"{row.number + MORE} {row.name}" for row in rows])
+            where = place(node)[0] or source.label
+            raise ModelError(
+                "state-refused",
+                f"{where}: {source.entry}() is another program with {counted}: {what}",
+                "let nothing depend on the number of rows: read it nowhere in the model, and index the rows",
+            )
+
+
+@contextmanager
+def with_more_rows(model: torch.nn.Module, rows: Sequence[StateRows], more: int) -> Iterator[None]:
+    """Inside, the buffers have `more` rows than the model made, all zeros."""
+    changed = [(name, each.number + more) for each in rows for name in each.buffers]
+    before = [_owner(model, name) for name, _ in changed]
+    kept = [owner._buffers[leaf] for owner, leaf in before]
+    try:
+        for (owner, leaf), (_, number) in zip(before, changed, strict=True):
+            value = owner._buffers[leaf]
+            assert value is not None
+            owner._buffers[leaf] = value.new_zeros((number, *value.shape[1:]))
+        yield
+    finally:
+        for (owner, leaf), value in zip(before, kept, strict=True):
+            owner._buffers[leaf] = value
+
+
+def _owner(model: torch.nn.Module, name: str) -> tuple[torch.nn.Module, str]:
+    path, _, leaf = name.rpartition(".")
+    return model.get_submodule(path), leaf
+
+
+def _difference(one: ExportedProgram, two: ExportedProgram) -> tuple[Node | None, str] | None:
+    found = next(_graph_differences(one.graph_module, two.graph_module), None)
+    if found is not None:
+        return found
+    for name, value in one.constants.items():
+        other = two.constants.get(name)
+        if isinstance(value, torch.Tensor) and not (isinstance(other, torch.Tensor) and _alike(value, other)):
+            return None, f"the constant {name} differs"
+    return None
+
+
+def _alike(value: torch.Tensor, other: torch.Tensor) -> bool:
+    """Buffers that are not persistent are constants here, and those of state have more rows; they hold zeros."""
+    if value.dtype != other.dtype or value.shape[1:] != other.shape[1:]:
+        return False
+    return value is other or (torch.equal(value, other) if value.shape == other.shape else not other.any())
+
+
+def _graph_differences(one: GraphModule, two: GraphModule) -> Iterator[tuple[Node | None, str]]:
+    numbers = [{node: at for at, node in enumerate(module.graph.nodes)} for module in (one, two)]
+    for mine, theirs in zip(one.graph.nodes, two.graph.nodes, strict=False):
+        if mine.op != theirs.op or (mine.op == "call_function" and mine.target is not theirs.target):
+            yield mine, f"{mine.target} becomes {theirs.target}"
+            return
+        said = [_spelled(node.args, node.kwargs, known) for node, known in zip((mine, theirs), numbers, strict=True)]
+        if said[0] != said[1]:
+            changed = next((f"{a} becomes {b}" for a, b in zip(*said, strict=False) if a != b), "other arguments")
+            yield mine, f"in {mine.target}, {changed}"
+        if mine.op == "get_attr":
+            inner = [getattr(module, str(node.target), None) for module, node in ((one, mine), (two, theirs))]
+            if isinstance(inner[0], GraphModule) and isinstance(inner[1], GraphModule):
+                yield from _graph_differences(inner[0], inner[1])
+    if len(one.graph.nodes) != len(two.graph.nodes):
+        yield None, f"{len(one.graph.nodes)} operations become {len(two.graph.nodes)}"
+
+
+def _spelled(args: Any, kwargs: Any, numbers: dict[Node, int]) -> list[str]:
+    """The arguments of a node, other nodes by their numbers."""
+    return [f"%{numbers[leaf]}" if isinstance(leaf, Node) else str(leaf) for leaf in tree_leaves((args, kwargs))]

@@ -1,0 +1,45 @@
+"""Whether a program's launches are the same with more rows of state: lowered once more, at the smallest int_key, and compared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+
+from ..errors import ModelError
+from ..model.flat_module import PREFIX
+from ..targets.build_spec import BuildSpec
+from ..targets.cuda.recorded import RegionKey
+from ..targets.memory_layout import MORE
+from ..transforms.state_rows import with_more_rows
+from .lower.jobs import LoweringJob
+from .lowered import WEIGHT, Lowered
+from .trace import CompiledPrograms, LoweredPrograms
+
+
+def same_launches(
+    spec: BuildSpec,
+    jobs: Mapping[RegionKey, LoweringJob],
+    made: tuple[LoweredPrograms, CompiledPrograms],
+    make: Callable[[dict[RegionKey, LoweringJob]], tuple[LoweredPrograms, CompiledPrograms]],
+) -> None:
+    """`jobs` have become `made`, and `make` does that with others.  Raises state-refused."""
+    rows = spec.entries[0].source.rows
+    firsts: dict[int, RegionKey] = {}
+    for region, key in jobs:
+        firsts.setdefault(key[0] if len(spec.entries) > 1 else 0, (region, key))
+    others = {place: replace(jobs[place], program=with_more_rows(jobs[place].program, rows, MORE)) for place in firsts.values()}
+    varying = {PREFIX + name for each in rows for name in each.buffers}
+    other = make(others)
+    for key in other[0].traced:
+        said = [_said(lowered.traced[key], compiled, varying) for lowered, compiled in (made, other)]
+        if said[0] != said[1]:
+            text = f"int_key {key}: with more {' or '.join([each.name for each in rows])} the kernels or their arguments are others"
+            raise ModelError("state-refused", text, "let no operator of the model read the size of the state")
+
+
+def _said(lowered: Lowered, compiled: CompiledPrograms, varying: set[str]) -> object:
+    """All that a program's recording follows from but the bytes of state that has any number of rows: what Inductor wrote may name
+    that number where the compiler drops it."""
+    buffers = [replace(each, nbytes=0) if each.kind == WEIGHT and each.name in varying else each for each in lowered.buffers]
+    kernels = [(compiled.kernels[variant].sha256, compiled.kernels[variant].symbol) for variant in lowered.variants]
+    return buffers, kernels, lowered.events, lowered.inputs, lowered.outputs

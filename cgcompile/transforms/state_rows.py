@@ -1,0 +1,346 @@
+"""Programs whose code is the same however many rows their state has.
+
+A row is reached by an index alone, from 0 on: one that counts from the end means another row where there are more.  The code that
+Inductor makes of an index compares it with the number of rows.  So the program gets one more buffer for each dimension, ROWS and
+its name, int64 [1], which holds the number, and compares with that.  A processor then refuses an index that is none, and a GPU
+takes the nearest row.  The operations that are left compare nothing with a size of a tensor.
+
+What else touches such state is refused: it would read or write all rows, or hold their number.  On a GPU an operator of Triton
+kernels (`torch.library.triton_op`) may take the state: the recorders find out whether its launches follow the number.
+
+Private interface (torch 2.11, 2.13): `torch._library.triton.triton_ops_to_kernels`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._library.triton import triton_ops_to_kernels
+from torch.export import ExportedProgram
+from torch.fx import Graph, GraphModule, Node
+from torch.utils._pytree import tree_leaves
+
+from cgbundle.cpu.host_region import ASSERTS
+
+from ..errors import ModelError
+from ..export.assertions import spelled
+from ..export.higher_order.conditionals import WHILE, bodies, higher_order, is_conditional
+from ..export.torch_program import copied_graph, with_graph
+from ..export.weights import weight_placeholders
+from ..model.flat_module import PREFIX
+from ..model.source import ROWS, StateRows
+from ..model.user_code import place
+from .graph_edits import add_buffer, insert
+
+aten = torch.ops.aten
+
+PUTS = (aten.index_put_.default, aten.index_put.default)
+
+SAME = (aten.alias.default, aten.detach.default, aten.lift_fresh_copy.default)
+"""Operations whose result is the state itself; a copy is not among them."""
+
+FACTORIES = (aten.new_zeros.default, aten.new_ones.default, aten.new_full.default, aten.new_empty.default)
+"""Take a dtype and a device."""
+
+WITHIN = {
+    aten.select.int: 1, aten.slice.Tensor: 1, aten.unsqueeze.default: 1, aten.squeeze.dim: 1, aten.transpose.int: 1,
+}  # fmt: skip
+"""Views of state that have all rows where they leave the first axis alone, with the position of their axis."""
+
+EVERYTHING = (1 << 63) - 1
+"""The end of a slice that Python spells `:`."""
+
+
+def rows_buffer(dimension: str) -> str:
+    """The name of the buffer of a dimension, in the programs and in the bundle."""
+    return f"{ROWS}{dimension}"
+
+
+def with_more_rows(program: ExportedProgram, rows: Sequence[StateRows], more: int) -> ExportedProgram:
+    """The same operations over state of more rows, all zeros."""
+    root, names, changed = (
+        copied_graph(program),
+        weight_placeholders(program),
+        {PREFIX + name for each in rows for name in each.buffers},
+    )
+    for node in root.graph.nodes:
+        if names.get(node.name) in changed:
+            value = node.meta["val"]
+            with value.fake_mode:
+                node.meta["val"] = value.new_zeros((value.shape[0] + more, *value.shape[1:]))
+
+    def grown(named: Mapping[str, Any]) -> dict[str, Any]:
+        return {
+            name: value.new_zeros((value.shape[0] + more, *value.shape[1:])) if name in changed else value + more
+            if name.startswith(ROWS) else value
+            for name, value in named.items()
+        }  # fmt: skip
+
+    return with_graph(program, root, {}, state_dict=grown(program.state_dict), constants=grown(program.constants))
+
+
+def with_counted_rows(program: ExportedProgram, rows: Sequence[StateRows], told: torch.device) -> ExportedProgram:
+    """The program, whose state may have any number of rows; itself where it touches none.  `told`: where it will run.  Weights are
+    shared, not copied.  Raises state-refused."""
+    names = weight_placeholders(program)
+    of_name = {PREFIX + name: each for each in rows for name in each.buffers}
+    if of_name.keys().isdisjoint(names.values()):
+        return program
+    root = copied_graph(program)
+    state = {node: of_name[names[node.name]] for node in root.graph.nodes if names.get(node.name) in of_name}
+    device = next(iter(state)).meta["val"].device
+    specs, tensors, counts = list(program.graph_signature.input_specs), dict(program.state_dict), {}
+    for each in dict.fromkeys(state.values()):
+        value = torch.full((1,), each.number, dtype=torch.int64, device=device)
+        counts[each.name], specs = add_buffer(root.graph, specs, rows_buffer(each.name), value)
+        tensors[rows_buffer(each.name)] = value
+    asserting = told.type == "cpu"
+    _Rewriting(root, {node: (each, counts[each.name]) for node, each in state.items()}, asserting).run()
+    _close(root)
+    return with_graph(program, root, {}, input_specs=specs, state_dict=tensors)
+
+
+def _close(module: GraphModule) -> None:
+    """Inputs of bodies that nothing reads do no harm; the order of nodes is checked."""
+    module.graph.lint()
+    module.recompile()
+
+
+class Axis(NamedTuple):
+    """An axis of a buffer: which one of a view it is, or at which position it was selected."""
+
+    view: int | None
+    position: int | None
+
+
+class _Rewriting:
+    """One graph.  `state`: nodes that have all rows of a dimension, with the node of their number."""
+
+    def __init__(self, module: GraphModule, state: Mapping[Node, tuple[StateRows, Node]], asserting: bool) -> None:
+        self._module, self._state, self._asserting = module, dict(state), asserting
+        # what can be written to: the buffer, and for each of its axes the one of the view, or the position that was selected
+        self._axes: dict[Node, tuple[Node, tuple[Axis, ...]]] = {
+            node: (node, tuple([Axis(number, None) for number in range(node.meta["val"].dim())])) for node in state
+        }
+        self._places: dict[Any, Node] = {}
+        self._written = {node for each in module.graph.nodes for node in _written(each)}
+        self._keys: dict[Node, Any] = {}
+
+    def run(self) -> None:
+        for node in list(self._module.graph.nodes):
+            touched = [each for each in node.all_input_nodes if each in self._state]
+            if touched:
+                self._rewrite(node, touched[0])
+
+    def _rewrite(self, node: Node, state: Node) -> None:
+        rows, count = self._state[state]
+        target, args = node.target, node.args
+        if node.op == "output":
+            raise _refused(state, rows, "is given out")
+        if is_conditional(node):
+            return self._into_bodies(node)
+        if args and args[0] is state and node.all_input_nodes.count(state) == 1:
+            if target is aten.index.Tensor and _is_row(args[1]):
+                return self._become(node, aten._unsafe_index.Tensor, (state, self._indices(node, args[1], count)))
+            if target in PUTS and _is_row(args[1]) and state in self._axes:
+                return self._put(node, state, rows, count)
+            if target is aten.index_select.default and args[1] == 0:
+                return self._become(node, aten._unsafe_index.Tensor, (state, self._indices(node, [args[2]], count)))
+            if target is aten.embedding.default:
+                return self._become(node, aten._unsafe_index.Tensor, (state, self._indices(node, [args[1]], count)))
+            if target is aten.select.int and args[1] == 0 and isinstance(args[2], int) and 0 <= args[2] < rows.number:
+                return None  # a row that is always there
+            if target is aten._assert_tensor_metadata.default:
+                return None
+            if target in SAME or self._keeps_rows(node):
+                self._state[node] = rows, count
+                whole = target is aten.slice.Tensor and node.meta["val"].shape == _shape(state)
+                if state in self._axes and (target in (*SAME, aten.select.int) or whole):
+                    self._axes[node] = self._selected(node, *self._axes[state])
+                return None
+            if target in FACTORIES:
+                return None
+        operator = target if isinstance(target, torch._ops.OpOverload) else None
+        if operator is not None and operator.name() in triton_ops_to_kernels and not self._asserting:
+            return None  # kernels that find their rows themselves
+        what = str(operator or higher_order(node) or target)
+        raise _refused(node, rows, f"is used as a whole by {what}")
+
+    def _keeps_rows(self, node: Node) -> bool:
+        axis = WITHIN.get(node.target)
+        if axis is None:
+            return False
+        value = node.args[0].meta["val"]
+        chosen = [each % (value.dim() + (node.target is aten.unsqueeze.default)) for each in node.args[axis : axis + 1]] or [0]
+        if node.target is aten.transpose.int:
+            chosen.append(node.args[2] % value.dim())
+        if node.target is aten.slice.Tensor and chosen[0] == 0:
+            return (*node.args[2:], *(None, EVERYTHING, 1)[len(node.args) - 2 :])[:3] in ((0, EVERYTHING, 1), (None, EVERYTHING, 1))
+        return 0 not in chosen
+
+    def _become(self, node: Node, target: Any, args: tuple[Any, ...]) -> None:
+        node.target, node.args, node.kwargs = target, args, {}
+
+    def _selected(self, node: Node, base: Node, axes: tuple[Axis, ...]) -> tuple[Node, tuple[Axis, ...]]:
+        """The axes of the buffer in a view of its axes, where one more is selected."""
+        if node.target is not aten.select.int:
+            return base, axes
+        chosen, position = node.args[1] % node.args[0].meta["val"].dim(), node.args[2]
+        made = []
+        for axis in axes:
+            if axis.view is None or axis.view < chosen:
+                made.append(axis)
+            else:
+                made.append(Axis(None, position) if axis.view == chosen else Axis(axis.view - 1, None))
+        return base, tuple(made)
+
+    def _put(self, node: Node, state: Node, rows: StateRows, count: Node) -> None:
+        """What is written in place is a new value of the whole buffer that is copied there: that is written in place again when it
+        is lowered."""
+        base, axes = self._axes[state]
+        given = self._indices(node, node.args[1], count)
+        graph, indices = node.graph, []
+        for axis in axes:
+            if axis.view is None:
+                with graph.inserting_before(node):
+                    fixed = graph.call_function(
+                        aten.full.default, ((), axis.position), {"dtype": torch.int64, "device": _device(base)}
+                    )
+                with base.meta["val"].fake_mode:
+                    fixed.meta = {**node.meta, "val": torch.full((), axis.position, dtype=torch.int64, device=_device(base))}
+                indices.append(fixed)
+            else:
+                indices.append(given[axis.view] if axis.view < len(given) else None)
+        while indices[-1] is None:
+            indices.pop()
+        args = (base, indices, *node.args[2:])
+        if node.target is aten.index_put.default:
+            if base is not state:
+                raise _refused(node, rows, "is used as a whole by aten.index_put.default")
+            self._become(node, aten._unsafe_index_put.default, args)
+            self._state[node], self._axes[node] = (rows, count), (node, axes)
+            return
+        with graph.inserting_before(node):
+            made = graph.call_function(aten._unsafe_index_put.default, args, dict(node.kwargs))
+        made.meta = {**node.meta, "val": base.meta["val"]}
+        if base is state:
+            self._become(node, aten.copy_.default, (base, made))
+            self._state[node], self._axes[node] = (rows, count), (base, axes)
+            return
+        with graph.inserting_before(node):
+            copied = graph.call_function(aten.copy_.default, (base, made))
+        copied.meta = {**node.meta, "val": base.meta["val"]}
+        node.replace_all_uses_with(state)
+        graph.erase_node(node)
+
+    def _indices(self, node: Node, indices: Sequence[Any], count: Node) -> list[Any]:
+        return [self._place(node, indices[0], count), *indices[1:]]
+
+    def _place(self, node: Node, index: Node, count: Node) -> Node:
+        """The places that an index means, each once for all that use the same."""
+        key = self._key(index), count
+        if key not in self._places:
+            origin = {name: node.meta[name] for name in ("stack_trace", "nn_module_stack") if name in node.meta}
+            where = " ".join(filter(None, [place(node)[0] or "model"]))
+            said = spelled(f"{where}: {ASSERTS}: 0 <= index < number of rows of the state") if self._asserting else ""
+            # behind the index, so that all that use it come later
+            self._places[key] = insert(
+                index.next if index.op == "call_function" else _first(node.graph),
+                [index, count],
+                partial(_places, said=said),
+                origin=origin,
+            )
+        return self._places[key]
+
+    def _key(self, node: Node) -> Any:
+        """Equal for nodes that compute the same of what no operation writes to."""
+        if node not in self._keys:
+            self._keys[node] = self._new_key(node)
+        return self._keys[node]
+
+    def _new_key(self, node: Node) -> Any:
+        pure = isinstance(node.target, torch._ops.OpOverload) and not node.target._schema.is_mutable
+        if node.op != "call_function" or not pure or torch.Tag.nondeterministic_seeded in node.target.tags or node in self._written:
+            return node
+        if any(each in self._written or each in self._state for each in node.all_input_nodes):
+            return node
+
+        def spelled_out(value: Any) -> Any:
+            if isinstance(value, Node):
+                return self._key(value)
+            if isinstance(value, list | tuple):
+                return tuple([spelled_out(each) for each in value])
+            return (type(value).__name__, str(value))
+
+        return node.target, spelled_out(node.args), spelled_out(sorted(node.kwargs.items()))
+
+    def _into_bodies(self, node: Node) -> None:
+        """Branches and loops: their bodies are given the numbers, too."""
+        carried = node.args[2] if higher_order(node) == WHILE else ()
+        for each in tree_leaves(carried):
+            if each in self._state:
+                raise _refused(node, self._state[each][0], "is carried from turn to turn of a loop")
+        place = 3
+        operands = [each for each in (*tree_leaves(carried), *node.args[place]) if isinstance(each, Node)]
+        counts = list(dict.fromkeys([self._state[each][1] for each in operands if each in self._state]))
+        node.args = (*node.args[:place], (*node.args[place], *counts), *node.args[place + 1 :])
+        given = [*tree_leaves(carried), *node.args[place]]
+        for body in bodies(node, self._module):
+            for count in counts:
+                _add_input(body.graph, count)
+            inputs = dict(zip(given, body.graph.find_nodes(op="placeholder"), strict=True))
+            state = {inputs[each]: (self._state[each][0], inputs[self._state[each][1]]) for each in operands if each in self._state}
+            _Rewriting(body, state, self._asserting).run()
+            _close(body)
+
+
+def _places(index: Tensor, count: Tensor, said: str) -> Tensor:
+    """From an index of rows to the rows.  `said`: what an index is told that is none."""
+    number, row = count.select(0, 0), index.to(torch.int64)
+    if said:
+        aten._assert_async.msg(((row >= 0) & (row < number)).all(), said)
+    return torch.minimum(row, number - 1).clamp(min=0)
+
+
+def _shape(node: Node) -> torch.Size:
+    shape: torch.Size = node.meta["val"].shape
+    return shape
+
+
+def _device(node: Node) -> torch.device:
+    device: torch.device = node.meta["val"].device
+    return device
+
+
+def _is_row(indices: Any) -> bool:
+    """Whether the first axis is indexed by whole numbers."""
+    first = indices[0] if indices else None
+    return isinstance(first, Node) and first.meta["val"].dtype in (torch.int64, torch.int32)
+
+
+def _written(node: Node) -> Iterator[Node]:
+    schema = getattr(node.target, "_schema", None)
+    if schema is not None and schema.is_mutable:
+        for about, value in zip(schema.arguments, node.args, strict=False):
+            if about.alias_info is not None and about.alias_info.is_write and isinstance(value, Node):
+                yield value
+
+
+def _first(graph: Graph) -> Node:
+    return next(node for node in graph.nodes if node.op not in ("placeholder", "get_attr"))
+
+
+def _add_input(graph: Graph, like: Node) -> None:
+    with graph.inserting_before(next(node for node in graph.nodes if node.op != "placeholder")):
+        made = graph.placeholder("cgcompile_rows")
+    made.target = made.name  # which is unique
+    made.meta["val"] = like.meta["val"]
+
+
+def _refused(node: Node, rows: StateRows, text: str) -> ModelError:
+    where = place(node)[0] or "model"
+    return ModelError("state-refused", f"{where}: state of {rows.name} rows, which a load chooses, {text}")

@@ -1,0 +1,46 @@
+"""State whose number of rows a load chooses, cross-compiled: proved by the interpreter, and the same code for any number."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("triton")
+
+import cgcompile  # noqa: E402
+from cgbundle.format import archive  # noqa: E402
+from cgbundle.format.file_names import KERNELS, all_programs  # noqa: E402
+from cgbundle.tables.table import Table  # noqa: E402
+from cgbundle.validate.contents import check_loaded  # noqa: E402
+from cgbundle.weights.state_rows import Relocation, Room, resized  # noqa: E402
+from tests.helpers.models.paged_models import ENTRIES, PAGES, SLOTS, STATE, Paged  # noqa: E402
+
+MANY = {"pages": PAGES + 200, "slots": SLOTS}
+
+
+def built(folder: Path, pages: int, prove: str) -> archive.Archive:
+    out, sizes = folder / f"{pages}.cgb", {"put": [3], "read": [3]}
+    made = cgcompile.build(Paged(pages), ENTRIES, sizes=sizes, state=STATE, target="sm_90", prove=prove, out=out)
+    return archive.Archive(str(made.path))
+
+
+def test_the_code_is_the_same_for_any_number_of_rows(tmp_path: Path) -> None:
+    """What a bundle with few rows makes of its recordings for more is what a build with more records."""
+    few, many = built(tmp_path, PAGES, "interpret"), built(tmp_path, MANY["pages"], "none")
+    check_loaded(few)
+    assert [proof.method for entry in few.manifest.entries for proof in entry.self_test.proofs] == ["interpret"] * 2
+    images = [{file.path for file in each.manifest.files if file.path.startswith(KERNELS)} for each in (few, many)]
+    assert images[0] == images[1]
+    now = [resized(each.manifest, MANY, Room(1 << 30, 0.5, "the GPU")) for each in (few, many)]
+    assert now[0].weights == now[1].weights
+    moves = [Relocation(each.manifest, made) for each, made in zip((few, many), now, strict=True)]
+    for one, two in zip(all_programs(few.manifest), all_programs(many.manifest), strict=True):
+        for step, other in zip(one.steps, two.steps, strict=True):
+            made = [
+                move.moved(Table(each.data(file), file))
+                for move, each, file in zip(moves, (few, many), (step.file, other.file), strict=True)
+            ]
+            for column in ("relocation_at", "relocation_memory", "relocation_offset", "blocks", "grid_x", "threads_x"):
+                assert getattr(made[0], column).tolist() == getattr(made[1], column).tolist(), column

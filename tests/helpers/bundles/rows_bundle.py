@@ -1,0 +1,92 @@
+"""The bundle of `state_bundles` with state whose number of rows a load chooses.
+
+`lines`, uint8 (rows, 8), is touched by nothing.  `total`, float32 (rows, 4), is behind it: a call adds the first row of x to its
+first four rows, which begin as zeros.  `number` holds how many rows there are, and no output shares their memory.
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from cgbundle.format import safetensors_writer
+from cgbundle.format.file_names import WEIGHTS
+from cgbundle.format.schema import Manifest, StateDimension, Weight
+from cgcompile.bundle import recordings as tables
+from cgcompile.bundle.manifest_text import describe_files
+from tests.helpers.bundles import state_bundles
+from tests.helpers.bundles.cuda_bundles import FLOATS, KEYS, STATE_AT
+from tests.helpers.bundles.edits import edited
+from tests.helpers.bundles.tiny_bundle import bounds
+
+LEAST = 4
+NUMBER, LINES, TOTAL = 768, 1024, 1536
+STATE = 2048
+OUTPUTS = ("y", "head", "same", "tail", "table")
+
+
+def write(folder: Path, most: int | None = None) -> Manifest:
+    """Writes the bundle's files but the manifest, which it returns."""
+    made = state_bundles.write(folder)
+    for key in KEYS:
+        file = folder / "graphs" / f"g0-{key}.bin"
+        recording = tables.decode(file.read_bytes())
+        file.write_bytes(tables.encode(replace(recording, nodes=tuple(map(_over_rows, recording.nodes)))))
+    offsets = array("f", range(KEYS[-1] * FLOATS))
+    contents: dict[str, Any] = {
+        "offsets": ("float32", (len(offsets),), lambda: offsets),
+        "small": ("uint8", (3,), lambda: b"abc"),
+        "random": ("int64", (2,), lambda: bytes(16)),
+        "number": ("int64", (1,), lambda: array("q", [LEAST])),
+    }
+    with open(folder / WEIGHTS, "wb") as out:
+        safetensors_writer.write(out, contents)
+    rows = [row for row in made.weights if row.name != "total"]
+    rows += [
+        Weight(name=name, tensor=name, dtype=dtype, shape=shape, strides=strides, memory="state", offset=offset, zeros=zeros)
+        for name, dtype, shape, strides, offset, zeros in (
+            ("lines", "uint8", (LEAST, 8), (8, 1), LINES, True), ("total", "float32", (LEAST, 4), (4, 1), TOTAL, True),
+            ("number", "int64", (1,), (1,), NUMBER, False),
+        )
+    ]  # fmt: skip
+    names = [row.name for row in rows]
+    entry = made.entries[0]
+    kept = [index for index in range(6) if index != 1]
+    aliases = [replace(each, output=kept.index(each.output)) for each in entry.aliases if each.output in kept]
+    aliases = [replace(each, index=names.index("offsets")) if each.memory == "weights" else each for each in aliases]
+    return edited(
+        made,
+        outputs=tuple([entry.outputs[index] for index in kept]),
+        aliases=tuple(aliases),
+        random=names.index("random"),
+        mutated_buffers=tuple(sorted(map(names.index, ("lines", "total", "marks", "random")))),
+        result={"dict": [[name, {"tensor": place}] for place, name in enumerate(OUTPUTS)]},
+        weights=tuple(rows),
+        memories=tuple([(name, STATE if name == "state" else size) for name, size in made.memories]),
+        state_dimensions=(
+            StateDimension(
+                name="rows", weights=(names.index("lines"), names.index("total")), count=names.index("number"), most=most
+            ),
+        ),
+        programs=tuple([_without(program) for program in entry.programs]),
+        self_test=replace(entry.self_test, bounds=bounds(*["float32"] * 5, "uint8", "int64", "uint8", "float32", "int64")),
+        files=describe_files(str(folder)),
+    )  # fmt: skip
+
+
+def _over_rows(node: Any) -> Any:
+    """A node that finds `total` where it lies here."""
+    relocations = [
+        replace(each, target=replace(each.target, offset=TOTAL))
+        if (each.target.memory, each.target.offset) == (STATE_AT, state_bundles.TOTAL) else each
+        for each in getattr(node, "relocations", ())
+    ]  # fmt: skip
+    return replace(node, relocations=tuple(relocations)) if relocations else node
+
+
+def _without(program: Any) -> Any:
+    """Without the output that was `total`."""
+    values = [value for value in program.values if value.memory != "state"]
+    return replace(program, values=tuple(values), outputs=(2, *range(3, len(values))))
