@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..model.stored_weights import Quantization
 from .attention import Lanes, Loop, Pages, empty_pages, write
 from .comparison.probe import Probe, probe_layers
 from .control_flow import while_loop
@@ -47,6 +48,7 @@ class CausalLM(nn.Module):
         self.by_length, self.reread_at = depends_on_length(network.config), reread_length(network)
         self.keeps_rows = "logits_to_keep" in inspect.signature(network.forward).parameters
         self.turns = turns
+        self.quantization: Quantization | None = None
         self.vocabulary = network.config.get_text_config().vocab_size
         weight = next(network.parameters())
         self.layers = probe_layers(network)
