@@ -63,12 +63,14 @@ def test_layers_that_share_weights_share_them_still() -> None:
     whole.lm_head.weight = whole.model.embed_tokens.weight
     ids = torch.arange(4, 24)[None]
     whole.set_attn_implementation("eager")
-    before = whole(ids, use_cache=False).logits
+    with torch.no_grad():
+        before = whole(ids, use_cache=False).logits
     small, said = quantized(whole)
     assert isinstance(small.model.embed_tokens, Int8Embedding) and isinstance(small.lm_head, Int8Linear)
     assert small.lm_head.weight is small.model.embed_tokens.weight and said.after < 0.45 * said.before
     small.set_attn_implementation("eager")
-    torch.testing.assert_close(small(ids, use_cache=False).logits, before, atol=0.05 * float(before.std()), rtol=0.05)
+    with torch.no_grad():
+        assert (small(ids, use_cache=False).logits - before).norm() < 0.1 * before.norm()
 
 
 def test_a_model_that_reads_weights_itself_is_refused() -> None:
