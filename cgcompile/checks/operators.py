@@ -232,7 +232,7 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
     Fix: write it with torch.library.custom_op over PyTorch's own operations, or take it out of the model.
     Source: transforms/inlining.py, which traces those that can be.
     """
-    foreign = custom_operators(program)
+    foreign = {each for each in custom_operators(program) if each._schema.name not in DECLARED}  # ours are known to be traced
     if not foreign:
         return
     module = program.graph_module
