@@ -15,7 +15,10 @@ from cgbundle.format.schema import Finding
 
 from ..errors import CATALOGUE, BuildError, ModelError
 from ..export.torch_program import arguments
+from ..model.stored_weights import Quantization
+from ..targets.kernels.operators import DECLARED
 from ..transforms.inlining import custom_operators, inlined
+from ..util.disk_space import size
 from .context import HOST, NOTE, REFUSE, RuleContext, all_calls, finding, operator
 
 aten = torch.ops.aten
@@ -193,12 +196,31 @@ def custom_operator(context: RuleContext) -> Iterable[Finding]:
     Source: the notes on custom operators in the torch.library documentation.
     """
     for node, top in context.calls():
-        if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in PYTORCH:
+        foreign = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in PYTORCH
+        if foreign and node.target._schema.name not in DECLARED:
             yield finding(
                 "custom-operator", NOTE, f"{operator(node)} is an operator of another library", node,
                 "it is recorded as it is: it must not wait for the GPU, nor allocate outside PyTorch",
                 f"keep it on the host with --fallback-op {operator(node)} if it cannot be captured", top,
             )  # fmt: skip
+
+
+def quantized_weights(context: RuleContext) -> Iterable[Finding]:
+    """A model whose weights are stored in fewer bits than calls compute with.
+
+    What it looks for: a model that says so of itself, as `--weights int8` makes them.
+    Why: its results are not those of the folder's weights.
+    Effect: the self-test compares with eager PyTorch over the same quantized weights; how far these are from the folder's is told.
+    Fix: none needed; without `--weights` the folder's weights are used.
+    Source: language_models/int8_network.py.
+    """
+    quantization = getattr(context.exported.source.model, "quantization", None)
+    if isinstance(quantization, Quantization):
+        sizes = f"{size(quantization.before)} became {size(quantization.after)}"
+        yield finding(
+            "quantized-weights", NOTE, f"weights are stored as {quantization.stored}: {sizes}; {quantization.error}", None,
+            "the self-test compares with eager PyTorch over these weights", "none needed; leave --weights out for the folder's",
+        )  # fmt: skip
 
 
 def operators_without_code(program: ExportedProgram, on_host: Collection[str] | None = None) -> Iterable[Finding]:
@@ -210,7 +232,7 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
     Fix: write it with torch.library.custom_op over PyTorch's own operations, or take it out of the model.
     Source: transforms/inlining.py, which traces those that can be.
     """
-    foreign = custom_operators(program)
+    foreign = {each for each in custom_operators(program) if each._schema.name not in DECLARED}  # ours are known to be traced
     if not foreign:
         return
     module = program.graph_module

@@ -37,6 +37,7 @@ RULES: tuple[Rule, ...] = (
     operators.cudagraph_unsafe,
     operators.fallback_op,
     operators.custom_operator,
+    operators.quantized_weights,
     devices.pinned_memory,
     devices.moved_to_gpu,
     devices.wrapped_module,

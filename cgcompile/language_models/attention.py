@@ -23,6 +23,7 @@ from transformers import AttentionInterface
 from .comparison.probe import Layer
 from .kernels.decode import paged_decode, partials
 from .kernels.prefill import paged_prefill
+from .kernels.processor import paged_attention
 from .settings import PAGE
 
 NAME = "paged"
@@ -73,6 +74,8 @@ class Pages:
         keys, values, lanes = self.keys[layer], self.values[layer], self.lanes
         write(keys, key, lanes)
         write(values, value, lanes)
+        if query.device.type == "cpu" and query.dtype == keys.dtype == torch.float32:
+            return paged_attention(query, keys, values, lanes.pages, lanes.start, lanes.count, scores.sinks, *scores.numbers())
         if self.seq == 1:
             mixed, _ = paged_decode(
                 query[:, 0], keys, values, lanes.pages, lanes.start, lanes.start + lanes.count, scores.sinks, *scores.numbers()

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..model.stored_weights import Quantization
 from .attention import Lanes, Loop, Pages, empty_pages, write
 from .comparison.cache_probe import probe_cache
 from .comparison.probe import Probe
@@ -51,6 +52,7 @@ class CausalLM(nn.Module):
         self.by_length, self.reread_at = depends_on_length(network.config), reread_length(network)
         self.takes = tuple(inspect.signature(network.forward).parameters)
         self.turns = turns
+        self.quantization: Quantization | None = None
         self.vocabulary = network.config.get_text_config().vocab_size
         weight = next(network.parameters())
         self.kept = probe_cache(network)

@@ -7,24 +7,30 @@ from collections.abc import Sequence
 import torch
 
 from ..model.source import Recipe
+from ..model.stored_weights import Quantization
 from .causal_lm import CausalLM
 from .comparison.texts import PAGES, SLOTS, TURNS, compare_small, compare_weights
 from .example_inputs import ExampleInputs
 from .folder import read_folder
+from .int8_network import int8_network, quantized
 from .networks import folder_configuration, folder_network
 from .settings import Settings, settings_for
 
 
 def language_model(
-    folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, recorded: bool
-) -> tuple[Recipe, Settings]:
-    """`gpu`, `recorded` and what is raised: see `settings_for`.  Making the model raises folder-invalid, language-model-refused."""
+    folder: str, *, context: int | None, lanes: Sequence[int] | str, dtype: str | None, gpu: int | None, recorded: bool,
+    weights: str | None = None,
+) -> tuple[Recipe, Settings]:  # fmt: skip
+    """`weights`: int8, None for those of the folder.
+
+    `gpu`, `recorded` and what is raised: see `settings_for`.  Making the model raises folder-invalid, language-model-refused.
+    """
     read = read_folder(folder)
     settings = settings_for(read, context, lanes, dtype, gpu, recorded=recorded)
     config = folder_configuration(folder)
     examples = ExampleInputs(config=config, pages=settings.pages, slots=settings.slots, turns=settings.turns)
     recipe = Recipe(
-        name=read.name, label=folder, code=CausalLM.__module__, model=ComparedModel(folder, settings),
+        name=read.name, label=folder, code=CausalLM.__module__, model=ComparedModel(folder, settings, weights),
         entries=examples.entries(), state=settings.state,
     )  # fmt: skip
     return recipe, settings
@@ -34,8 +40,9 @@ class ComparedModel:
     """Makes the model of a folder, which it compares with transformers the first time.  Processes that are forked later rely on
     that."""
 
-    def __init__(self, folder: str, settings: Settings) -> None:
-        self._folder, self._settings, self._compared = folder, settings, False
+    def __init__(self, folder: str, settings: Settings, weights: str | None) -> None:
+        self._folder, self._settings, self._weights, self._compared = folder, settings, weights, False
+        self._quantization: Quantization | None = None
 
     def __call__(self) -> CausalLM:
         """Raises language-model-refused unless the model gives transformers' text, folder-invalid as `folder_network`."""
@@ -46,7 +53,14 @@ class ComparedModel:
         if not self._compared:
             compare_weights(network, small)
         self._compared = True
-        return CausalLM(network, settings.pages, settings.slots, settings.turns).eval()
+        if self._weights == "int8":
+            if self._quantization is None:
+                network, self._quantization = quantized(network)
+            else:
+                network = int8_network(network)
+        model = CausalLM(network, settings.pages, settings.slots, settings.turns).eval()
+        model.quantization = self._quantization
+        return model
 
 
 def small(network: torch.nn.Module) -> CausalLM:

@@ -100,6 +100,7 @@ def build(
     context: int | None = None,
     lanes: Sequence[int] | str = (),
     dtype: str | None = None,
+    weights: str | None = None,
     progress: Progress = None,
 ) -> Built:
     """Builds a bundle and publishes it at `out` (default: the model's name + `.cgb` in the current folder).
@@ -135,10 +136,11 @@ def build(
     and `forward` calls functional collectives of torch.distributed.  The bundle is cross-compiled, whatever GPU is here.
     `split`: "layers" puts the layers of a plain `model()` one after the other on these GPUs, for a model that does not fit on one:
     the elements of its longest list of modules by weight, about as many bytes on each.  One GPU works at a time.
-    `context`, `lanes` and `dtype` are of the folder of a language model, which takes no `sizes`.  `context`: tokens of the longest
-    text; default: what the model takes, at most 8192 on a GPU and 2048 on a CPU.  `lanes`: how many texts share a call; default: 1,
-    8 and 32, on a CPU 1 and 4.  `dtype`: bfloat16, float16 or float32; default: that of config.json, on a CPU float32.  The
-    model is compared with transformers first: language-model-refused is raised for one whose text would differ.
+    `context`, `lanes`, `dtype` and `weights` are of the folder of a language model, which takes no `sizes`.  `context`: tokens of
+    the longest text; default: what the model takes, at most 8192 on a GPU and 2048 on a CPU.  `lanes`: how many texts share a call;
+    default: 1, 8 and 32, on a CPU 1 and 4.  `dtype`: bfloat16, float16 or float32; default: that of config.json, on a CPU float32.
+    `weights`: "int8" stores weights in 8 bits, with a scale for each row, and calls compute in float32; for a CPU.  The model is
+    compared with transformers first: language-model-refused is raised for one whose text would differ.
     `progress`: a function of an `Event`, "bar" (shown on stderr), "silent", or None: shown where stderr is a terminal or a
     notebook.
 
@@ -156,7 +158,8 @@ def build(
             record=record, prove=prove, prove_budget=prove_budget, autotune=autotune, autotune_timeout=autotune_timeout,
             train=train, fallback_ops=tuple(fallback_ops), standalone=standalone, force=force, max_keys=max_keys,
             max_paths=max_paths, donations=donations, state=state, world=world, split=split,
-            progress=tell, language=LanguageOptions(context=context, lanes=lanes, dtype=dtype),
+            progress=tell,
+            language=LanguageOptions(context=context, lanes=lanes, dtype=dtype, weights=weights),
         )  # fmt: skip
         check_build(model, inputs, options)
         if is_folder(model):
@@ -203,6 +206,7 @@ def check(
     context: int | None = None,
     lanes: Sequence[int] | str = (),
     dtype: str | None = None,
+    weights: str | None = None,
     progress: Progress = None,
 ) -> Report:
     """Every obstacle between a model and a bundle, and the regions that a build would make.  Nothing is built, no GPU is needed.
@@ -211,12 +215,12 @@ def check(
     `build`, auto too; cuda is checked without a GPU as well.
 
     `strict`: findings that put operations on the host refuse.  `fallback_ops`: operators that are kept on
-    the host, e.g. "mylib::op".  `train`, `max_paths`, `context`, `lanes` and `dtype` as for `build`.  `progress` as for `build`:
-    what takes long is torch's import.
+    the host, e.g. "mylib::op".  `train`, `max_paths`, `context`, `lanes`, `dtype`, `weights` and `progress` as for `build`: what
+    takes long is torch's import.
 
     Raises a BuildError where the model cannot even be exported for another reason than a rule's, and for wrong arguments.
     """
-    language = LanguageOptions(context=context, lanes=lanes, dtype=dtype)
+    language = LanguageOptions(context=context, lanes=lanes, dtype=dtype, weights=weights)
     with ExitStack() as stack:
         tell = stack.enter_context(watcher(progress))
         if is_gguf(model):

@@ -33,7 +33,7 @@ from ..util.model_file import (
     undefined,
 )
 from .destination import check_free, destination_path
-from .folders import check_folder_options
+from .folders import check_folder_options, check_weights
 from .records import LanguageOptions, Options, split_targets
 
 NO_PROOF = "--prove none leaves the proof out"
@@ -51,6 +51,7 @@ def check_build(model: Any, inputs: Any, options: Options) -> None:
         "donations": options.donations, "state": options.state,
     }  # fmt: skip
     check_folder_options(model, options.language, others)
+    check_weights(options.language, options.target, options.record)
     name = _check_model(model, options.sizes, options.max_keys)
     if options.autotune_timeout is not None:
         check_timeout(options.autotune_timeout, options.autotune)
@@ -134,6 +135,7 @@ def check_check(model: Any, inputs: Any, sizes: Given, target: str, train: bool,
     check_arguments(model, inputs)
     check_packages("host")
     check_folder_options(model, language, {"--sizes": sizes, "--train": train})
+    check_weights(language, target)
     _check_model(model, sizes, None)
     if not asks_torch(target):
         recorder_for(target)

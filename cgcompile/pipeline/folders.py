@@ -34,6 +34,20 @@ print(total.value)
 """For a process of its own: one that has started CUDA cannot fork new models."""
 
 
+def check_weights(options: LanguageOptions, target: str, record: str = "auto") -> None:
+    """Raises option-invalid for quantized weights that the target, or the dtype, does not have."""
+    if options.weights is None:
+        return
+    if options.weights != "int8":
+        raise BuildError("option-invalid", f"weights {options.weights!r}: expected int8")
+    if gpu_memory(target, record) is not None:
+        what = f"weights int8: for processors, and the target is {target}"
+        raise BuildError("option-invalid", what, "add --target cpu, or leave --weights out")
+    if options.dtype not in (None, "float32"):
+        what = f"weights int8: calls compute in float32, and the dtype is {options.dtype}"
+        raise BuildError("option-invalid", what, "leave --dtype out")
+
+
 def is_folder(model: Any) -> bool:
     """Whether a model's name is that of a folder in the Hub's layout.  Raises source-missing."""
     return isinstance(model, str | os.PathLike) and kind_of(os.fspath(model)) == "folder"
@@ -67,7 +81,8 @@ def check_folder_options(model: Any, options: LanguageOptions, others: dict[str,
     """Raises option-invalid for options that do not go with the model (`others` are those of model files, by what they are called),
     extra-missing, and folder-invalid for what the folder's files say by themselves."""
     if not is_folder(model):
-        for name, value in (("--context", options.context), ("--lanes", options.lanes), ("--dtype", options.dtype)):
+        named = {"--context": options.context, "--lanes": options.lanes, "--dtype": options.dtype, "--weights": options.weights}
+        for name, value in named.items():
             if value:
                 what = f"{name} is for the folder of a language model, and this model is none"
                 raise BuildError("option-invalid", what, f"leave {name} out, or give a folder with config.json")
@@ -95,11 +110,12 @@ def folder_model(model: Any, language: LanguageOptions, target: str, record: str
 
         recipe, settings = language_model(
             os.fspath(model), context=language.context, lanes=language.lanes, dtype=language.dtype, gpu=gpu_memory(target, record),
-            recorded=record != "cross-compile",
+            recorded=record != "cross-compile", weights=language.weights,
         )  # fmt: skip
         lanes = ", ".join(map(str, settings.lanes))
         cache = f"a load takes {settings.pages} to {settings.most_pages} pages of cache ({size(settings.page_bytes)} each)"
-        tell.result(f"{settings.dtype}, texts of up to {settings.context} tokens, {lanes} lanes; {cache}")
+        stored = f", weights {language.weights}" if language.weights else ""
+        tell.result(f"{settings.dtype}{stored}, texts of up to {settings.context} tokens, {lanes} lanes; {cache}")
     return recipe, settings.sizes
 
 

@@ -84,6 +84,10 @@ Lanes = Annotated[
     str | None, typer.Option("--lanes", metavar="LANES", help="Of a folder: how many texts share a call, e.g. 1,8,32.")
 ]
 
+Weights = Annotated[
+    str | None, typer.Option("--weights", metavar="TYPE", help="Of a folder, for a CPU: int8, weights stored in 8 bits.")
+]
+
 Dtype = Annotated[
     str | None,
     typer.Option("--dtype", metavar="DTYPE", help="Of a folder: bfloat16, float16 or float32. Default: its own; CPU: float32."),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+from collections.abc import Sequence
 from ctypes import byref, c_int32, c_int64, c_void_p
 from pathlib import Path
 from typing import Any
@@ -44,13 +45,13 @@ DTYPES = (
 )  # fmt: skip
 
 
-def own_functions(target: Path, level: str = "native") -> Code:
-    """Compiles them to `target` for processors of `level`."""
+def own_functions(target: Path, level: str = "native", sources: Sequence[Path] = ()) -> Code:
+    """Compiles them to `target` for processors of `level`, with other `sources` beside them."""
     vectors = target.with_suffix(".cpp")
     vectors.write_text(VECTORS)
     command = [word for word in standalone.command(compiler(), target) if word != "-c"]
     command = [word.replace("=native", f"={level}") for word in command]
-    subprocess.run([*command, "-shared", *standalone.LINKED, str(vectors)], check=True)
+    subprocess.run([*command, "-shared", *standalone.LINKED, str(vectors), *map(str, sources)], check=True)
     return Code(target)
 
 

@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.library import triton_op, wrap_triton
 from transformers.pytorch_utils import Conv1D
 
+from .processor import int8_linear
+
 ROWS = 64
 """Rows of activations that a program multiplies at most."""
 
@@ -27,18 +29,22 @@ sake of shared memory), and how Triton compiles it."""
 class Int8Linear(nn.Module):
     """A linear layer over eight-bit weights: `weight` int8 (out, in), `scale` float32 (out,), `bias` (out,) or None."""
 
-    def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """`weight` (out, in): what the layer had."""
+    def __init__(self, weight: Tensor, scale: Tensor, bias: Tensor | None) -> None:
         super().__init__()
-        whole = weight.detach().float()
-        scale = (whole.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
-        self.register_buffer("weight", (whole / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("weight", weight)
         self.register_buffer("scale", scale)
         self.bias = bias
 
     def forward(self, x: Tensor) -> Tensor:
         made = int8_product(x.flatten(0, -2), self.weight, self.scale).unflatten(0, x.shape[:-1])
         return made if self.bias is None else made + self.bias
+
+
+def rounded(weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Weights (out, in) in eight bits, and the scale of each row."""
+    whole = weight.detach().float()
+    scale = (whole.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+    return (whole / scale[:, None]).round().to(torch.int8), scale
 
 
 def int8_weights(network: nn.Module) -> nn.Module:
@@ -48,14 +54,15 @@ def int8_weights(network: nn.Module) -> nn.Module:
         if isinstance(module, nn.Linear | Conv1D):
             weight = module.weight.T if isinstance(module, Conv1D) else module.weight
             parent, _, own = name.rpartition(".")
-            setattr(network.get_submodule(parent), own, Int8Linear(weight, module.bias))
+            setattr(network.get_submodule(parent), own, Int8Linear(*rounded(weight), module.bias))
     return network
 
 
 def int8_product(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x (rows, in), weight int8 (out, in), scale float32 (out,) -> (rows, out) in the dtype of `x`."""
-    way = plain if x.device.type == "cpu" else launch
-    return way(x, weight, scale)
+    if x.device.type != "cpu":
+        return launch(x, weight, scale)
+    return int8_linear(x, weight, scale) if x.dtype == torch.float32 else plain(x, weight, scale)
 
 
 def plain(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:

@@ -30,12 +30,15 @@ from ...util.garbage_collection import quick_imports
 from ...util.raw_bytes import copied, put_back
 from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
+from ..kernels import operators
 from ..kernels import standalone as standalone_code
 from ..requirements import check_compiler
 from ..weights import used_weights
 from .compiler import ask_compilers, wrap
-from .interface import Begun
+from .interface import Begun, begun_object
 from .interface import begun as begin
+from .own_operators import options as operator_options
+from .own_operators import own_operators
 from .products import lacking, suits
 
 TESTED = "2.13"
@@ -148,7 +151,8 @@ def _compiled(
     options: dict[str, Any] = {name: value for name, value in wanted.items() if name in known}
     wrapped = wrap(work / "compiler", level)
     options["cpp.cxx"] = (None, str(wrapped.path))
-    options |= passes(ahead=True)
+    called = own_operators(program)
+    options |= {**passes(ahead=True), **operator_options(called)}
     if level is not None:
         options["cpp.simdlen"] = level.vector_bits
     functions = None
@@ -156,11 +160,12 @@ def _compiled(
         raise BuildError("not-standalone", f"the program has {operator}, which only torch's libraries compute")
     if begun.functions is not None and (standalone or (standalone is None and suits(program, level))):
         functions = OwnFunctions(made=begun.functions, required=standalone is not None)
-    beside, compilers = side_by_side(begun.interface, functions), ask_compilers(str(wrapped.path), level)
-    compiled = (_private_cache(work / "cache"), unnamed_machine(), _watched(work, tell), unprobed(compilers), beside)
+    compilers = ask_compilers(str(wrapped.path), level)
+    compiled = (_private_cache(work / "cache"), unnamed_machine(), _watched(work, tell), unprobed(compilers))
     generated = (dispatched(), complex_decompositions(), any_number_of_threads(), failures_leave_loops(), stored_before_reshapes())
     with ExitStack() as stack:
-        for each in (*compiled, *generated, mended(), unchecked_puts(program.graph_module), torch.no_grad()):
+        beside = side_by_side(begun.interface, functions, begun_object(operators, level, stack) if called else None)
+        for each in (*compiled, beside, *generated, mended(), unchecked_puts(program.graph_module), torch.no_grad()):
             stack.enter_context(each)
         options["aot_inductor.output_path"] = str(target)
         try:

@@ -26,7 +26,6 @@ from ...export.programs import Programs
 from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
 from ...transforms.error_bounds import error_bounds
-from ...transforms.inlining import inlined
 from ...transforms.output_aliases import with_aliases
 from ...transforms.prepared import Prepared
 from ...util.disk_space import size
@@ -42,6 +41,7 @@ from . import layouts
 from .aoti import Compiled, import_inductor
 from .interface import Begun
 from .object_cache import compiled_and_kept, kept_at, recalled
+from .own_operators import without_python
 
 REASON = "the whole model, compiled for the processor"
 
@@ -73,7 +73,7 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
             changing = any(entry.prepared.state or any(each.name for each in entry.prepared.aliases) for entry in spec.entries)
             tells = each_named(tell, [entry.name for entry in spec.entries])
             entries = [
-                _CompiledEntry(entry=entry, programs=entry.prepared.programs.changed(inlined), compiled={})
+                _CompiledEntry(entry=entry, programs=entry.prepared.programs.changed(without_python), compiled={})
                 for entry in spec.entries
             ]
             standalone = spec.standalone

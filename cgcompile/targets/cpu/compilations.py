@@ -23,6 +23,7 @@ from torch._inductor import codecache, cpp_builder, cpu_vec_isa, exc
 
 from ...errors import BuildError
 from ...util.workers import end_group
+from ..kernels import operators
 from ..kernels import standalone as standalone_code
 from .compiler import Compilers
 from .interface import Interface
@@ -75,11 +76,14 @@ class Source:
 
 
 @contextmanager
-def side_by_side(interface: Interface | None, functions: OwnFunctions | None = None) -> Iterator[None]:
+def side_by_side(
+    interface: Interface | None, functions: OwnFunctions | None = None, called: Future[Path | None] | None = None
+) -> Iterator[None]:
     """While it lasts, Inductor goes on when it has begun to compile a source of a program, and the interface in it is taken from
     `interface`.  Before it links anything it waits for all of them.  `functions`: what is linked in libtorch's place, where that is
-    all that the code calls; the same linked to libtorch then lies beside it as LIBTORCH, unless they are `required`.  Raises
-    torch-unsupported, and not-standalone where it has to be."""
+    all that the code calls; the same linked to libtorch then lies beside it as LIBTORCH, unless they are `required`.
+    `called`: the object file of operators of ours, which is linked to either.  Raises torch-unsupported, compiler-failed, and
+    not-standalone where it has to be."""
     plain = getattr(cpp_builder.CppBuilder, "build", None)
     if plain is None or not hasattr(cpp_builder.CppBuilder, "get_command_line"):
         raise _unsupported("torch._inductor.cpp_builder.CppBuilder.build")
@@ -94,7 +98,7 @@ def side_by_side(interface: Interface | None, functions: OwnFunctions | None = N
             elif LINKING in command:
                 sources = [*begun]
                 begun.clear()  # what is tried after a failure has sources of its own
-                linked = _finished(sources, stack)
+                linked = [*_finished(sources, stack), *_operators(called)]
                 output = command.index("-o") + 1
                 folder = Path(command[output]).parent
                 whole = [command[0], *linked, *command[1:]]
@@ -141,6 +145,14 @@ def _finish(source: Source, stack: ExitStack) -> list[str]:
     source.path.write_text(source.whole)
     _start(source.given, source.path.parent, stack).wait()
     return []
+
+
+def _operators(called: Future[Path | None] | None) -> list[str]:
+    if called is None:
+        return []
+    if (path := called.result()) is None:
+        raise BuildError("compiler-failed", f"the C++ compiler refuses {operators.SOURCE}")
+    return [str(path)]
 
 
 # --- in libtorch's place ------------------------------------------------------------------------------------------------

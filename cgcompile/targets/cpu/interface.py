@@ -20,6 +20,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
+from types import ModuleType
 
 import torch
 
@@ -99,17 +100,20 @@ def begun(level: Level | None, functions: bool | None) -> Iterator[Begun]:
         wanted = fast(level) if functions is None else functions
         yield Begun(
             interface=stack.enter_context(begun_interface()),
-            functions=_begun_functions(level, stack) if wanted and shutil.which(compiler()) is not None else None,
+            functions=begun_object(standalone, level, stack) if wanted and shutil.which(compiler()) is not None else None,
         )
 
 
-def _begun_functions(level: Level | None, stack: ExitStack) -> Future[Path | None]:
+def begun_object(source: ModuleType, level: Level | None, stack: ExitStack) -> Future[Path | None]:
+    """The object file of `source`, a module of `kernels`, which is compiled meanwhile unless an earlier build did.  None where the
+    compiler fails."""
     folder, path = stack.enter_context(scratch_folder()), None
     about = described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
+    name = source.SOURCE.stem
     with cache_optional():
-        path = cache_path(cache_folder(), "standalone", about, *standalone.dependencies())
-    target = folder / "standalone.o"
-    return _begun(standalone.command(str(wrap(folder / "compiler", level).path), target), target, path, stack)
+        path = cache_path(cache_folder(), name, about, *source.dependencies())
+    target = folder / f"{name}.o"
+    return _begun(source.command(str(wrap(folder / "compiler", level).path), target), target, path, stack)
 
 
 @contextmanager

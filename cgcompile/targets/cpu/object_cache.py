@@ -23,12 +23,14 @@ from cgbundle.cpu.machine import processor_flags, processor_name
 
 from ...util.content_cache import cache_folder, cache_optional, cache_path, recall, remember
 from ..instruction_sets import Level
+from ..kernels import operators
 from ..kernels import standalone as standalone_code
 from ..program_contents import tensor_layout
 from ..requirements import compiler, described
 from .aoti import Compiled, compile_cpu
 from .compiler import HEADER, REGEX
 from .interface import Begun
+from .own_operators import own_operators
 
 NOTES = ("aot_inductor.metadata",)
 """Options in which Inductor itself notes what it compiled for: after a process's first program they are others than before."""
@@ -99,7 +101,7 @@ def _dependencies(
     yield level, processor_name(), sorted(processor_flags()), os.uname().machine, platform.libc_ver(), os.environ.get(ATEN)
     yield described(compiler(), f"-march={level.name if level else 'native'}", "-v", "-E", "-x", "c++", os.devnull)
     yield described("strip", "--version")
-    yield HEADER.read_bytes(), REGEX.read_bytes()
+    yield HEADER.read_bytes(), REGEX.read_bytes(), list(operators.dependencies()) if own_operators(program) else []
     yield torch.__version__, torch.version.git_version, torch.get_num_threads(), torch.get_default_dtype()
     yield torch.get_float32_matmul_precision(), torch.are_deterministic_algorithms_enabled(), torch.backends.mkldnn.enabled
     for config in (inductor_config, functorch_config):

@@ -26,6 +26,8 @@
 #include <utility>
 #include <vector>
 
+#include "products.h"
+
 namespace {
 
 // --- tensors ------------------------------------------------------------------------------------------------------------
@@ -33,7 +35,7 @@ namespace {
 // c10::ScalarType, by number: the bytes of an element; 0 for what no bundle holds.
 constexpr int64_t WIDTHS[] = {1, 1, 2, 4, 8, 2, 4, 8, 4, 8, 16, 1, 0, 0, 0, 2, 0, 0, 0, 0, 0, 0, 0, 1, 1, 0, 0, 2, 4, 8};
 constexpr int32_t INT32 = 3, INT64 = 4, FLOAT = 6, BOOL = 11, BFLOAT16 = 15;
-constexpr int64_t ALIGNMENT = 64, HUGE_PAGE = 1 << 21;
+constexpr int64_t HUGE_PAGE = 1 << 21;
 
 struct Tensor {
   std::shared_ptr<void> owner;  // null: the memory is the caller's
@@ -173,261 +175,6 @@ void copy_axes(const Tensor& from, const Tensor& into, int64_t axis, int64_t sou
     copy_axes(from, into, axis + 1, source + index * from.strides[axis], target + index * into.strides[axis]);
 }
 
-// --- vectors ------------------------------------------------------------------------------------------------------------
-
-#if defined(__AVX512F__)
-constexpr int BYTES = 64, ROWS = 12;
-#elif defined(__AVX__)
-constexpr int BYTES = 32, ROWS = 6;
-#else
-constexpr int BYTES = 16, ROWS = 6;
-#endif
-constexpr int LANES = BYTES / 4, COLUMNS = 2 * LANES, DEPTH = 384, BAND = 8 * ROWS, AHEAD = 2 * LANES;
-
-template <int size> struct Lanes {
-  typedef float Floats __attribute__((vector_size(size)));
-  typedef int32_t Ints __attribute__((vector_size(size)));
-};
-typedef Lanes<BYTES>::Floats Vector;
-typedef float Unaligned __attribute__((vector_size(BYTES), aligned(4)));
-
-// exp(x): 2^n times a polynomial of the rest (S. L. Moshier, Cephes, expf.c); error below 2 units in the last place.
-template <int size> typename Lanes<size>::Floats exponential(typename Lanes<size>::Floats x) {
-  typedef typename Lanes<size>::Ints Ints;
-  typename Lanes<size>::Floats none{};
-  x = x > 89.f ? none + 89.f : x;  // NaN stays
-  x = x < -104.f ? none - 104.f : x;
-  auto shifted = x * 1.44269504088896341f + 12582912.f;  // 1.5 * 2^23: the rounded number stands in the lowest digits
-  Ints n = reinterpret_cast<Ints>(shifted) - 0x4B400000;
-  auto whole = shifted - 12582912.f;
-  auto rest = x - whole * 0.693359375f + whole * 2.12194440e-4f;
-  auto sum = rest * 1.9875691500e-4f + 1.3981999507e-3f;
-  sum = sum * rest + 8.3334519073e-3f;
-  sum = sum * rest + 4.1665795894e-2f;
-  sum = sum * rest + 1.6666665459e-1f;
-  sum = sum * rest + 5.0000001201e-1f;
-  sum = sum * rest * rest + rest + 1.f;
-  Ints half = n >> 1;  // twice half of the exponent: small results are denormal, large ones infinite
-  sum *= reinterpret_cast<typename Lanes<size>::Floats>((half + 127) << 23);
-  return sum * reinterpret_cast<typename Lanes<size>::Floats>((n - half + 127) << 23);
-}
-
-// Each lane by itself, in double precision: for what the polynomials are not for.
-template <int size> typename Lanes<size>::Floats each(typename Lanes<size>::Floats x, double (*function)(double)) {
-  for (int lane = 0; lane < size / 4; lane++) x[lane] = static_cast<float>(function(x[lane]));
-  return x;
-}
-
-template <int size> bool any(typename Lanes<size>::Ints lanes) {
-  int32_t found = 0;
-  for (int lane = 0; lane < size / 4; lane++) found |= lanes[lane];
-  return found != 0;
-}
-
-// Polynomials and reductions of what follows: S. L. Moshier, Cephes, tanhf.c, logf.c, sinf.c.
-template <int size> typename Lanes<size>::Floats hyperbolic_tangent(typename Lanes<size>::Floats x) {
-  auto magnitude = x < 0 ? -x : x;
-  auto square = x * x;
-  auto sum = square * -5.70498872745e-3f + 2.06390887954e-2f;
-  sum = sum * square - 5.37397155531e-2f;
-  sum = sum * square + 1.33314422036e-1f;
-  sum = sum * square - 3.33332819422e-1f;
-  auto small = sum * square * x + x;
-  auto large = 1.f - 2.f / (exponential<size>(magnitude + magnitude) + 1.f);
-  return x == 0 ? x : magnitude < 0.625f ? small : x < 0 ? -large : large;
-}
-
-template <int size> typename Lanes<size>::Floats logarithm(typename Lanes<size>::Floats x) {
-  typedef typename Lanes<size>::Floats Floats;
-  typedef typename Lanes<size>::Ints Ints;
-  constexpr float INFINITE = std::numeric_limits<float>::infinity(), NORMAL = std::numeric_limits<float>::min();
-  Floats none{};
-  Ints denormal = x < NORMAL;
-  Floats scaled = denormal ? x * 33554432.f : x;  // 2^25
-  Ints bits = reinterpret_cast<Ints>(scaled);
-  Ints power = (bits >> 23) - 126 - (denormal & 25);
-  Floats part = reinterpret_cast<Floats>((bits & 0x007fffff) | 0x3f000000);  // from 0.5 to 1
-  Ints low = part < 0.707106781186547524f;
-  power += low;  // -1 where it is so
-  part = low ? part + part - 1.f : part - 1.f;
-  Floats square = part * part, exponent = __builtin_convertvector(power, Floats);
-  Floats sum = part * 7.0376836292e-2f - 1.1514610310e-1f;
-  sum = sum * part + 1.1676998740e-1f;
-  sum = sum * part - 1.2420140846e-1f;
-  sum = sum * part + 1.4249322787e-1f;
-  sum = sum * part - 1.6668057665e-1f;
-  sum = sum * part + 2.0000714765e-1f;
-  sum = sum * part - 2.4999993993e-1f;
-  sum = sum * part + 3.3333331174e-1f;
-  sum = sum * part * square - exponent * 2.12194440e-4f - 0.5f * square;
-  Floats made = part + sum + exponent * 0.693359375f;
-  made = x == INFINITE ? x : made;
-  made = x == 0 ? none - INFINITE : made;
-  return x >= 0 ? made : none + std::numeric_limits<float>::quiet_NaN();
-}
-
-// What is lost in 1 + x, to the first order.
-template <int size> typename Lanes<size>::Floats logarithm_of_more(typename Lanes<size>::Floats x) {
-  auto whole = 1.f + x;
-  auto made = logarithm<size>(whole);
-  auto mended = made - ((whole - 1.f) - x) / whole;
-  return x == 0 ? x : (made == made) & (whole != 0) & (whole <= std::numeric_limits<float>::max()) ? mended : made;
-}
-
-constexpr float REDUCED = 8192;  // below it three parts of pi / 4 are enough
-
-// sin(x + quarters * pi / 2)
-template <int size> typename Lanes<size>::Floats sine(typename Lanes<size>::Floats x, int32_t quarters) {
-  typedef typename Lanes<size>::Floats Floats;
-  typedef typename Lanes<size>::Ints Ints;
-  Floats magnitude = x < 0 ? -x : x;
-  if (any<size>(~(magnitude < REDUCED))) return quarters ? each<size>(x, std::cos) : each<size>(x, std::sin);
-  Ints eighths = __builtin_convertvector(magnitude * 1.27323954473516f, Ints);
-  eighths += eighths & 1;
-  Floats turned = __builtin_convertvector(eighths, Floats);
-  Floats rest = magnitude - turned * 0.78515625f - turned * 2.4187564849853515625e-4f - turned * 3.77489497744594108e-8f;
-  Ints quarter = (eighths >> 1) + quarters;
-  Floats square = rest * rest;
-  Floats odd = square * -1.9515295891e-4f + 8.3321608736e-3f;
-  odd = (odd * square - 1.6666654611e-1f) * square * rest + rest;
-  Floats even = square * 2.443315711809948e-5f - 1.388731625493765e-3f;
-  even = (even * square + 4.166664568298827e-2f) * square * square - 0.5f * square + 1.f;
-  Floats made = (quarter & 1) != 0 ? even : odd;
-  made = (quarter & 2) != 0 ? -made : made;
-  return !quarters & (x < 0) ? -made : made;
-}
-
-// --- products -----------------------------------------------------------------------------------------------------------
-
-constexpr float NONE = -std::numeric_limits<float>::infinity();
-
-// A row of LANES numbers or a multiple; one that is NONE all over becomes zeros, as torch's does.
-void softmax(float* row, int64_t length) {
-  Vector highest = Vector{} + NONE, sums{};
-  for (int64_t j = 0; j < length; j += LANES) {
-    Vector value = *reinterpret_cast<Unaligned*>(row + j);
-    highest = value > highest ? value : highest;
-  }
-  float most = NONE, sum = 0;
-  for (int lane = 0; lane < LANES; lane++) most = std::max(most, highest[lane]);
-  if (most == NONE) most = 0;
-  for (int64_t j = 0; j < length; j += LANES) sums += *reinterpret_cast<Unaligned*>(row + j) = exponential<BYTES>(*reinterpret_cast<Unaligned*>(row + j) - most);
-  for (int lane = 0; lane < LANES; lane++) sum += sums[lane];
-  float share = sum == 0 ? 0 : 1 / sum;
-  for (int64_t j = 0; j < length; j += LANES) *reinterpret_cast<Unaligned*>(row + j) *= share;
-}
-
-struct Matrix {
-  float* data;
-  int64_t rows, columns, row, column;  // sizes; strides
-  float* at(int64_t i, int64_t j) const { return data + i * row + j * column; }
-};
-
-// LANES vectors of LANES elements each -> their transpose, in registers: blocks of 1, 2, 4, ... elements change places.
-template <int width, int... lanes> inline void exchange(Vector (&rows)[LANES], std::integer_sequence<int, lanes...>) {
-#pragma GCC unroll 16
-  for (int row = 0; row < LANES; row++) {
-    if (row & width) continue;
-    Vector first = rows[row], second = rows[row + width];
-    rows[row] = __builtin_shufflevector(first, second, (lanes & width ? LANES + lanes - width : lanes)...);
-    rows[row + width] = __builtin_shufflevector(first, second, (lanes & width ? LANES + lanes : lanes + width)...);
-  }
-}
-
-template <int width = 1> inline void transpose(Vector (&rows)[LANES]) {
-  exchange<width>(rows, std::make_integer_sequence<int, LANES>());
-  if constexpr (2 * width < LANES) transpose<2 * width>(rows);
-}
-
-// Rows [begin, end) of b, its columns from j on, as a panel of COLUMNS; what is missing of them is zero.  Weights lie transposed: they
-// are read AHEAD of where they are needed, as the processor does not foresee LANES rows at once.
-void pack(const Matrix& b, int64_t begin, int64_t end, int64_t j, float* panel) {
-  int64_t columns = std::min<int64_t>(COLUMNS, b.columns - j), p = begin;
-  if (columns < COLUMNS) std::fill(panel, panel + (end - begin) * COLUMNS, 0.f);
-  if (b.row == 1 && columns == COLUMNS) {
-    for (int64_t c = 0; c < COLUMNS; c += LANES)
-      for (p = begin; p + LANES <= end; p += LANES) {
-        Vector rows[LANES];
-#pragma GCC unroll 16
-        for (int lane = 0; lane < LANES; lane++) {
-          __builtin_prefetch(b.at(p, j + c + lane) + AHEAD);
-          rows[lane] = *reinterpret_cast<const Unaligned*>(b.at(p, j + c + lane));
-        }
-        transpose(rows);
-#pragma GCC unroll 16
-        for (int lane = 0; lane < LANES; lane++) *reinterpret_cast<Vector*>(panel + (p - begin + lane) * COLUMNS + c) = rows[lane];
-      }
-  } else if (b.column == 1 && columns == COLUMNS) {
-    for (; p < end; p++) std::memcpy(panel + (p - begin) * COLUMNS, b.at(p, j), COLUMNS * sizeof(float));
-  }
-  for (; p < end; p++)
-    for (int64_t c = 0; c < columns; c++) panel[(p - begin) * COLUMNS + c] = *b.at(p, j + c);
-}
-
-// What a product is added to: factor * data[i * row + j * column], or zeros where there is no data.
-struct Added {
-  const float* data = nullptr;
-  int64_t row = 0, column = 0;
-  float factor = 1;
-  bool plain() const { return data == nullptr || (column == 1 && factor == 1); }
-  float at(int64_t i, int64_t j) const { return data ? factor * data[i * row + j * column] : 0; }
-  Vector vector(int64_t i, int64_t j) const { return data ? *reinterpret_cast<const Unaligned*>(data + i * row + j) : Vector{}; }
-};
-
-// c = added + alpha * count rows of a, from row i on, times the panel, which has rows [begin, end) of b; c += behind the first panel.  The
-// sums are in registers.  Rows of c lie pages apart: they are asked for before they are needed, which is behind the sums.
-template <int count> void tile(const Matrix& a, int64_t i, int64_t begin, int64_t end, const float* panel, const Matrix& c, const Added& added, int64_t j, float alpha) {
-  Vector sums[count][2] = {};
-  const float* factors = a.at(i, begin);
-  for (int r = 0; r < count; r++) {
-    __builtin_prefetch(c.at(i + r, j), 1);
-    __builtin_prefetch(c.at(i + r, j) + LANES, 1);
-  }
-  for (int64_t p = begin; p < end; p++, panel += COLUMNS, factors += a.column) {
-    Vector left = *reinterpret_cast<const Vector*>(panel), right = *reinterpret_cast<const Vector*>(panel + LANES);
-    for (int r = 0; r < count; r++) {
-      float factor = factors[r * a.row];
-      sums[r][0] += factor * left;
-      sums[r][1] += factor * right;
-    }
-  }
-  int64_t columns = std::min<int64_t>(COLUMNS, c.columns - j);
-  bool fast = columns == COLUMNS && c.column == 1 && (begin || added.plain());
-  for (int r = 0; r < count; r++) {
-    float* target = c.at(i + r, j);
-    if (fast)
-      for (int side = 0; side < 2; side++) {
-        Unaligned* place = reinterpret_cast<Unaligned*>(target + side * LANES);
-        *place = (begin ? *place : added.vector(i + r, j + side * LANES)) + alpha * sums[r][side];
-      }
-    else
-      for (int64_t column = 0; column < columns; column++) {
-        float* place = target + column * c.column;
-        *place = (begin ? *place : added.at(i + r, j + column)) + alpha * reinterpret_cast<const float*>(sums[r])[column];
-      }
-  }
-}
-
-typedef void (*Tile)(const Matrix&, int64_t, int64_t, int64_t, const float*, const Matrix&, const Added&, int64_t, float);
-template <int... counts> constexpr std::array<Tile, sizeof...(counts)> tiles(std::integer_sequence<int, counts...>) { return {tile<counts + 1>...}; }
-constexpr auto TILES = tiles(std::make_integer_sequence<int, ROWS>());
-
-// c[first:last, j:j+COLUMNS] = added + alpha * a @ b; the rows in tiles of nearly equal height.  `kept`: all panels of b, or null.
-void panel_product(const Matrix& a, const Matrix& b, const Matrix& c, const Added& added, int64_t first, int64_t last, int64_t j, float alpha, const float* kept) {
-  alignas(ALIGNMENT) thread_local float own[DEPTH * COLUMNS];
-  int64_t rows = last - first, parts = (rows + ROWS - 1) / ROWS, begin = 0;
-  do {  // once also where b has no rows
-    int64_t end = std::min<int64_t>(b.rows, begin + DEPTH);
-    const float* panel = kept ? kept + j * b.rows + begin * COLUMNS : own;
-    if (!kept) pack(b, begin, end, j, own);
-    for (int64_t part = 0; part < parts; part++) {
-      int64_t from = first + rows * part / parts, to = first + rows * (part + 1) / parts;
-      TILES[to - from - 1](a, from, begin, end, panel, c, added, j, alpha);
-    }
-    begin = end;
-  } while (begin < b.rows);
-}
-
 // --- panels that are kept: of weights, which nobody writes to --------------------------------------------------------------
 
 struct Kept {
@@ -470,7 +217,6 @@ std::shared_ptr<float> kept_panels(const Matrix& b) {
   return panels.data;
 }
 
-constexpr int64_t WORTH_THREADS = 1 << 18;  // multiplications; fewer are done before another thread has begun
 constexpr int64_t NEAR = 2 << 20;           // bytes of a, at most, that panels pass by: about what a processor has in its own caches
 constexpr int64_t FAR = 16 << 20;           // bytes of panels, above which they come from memory for every band
 

@@ -18,6 +18,9 @@ from ...errors import BuildError
 
 SOURCE = Path(__file__).with_name("standalone.cpp")
 
+INCLUDED = tuple([Path(__file__).with_name(name) for name in ("products.h", "vectors.h")])
+"""Headers of ours that it includes."""
+
 HEADERS = Path(torch.__file__).parent / "include"
 
 LINKED = ("-Wl,-Bsymbolic", "-Wl,-z,defs")
@@ -36,7 +39,8 @@ def command(compiler: str, target: Path) -> list[str]:
 
 def dependencies() -> Iterator[object]:
     """All that the object file depends on, but for the compiler and its options about the processor."""
-    yield SOURCE.read_bytes(), torch.__version__, torch.version.git_version, platform.libc_ver()
+    yield SOURCE.read_bytes(), *[each.read_bytes() for each in INCLUDED]
+    yield torch.__version__, torch.version.git_version, platform.libc_ver()
 
 
 def is_in(code: bytes) -> bool:

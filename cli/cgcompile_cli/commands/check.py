@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ..errors import FINDINGS
-from ..options import AnyTarget, Context, Dtype, FallbackOps, Lanes, MaxPaths, ModelName, chosen_by_default
+from ..options import AnyTarget, Context, Dtype, FallbackOps, Lanes, MaxPaths, ModelName, Weights, chosen_by_default
 from ..output import count, listed, record, safe, show, size, write_json
 from ..progress import watching
 
@@ -38,6 +38,7 @@ def check(
     context: Context = None,
     lanes: Lanes = None,
     dtype: Dtype = None,
+    weights: Weights = None,
     target: AnyTarget = "auto",
     strict: Annotated[bool, typer.Option("--strict", help="Refuse where a part of the model cannot be in a graph.")] = False,
     fallback_ops: FallbackOps = None,
@@ -63,7 +64,7 @@ def check(
     with watching(quiet) as progress:
         report = cgcompile.check(
             model, sizes=list(sizes or ()), target=target, strict=strict, fallback_ops=tuple(fallback_ops or ()), train=train,
-            max_paths=max_paths, context=context, lanes=lanes or (), dtype=dtype, progress=progress or "silent",
+            max_paths=max_paths, context=context, lanes=lanes or (), dtype=dtype, weights=weights, progress=progress or "silent",
         )  # fmt: skip
     if as_json:
         write_json(asdict(report) | {"refused": report.refused})

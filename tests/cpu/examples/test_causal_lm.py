@@ -336,7 +336,7 @@ for name, options in CASES.items():
     torch.testing.assert_close(made[counts], wanted[counts], rtol=1e-5, atol=1e-5, msg=name)
     assert made.isfinite().all()
 for rows, depth, count in ((1, 48, 96), (5, 300, 20), (70, 64, 33)):
-    layer = int8.Int8Linear(torch.randn(count, depth), None)
+    layer = int8.Int8Linear(*int8.rounded(torch.randn(count, depth)), None)
     given = torch.randn(rows, depth), layer.weight, layer.scale
     torch.testing.assert_close(int8.by_kernel(*given), int8.plain(*given), rtol=1e-5, atol=1e-4)
 """

@@ -1,0 +1,40 @@
+"""What language models compute on processors, as operators: bundles call functions in C++ (targets/kernels/operators.cpp), eager
+PyTorch runs the operations that are written here.  All numbers are float32."""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from . import prefill
+
+
+@torch.library.custom_op("language_model::int8_linear", mutates_args=(), device_types="cpu")
+def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    """x (rows, in), weight int8 (out, in), scale (out,) -> (rows, out)."""
+    return F.linear(x, weight.float()) * scale
+
+
+@int8_linear.register_fake
+def _(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
+    return x.new_empty((x.shape[0], weight.shape[0]))
+
+
+@torch.library.custom_op("language_model::paged_attention", mutates_args=(), device_types="cpu")
+def paged_attention(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
+    scale: float, window: int, chunk: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    """`paged_prefill`, with zeros behind the first `count` tokens of a lane.  In C++ it reads only the pages that they see."""
+    mixed = prefill.plain(query, keys, values, pages, start, count, sinks, scale, window, chunk, softcap)
+    counts = torch.arange(query.shape[1], device=query.device) < count[:, None]
+    return torch.where(counts[..., None, None], mixed, 0.0).contiguous()
+
+
+@paged_attention.register_fake
+def _(
+    query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
+    scale: float, window: int, chunk: int, softcap: float,
+) -> Tensor:  # fmt: skip
+    return query.new_empty(query.shape)

@@ -1,0 +1,41 @@
+"""Operators whose code for the CPU is C++ of ours, `operators.cpp`, as an object file that is linked to what calls them."""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from .standalone import HEADERS, INCLUDED
+
+SOURCE = Path(__file__).with_name("operators.cpp")
+
+_TENSOR, _OPTIONAL, _RESULT = "AtenTensorHandle", "AtenTensorHandle*", "AtenTensorHandle*"
+
+DECLARED = {
+    "language_model::int8_linear": (_TENSOR, _TENSOR, _TENSOR, _RESULT),
+    "language_model::paged_attention": (
+        *[_TENSOR] * 6, _OPTIONAL, "double", "int64_t", "int64_t", "double", _RESULT,
+    ),
+}  # fmt: skip
+"""What each operator's function takes."""
+
+
+def declaration(name: str) -> str:
+    """Of an operator's function, as Inductor calls it."""
+    return f"AOTITorchError aoti_torch_cpu_{name.partition('::')[2]}({', '.join(DECLARED[name])})"
+
+
+def command(compiler: str, target: Path) -> list[str]:
+    """How `compiler` makes the object file at `target`.  It says itself which processor it compiles for, where "native" stands."""
+    options = ["-std=c++17", "-O3", "-march=native", "-fPIC", "-fopenmp", "-w", "-DNDEBUG", "-DSTANDALONE_TORCH_HEADER"]
+    headers = [f"-I{HEADERS}", f"-I{HEADERS / 'torch/csrc/api/include'}"]
+    return [compiler, str(SOURCE), *options, *headers, "-c", "-o", str(target)]
+
+
+def dependencies() -> Iterator[object]:
+    """All that the object file depends on, but for the compiler and its options about the processor."""
+    yield SOURCE.read_bytes(), *[each.read_bytes() for each in INCLUDED]
+    yield torch.__version__, torch.version.git_version, platform.libc_ver()
