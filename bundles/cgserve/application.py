@@ -26,9 +26,11 @@ from .log import Event, Tell, one_line
 from .models.model_repository import Found, Repository
 from .models.version import Watch
 from .routes import inference, openai
+from .routes import texts as texts_routes
 from .settings import ServeError, Settings
 from .tensors.entry import Ports, recorded_rows
 from .tensors.metrics import Metrics
+from .text.text_model import TextModel
 from .transport.access import KeyRequired, Numbered
 from .transport.limits import BoundedBodies
 
@@ -60,26 +62,27 @@ class Application:
         self.counters = Counters()
         self._settings, self._tell, self._essential = settings, tell, essential
         self.repository = Repository(look, settings.options, settings.poll, self.counters, self._heard)
-        self._openai = openai.OpenAI(self._languages, lambda: self.repository.models, self._unread)
+        self._openai = openai.OpenAI(self._languages, self._text_models, lambda: self.repository.models, self._unread)
+        self._texts = texts_routes.Texts(self._text_models, lambda: list(self.repository.models), self._openai.reader, self._heard)
         self._inference = inference.Inference(
             self.repository, self.counters.tensors, self._heard, self._broken, self._why_not_ready
         )
         self.app = Starlette(routes=self._routes(), middleware=self._middleware(keys), lifespan=self._lifespan)
 
     def _routes(self) -> list[BaseRoute]:
-        def mounted(path: str, routes: Sequence[Route], bounded: Middleware, handlers: dict[Any, Any]) -> Mount:
-            return Mount(path, Starlette(routes=routes, middleware=[bounded], exception_handlers=handlers))
-
-        v1 = Middleware(BoundedBodies, largest=openai.BYTES, form=openai.body_of, together=openai.TOGETHER)
+        speaking = {OpenAIRefusal: openai.refused, HTTPException: openai.refused}
+        bounded = Middleware(BoundedBodies, largest=openai.BYTES, form=openai.body_of, together=openai.TOGETHER)
+        texts = Starlette(routes=[*self._texts.routes, *self._openai.routes], middleware=[bounded], exception_handlers=speaking)
         largest = self._settings.largest
-        others = Middleware(BoundedBodies, largest=largest, form=inference.body_of, together=largest)
+        bounded = Middleware(BoundedBodies, largest=largest, form=inference.body_of, together=largest)
         handlers = {inference.Refusal: inference.refused, HTTPException: inference.refused}
+        tensors = Starlette(routes=self._inference.routes, middleware=[bounded], exception_handlers=handlers)
+        plain = [Route("/health", self._health), Route("/metrics", self._metrics)]
+        rest = Starlette(routes=plain, exception_handlers=handlers)
         return [
-            Route("/v2", self._inference.about),
-            mounted("/v1", self._openai.routes, v1, {OpenAIRefusal: openai.refused, HTTPException: openai.refused}),
-            mounted("/v2", self._inference.routes, others, handlers),
-            mounted("/", [Route("/health", self._health), Route("/metrics", self._metrics)], others, handlers),
-        ]
+            *[Route(path, texts) for path in (*openai.OUTSIDE, *texts_routes.OUTSIDE)], Route("/v2", self._inference.about),
+            Mount("/v1", texts), Mount("/v2", tensors), Mount("/", rest),
+        ]  # fmt: skip
 
     def _middleware(self, keys: Sequence[bytes]) -> list[Middleware]:
         made = [Middleware(Numbered)]
@@ -106,6 +109,9 @@ class Application:
 
     def _languages(self) -> dict[str, ServedModel]:
         return {version.model: version.language for version in self.repository.serving() if version.language is not None}
+
+    def _text_models(self) -> dict[str, TextModel]:
+        return {version.model: version.text for version in self.repository.serving() if version.text is not None}
 
     def _unread(self, path: str, code: int) -> None:
         self.counters.languages.requests.labels("", path, str(code)).inc()

@@ -28,7 +28,7 @@ def serve(path: str, settings: Settings) -> None:
     """Serves until SIGINT or SIGTERM, and answers what it accepted.  Raises ServeError, and a CgbundleError for what is no
     bundle."""
     tell = json_log if settings.log == "json" else text_log
-    look, essential = looker(Path(path), settings.name)
+    look, essential = looker(Path(path), settings)
     keys, tls = read_access(settings)
     application = Application(look, settings, tell, keys, essential=essential)
     try:
@@ -43,19 +43,21 @@ def serve(path: str, settings: Settings) -> None:
         raise application.failure
 
 
-def looker(path: Path, name: str) -> tuple[Callable[[], Found], bool]:
+def looker(path: Path, settings: Settings) -> tuple[Callable[[], Found], bool]:
     """What looks for the bundles at `path`, and whether that is one without which nothing is served.  Raises ServeError, and a
     CgbundleError for what is neither a bundle nor a folder."""
     if path.is_dir() and not os.path.exists(path / "manifest.json"):
-        if name:
-            raise ServeError("--name is for a bundle; the models of a folder have the names of their folders")
+        if settings.name:
+            raise ServeError("--name is for a bundle; the models of a folder have the names of their folders", "leave --name out")
+        if settings.options.tokenizer is not None:
+            raise ServeError("--tokenizer is for a bundle", "in a folder put tokenizer.json and its like beside each bundle")
         return partial(scan, path), False
     manifest = checked_manifest(str(path))
     found: Found = {}
 
     def look() -> Found:
         with suppress(FileNotFoundError):  # while it is being replaced: the one that was there goes on
-            found[name or manifest.name] = {1: (path, identity_of(path))}
+            found[settings.name or manifest.name] = {1: (path, identity_of(path))}
         return found
 
     return look, True

@@ -14,7 +14,15 @@ class Loaded:
     def __init__(self, served: Any) -> None:
         self._engine = served.engine
         self._version = SimpleNamespace(
-            model=served.name, number=1, language=served, failure=None, entries={}, memory={}, seconds={}, names=(served.name,)
+            model=served.name,
+            number=1,
+            language=served,
+            text=None,
+            failure=None,
+            entries={},
+            memory={},
+            seconds={},
+            names=(served.name,),
         )
         self.models = {served.name: SimpleNamespace(current=self._version, refused={})}
 

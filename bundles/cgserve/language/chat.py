@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
@@ -39,10 +39,12 @@ class ChatTemplate:
             raise ValueError(f"chat template, line {error.lineno}: {error.message}") from None
         self._special = special
 
-    def render(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt of a conversation, up to where the assistant answers.  Raises ValueError with what the template says."""
+    def render(self, messages: Sequence[dict[str, Any]], arguments: Mapping[str, Any]) -> str:
+        """The prompt of a conversation, up to where the assistant answers; `arguments`: more of the template's own.  Raises
+        ValueError with what the template says."""
+        named = {"add_generation_prompt": True, **arguments, **self._special, "messages": list(messages)}
         try:
-            return self._template.render(messages=list(messages), add_generation_prompt=True, **self._special)
+            return self._template.render(named)
         except (TemplateError, TypeError) as error:  # a field of a message may be of a type that the template does not expect
             raise ValueError(str(error)) from None
 

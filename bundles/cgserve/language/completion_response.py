@@ -41,6 +41,7 @@ class Completion(Response):
         try:
             answers = [Answer(self._served.language.text, request.prompt, asked.stop) for request in requests]
             prompts = sum(len(request.prompt) for request in requests[:: asked.choices])
+            self._echoes = [self._served.language.text(request.prompt) if asked.echo else "" for request in requests]
             async with self._served.engine.open(requests) as stream:
                 metrics.prompt.inc(prompts)
                 async with aclosing(self._pieces(stream, answers, began)) as pieces:
@@ -103,6 +104,8 @@ class Completion(Response):
         async for index, piece in pieces:
             found[index].append(piece)
         choices = [choice(asked, index, joined(each), self._served.language) for index, each in enumerate(found)]
+        if asked.echo:
+            choices = [each | {"text": echo + each["text"]} for each, echo in zip(choices, self._echoes, strict=True)]
         usage = usage_of(prompts, sum(answer.count for answer in answers))
         return JSONResponse(self._head(asked) | {"choices": choices, "usage": usage})
 
@@ -124,6 +127,8 @@ class Completion(Response):
         try:
             async for index, piece in pieces:
                 told = choice(asked, index, piece, self._served.language, first=index not in spoken)
+                if asked.echo and index not in spoken:
+                    told["text"] = self._echoes[index] + told["text"]
                 spoken.add(index)
                 await event(head | {"choices": [told]} | ({"usage": None} if asked.usage else {}))
         except ModelFailed as error:

@@ -7,38 +7,42 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from .answer import Piece
-from .scheduler import Sampling
 from .text import Language
 
 Prompt = str | tuple[int, ...]
 
-COMMON = (
-    "model",
-    "stream",
-    "stream_options",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "repetition_penalty",
-    "n",
-    "seed",
-    "stop",
-)
-COMPLETION = {*COMMON, "prompt", "logprobs"}
-CHAT = {*COMMON, "messages", "max_completion_tokens", "logprobs", "top_logprobs"}
-PASSED_OVER = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "presence_penalty": (0,), "frequency_penalty": (0,), "logit_bias": ({},), "echo": (False,), "suffix": ("",), "best_of": (1,),
-    "tools": ([],), "tool_choice": ("none",), "response_format": ({"type": "text"},), "parallel_tool_calls": (True, False),
-    "modalities": (["text"],),
+COMMON = {
+    "model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "n", "seed", "stop",
+    "stop_token_ids", "ignore_eos",
 }  # fmt: skip
-"""What is not done, and the values that ask for nothing; null does, too."""
+COMPLETION = COMMON | {"prompt", "logprobs", "echo", "add_special_tokens"}
+CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"}
+PASSED_OVER = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
+}  # fmt: skip
+"""What changes no token."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "min_p": (0,), "min_tokens": (0,), "length_penalty": (1,),
+    "priority": (0,),
+    "suffix": ("",), "best_of": (1,), "echo": (False,), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"), "bad_words": ([],),
+    "response_format": ({"type": "text"},), "parallel_tool_calls": (True, False), "modalities": (["text"],),
+}  # fmt: skip
+"""What is not done, and the values that ask for nothing; null does, too, and a `logit_bias` of zeros."""
+
+WHY = {
+    "response_format": "bundles take no masks of tokens, which json_object and json_schema need",
+    "logit_bias": "bundles take no biases", "tools": "calls of tools are not read from the model's text",
+    "presence_penalty": "bundles have repetition_penalty alone", "frequency_penalty": "bundles have repetition_penalty alone",
+}  # fmt: skip
 
 CHOICES, STOP_STRINGS, ALTERNATIVES, COMPLETION_TOKENS = 128, 4, {"completion": 5, "chat": 20}, 16
 """Most choices, stop strings and alternatives, and the `max_tokens` that a completion has where it says nothing: OpenAI's."""
@@ -62,7 +66,10 @@ class Refusal(Exception):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Asked:
     """What a body asks for.  `most`: tokens of a choice, None for as many as there can be; `alternatives`: None where no
-    log-probabilities are asked for; `usage`: whether a stream ends with the counts."""
+    log-probabilities are asked for; `usage`: whether a stream ends with the counts.  `sampling` has what the body says alone:
+    the model's own defaults are under it.  `echo`: the prompt comes before the answer; `special`: a text gets the tokens that the
+    tokenizer puts around it; `stop_tokens` end an answer beside the model's own, which `ignore_end` leaves out; `template`:
+    arguments of the chat template."""
 
     chat: bool
     model: str | None
@@ -71,10 +78,15 @@ class Asked:
     most: int | None
     choices: int
     stop: tuple[str, ...]
-    sampling: Sampling
+    sampling: Mapping[str, float]
     alternatives: int | None
     stream: bool
     usage: bool
+    echo: bool = False
+    special: bool = True
+    stop_tokens: tuple[int, ...] = ()
+    ignore_end: bool = False
+    template: Mapping[str, Any] = field(default_factory=dict)
 
 
 # --- what is asked --------------------------------------------------------------------------------------------------
@@ -82,20 +94,20 @@ class Asked:
 
 def read_request(text: bytes, *, chat: bool) -> Asked:
     """A body as JSON.  Raises Refusal."""
-    try:
-        body = json.loads(text)
-        if b"\\u" in text:  # half a surrogate pair is JSON, and no text
-            json.dumps(body, ensure_ascii=False).encode()
-    except (ValueError, RecursionError):
-        raise Refusal(400, "the body is no JSON") from None
-    if not isinstance(body, dict):
-        raise Refusal(400, "the body is no JSON object")
-    body = {name: value for name, value in body.items() if value is not None}
+    body = object_of(text)
+    known = (CHAT if chat else COMPLETION) | PASSED_OVER
     for name, value in body.items():
-        if name in NEUTRAL and value not in NEUTRAL[name]:
-            raise Refusal(400, f"{name}: this server does not do that", name, "unsupported_parameter")
-        if name not in (CHAT if chat else COMPLETION) | PASSED_OVER | set(NEUTRAL):
-            raise Refusal(400, f"{name}: no such field", name, "unknown_parameter")
+        biases = name == "logit_bias" and isinstance(value, dict) and not any(value.values())
+        if name in known or biases or value in NEUTRAL.get(name, ()):
+            continue
+        if name in NEUTRAL or name == "logit_bias":
+            raise Refusal(
+                400,
+                f"{name}: this server does not do that" + (f": {WHY[name]}" if name in WHY else ""),
+                name,
+                "unsupported_parameter",
+            )
+        raise Refusal(400, f"{name}: no such field", name, "unknown_parameter")
     options = of_kind(body, "stream_options", dict, {}, "an object")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
     return Asked(
@@ -106,15 +118,61 @@ def read_request(text: bytes, *, chat: bool) -> Asked:
         most=whole(body, limit, 1, 1 << 31, None if chat else COMPLETION_TOKENS),
         choices=whole(body, "n", 1, CHOICES, 1),
         stop=stop_of(body.get("stop", [])),
-        sampling=Sampling(
-            temperature=number(body, "temperature", 0.0, 2.0, 1.0), top_p=number(body, "top_p", 0.0, 1.0, 1.0),
-            top_k=max(0, whole(body, "top_k", -1, 1 << 31, 0)), penalty=number(body, "repetition_penalty", 0.01, 100.0, 1.0),
-            seed=whole(body, "seed", -(1 << 63), (1 << 63) - 1, int.from_bytes(os.urandom(4), "little")) & 0xFFFFFFFF,
-        ),
+        sampling=sampling_of(body),
         alternatives=alternatives_of(body, chat=chat),
         stream=of_kind(body, "stream", bool, False, "true or false"),
         usage=of_kind(options, "include_usage", bool, False, "true or false"),
+        echo=not chat and echo_of(body),
+        special=of_kind(body, "add_special_tokens", bool, True, "true or false"),
+        stop_tokens=stop_tokens_of(body.get("stop_token_ids", [])),
+        ignore_end=of_kind(body, "ignore_eos", bool, False, "true or false"),
+        template=of_kind(body, "chat_template_kwargs", dict, {}, "an object"),
     )  # fmt: skip
+
+
+def object_of(text: bytes) -> dict[str, Any]:
+    """A body's object without the fields that are null.  Raises Refusal."""
+    try:
+        body = json.loads(text)
+        if b"\\u" in text:  # half a surrogate pair is JSON, and no text
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise Refusal(400, "the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, "the body is no JSON object")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def sampling_of(body: dict[str, Any]) -> dict[str, float]:
+    """How the body wants tokens to be chosen, by the fields of Sampling.  Raises Refusal."""
+    found: dict[str, float] = {"seed": int.from_bytes(os.urandom(4), "little")}
+    for name, field_name, high in (("temperature", "temperature", 2.0), ("top_p", "top_p", 1.0)):
+        if name in body:
+            found[field_name] = number(body, name, 0.0, high, 1.0)
+    if "repetition_penalty" in body:
+        found["penalty"] = number(body, "repetition_penalty", 0.01, 100.0, 1.0)
+    if "top_k" in body:
+        found["top_k"] = max(0, whole(body, "top_k", -1, 1 << 31, 0))
+    if "seed" in body:
+        found["seed"] = whole(body, "seed", -(1 << 63), (1 << 63) - 1, 0) & 0xFFFFFFFF
+    return found
+
+
+def echo_of(body: dict[str, Any]) -> bool:
+    """Whether the prompt comes before the answer.  Raises Refusal."""
+    echo: bool = of_kind(body, "echo", bool, False, "true or false")
+    if echo and "logprobs" in body:
+        raise Refusal(
+            400, "echo: bundles give no log-probabilities of prompts; leave logprobs out", "echo", "unsupported_parameter"
+        )
+    return echo
+
+
+def stop_tokens_of(given: Any) -> tuple[int, ...]:
+    """Tokens that end an answer.  Raises Refusal."""
+    if not isinstance(given, list) or not all(type(token) is int and token >= 0 for token in given):
+        raise Refusal(400, "stop_token_ids: expected a list of tokens", "stop_token_ids")
+    return tuple(given)
 
 
 def of_kind(body: dict[str, Any], name: str, kind: type, default: Any, words: str) -> Any:
@@ -165,6 +223,8 @@ def messages_of(given: Any) -> tuple[dict[str, Any], ...]:
         if not isinstance(each, dict) or not isinstance(each.get("role"), str):
             raise Refusal(400, f"{where}: expected an object with a role and a content", "messages")
         content = each.get("content")
+        if content is None and each["role"] == "assistant":
+            content = ""
         if isinstance(content, list) and all(
             isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
         ):

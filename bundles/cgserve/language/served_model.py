@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .completions import Asked, Refusal
+from .completions import Asked, Refusal, messages_of, of_kind
 from .engine import Model
 from .engines import Engines
 from .metrics import LanguageMetrics
-from .scheduler import Request
+from .scheduler import STOPS, Request, Sampling
 from .text import Language
 
 USUAL, SLACK = 4, 64
@@ -38,10 +37,21 @@ class ServedModel:
 
     def requests_of(self, asked: Asked) -> list[Request]:
         """A request for each choice of each prompt.  Raises Refusal."""
+        stop = (() if asked.ignore_end else self.language.stop) + asked.stop_tokens
+        if len(stop) > STOPS:
+            raise Refusal(
+                400,
+                f"stop_token_ids: {len(stop)} tokens end an answer, with the model's own; at most {STOPS} may",
+                "stop_token_ids",
+            )
         count = asked.choices * max(1, len(asked.prompts))
         if count > self.engine.limit:
             raise Refusal(400, f"n: {count} answers asked for; {self.engine.limit} requests may be open", "n")
-        prompts = [self._chat(asked)] if asked.chat else [self._prompt(each) for each in asked.prompts]
+        prompts = (
+            [self._chat(asked.messages, asked.template)]
+            if asked.chat
+            else [self._prompt(each, asked.special) for each in asked.prompts]
+        )
         found = []
         for prompt in prompts:
             most = self.context - len(prompt) if asked.most is None else asked.most
@@ -49,9 +59,18 @@ class ServedModel:
                 text = f"the model takes {self.context} tokens; the prompt has {len(prompt)}, and max_tokens is {max(1, most)}"
                 raise Refusal(400, text, "messages" if asked.chat else "prompt", "context_length_exceeded")
             for index in range(asked.choices):
-                sampling = replace(asked.sampling, seed=asked.sampling.seed + index, alternatives=asked.alternatives or 0)
-                found.append(Request(prompt=prompt, most=most, stop=self.language.stop, sampling=sampling))
+                told: dict[str, Any] = {**self.language.sampling, **asked.sampling, "alternatives": asked.alternatives or 0}
+                sampling = Sampling(**(told | {"seed": told["seed"] + index}))
+                found.append(Request(prompt=prompt, most=most, stop=stop, sampling=sampling))
         return found
+
+    def tokens_of(self, body: dict[str, Any]) -> tuple[int, ...]:
+        """The tokens of the `prompt` or `messages` of a body that asks for tokens alone.  Raises Refusal."""
+        special = of_kind(body, "add_special_tokens", bool, True, "true or false")
+        if "messages" in body:
+            template = of_kind(body, "chat_template_kwargs", dict, {}, "an object")
+            return self._chat(messages_of(body["messages"]), template)
+        return self._prompt(of_kind(body, "prompt", str, None, "a string") or "", special)
 
     def _check_length(self, text: str, field: str) -> None:
         """Raises Refusal for a text of more characters than the longest tokens have together."""
@@ -71,9 +90,9 @@ class ServedModel:
             tried *= 2
         return self.language.tokens(text, special=special)
 
-    def _prompt(self, prompt: str | tuple[int, ...]) -> tuple[int, ...]:
+    def _prompt(self, prompt: str | tuple[int, ...], special: bool) -> tuple[int, ...]:
         if isinstance(prompt, str):
-            tokens = self._tokens(prompt, "prompt", special=True)
+            tokens = self._tokens(prompt, "prompt", special=special)
         elif not all(0 <= token < self.language.size for token in prompt):
             raise Refusal(400, f"prompt: expected tokens from 0 to {self.language.size - 1}", "prompt")
         else:
@@ -82,12 +101,12 @@ class ServedModel:
             raise Refusal(400, "prompt: no token", "prompt")
         return tokens
 
-    def _chat(self, asked: Asked) -> tuple[int, ...]:
+    def _chat(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any]) -> tuple[int, ...]:
         if self.language.chat is None:
             raise Refusal(400, "the tokenizer has no chat template; use /v1/completions", "messages")
-        self._check_length("".join([message["content"] for message in asked.messages]), "messages")
+        self._check_length("".join([message["content"] for message in messages]), "messages")
         try:
-            text = self.language.chat.render(asked.messages)
+            text = self.language.chat.render(messages, template)
         except ValueError as error:
             raise Refusal(400, f"messages: {error}", "messages") from None
         tokens = self._tokens(text, "messages", special=False)

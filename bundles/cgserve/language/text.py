@@ -96,6 +96,11 @@ class Language:
         text = model.get("text_config", model)
         self.positions: int | None = text.get("max_position_embeddings")
         self.stop = self._stop_tokens(generation.get("eos_token_id", text.get("eos_token_id")), special.get("eos_token"))
+        self.sampling = defaults_of(generation)
+        """How tokens are chosen where a request does not say: what generation_config.json says, by the fields of Sampling."""
+        self.pad = self._tokenizer.token_to_id(special.get("pad_token", "")) or 0
+        self.labels = labels_of(model)
+        """The classes of a classifier, by its config.json; () where it is none."""
         self.size = self._tokenizer.get_vocab_size()
         self.longest = max(map(len, self._tokenizer.get_vocab()), default=1)
         """Characters of a token at the most, as the vocabulary spells them: no fewer than those of its text."""
@@ -111,6 +116,11 @@ class Language:
         """The tokens of a text; `special`: with those that the tokenizer puts around it, which a chat template writes itself."""
         (made,) = self._tokenizer.encode_batch([text], add_special_tokens=special)  # `encode` keeps the interpreter to itself
         return tuple(made.ids)
+
+    def encoded(self, texts: Sequence[str] | Sequence[tuple[str, str]]) -> list[tuple[list[int], list[int]]]:
+        """The tokens of texts, or of pairs of them, with those that the tokenizer puts around; and of which text of a pair each
+        is."""
+        return [(made.ids, made.type_ids) for made in self._tokenizer.encode_batch(list(texts))]
 
     def text(self, tokens: Sequence[int]) -> str:
         """The text of tokens, without special ones."""
@@ -136,6 +146,23 @@ class Language:
 def read(path: Path) -> dict[str, Any]:
     """An object of JSON, empty where there is no file."""
     return json.loads(path.read_text("utf-8")) if path.is_file() else {}
+
+
+def defaults_of(generation: dict[str, Any]) -> dict[str, float]:
+    """The sampling of a generation_config.json; what is no number there counts as not said."""
+    names = {"temperature": "temperature", "top_k": "top_k", "top_p": "top_p", "repetition_penalty": "penalty"}
+    found = {ours: generation[theirs] for theirs, ours in names.items() if type(generation.get(theirs)) in (int, float)}
+    if "top_k" in found:
+        found["top_k"] = max(0, int(found["top_k"]))
+    return {"temperature": 0.0, **found} if generation.get("do_sample") is False and not found else found
+
+
+def labels_of(config: dict[str, Any]) -> tuple[str, ...]:
+    """The classes of a config.json, in their order."""
+    if not any(str(each).endswith("ForSequenceClassification") for each in config.get("architectures") or ()):
+        return ()
+    told = config.get("id2label") or {str(number): f"LABEL_{number}" for number in range(config.get("num_labels", 2))}
+    return tuple([str(told[number]) for number in sorted(told, key=int)])
 
 
 def named(value: Any) -> str:

@@ -7,7 +7,7 @@ import asyncio
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 
 import cgbundle
 from cgbundle.format.archive import read_manifest
+from cgbundle.format.schema import Manifest
 from cgbundle.self_test import replay_self_test
 
 from ..batching.request_queue import Batch
@@ -26,6 +27,7 @@ from ..language.text import Language
 from ..log import one_line
 from ..tensors.entry import NotServable, Ports, TensorEntry, describe
 from ..tensors.inference_protocol import Given
+from ..text.text_model import TextModel, takes_texts
 from .options import Options, Refused, tokenizer_beside
 
 Loaded = cgbundle.Program | cgbundle.Replicas
@@ -53,7 +55,7 @@ class Version:
     copy.
 
     `entries`: those that the Open Inference Protocol serves, by name, and `not_served` why others are not; `language`: the language
-    model, where the bundle is one.
+    model, where the bundle is one; `text`: a model of texts, where it has a tokenizer.
     """
 
     def __init__(self, model: str, number: int, identity: Identity) -> None:
@@ -61,6 +63,7 @@ class Version:
         self.entries: dict[str, TensorEntry] = {}
         self.not_served: dict[str, str] = {}
         self.language: ServedModel | None = None
+        self.text: TextModel | None = None
         self.memory: Mapping[str, int] = {}
         self.seconds: dict[str, float] = {}
         self._failure: cgbundle.CgbundleError | None = None
@@ -77,7 +80,7 @@ class Version:
             self._thread.shutdown(wait=False)
             raise
         self._program, self.memory = program, program.memory
-        if language is not None:
+        if language is not None and is_language_model(program.manifest):
             each = program.programs if isinstance(program, cgbundle.Replicas) else [program]
             models = [BundleModel(own, options.turns) for own in each]
             self.language = ServedModel(models, language, self.model, options.limit, watch.language(self.model), options.seconds)
@@ -90,6 +93,8 @@ class Version:
 
             entry = TensorEntry(program[name], each_ports, self._thread, copies, options.wait / 1000, options.limit, told)
             self.entries[shown] = await self._cleanup.enter_async_context(entry)
+        if language is not None and self.language is None:
+            self.text = TextModel(self.model, language, self.entries[self.model], options.seconds)
 
     async def answer(self, tensors: Sequence[Given], seconds: float, entry: str = "") -> list[Given]:
         """The outputs of an entry, by default the only one, for one request's tensors, within `seconds` (0: the options').  Raises
@@ -133,7 +138,7 @@ class Version:
         began, devices = time.perf_counter(), self._options.devices
         try:
             manifest = read_manifest(str(path))
-            language = self._language(path) if is_language_model(manifest) else None
+            language = self._language(path, manifest)
             self._size = sum(dict(manifest.memories).values()) * max(1, len(devices))
             self._options.memory.take(self._size)
         except cgbundle.CgbundleError as error:
@@ -146,7 +151,11 @@ class Version:
             self.seconds["load"] = time.perf_counter() - began
             try:
                 ports = self._examine(program)
-                if language is not None and language.size > (vocabulary := cache_of(program.manifest).vocabulary):
+                if (
+                    language is not None
+                    and is_language_model(manifest)
+                    and language.size > (vocabulary := cache_of(program.manifest).vocabulary)
+                ):
                     raise Refused(
                         f"the tokenizer has {language.size} tokens, the model {vocabulary}", "give the model's own --tokenizer"
                     )
@@ -181,16 +190,29 @@ class Version:
                 raise Refused(text)
         return ports
 
-    def _language(self, path: Path) -> Language:
-        """The tokenizer of a language model.  Raises Refused."""
+    def _language(self, path: Path, manifest: Manifest) -> Language | None:
+        """The tokenizer of a language model, or of a model whose inputs are tokens and their mask; None of others.  Raises
+        Refused."""
         folder = self._options.tokenizer or tokenizer_beside(path)
+        if not is_language_model(manifest):
+            with suppress(NotServable):
+                alone = len(manifest.entries) == 1
+                if folder is not None and alone and takes_texts(describe(manifest.entries[0], manifest.random)):
+                    return self._read_tokenizer(folder)
+            if self._options.tokenizer is not None:
+                raise Refused("--tokenizer: the bundle is not one of tokens and their mask, int64 (batch, length), and one output")
+            return None
         if folder is None:
             remedy = "give --tokenizer FOLDER, the one that the bundle was built from, or put its files beside the bundle"
             raise Refused(f"{path}: a language model, and there is no tokenizer.json beside it", remedy)
+        return self._read_tokenizer(folder)
+
+    def _read_tokenizer(self, folder: Path) -> Language:
+        """Raises Refused."""
         try:
             return Language(folder)
-        except ValueError as error:
-            raise Refused(str(error)) from None
+        except Exception as error:  # noqa: BLE001  tokenizers raises nothing else
+            raise Refused(f"{folder}: {one_line(error)}") from None
 
 
 def rounded(seconds: Mapping[str, float]) -> dict[str, float]:

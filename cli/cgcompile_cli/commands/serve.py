@@ -63,9 +63,11 @@ def serve(
 
     Language models that `cgcompile build FOLDER` wrote speak OpenAI's
     protocol: /v1/chat/completions, /v1/completions, /v1/models. All other
-    bundles speak the Open Inference Protocol: /v2/models/NAME/infer. Each
-    entry of a bundle with several is a model of its own, NAME.ENTRY. One
-    process serves both. /health, /metrics, /v2/health/ready.
+    bundles speak the Open Inference Protocol: /v2/models/NAME/infer; where
+    their inputs are tokens and a tokenizer lies beside them, they answer at
+    /v1/embeddings, /v1/rerank or /v1/classify, too. Each entry of a bundle
+    with several is a model of its own, NAME.ENTRY. One process serves all.
+    /health, /metrics, /v2/health/ready.
 
     In a folder the highest version of each model serves. A new one is loaded
     beside the old one, examined, and switched to between two calls.

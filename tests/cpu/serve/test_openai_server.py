@@ -303,7 +303,28 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
         ("completions", {"prompt": [999]}, 400, "prompt", "prompt: expected tokens from 0 to 257"),
         ("completions", {"prompt": "a", "model": "b"}, 404, "model", "no model 'b'; there is script"),
         ("completions", {"prompt": "a", "best": 1}, 400, "best", "best: no such field"),
-        ("completions", {"prompt": "a", "echo": True}, 400, "echo", "echo: this server does not do that"),
+        (
+            "completions", {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo",
+            "echo: bundles give no log-probabilities of prompts; leave logprobs out",
+        ),
+        (
+            "completions", {"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias",
+            "logit_bias: this server does not do that: bundles take no biases",
+        ),
+        ("completions", {"prompt": "a", "min_p": 0.1}, 400, "min_p", "min_p: this server does not do that"),
+        (
+            "completions", {"prompt": "a", "stop_token_ids": ["a"]}, 400, "stop_token_ids",
+            "stop_token_ids: expected a list of tokens",
+        ),
+        (
+            "completions", {"prompt": "a", "stop_token_ids": list(range(8))}, 400, "stop_token_ids",
+            "stop_token_ids: 9 tokens end an answer, with the model's own; at most 8 may",
+        ),
+        (
+            "chat/completions", {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, 400,
+            "response_format", "response_format: this server does not do that: bundles take no masks of tokens, which json_object "
+            "and json_schema need",
+        ),
         ("completions", {"prompt": "a", "n": True}, 400, "n", "n: expected a whole number from 1 to 128"),
         ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "temperature: expected a number from 0 to 2"),
         ("completions", {"prompt": "a", "stop": ["a"] * 5}, 400, "stop", "stop: expected a string, or up to 4"),
@@ -324,7 +345,7 @@ def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
         ),
         (
             "chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools",
-            "tools: this server does not do that",
+            "tools: this server does not do that: calls of tools are not read from the model's text",
         ),
     ],
 )  # fmt: skip
@@ -336,6 +357,70 @@ def test_what_is_refused(server: Running, path: str, body: Any, status: int, fie
 def test_fields_that_ask_for_nothing_are_passed_over(server: Running) -> None:
     neutral = {"echo": False, "best_of": 1, "frequency_penalty": 0.0, "logit_bias": None, "user": "me", "suffix": None}
     assert server.complete("abc", max_tokens=3, **neutral)["choices"][0]["text"] == said(3, 3)
+
+
+def test_neutral_values_of_what_is_not_done_pass(server: Running) -> None:
+    neutral = {
+        "presence_penalty": 0, "logit_bias": {"7": 0}, "n": 1, "tools": [], "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "min_p": 0.0, "min_tokens": 0, "functions": [], "store": False, "service_tier": "auto", "length_penalty": 1.0,
+    }  # fmt: skip
+    assert server.chat("Hi", max_tokens=9, **neutral)["choices"][0]["message"]["content"] == said(19, 9)
+    calls = {"role": "assistant", "content": None}
+    body = {"messages": [{"role": "user", "content": "Hi"}, calls], "max_tokens": 2}
+    assert server.ask("/v1/chat/completions", body)[0] == 200
+
+
+def test_echo(server: Running) -> None:
+    for prompt in ("abc", byte_tokenizer().encode("abc").ids):
+        assert server.complete(prompt, max_tokens=4, echo=True)["choices"][0]["text"] == "abc" + said(3, 4)
+    *pieces, _ = server.complete("abc", max_tokens=4, echo=True, stream=True)
+    assert "".join([each["choices"][0]["text"] for each in pieces]) == "abc" + said(3, 4)
+
+
+def test_what_ends_an_answer(server: Running) -> None:
+    """`stop_token_ids` beside the model's own tokens, which `ignore_eos` leaves out."""
+    ended = server.complete("abc", max_tokens=12, stop_token_ids=byte_tokenizer().encode("D").ids)["choices"][0]
+    assert ended["finish_reason"] == "stop" and ended["text"] == said(3, 12).partition("D")[0]
+    assert server.complete("abc", max_tokens=12, top_k=9, ignore_eos=True)["usage"]["completion_tokens"] == 12
+
+
+def test_arguments_of_the_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat_template="{{ messages[0].content }}{% if thinking %} think{% endif %}")
+    with running(tmp_path) as server:
+        assert server.chat("Hi", max_tokens=2)["usage"]["prompt_tokens"] == 2
+        assert server.chat("Hi", max_tokens=2, chat_template_kwargs={"thinking": True})["usage"]["prompt_tokens"] == 8
+
+
+def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
+    from cgserve.language.completions import read_request
+
+    write_tokenizer(tmp_path)
+    settings = {"eos_token_id": 257, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    with running(tmp_path) as server:
+        asked = read_request(b'{"prompt": "abc", "top_k": 0, "seed": 7}', chat=False)
+        (request,) = server.served.requests_of(asked)
+        chosen = request.sampling
+        assert (chosen.temperature, chosen.top_k, chosen.top_p, chosen.penalty, chosen.seed) == (0.6, 0, 1.0, 1.1, 7)
+
+
+def test_tokens_of_a_text_and_back(server: Running) -> None:
+    status, told, _ = server.ask("/tokenize", {"prompt": "abc"})
+    ids = byte_tokenizer().encode("abc").ids
+    assert (status, told) == (200, {"count": 3, "max_model_len": 120, "tokens": ids})
+    assert server.ask("/v1/tokenize", {"messages": [{"role": "user", "content": "Hi"}]})[1]["count"] == 19
+    assert server.ask("/detokenize", {"tokens": ids})[1] == {"prompt": "abc"}
+    assert server.ask("/detokenize", {"tokens": [999]})[1]["error"]["message"] == "tokens: expected tokens from 0 to 257"
+
+
+def test_no_token_within_the_deadline(folder: Path) -> None:
+    with running(folder, seconds=0.2) as server:
+        server.model.gate.clear()
+        status, told, headers = server.ask("/v1/completions", {"prompt": "abc"})
+        assert status == 503 and told["error"]["message"] == "no token within 0.2 s" and headers["retry-after"] == "1"
+        server.model.gate.set()
+        server.until_free()
 
 
 def test_other_paths(server: Running) -> None:

@@ -188,25 +188,25 @@ def test_chat_templates(modules: SimpleNamespace, tmp_path: Path, place: str) ->
         (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     chat = modules.text.Language(tmp_path).chat
     messages = [{"role": "user", "content": "Hi"}, {"role": "skip", "content": ""}, {"role": "assistant", "content": "Yes?"}]
-    assert chat.render(messages) == "<s>[user] Hi\n[assistant] Yes?\n[assistant]"
+    assert chat.render(messages, {}) == "<s>[user] Hi\n[assistant] Yes?\n[assistant]"
     with pytest.raises(ValueError, match="no role odd"):
-        chat.render([{"role": "odd", "content": ""}])
+        chat.render([{"role": "odd", "content": ""}], {})
 
 
 def test_a_template_reaches_nothing_but_the_conversation(modules: SimpleNamespace) -> None:
     pytest.importorskip("jinja2")
     template = importlib.import_module("cgserve.language.chat").ChatTemplate
     with pytest.raises(ValueError, match="unsafe"):
-        template("{{ messages.__class__.__mro__ }}", {}).render([])
+        template("{{ messages.__class__.__mro__ }}", {}).render([], {})
     with pytest.raises(ValueError, match="chat template, line 2: "):
         template("\n{% if %}", {})
     with pytest.raises(ValueError, match="not iterable"):
-        template("{% for call in messages[0].calls %}{% endfor %}", {}).render([{"calls": 5}])
+        template("{% for call in messages[0].calls %}{% endfor %}", {}).render([{"calls": 5}], {})
 
 
 def test_what_transformers_adds_to_jinja(modules: SimpleNamespace) -> None:
     pytest.importorskip("jinja2")
     template = importlib.import_module("cgserve.language.chat").ChatTemplate
     source = "{{ strftime_now('%Y') }}{% for m in messages %}{% generation %}{{ m | tojson }}{% endgeneration %}{% endfor %}"
-    said = template(source, {}).render([{"role": "é"}])
+    said = template(source, {}).render([{"role": "é"}], {})
     assert said[:2] == "20" and said[4:] == '{"role": "é"}'
