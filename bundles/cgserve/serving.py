@@ -71,13 +71,14 @@ def read_access(settings: Settings) -> tuple[tuple[bytes, ...], dict[str, Any]]:
             return keys, {}
         if settings.certificate is None or settings.private_key is None:
             raise ServeError("--tls-cert and --tls-key belong together", "give both, or neither")
+        for path in (settings.certificate, settings.private_key):
+            path.read_bytes()  # the next line does not say which of the two is missing
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.certificate, settings.private_key)
-    except ssl.SSLError as error:
-        raise ServeError(
-            f"{settings.certificate}, {settings.private_key}: no certificate and its key: {error.reason or error}"
-        ) from None
+    except ssl.SSLError:
+        text = f"{settings.certificate}: no certificate in PEM to which {settings.private_key} is the key"
+        raise ServeError(text, "openssl x509 -in FILE -noout -text shows a certificate") from None
     except OSError as error:
-        raise ServeError(f"{error.filename or settings.certificate}: {error.strerror}") from None
+        raise ServeError(f"{error.filename}: {error.strerror}", "name a file that can be read") from None
     except ValueError as error:
         raise ServeError(str(error), "--api-key-file has a key in each line") from None
     return keys, {"ssl_certfile": settings.certificate, "ssl_keyfile": settings.private_key}

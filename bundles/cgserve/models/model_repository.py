@@ -45,7 +45,7 @@ class Repository:
 
     def serving(self) -> Iterator[Version]:
         """The versions that serve."""
-        return (model.current for model in self.models.values() if model.current is not None)
+        return (model.current for model in list(self.models.values()) if model.current is not None)  # other threads ask, too
 
     async def refresh(self) -> None:
         """Looks now.  Raises OSError where a folder cannot be read."""

@@ -69,9 +69,10 @@ class Version:
         self._failure: cgbundle.CgbundleError | None = None
         self._cleanup = AsyncExitStack()
 
-    async def open(self, path: Path, options: Options, watch: Watch) -> None:
-        """Loads the bundle, replays its self-test, and takes requests.  Raises Refused."""
-        self._options = options
+    async def open(self, path: Path, options: Options, watch: Watch, *, first: bool) -> None:
+        """Loads the bundle, replays its self-test, and takes requests.  The `first` version of a language model is not examined:
+        its self-test takes longer than all else before the first token.  Raises Refused."""
+        self._options, self._first = options, first
         copies = max(1, len(options.devices))
         self._thread = ThreadPoolExecutor(copies, f"version-{self.number}")
         try:
@@ -80,6 +81,15 @@ class Version:
             self._thread.shutdown(wait=False)
             raise
         self._program, self.memory = program, program.memory
+        try:
+            await self._begin(program, ports, language, watch)
+        except ValueError as error:
+            await self.close()
+            raise Refused(one_line(error)) from None
+
+    async def _begin(self, program: Loaded, ports: Mapping[str, Ports], language: Language | None, watch: Watch) -> None:
+        """Takes requests.  Raises ValueError for a language model that was built in another way than this server calls it."""
+        options, copies = self._options, max(1, len(self._options.devices))
         if language is not None and is_language_model(program.manifest):
             each = program.programs if isinstance(program, cgbundle.Replicas) else [program]
             models = [BundleModel(own, options.turns) for own in each]
@@ -94,7 +104,7 @@ class Version:
             entry = TensorEntry(program[name], each_ports, self._thread, copies, options.wait / 1000, options.limit, told)
             self.entries[shown] = await self._cleanup.enter_async_context(entry)
         if language is not None and self.language is None:
-            self.text = TextModel(self.model, language, self.entries[self.model], options.seconds)
+            self.text = TextModel(self.model, language, self.entries[self.model].ports, self.answer, options.seconds)
 
     async def answer(self, tensors: Sequence[Given], seconds: float, entry: str = "") -> list[Given]:
         """The outputs of an entry, by default the only one, for one request's tensors, within `seconds` (0: the options').  Raises
@@ -151,14 +161,10 @@ class Version:
             self.seconds["load"] = time.perf_counter() - began
             try:
                 ports = self._examine(program)
-                if (
-                    language is not None
-                    and is_language_model(manifest)
-                    and language.size > (vocabulary := cache_of(program.manifest).vocabulary)
-                ):
-                    raise Refused(
-                        f"the tokenizer has {language.size} tokens, the model {vocabulary}", "give the model's own --tokenizer"
-                    )
+                vocabulary = cache_of(manifest).vocabulary if is_language_model(manifest) else None
+                if language is not None and vocabulary is not None and language.size > vocabulary:
+                    text = f"the tokenizer has {language.size} tokens, the model {vocabulary}"
+                    raise Refused(text, "give the model's own --tokenizer")
             except BaseException:
                 program.close()
                 raise
@@ -182,6 +188,8 @@ class Version:
                 self.not_served[entry.name] = str(error)
         if not ports and not language:
             raise Refused("; ".join([f"entry {name}: {why}" for name, why in self.not_served.items()]))
+        if language and self._first:
+            return ports
         compare = {entry.name: entry.self_test.compare for entry in manifest.entries}
         copies = program.programs if isinstance(program, cgbundle.Replicas) else (program,)
         for result in chain.from_iterable(map(replay_self_test, copies)):
@@ -200,7 +208,8 @@ class Version:
                 if folder is not None and alone and takes_texts(describe(manifest.entries[0], manifest.random)):
                     return self._read_tokenizer(folder)
             if self._options.tokenizer is not None:
-                raise Refused("--tokenizer: the bundle is not one of tokens and their mask, int64 (batch, length), and one output")
+                text = "--tokenizer: the bundle is not one of tokens and their mask, int64 (batch, length), and one output"
+                raise Refused(text, "leave --tokenizer out: the Open Inference Protocol asks for none")
             return None
         if folder is None:
             remedy = "give --tokenizer FOLDER, the one that the bundle was built from, or put its files beside the bundle"

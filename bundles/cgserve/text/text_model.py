@@ -10,14 +10,14 @@ import asyncio
 import math
 from array import array
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Literal, NamedTuple
 
 from cgbundle.tensors.numbers import decode
 
 from ..language.completions import Refusal
 from ..language.text import Language
-from ..tensors.entry import Ports, TensorEntry
+from ..tensors.entry import Ports
 from ..tensors.inference_protocol import DATATYPES, Given
 
 Task = Literal["embed", "rerank", "classify"]
@@ -29,6 +29,10 @@ FLOATS = ("FP32", "FP16", "BF16", "FP64")
 
 TEXTS = 2048
 """Texts of one request: as many as OpenAI allows."""
+
+
+Answer = Callable[[Sequence[Given], float], Awaitable[list[Given]]]
+"""Tensors and seconds -> outputs."""
 
 
 class Encoded(NamedTuple):
@@ -52,10 +56,9 @@ def takes_texts(ports: Ports) -> bool:
 class TextModel:
     """`task` says what it does, `labels` the classes of a classifier.  `context`: tokens of the longest text."""
 
-    def __init__(self, name: str, language: Language, entry: TensorEntry, seconds: float) -> None:
-        """`seconds`: those that a request may wait for its answer."""
-        ports = entry.ports
-        self.name, self.language, self._entry, self._seconds = name, language, entry, seconds
+    def __init__(self, name: str, language: Language, ports: Ports, answer: Answer, seconds: float) -> None:
+        """`answer`: what answers a call of the entry; `seconds`: those that a request may wait for its answer."""
+        self.name, self.language, self._answer, self._seconds = name, language, answer, seconds
         sizes = dict(ports.sizes)
         length = ports.inputs[0].axes[1] if ports.inputs[0].axes else ports.inputs[0].shape[1]
         self._lengths = sizes[length] if isinstance(length, str) else (length,)
@@ -109,7 +112,7 @@ class TextModel:
         found: list[list[float]] = [[] for _ in texts]
 
         async def call(length: int, indices: Sequence[int]) -> None:
-            (made,) = await self._entry.answer(self._tensors([texts[index] for index in indices], length), self._seconds)
+            (made,) = await self._answer(self._tensors([texts[index] for index in indices], length), self._seconds)
             numbers = decode(self._dtype, bytes(made.data))
             for place, index in enumerate(indices):
                 found[index] = [float(number) for number in numbers[place * self.width : (place + 1) * self.width]]

@@ -6,6 +6,7 @@ import http.client
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -26,7 +27,7 @@ import cgbundle
 from cgbundle.errors import CgbundleError
 from tests.helpers.loaded_language_model import Loaded
 from tests.helpers.models.tokenizers import END, byte_tokenizer, write_tokenizer
-from tests.helpers.places import ROOT
+from tests.helpers.places import GOLDEN, ROOT
 
 for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2"):
     pytest.importorskip(package, reason="pip install '.[serve]'")
@@ -580,6 +581,8 @@ def test_metrics(server: Running) -> None:
 class Process:
     """`cgcompile serve`, started."""
 
+    models: Path
+
     def __init__(self, *options: object) -> None:
         path = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")])
         command = [sys.executable, "-m", "cgcompile_cli", "serve", *map(str, options), "--port", "0"]
@@ -587,13 +590,14 @@ class Process:
         assert self.process.stderr is not None
         self.line = self.process.stderr.readline()
         self.port = int(self.line.rpartition(":")[2]) if self.line.startswith("listening ") else 0
-        if self.port:
-            self.serving = self.process.stderr.readline()
 
     def send(self, path: str, body: Any = None) -> http.client.HTTPConnection:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
         return connection
+
+    def status(self, path: str) -> int:
+        return self.send(path).getresponse().status
 
     def ask(self, path: str, body: Any = None) -> Any:
         answer = self.send(path, body).getresponse()
@@ -608,9 +612,13 @@ def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
     pytest.importorskip("torch")
     from tests.helpers.bundles.llama_bundle import llama_bundle
 
-    tokenizer = tmp_path_factory.mktemp("small")
-    write_tokenizer(tokenizer, letters=120)
-    found = Process(llama_bundle() / "llama.cgb", "--tokenizer", tokenizer, "--name", "llama", "--threads", 1)
+    models = tmp_path_factory.mktemp("small") / "models"
+    shutil.copytree(llama_bundle() / "llama.cgb", models / "llama" / "1" / "model.cgb")
+    write_tokenizer(models / "llama", letters=120)
+    shutil.copytree(GOLDEN / "v1" / "cpu_mlp.cgb", models / "mlp" / "1" / "model.cgb")
+    found = Process(models, "--threads", 1, "--poll", 0.1, "--ready", "all")
+    found.models = models
+    Running.until(lambda: found.status("/v2/health/ready") == 200)
     yield found
     found.process.kill()
     found.process.wait()
@@ -633,6 +641,27 @@ def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
     health = process.ask("/health")
     state = health["models"]["llama"]
     assert health["torch"] is False and state["pages_used"] == state["running"] == state["waiting"] == 0
+
+
+def test_one_process_serves_both_and_another_version_takes_over(process: Process) -> None:
+    """An answer that has begun is finished by the version that began it."""
+    row = {"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [0.0] * 16}
+    ports = process.ask("/v2/models/mlp")
+    told = process.ask("/v2/models/mlp/infer", {"inputs": [row | {"name": ports["inputs"][0]["name"]}]})
+    assert told["model_name"] == "mlp" and process.ask("/v2/models/llama/ready") == {"ready": True}
+    answer = process.send("/v2/models/llama/infer", {"inputs": []}).getresponse()
+    assert answer.status == 400 and b"is a language model: POST to /v1/chat/completions" in answer.read()
+    assert [each["id"] for each in process.ask("/v1/models")["data"]] == ["llama"]
+    body = {"model": "llama", "prompt": "abc", "max_tokens": 50, "temperature": 0, "ignore_eos": True}
+    before = process.ask("/v1/completions", body)
+    open_one = process.send("/v1/completions", body | {"stream": True, "logprobs": 1}).getresponse()
+    open_one.readline()
+    made = process.models.parent / "made"
+    shutil.copytree(process.models / "llama" / "1", made)
+    made.rename(process.models / "llama" / "2")
+    Running.until(lambda: process.ask("/health")["models"]["llama"]["version"] == 2)
+    assert open_one.read().decode().endswith("data: [DONE]\n\n")
+    assert process.ask("/v1/completions", body)["choices"] == before["choices"]
 
 
 def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:

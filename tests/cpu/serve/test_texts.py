@@ -88,7 +88,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace
     models, versions = {}, {}
     for name, (shown, config) in kinds.items():
         entry = Summing(shown)
-        models[name] = TextModel(name, Language(write_words(folder / name, **config)), entry, 5.0)  # type: ignore[arg-type]
+        models[name] = TextModel(name, Language(write_words(folder / name, **config)), shown, entry.answer, 5.0)
         assert models[name].task == name
         version = {"model": name, "number": 1, "language": None, "text": models[name], "failure": None, "names": (name,)}
         versions[name] = SimpleNamespace(**version, entries={name: entry}, memory={}, seconds={})
@@ -151,7 +151,7 @@ def test_a_reranker(served: SimpleNamespace) -> None:
 
 
 def test_the_second_text_of_a_pair_is_marked(tmp_path: Path) -> None:
-    model = TextModel("m", Language(write_words(tmp_path)), Summing(ports(3, 3)), 5.0)  # type: ignore[arg-type]
+    model = TextModel("m", Language(write_words(tmp_path)), ports(3, 3), Summing(ports(3, 3)).answer, 5.0)
     tensors = model._tensors(model.encoded([("the cat", "a mat")], field="documents", truncate=False), 8)
     assert struct.unpack("<8q", tensors[2].data) == (0, 0, 1, 1, 0, 0, 0, 0)
     assert struct.unpack("<8q", tensors[1].data) == (1, 1, 1, 1, 0, 0, 0, 0)
