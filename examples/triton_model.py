@@ -5,8 +5,8 @@
     models/classifier/config.pbtxt     backend: "python"
 
 Inputs, outputs and batching are told to Triton from the bundle's signature, so that config.pbtxt needs no more than that line.
-Where rows do not depend on each other Triton gathers requests up to the largest recorded size.  serve_models.py serves the same
-folder.  The Python of the backend needs cgbundle and NumPy; torch is not imported.  Interface: triton-inference-server's
+Where rows do not depend on each other Triton gathers requests up to the largest recorded size.  `cgcompile serve` serves the
+same folder.  The Python of the backend needs cgbundle and NumPy; torch is not imported.  Interface: triton-inference-server's
 python_backend, src/resources/triton_python_backend_utils.py.
 """
 

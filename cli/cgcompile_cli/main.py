@@ -11,7 +11,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from . import errors, signals
-from .commands import bench, build, check, diff, doctor, explain, inspect, operators, run, sign, sizes, storage, verify
+from .commands import bench, build, check, diff, doctor, explain, inspect, operators, run, serve, sign, sizes, storage, verify
 
 
 class Command(TyperCommand):
@@ -81,6 +81,7 @@ app.command("inspect", cls=Command)(inspect.inspect)
 app.command("verify", cls=Command)(verify.verify)
 app.command("sign", cls=Command)(sign.sign)
 app.command("run", cls=Command)(run.run)
+app.command("serve", cls=Command)(serve.serve)
 app.command("bench", cls=Command)(bench.bench)
 app.command("diff", cls=Command)(diff.diff)
 app.command("sizes", cls=Command)(sizes.sizes)

@@ -9,7 +9,10 @@ from pathlib import Path
 
 from tests.helpers.places import ROOT
 
-PACKAGES = {"cgbundle": ROOT / "bundles/cgbundle", "cgcompile": ROOT / "cgcompile", "cgcompile_cli": ROOT / "cli/cgcompile_cli"}
+PACKAGES = {
+    "cgbundle": ROOT / "bundles/cgbundle", "cgserve": ROOT / "bundles/cgserve", "cgcompile": ROOT / "cgcompile",
+    "cgcompile_cli": ROOT / "cli/cgcompile_cli",
+}  # fmt: skip
 
 
 @cache

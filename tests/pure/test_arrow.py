@@ -1,4 +1,4 @@
-"""cgcompile_cli -> cgcompile -> cgbundle, never back, and inside each package downwards alone.
+"""cgcompile_cli -> cgcompile -> cgbundle and cgcompile_cli -> cgserve -> cgbundle, never back; in each package downwards alone.
 
 The runtime runs with everything else absent, and importing it is light."""
 
@@ -166,6 +166,16 @@ def test_the_compiler_imports_nothing_of_the_command_line(path: Path) -> None:
     assert not imported(path) & {"cgcompile_cli", "typer", "rich"}
 
 
+@pytest.mark.parametrize("path", sources("bundles/cgserve"), ids=lambda path: path.stem)
+def test_the_servers_import_nothing_of_the_compilers_anywhere(path: Path) -> None:
+    assert not imported(path) & {"cgcompile", "cgcompile_cli", "torch", "triton", "typer", "rich", "transformers"}
+
+
+@pytest.mark.parametrize("package", ["cgbundle", "cgcompile"])
+def test_nothing_below_imports_the_servers(package: str) -> None:
+    assert "cgserve" not in set().union(*map(imported, sources(str(PACKAGES[package].relative_to(ROOT)))))
+
+
 def test_the_command_line_is_read_by_these_tests_too() -> None:
     assert {"cgcompile", "cgbundle", "typer"} <= set().union(*map(imported, sources("cli/cgcompile_cli")))
 
@@ -176,6 +186,10 @@ LAYERS = {
     "cgbundle": (
         "errors", "format", "signatures", "tables", "tensors", "validate", "weights", "call", "cuda", "weights.lanes",
         "weights.upload", "cpu", "gpu", "program", "loader", "self_test",
+    ),
+    "cgserve": (
+        "log", "transport", "batching", "tensors", "language", "text", "models", "routes", "settings", "application", "serving",
+        "ray_replicas",
     ),
     "cgcompile": (
         "errors", "util", "model", "export", "transforms", "checks", "partition", "bundle",

@@ -1,9 +1,9 @@
-"""`python -m tests.bench.server.flood [models] [language]`: health and memory of the example servers under far too large bodies.
+"""`python -m tests.bench.server.flood [models] [language]`: health and memory of `cgcompile serve` under far too large bodies.
 
     models      five bodies of 60 MB of JSON, thirty of 60 MB that never end, twenty of 3 MB of JSON, two of 30 MB of binary data
     language    twenty prompts of 4 MB, twenty lists of a million tokens, thirty bodies of 4 MB that never end
 
-All of them at once, over loopback.  Health is asked for every 50 ms, on a new connection.  `--examples FOLDER` takes other servers.
+All of them at once, over loopback.  Health is asked for every 50 ms, on a new connection.
 """
 
 from __future__ import annotations
@@ -31,21 +31,27 @@ from tests.helpers.places import GOLDEN, ROOT
 EVERY, LONG = 0.05, 120.0
 """Seconds between two looks at the server's health, and after which a client gives up."""
 
+COMMAND = [sys.executable, "-m", "cgcompile_cli"]
+
 LANGUAGE = """
-import sys, threading
-sys.path.insert(0, sys.argv[1])
-import serve_llm
-from language_server.scheduler import Limits, Token
-from language_server.served_model import ServedModel
-from language_server.text import Language
+import sys
+from cgserve.application import Application
+from cgserve.language.scheduler import Limits, Token
+from cgserve.language.served_model import ServedModel
+from cgserve.language.text import Language
+from cgserve.settings import Settings
+from cgserve.transport.running import listen, make_server, run
+from tests.helpers.loaded_language_model import Loaded
 
 class Model:
     limits = Limits(page=16, pages=2049, slots=9, blocks=2048, readers=2, chunk=64, lanes=6, loop_lanes=4, turns=4)
     def run(self, step):
         return [[Token(65, -0.5, ())] * lane.most for lane in step.lanes]
 
-served = ServedModel([Model()], Language(sys.argv[2]), "flooded", 64)
-serve_llm.serve(serve_llm.Server(served), "127.0.0.1", int(sys.argv[3]))
+application = Application(dict, Settings(), lambda event: None)
+served = ServedModel([Model()], Language(sys.argv[1]), "flooded", 64, application.counters.language("flooded"), 60.0)
+application.repository = Loaded(served)
+run(make_server(application.app), [listen("127.0.0.1", int(sys.argv[2]))])
 """
 
 
@@ -137,10 +143,10 @@ class Flooded:
         return {"slowest_s": round(max(self.latencies), 3), "peak_mb": peak >> 10, "answers": dict(sorted(self.statuses.items()))}
 
 
-def models(examples: Path, folder: Path, seconds: float, size: int) -> dict[str, Any]:
+def models(folder: Path, seconds: float, size: int) -> dict[str, Any]:
     """The Open Inference server; `size` stands for 60 MB."""
     shutil.copytree(GOLDEN / "v1/cpu_mlp.cgb", folder / "models/tiny/1/model.cgb")
-    server = Flooded([sys.executable, str(examples / "serve_models.py"), str(folder / "models"), "--port"], "/v2/health/live")
+    server = Flooded([*COMMAND, "serve", str(folder / "models"), "--port"], "/v2/health/live")
 
     def numbers(bytes_: int) -> bytes:
         count = bytes_ // 160 * 16
@@ -159,10 +165,10 @@ def models(examples: Path, folder: Path, seconds: float, size: int) -> dict[str,
     return server.end()
 
 
-def language(examples: Path, folder: Path, seconds: float, size: int) -> dict[str, Any]:
+def language(folder: Path, seconds: float, size: int) -> dict[str, Any]:
     """The language server, whose model takes 32,768 tokens."""
     write_tokenizer(folder)
-    server = Flooded([sys.executable, "-c", LANGUAGE, str(examples), str(folder)], "/health")
+    server = Flooded([sys.executable, "-c", LANGUAGE, str(folder)], "/health")
     size //= 15
     words = b'{"max_tokens": 1, "prompt": "' + b"the cat sat on the mat " * (size // 24) + b'"}'
     tokens = b'{"max_tokens": 1, "prompt": [' + b",".join([b"65"] * (size // 4)) + b"]}"
@@ -180,13 +186,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints a line of JSON for each server."""
     parser = argparse.ArgumentParser("tests.bench.server.flood", description=__doc__)
     parser.add_argument("scenes", nargs="*", choices=[*SCENES, []], help="default: both")
-    parser.add_argument("--examples", type=Path, default=ROOT / "examples")
     parser.add_argument("--seconds", type=float, default=60.0)
     given = parser.parse_args(arguments)
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(given.examples.parent / "bundles"), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [*[str(ROOT / place) for place in (".", "cli", "bundles")], os.environ.get("PYTHONPATH", "")]
+    )
     for name in given.scenes or SCENES:
         with tempfile.TemporaryDirectory() as folder:
-            print(json.dumps({"server": name} | SCENES[name](given.examples, Path(folder), given.seconds, 60 << 20)), flush=True)
+            print(json.dumps({"server": name} | SCENES[name](Path(folder), given.seconds, 60 << 20)), flush=True)
     return 0
 
 

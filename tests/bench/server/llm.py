@@ -1,4 +1,4 @@
-"""Many requests to examples/serve_llm.py by OpenAI's client.
+"""Many requests to `cgcompile serve` by OpenAI's client.
 
     python -m tests.bench.server.llm BUNDLE TOKENIZER [--requests 10000] [--clients 64]
 
@@ -24,7 +24,6 @@ from typing import Any
 
 import openai
 
-SERVER = Path(__file__).parents[3] / "examples" / "serve_llm.py"
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJ,."
 
 
@@ -33,13 +32,14 @@ class Served:
 
     def __init__(self, bundle: str, tokenizer: str) -> None:
         began = time.perf_counter()
-        command = [sys.executable, str(SERVER), bundle, "--tokenizer", tokenizer, "--port", "0", "--name", "llm", "--threads", "1"]
+        command = [sys.executable, "-m", "cgcompile_cli", "serve", bundle, "--tokenizer", tokenizer, "--name", "llm"]
+        command += ["--port", "0", "--threads", "1"]
         self.process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         atexit.register(self.process.kill)  # whatever happens here, no server stays
         assert self.process.stderr is not None
-        line = self.process.stderr.readline()
-        if not line.startswith("serving "):
-            raise SystemExit(line + self.process.stderr.read())
+        line, serving = self.process.stderr.readline(), self.process.stderr.readline()
+        if not serving.startswith("serving "):
+            raise SystemExit(line + serving + self.process.stderr.read())
         self.address = line.split()[-1]
         self.client = openai.OpenAI(base_url=f"{self.address}/v1", api_key="none", max_retries=20, timeout=120)
         urllib.request.urlopen(
@@ -50,7 +50,7 @@ class Served:
     def health(self) -> dict[str, Any]:
         with urllib.request.urlopen(f"{self.address}/health") as answer:
             found: dict[str, Any] = json.loads(answer.read())
-        return found
+        return found | found["models"]["llm"]
 
     def resident(self) -> float:
         """MiB in main memory."""

@@ -1,4 +1,4 @@
-"""Requests a second of examples/serve_llm.py with one GPU, and with a copy of the model on each of several.
+"""Requests a second of `cgcompile serve` with one GPU, and with a copy of the model on each of several.
 
     python -m tests.bench.server.llm_replicas --write FOLDER       a Llama of random weights and a tokenizer of bytes
     python -m tests.bench.server.llm_replicas BUNDLE FOLDER [--devices 0,1]
@@ -24,7 +24,6 @@ from typing import Any
 
 from tests.helpers.models.random_llama import write_llama
 
-SERVER = Path(__file__).parents[3] / "examples" / "serve_llm.py"
 PROMPTS, VOCABULARY = 64, 256
 
 SHAPE = {
@@ -36,13 +35,13 @@ SHAPE = {
 
 def started(bundle: str, tokenizer: str, devices: str, cores: set[int], turns: int) -> tuple[subprocess.Popen[str], str]:
     """A server and host:port."""
-    command = [sys.executable, str(SERVER), bundle, "--tokenizer", tokenizer, "--port", "0", "--name", "llm", "--turns", str(turns)]
-    command += ["--devices", devices, "--limit", "512"]
+    command = [sys.executable, "-m", "cgcompile_cli", "serve", bundle, "--tokenizer", tokenizer, "--port", "0", "--name", "llm"]
+    command += ["--turns", str(turns), "--devices", devices, "--queue", "512"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: os.sched_setaffinity(0, cores))
     assert process.stderr is not None
-    line = process.stderr.readline()
-    if not line.startswith("serving "):
-        raise SystemExit(line + process.stderr.read())
+    line, serving = process.stderr.readline(), process.stderr.readline()
+    if not serving.startswith("serving "):
+        raise SystemExit(line + serving + process.stderr.read())
     return process, line.split()[-1].removeprefix("http://")
 
 

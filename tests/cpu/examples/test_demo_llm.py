@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import shutil
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def test_its_server_says_what_transformers_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "examples"))
-    monkeypatch.setenv("PYTHONPATH", str(ROOT / "bundles"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT / folder) for folder in (".", "cli", "bundles")]))
     demo = importlib.import_module("demo_llm")
     folder = tmp_path / "llama"
     shutil.copytree(llama_bundle() / "llama", folder)

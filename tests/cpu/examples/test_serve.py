@@ -23,18 +23,15 @@ from typing import Any
 
 import pytest
 
-from cgbundle.errors import CATALOGUE
 from tests.helpers.places import ROOT
 
 EXAMPLES = ROOT / "examples"
 
 
 @pytest.fixture(scope="module")
-def batching() -> Iterator[ModuleType]:
-    """The module as serve.py sees it."""
-    sys.path.insert(0, str(EXAMPLES))
-    yield importlib.import_module("server.batching")
-    sys.path.remove(str(EXAMPLES))
+def batching() -> ModuleType:
+    """The module."""
+    return importlib.import_module("cgserve.batching.token_batches")
 
 
 # --- batching -----------------------------------------------------------------------------------------------------
@@ -138,7 +135,7 @@ def test_those_who_went_away_make_room_in_a_full_queue(batching: ModuleType) -> 
     async def session(batcher: Any) -> list[Any]:
         gone = [asyncio.create_task(batcher.answer([1, 2, n])) for n in range(2)]
         await asyncio.sleep(0)
-        with pytest.raises(sys.modules["server.request_queue"].Busy):
+        with pytest.raises(sys.modules["cgserve.batching.request_queue"].Busy):
             await batcher.answer([1])
         for each in gone:
             each.cancel()
@@ -300,17 +297,17 @@ def test_64_clients_get_their_own_answers_from_a_process_without_torch(server: S
     assert rows == len(texts) and len(texts) / 4 <= calls < len(texts), "requests that came together were one call"
     assert about["int_keys"] == [[1, 4], [1, 8], [4, 4], [4, 8]]
     spent = {name: seconds - before["spans"].get(name, 0.0) for name, seconds in about["spans"].items()}
-    assert spent.keys() == {"tokens", "queue", "call", "tensors", "replay", "rows", "json"} and min(spent.values()) > 0
+    assert spent.keys() == {"tokens", "queue", "call", "tensors", "replay", "rows"} and min(spent.values()) > 0
     assert spent["tensors"] + spent["replay"] + spent["rows"] <= spent["call"]
 
 
 @pytest.mark.parametrize(
     ("body", "status", "line"),
     [
-        (b'{"text": ', 400, "no JSON: EOF while parsing a value at line 1 column 9"),
-        (b"\xff\xfe", 400, "no JSON"),
-        (b"[1]", 400, 'expected {"text": "..."} with Content-Type: application/json'),
-        (b"", 400, "no JSON"),
+        (b'{"text": ', 400, "body: Invalid JSON: EOF while parsing a value at line 1 column 9"),
+        (b"\xff\xfe", 400, "body: Invalid JSON"),
+        (b"[1]", 400, "body: Input should be an object"),
+        (b"", 400, "body: Invalid JSON"),
         (b'{"txt": "the cat"}', 400, "text: Field required"),
         (b'{"text": 5}', 400, "text: Input should be a valid string"),
         (json.dumps({"text": "cat " * 9}).encode(), 413, "text: 9 tokens, where at most 8 were recorded"),
@@ -345,8 +342,12 @@ def test_what_cannot_be_served_is_one_line(made: tuple[Path, Path, Expected], bu
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         expected = {
-            ("nothing.cgb",): f"serve: nothing.cgb: no such bundle\nhint: {CATALOGUE['bundle-missing'].hint}\n",
-            (bundle,): "serve: expected a bundle of (input_ids, attention_mask) -> embeddings, int64 (batch, seq)\n",
+            ("nothing.cgb", "--tokenizer", made[1]): "serve: nothing.cgb: no such bundle\n",
+            (
+                bundle,
+                "--tokenizer",
+                made[1],
+            ): "serve: expected a bundle of (input_ids, attention_mask) -> one output, int64 (batch, seq)\n",
             (made[0], "--tokenizer", made[1], "--port", port): f"serve: 127.0.0.1:{port}: Address already in use\n",
         }
         for arguments, line in expected.items():

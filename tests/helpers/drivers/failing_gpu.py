@@ -1,4 +1,4 @@
-"""`python -m tests.helpers.drivers.failing_gpu FOLDER FLAG`: examples/serve_models.py over the fake driver, which
+"""`python -m tests.helpers.drivers.failing_gpu FOLDER FLAG`: `cgcompile serve` over the fake driver, which
 fails at every call as soon as a file FLAG is there.  FOLDER is made, with one model, `twice`, in it: 64 floats -> twice as much."""
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ import pytest
 from cgbundle.format import file_names, safetensors_writer
 from cgbundle.format.schema import Manifest
 from cgcompile.bundle import manifest_text
+from cgcompile_cli.main import main as command_line
 from tests.helpers.bundles import donation_bundles
 from tests.helpers.bundles.donation_bundles import N, numbers, twice
 from tests.helpers.bundles.edits import edited
 from tests.helpers.bundles.tiny_bundle import proof
 from tests.helpers.drivers.fake_driver import FakeDriver, install
-from tests.helpers.places import ROOT
 
 LOST = 719
 """CUDA_ERROR_LAUNCH_FAILED."""
@@ -68,10 +68,8 @@ def main(folder: str, flag: str) -> None:
     """Serves until the GPU fails."""
     write(Path(folder) / "twice" / "1" / "model.cgb")
     install(pytest.MonkeyPatch(), FailingDriver(Path(flag)))
-    sys.path.insert(0, str(ROOT / "examples"))
-    import serve_models
-
-    serve_models.main([folder, "--port", "0", "--poll", "3600"])
+    sys.argv = ["cgcompile", "serve", folder, "--port", "0", "--poll", "3600", "--log", "json"]
+    command_line()
 
 
 if __name__ == "__main__":

@@ -1,0 +1,4 @@
+"""Serves bundles over HTTP: OpenAI's protocol for language models, the Open Inference Protocol for all others.
+
+`cgcompile serve` starts it.  It imports cgbundle and the libraries of the extra `serve`, never torch or the compiler.
+"""

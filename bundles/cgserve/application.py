@@ -1,0 +1,185 @@
+"""The whole server as one application: OpenAI's protocol below /v1, the Open Inference Protocol below /v2, health and metrics."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import BaseRoute, Mount, Route
+
+from .batching.request_queue import Batch
+from .batching.tracing import batch_spans
+from .language.completions import Refusal as OpenAIRefusal
+from .language.metrics import LanguageFamilies, LanguageMetrics
+from .language.served_model import ServedModel
+from .log import Event, Tell, one_line
+from .models.model_repository import Found, Repository
+from .models.version import Watch
+from .routes import inference, openai
+from .routes import texts as texts_routes
+from .settings import ServeError, Settings
+from .tensors.entry import Ports, recorded_rows
+from .tensors.metrics import Metrics
+from .text.text_model import TextModel
+from .transport.access import KeyRequired, Numbered
+from .transport.limits import BoundedBodies
+
+
+class Counters(Watch):
+    """What models do, as metrics and spans."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.tensors, self.languages = Metrics(self.registry), LanguageFamilies(self.registry)
+
+    def batch(self, model: str, version: int, ports: Ports, batch: Batch) -> None:
+        self.tensors.watch(model, version, ports, batch)
+        batch_spans(batch, recorded_rows(sum(batch.rows), ports.batches))
+
+    def language(self, model: str) -> LanguageMetrics:
+        return self.languages.of(model)
+
+
+class Application:
+    """`app` is Starlette's.  `failure`: why the server ended by itself, where it did, and `stop` was called then."""
+
+    def __init__(
+        self, look: Callable[[], Found], settings: Settings, tell: Tell, keys: Sequence[bytes] = (), *, essential: bool = False
+    ) -> None:
+        """`look` finds the bundles; `essential`: without the one that it finds first the server ends."""
+        self.failure: ServeError | None = None
+        self.stop: Callable[[], None] = lambda: None
+        self.counters = Counters()
+        self._settings, self._tell, self._essential = settings, tell, essential
+        self.repository = Repository(look, settings.options, settings.poll, self.counters, self._heard)
+        self._openai = openai.OpenAI(self._languages, self._text_models, lambda: self.repository.models, self._unread)
+        self._texts = texts_routes.Texts(self._text_models, lambda: list(self.repository.models), self._openai.reader, self._heard)
+        self._inference = inference.Inference(
+            self.repository, self.counters.tensors, self._heard, self._broken, self._why_not_ready
+        )
+        self.app = Starlette(routes=self._routes(), middleware=self._middleware(keys), lifespan=self._lifespan)
+
+    def _routes(self) -> list[BaseRoute]:
+        speaking = {OpenAIRefusal: openai.refused, HTTPException: openai.refused}
+        bounded = Middleware(BoundedBodies, largest=openai.BYTES, form=openai.body_of, together=openai.TOGETHER)
+        texts = Starlette(routes=[*self._texts.routes, *self._openai.routes], middleware=[bounded], exception_handlers=speaking)
+        largest = self._settings.largest
+        bounded = Middleware(BoundedBodies, largest=largest, form=inference.body_of, together=largest)
+        handlers = {inference.Refusal: inference.refused, HTTPException: inference.refused}
+        tensors = Starlette(routes=self._inference.routes, middleware=[bounded], exception_handlers=handlers)
+        plain = [Route("/health", self._health), Route("/metrics", self._metrics)]
+        rest = Starlette(routes=plain, exception_handlers=handlers)
+        return [
+            *[Route(path, texts) for path in (*openai.OUTSIDE, *texts_routes.OUTSIDE)], Route("/v2", self._inference.about),
+            Mount("/v1", texts), Mount("/v2", tensors), Mount("/", rest),
+        ]  # fmt: skip
+
+    def _middleware(self, keys: Sequence[bytes]) -> list[Middleware]:
+        made = [Middleware(Numbered)]
+        if self._settings.origins:
+            exposed = ["X-Request-Id", "Retry-After", inference.HEADER]
+            allowed: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": exposed}
+            made.append(Middleware(CORSMiddleware, allow_origins=list(self._settings.origins), **allowed))
+        return [*made, Middleware(KeyRequired, keys=keys)] if keys else made
+
+    @asynccontextmanager
+    async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
+        async with self.repository:
+            watching = asyncio.create_task(self._watch())
+            yield
+            watching.cancel()
+
+    async def _watch(self) -> None:
+        """Ends the server soon after its GPU has failed, whoever asks for health."""
+        while True:
+            await asyncio.sleep(1.0)
+            self._broken()
+
+    # --- what models do ------------------------------------------------------------------------------------------------
+
+    def _languages(self) -> dict[str, ServedModel]:
+        return {version.model: version.language for version in self.repository.serving() if version.language is not None}
+
+    def _text_models(self) -> dict[str, TextModel]:
+        return {version.model: version.text for version in self.repository.serving() if version.text is not None}
+
+    def _unread(self, path: str, code: int) -> None:
+        self.counters.languages.requests.labels("", path, str(code)).inc()
+
+    def _heard(self, event: Event) -> None:
+        """An event goes to the log and the metrics; the first bundle that cannot be served may end the server."""
+        self._tell(event)
+        if event["event"] in ("serving", "refused"):
+            self.counters.tensors.loads.labels(event["model"], event["event"]).inc()
+        if event["event"] == "refused" and self._essential and not any(self.repository.serving()):
+            self._end(ServeError(event["why"], event.get("hint", "") or "cgcompile verify BUNDLE --run"))
+
+    def _end(self, failure: ServeError) -> None:
+        if self.failure is None:
+            self.failure = failure
+            self.stop()
+
+    # --- health --------------------------------------------------------------------------------------------------------
+
+    def _broken(self) -> str | None:
+        """Why the server is of no use, None where it is: its GPU failed, or the thread that calls a model has ended."""
+        for version in self.repository.serving():
+            if version.failure is not None:
+                why = one_line(version.failure)
+                if self.failure is None:
+                    self._tell({"event": "gpu-failed", "model": version.model, "version": version.number, "why": why})
+                    self._end(ServeError(f"the GPU failed: {why}", "start the server again: this process has lost the GPU"))
+                return why
+            if version.language is not None and not version.language.engine.alive:
+                return f"the engine of {version.model} has ended"
+        return None
+
+    def _why_not_ready(self) -> str | None:
+        models = self.repository.models
+        missing = [name for name, model in models.items() if model.current is None]
+        if not self.repository.looked:
+            return "the models are being loaded"
+        if self._settings.ready == "all" and missing:
+            return f"no version serves of {', '.join(sorted(missing))}"
+        return None if len(missing) < len(models) else "no model serves"
+
+    async def _health(self, _: Request) -> Response:
+        broken = self._broken()
+        models: dict[str, Any] = {}
+        for version in self.repository.serving():
+            told: dict[str, Any] = {"version": version.number}
+            if version.language is not None:
+                engine = version.language.engine
+                state = engine.state
+                told |= {
+                    "alive": engine.alive, "running": state.running, "waiting": state.waiting, "pages_used": state.pages_used,
+                    "pages_free": state.pages_free,
+                }  # fmt: skip
+            else:
+                told["waiting"] = sum(entry.waiting for entry in version.entries.values())
+            models[version.model] = told
+        told = {
+            "live": broken is None,
+            "ready": not broken and not self._why_not_ready(),
+            "torch": "torch" in sys.modules,
+            "models": models,
+        }
+        return JSONResponse(told, 200 if broken is None else 503)
+
+    async def _metrics(self, _: Request) -> Response:
+        self.counters.tensors.forget_versions()
+        for version in self.repository.serving():
+            self.counters.tensors.show(version.model, version.number, version.entries, version.memory, version.seconds)
+            if version.language is not None:
+                version.language.metrics.show(version.language.engine.state)
+        return Response(generate_latest(self.counters.registry), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -1,0 +1,187 @@
+"""A bounded queue of requests that are answered together: deadlines, batches, and nobody pays for another's request.
+
+Plain asyncio.  A recorded size costs the same however many of its rows are real.  So requests of one group (whose rows may lie in
+one call) wait a moment for each other.  tensors/entry.py uses it, and token_batches.py, for sequences of
+tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Hashable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from contextvars import Context, copy_context
+from dataclasses import dataclass
+from typing import Any
+
+Call = Callable[[Sequence[Any]], Sequence[Any]]
+"""Items of one group -> an answer for each, in the queue's thread."""
+
+
+class Busy(Exception):
+    """As many requests wait as may: come back after `seconds`."""
+
+    def __init__(self, text: str, seconds: int) -> None:
+        super().__init__(text)
+        self.seconds = seconds
+
+
+class Stopping(Exception):
+    """The queue takes no more requests."""
+
+
+class Late(Exception):
+    """The request's deadline has passed."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Waiting:
+    """A request that waits: its item and the rows in it, since when and until when (the event loop's clock, in seconds), where its
+    answer goes, and the context variables of whoever asked."""
+
+    item: Any
+    rows: int
+    since: float
+    until: float
+    answer: asyncio.Future[Any]
+    context: Context
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What went into a call together: the rows of each request, the seconds that each waited, those that the call took, and the
+    context of each.  `failed`: nothing was answered; several requests then go again, one by one."""
+
+    rows: tuple[int, ...]
+    waited: tuple[float, ...]
+    seconds: float
+    contexts: tuple[Context, ...]
+    failed: bool = False
+
+
+class RequestQueue:
+    """`async with RequestQueue(...) as queue:` ... `await queue.answer(item, group, rows, seconds)`.
+
+    A call is made when `largest` rows of one group wait, or the oldest of them has waited for `wait` seconds; a request with more
+    rows goes alone.  Calls run in `thread`, at most `calls` at once; what comes meanwhile waits for the next.  At most `limit`
+    requests wait.  `watch` is told of every batch.  Leaving the block answers what waits and takes nothing more.
+    """
+
+    def __init__(
+        self, call: Call, thread: ThreadPoolExecutor, largest: int, wait: float, limit: int, watch: Callable[[Batch], None],
+        calls: int = 1,
+    ) -> None:  # fmt: skip
+        self._call, self._thread, self._largest, self._wait, self._limit, self._watch = call, thread, largest, wait, limit, watch
+        self._calls = calls
+        self._queues: dict[Hashable, deque[Waiting]] = {}
+        self._arrived = asyncio.Event()
+        self._open = False
+        self._pace = 0.0  # seconds that a call takes, about
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for their call."""
+        return sum(map(len, self._queues.values()))
+
+    async def __aenter__(self) -> RequestQueue:
+        self._open = True
+        self._task = asyncio.create_task(self._run())
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._open = False
+        self._arrived.set()
+        await self._task
+
+    async def answer(self, item: Any, group: Hashable, rows: int, seconds: float) -> Any:
+        """The answer for an item of `rows` rows, within `seconds`.  Raises Busy, Stopping, Late, and what the call raises."""
+        if not self._open:
+            raise Stopping("the model is being closed")
+        if self.waiting >= self._limit:
+            calls = sum(math.ceil(sum(each.rows for each in queue) / self._largest) for queue in self._queues.values())
+            raise Busy(f"{self._limit} requests wait already", max(1, math.ceil(calls * self._pace / self._calls)))
+        loop = asyncio.get_running_loop()
+        now = loop.time()
+        waiting = Waiting(item, rows, now, now + seconds, loop.create_future(), copy_context())
+        queue = self._queues.setdefault(group, deque())
+        queue.append(waiting)
+        self._arrived.set()
+        try:
+            async with asyncio.timeout_at(waiting.until):
+                return await waiting.answer
+        except TimeoutError:
+            self._forget(group, waiting)
+            raise Late(f"no answer within {seconds:g} s") from None
+        except asyncio.CancelledError:  # who asked has gone away
+            self._forget(group, waiting)
+            raise
+
+    def _forget(self, group: Hashable, waiting: Waiting) -> None:
+        queue = self._queues.get(group, deque())
+        with suppress(ValueError):  # it is being computed
+            queue.remove(waiting)
+        if not queue:
+            self._queues.pop(group, None)
+
+    async def _run(self) -> None:
+        free = asyncio.Semaphore(self._calls)
+        async with asyncio.TaskGroup() as calls:
+            while await free.acquire() and (group := await self._next_group()) is not None:
+                calls.create_task(self._serve(self._take(group), free))
+
+    async def _serve(self, batch: Sequence[Waiting], free: asyncio.Semaphore) -> None:
+        """One call, and then room for another one."""
+        for waiting, answer in zip(batch, await self._answers(batch), strict=True):
+            if waiting.answer.done():  # late, or gone
+                continue
+            if isinstance(answer, BaseException):
+                waiting.answer.set_exception(answer)
+            else:
+                waiting.answer.set_result(answer)
+        free.release()
+
+    def _take(self, group: Hashable) -> list[Waiting]:
+        """The next requests of a group whose rows go into one call: at least one."""
+        queue, batch, rows = self._queues[group], list[Waiting](), 0
+        while queue and (not batch or rows + queue[0].rows <= self._largest):
+            batch.append(queue.popleft())
+            rows += batch[-1].rows
+        if not queue:
+            del self._queues[group]
+        return batch
+
+    async def _answers(self, batch: Sequence[Waiting]) -> list[Any]:
+        """An answer or an exception for each.  A batch that fails is done again one by one: nobody pays for another's request."""
+        loop = asyncio.get_running_loop()
+        began = loop.time()
+        done = loop.run_in_executor(self._thread, self._call, [waiting.item for waiting in batch])
+        await asyncio.wait([done])
+        seconds = loop.time() - began
+        self._pace = seconds if not self._pace else 0.8 * self._pace + 0.2 * seconds
+        rows, contexts = tuple([each.rows for each in batch]), tuple([each.context for each in batch])
+        error = done.exception()
+        self._watch(Batch(rows, tuple([began - each.since for each in batch]), seconds, contexts, failed=error is not None))
+        if error is None:
+            return list(done.result())
+        return [error] if len(batch) == 1 else [each for one in batch for each in await self._answers([one])]
+
+    async def _next_group(self) -> Hashable | None:
+        """The group that goes next: of those that are full or have waited long enough, the one whose first request waits longest.
+        None when nothing waits and nothing more will come."""
+        loop = asyncio.get_running_loop()
+        while True:
+            self._arrived.clear()
+            now = loop.time()
+            due = {group: queue[0].since + self._wait for group, queue in self._queues.items()}
+            full = {group for group, queue in self._queues.items() if sum(each.rows for each in queue) >= self._largest}
+            ready = [group for group in due if due[group] <= now or group in full or not self._open]
+            if ready:
+                return min(ready, key=lambda group: due[group])
+            if not self._open:
+                return None
+            with suppress(TimeoutError):
+                async with asyncio.timeout_at(min(due.values(), default=None)):
+                    await self._arrived.wait()

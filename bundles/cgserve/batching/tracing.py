@@ -1,0 +1,44 @@
+"""Spans of requests for OpenTelemetry, where its package is there: a request, how long it waited, and its replay.
+
+They go where the process's tracer provider sends them: `pip install opentelemetry-distro opentelemetry-exporter-otlp`, then
+`opentelemetry-instrument cgcompile serve models`.  Without the package nothing is done.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+from .request_queue import Batch
+
+try:
+    from opentelemetry import propagate, trace
+except ImportError:  # the package is an extra, and the namespace may be there without it
+    trace = None  # type: ignore[assignment]
+
+
+def request_span(model: str, version: int, headers: Mapping[str, str]) -> AbstractContextManager[Any]:
+    """The span of a request, as a child of the one that its headers name (traceparent)."""
+    if trace is None:
+        return nullcontext()
+    attributes: dict[str, Any] = {"cgbundle.model": model, "cgbundle.version": version}
+    tracer = trace.get_tracer("cgbundle")
+    kind = trace.SpanKind.SERVER
+    return tracer.start_as_current_span("infer", propagate.extract(headers), kind=kind, attributes=attributes)
+
+
+def batch_spans(batch: Batch, recorded: int) -> None:
+    """The spans of a batch that has just been answered: in each request's own, `queue` and `replay`.  `recorded`: rows that were
+    computed."""
+    if trace is None:
+        return
+    end = time.time_ns()
+    began = end - round(batch.seconds * 1e9)
+    tracer = trace.get_tracer("cgbundle")
+    attributes = {"cgbundle.rows": sum(batch.rows), "cgbundle.recorded_rows": recorded, "cgbundle.requests": len(batch.rows)}
+    for context, waited in zip(batch.contexts, batch.waited, strict=True):
+        if context.run(trace.get_current_span).is_recording():
+            context.run(tracer.start_span, "queue", start_time=began - round(waited * 1e9)).end(began)
+            context.run(tracer.start_span, "replay", start_time=began, attributes=attributes).end(end)

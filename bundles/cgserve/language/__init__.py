@@ -1,0 +1,1 @@
+"""Language models: continuous batching over pages of a cache, text and tokens, OpenAI's completions."""

@@ -1,0 +1,147 @@
+"""The answer over HTTP to a body that asks for completions: in one, or piece by piece as server-sent events."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from .answer import Answer, Piece
+from .completions import Asked, Refusal, choice, joined, usage_of
+from .engine import Busy, ModelFailed, Stopping, Stream
+from .prompt_reader import PromptReader
+
+PATHS = {"/v1/completions": False, "/v1/chat/completions": True}
+"""What answers, and whether it is a chat."""
+
+
+class Completion(Response):
+    """The answer to a body: its requests live as long as it is being sent."""
+
+    def __init__(self, reader: PromptReader, path: str, body: bytes) -> None:
+        self._reader, self._path, self._body, self._chat = reader, path, body, PATHS[path]
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        began = time.perf_counter()
+        try:
+            self._served, asked, requests = await self._reader.read(self._body, chat=self._chat)
+        except Refusal as refusal:
+            self._reader.unread(self._path, refusal.status)
+            raise
+        metrics, code = self._served.metrics, 500
+        try:
+            answers = [Answer(self._served.language.text, request.prompt, asked.stop) for request in requests]
+            prompts = sum(len(request.prompt) for request in requests[:: asked.choices])
+            self._echoes = [self._served.language.text(request.prompt) if asked.echo else "" for request in requests]
+            async with self._served.engine.open(requests) as stream:
+                metrics.prompt.inc(prompts)
+                async with aclosing(self._pieces(stream, answers, began)) as pieces:
+                    if asked.stream:
+                        await self._stream(asked, pieces, answers, prompts, send)
+                    else:
+                        told = await self._whole(asked, pieces, answers, prompts)
+            code = 200
+            metrics.whole.observe(time.perf_counter() - began)
+            if not asked.stream:
+                await told(scope, receive, send)
+        except asyncio.CancelledError:
+            code = 499  # who asked went away
+            raise
+        except Busy as error:
+            code = 429
+            raise Refusal(429, str(error), code="too_many_requests", again=error.seconds) from None
+        except TimeoutError:
+            code = 503
+            raise Refusal(503, f"no token within {self._served.seconds:g} s", code="timeout", again=1) from None
+        except Stopping as error:
+            code = 503
+            raise Refusal(503, str(error), again=1) from None
+        except ModelFailed as error:
+            code = 500 if self._served.engine.alive else 503
+            print(f"serve: {self._served.name}: {error}", file=sys.stderr, flush=True)
+            raise Refusal(code, "the model failed; the server's log says why", again=0 if code == 500 else 1) from None
+        except Refusal as refusal:
+            code = refusal.status
+            raise
+        finally:
+            metrics.answered(self._path, code)
+
+    async def _pieces(self, stream: Stream, answers: Sequence[Answer], began: float) -> AsyncGenerator[tuple[int, Piece]]:
+        """(index, piece) of all choices as they come."""
+        metrics = self._served.metrics
+        try:
+            async with asyncio.timeout(self._served.seconds):
+                made = await anext(stream)
+            metrics.first.observe(time.perf_counter() - began)
+            while True:
+                index, progress = made
+                piece = answers[index].push(progress)
+                if piece is not None:
+                    if piece.reason is not None:
+                        stream.cancel(index)  # a stop string ends it before the model does
+                    yield index, piece
+                try:
+                    made = await anext(stream)
+                except StopAsyncIteration:
+                    return
+        finally:
+            metrics.made.inc(sum(answer.count for answer in answers))
+
+    async def _whole(
+        self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int
+    ) -> Response:
+        """The answer in one."""
+        found: list[list[Piece]] = [[] for _ in answers]
+        async for index, piece in pieces:
+            found[index].append(piece)
+        choices = [choice(asked, index, joined(each), self._served.language) for index, each in enumerate(found)]
+        if asked.echo:
+            choices = [each | {"text": echo + each["text"]} for each, echo in zip(choices, self._echoes, strict=True)]
+        usage = usage_of(prompts, sum(answer.count for answer in answers))
+        return JSONResponse(self._head(asked) | {"choices": choices, "usage": usage})
+
+    async def _stream(
+        self, asked: Asked, pieces: AsyncIterator[tuple[int, Piece]], answers: Sequence[Answer], prompts: int, send: Send
+    ) -> None:
+        """The answer piece by piece, as server-sent events.  What fails on the way is the last event."""
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8"), (b"cache-control", b"no-cache")]
+        head, spoken, begun = self._head(asked), set[int](), False
+
+        async def event(told: dict[str, Any] | str, *, more: bool = True) -> None:
+            nonlocal begun
+            if not begun:
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                begun = True
+            text = told if isinstance(told, str) else json.dumps(told, ensure_ascii=False, separators=(",", ":"))
+            await send({"type": "http.response.body", "body": f"data: {text}\n\n".encode(), "more_body": more})
+
+        try:
+            async for index, piece in pieces:
+                told = choice(asked, index, piece, self._served.language, first=index not in spoken)
+                if asked.echo and index not in spoken:
+                    told["text"] = self._echoes[index] + told["text"]
+                spoken.add(index)
+                await event(head | {"choices": [told]} | ({"usage": None} if asked.usage else {}))
+        except ModelFailed as error:
+            if not begun:
+                raise
+            print(f"serve: {self._served.name}: {error}", file=sys.stderr, flush=True)
+            await event(Refusal(500, "the model failed; the server's log says why").body(), more=False)
+            return
+        if asked.usage:
+            await event(head | {"choices": [], "usage": usage_of(prompts, sum(answer.count for answer in answers))})
+        await event("[DONE]", more=False)
+
+    def _head(self, asked: Asked) -> dict[str, Any]:
+        kind = ("chat.completion.chunk" if asked.stream else "chat.completion") if asked.chat else "text_completion"
+        name = f"{'chatcmpl' if asked.chat else 'cmpl'}-{uuid.uuid4().hex}"
+        return {"id": name, "object": kind, "created": int(time.time()), "model": self._served.name}

@@ -1,0 +1,315 @@
+"""OpenAI's completions and chat completions: what a body asks for, and what is answered.  Values in, values out.
+
+What this server does not do is refused by name, where the body asks for it; a field that changes no token is passed over.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from .answer import Piece
+from .text import Language
+
+Prompt = str | tuple[int, ...]
+
+COMMON = {
+    "model", "stream", "stream_options", "max_tokens", "temperature", "top_p", "top_k", "repetition_penalty", "n", "seed", "stop",
+    "stop_token_ids", "ignore_eos",
+}  # fmt: skip
+COMPLETION = COMMON | {"prompt", "logprobs", "echo", "add_special_tokens"}
+CHAT = COMMON | {"messages", "max_completion_tokens", "logprobs", "top_logprobs", "chat_template_kwargs"}
+PASSED_OVER = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id",
+}  # fmt: skip
+"""What changes no token."""
+
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "presence_penalty": (0,), "frequency_penalty": (0,), "min_p": (0,), "min_tokens": (0,), "length_penalty": (1,),
+    "priority": (0,),
+    "suffix": ("",), "best_of": (1,), "echo": (False,), "use_beam_search": (False,), "include_stop_str_in_output": (False,),
+    "skip_special_tokens": (True,), "spaces_between_special_tokens": (True,), "return_token_ids": (False,),
+    "add_generation_prompt": (True,), "continue_final_message": (False,), "add_special_tokens": (False,),
+    "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"), "bad_words": ([],),
+    "response_format": ({"type": "text"},), "parallel_tool_calls": (True, False), "modalities": (["text"],),
+}  # fmt: skip
+"""What is not done, and the values that ask for nothing; null does, too, and a `logit_bias` of zeros."""
+
+WHY = {
+    "response_format": "bundles take no masks of tokens, which json_object and json_schema need",
+    "logit_bias": "bundles take no biases", "tools": "calls of tools are not read from the model's text",
+    "presence_penalty": "bundles have repetition_penalty alone", "frequency_penalty": "bundles have repetition_penalty alone",
+}  # fmt: skip
+
+CHOICES, STOP_STRINGS, ALTERNATIVES, COMPLETION_TOKENS = 128, 4, {"completion": 5, "chat": 20}, 16
+"""Most choices, stop strings and alternatives, and the `max_tokens` that a completion has where it says nothing: OpenAI's."""
+
+
+class Refusal(Exception):
+    """A request that is answered with an error: HTTP status, text, the field, OpenAI's `code`, and after how many seconds
+    to try again (0: never)."""
+
+    def __init__(self, status: int, text: str, field: str | None = None, code: str | None = None, again: int = 0) -> None:
+        super().__init__(text)
+        self.status, self.field, self.code, self.again = status, field, code, again
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI's clients read it."""
+        kinds = {429: "rate_limit_error", 404: "not_found_error", 500: "server_error", 503: "server_error"}
+        kind = kinds.get(self.status, "invalid_request_error")
+        return {"error": {"message": str(self), "type": kind, "param": self.field, "code": self.code}}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Asked:
+    """What a body asks for.  `most`: tokens of a choice, None for as many as there can be; `alternatives`: None where no
+    log-probabilities are asked for; `usage`: whether a stream ends with the counts.  `sampling` has what the body says alone:
+    the model's own defaults are under it.  `echo`: the prompt comes before the answer; `special`: a text gets the tokens that the
+    tokenizer puts around it; `stop_tokens` end an answer beside the model's own, which `ignore_end` leaves out; `template`:
+    arguments of the chat template."""
+
+    chat: bool
+    model: str | None
+    prompts: tuple[Prompt, ...]
+    messages: tuple[dict[str, Any], ...]
+    most: int | None
+    choices: int
+    stop: tuple[str, ...]
+    sampling: Mapping[str, float]
+    alternatives: int | None
+    stream: bool
+    usage: bool
+    echo: bool = False
+    special: bool = True
+    stop_tokens: tuple[int, ...] = ()
+    ignore_end: bool = False
+    template: Mapping[str, Any] = field(default_factory=dict)
+
+
+# --- what is asked --------------------------------------------------------------------------------------------------
+
+
+def read_request(text: bytes, *, chat: bool) -> Asked:
+    """A body as JSON.  Raises Refusal."""
+    body = object_of(text)
+    known = (CHAT if chat else COMPLETION) | PASSED_OVER
+    for name, value in body.items():
+        biases = name == "logit_bias" and isinstance(value, dict) and not any(value.values())
+        if name in known or biases or value in NEUTRAL.get(name, ()):
+            continue
+        if name in NEUTRAL or name == "logit_bias":
+            raise Refusal(
+                400,
+                f"{name}: this server does not do that" + (f": {WHY[name]}" if name in WHY else ""),
+                name,
+                "unsupported_parameter",
+            )
+        raise Refusal(400, f"{name}: no such field", name, "unknown_parameter")
+    options = of_kind(body, "stream_options", dict, {}, "an object")
+    limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
+    return Asked(
+        chat=chat,
+        model=of_kind(body, "model", str, None, "a string"),
+        prompts=() if chat else prompts_of(body.get("prompt")),
+        messages=messages_of(body.get("messages")) if chat else (),
+        most=whole(body, limit, 1, 1 << 31, None if chat else COMPLETION_TOKENS),
+        choices=whole(body, "n", 1, CHOICES, 1),
+        stop=stop_of(body.get("stop", [])),
+        sampling=sampling_of(body),
+        alternatives=alternatives_of(body, chat=chat),
+        stream=of_kind(body, "stream", bool, False, "true or false"),
+        usage=of_kind(options, "include_usage", bool, False, "true or false"),
+        echo=not chat and echo_of(body),
+        special=of_kind(body, "add_special_tokens", bool, True, "true or false"),
+        stop_tokens=stop_tokens_of(body.get("stop_token_ids", [])),
+        ignore_end=of_kind(body, "ignore_eos", bool, False, "true or false"),
+        template=of_kind(body, "chat_template_kwargs", dict, {}, "an object"),
+    )  # fmt: skip
+
+
+def object_of(text: bytes) -> dict[str, Any]:
+    """A body's object without the fields that are null.  Raises Refusal."""
+    try:
+        body = json.loads(text)
+        if b"\\u" in text:  # half a surrogate pair is JSON, and no text
+            json.dumps(body, ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        raise Refusal(400, "the body is no JSON") from None
+    if not isinstance(body, dict):
+        raise Refusal(400, "the body is no JSON object")
+    return {name: value for name, value in body.items() if value is not None}
+
+
+def sampling_of(body: dict[str, Any]) -> dict[str, float]:
+    """How the body wants tokens to be chosen, by the fields of Sampling.  Raises Refusal."""
+    found: dict[str, float] = {"seed": int.from_bytes(os.urandom(4), "little")}
+    for name, field_name, high in (("temperature", "temperature", 2.0), ("top_p", "top_p", 1.0)):
+        if name in body:
+            found[field_name] = number(body, name, 0.0, high, 1.0)
+    if "repetition_penalty" in body:
+        found["penalty"] = number(body, "repetition_penalty", 0.01, 100.0, 1.0)
+    if "top_k" in body:
+        found["top_k"] = max(0, whole(body, "top_k", -1, 1 << 31, 0))
+    if "seed" in body:
+        found["seed"] = whole(body, "seed", -(1 << 63), (1 << 63) - 1, 0) & 0xFFFFFFFF
+    return found
+
+
+def echo_of(body: dict[str, Any]) -> bool:
+    """Whether the prompt comes before the answer.  Raises Refusal."""
+    echo: bool = of_kind(body, "echo", bool, False, "true or false")
+    if echo and "logprobs" in body:
+        raise Refusal(
+            400, "echo: bundles give no log-probabilities of prompts; leave logprobs out", "echo", "unsupported_parameter"
+        )
+    return echo
+
+
+def stop_tokens_of(given: Any) -> tuple[int, ...]:
+    """Tokens that end an answer.  Raises Refusal."""
+    if not isinstance(given, list) or not all(type(token) is int and token >= 0 for token in given):
+        raise Refusal(400, "stop_token_ids: expected a list of tokens", "stop_token_ids")
+    return tuple(given)
+
+
+def of_kind(body: dict[str, Any], name: str, kind: type, default: Any, words: str) -> Any:
+    """A field of one type.  Raises Refusal."""
+    value = body.get(name, default)
+    if name in body and not isinstance(value, kind):
+        raise Refusal(400, f"{name}: expected {words}", name)
+    return value
+
+
+def whole(body: dict[str, Any], name: str, low: int, high: int, default: Any) -> Any:
+    """A whole number within bounds.  Raises Refusal."""
+    value = body.get(name, default)
+    if name in body and (type(value) is not int or not low <= value <= high):
+        raise Refusal(400, f"{name}: expected a whole number from {low} to {high}", name)
+    return value
+
+
+def number(body: dict[str, Any], name: str, low: float, high: float, default: float) -> float:
+    """A number within bounds.  Raises Refusal."""
+    value = body.get(name, default)
+    if type(value) not in (int, float) or not low <= value <= high:
+        raise Refusal(400, f"{name}: expected a number from {low:g} to {high:g}", name)
+    return float(value)
+
+
+def prompts_of(given: Any) -> tuple[Prompt, ...]:
+    """A text, tokens, or a list of either.  Raises Refusal."""
+    several = given if isinstance(given, list) and given and not all(type(each) is int for each in given) else [given]
+    found: list[Prompt] = []
+    for each in several:
+        if isinstance(each, str):
+            found.append(each)
+        elif isinstance(each, list) and each and all(type(token) is int for token in each):
+            found.append(tuple(each))
+        else:
+            raise Refusal(400, "prompt: expected a string, a list of tokens, or a list of these", "prompt")
+    return tuple(found)
+
+
+def messages_of(given: Any) -> tuple[dict[str, Any], ...]:
+    """Messages with a role and a text; of a content in parts, which have to be text, the whole.  Raises Refusal."""
+    if not isinstance(given, list) or not given:
+        raise Refusal(400, "messages: expected a list of messages", "messages")
+    found = []
+    for index, each in enumerate(given):
+        where = f"messages[{index}]"
+        if not isinstance(each, dict) or not isinstance(each.get("role"), str):
+            raise Refusal(400, f"{where}: expected an object with a role and a content", "messages")
+        content = each.get("content")
+        if content is None and each["role"] == "assistant":
+            content = ""
+        if isinstance(content, list) and all(
+            isinstance(part, dict) and part.get("type") == "text" and isinstance(part.get("text"), str) for part in content
+        ):
+            content = "".join([part["text"] for part in content])
+        if not isinstance(content, str):
+            raise Refusal(400, f"{where}.content: expected a string, or parts of type text", "messages")
+        found.append({**each, "content": content})
+    return tuple(found)
+
+
+def stop_of(given: Any) -> tuple[str, ...]:
+    """One string or several.  Raises Refusal."""
+    several = [given] if isinstance(given, str) else given
+    if not isinstance(several, list) or len(several) > STOP_STRINGS or not all(isinstance(each, str) and each for each in several):
+        raise Refusal(400, f"stop: expected a string, or up to {STOP_STRINGS}", "stop")
+    return tuple(several)
+
+
+def alternatives_of(body: dict[str, Any], *, chat: bool) -> int | None:
+    """How many likeliest tokens are to be told; None where not even the log-probability of the one that was made is.  Raises
+    Refusal."""
+    if not chat:
+        told: int | None = whole(body, "logprobs", 0, ALTERNATIVES["completion"], None)
+        return told
+    wanted = of_kind(body, "logprobs", bool, False, "true or false")
+    count: int = whole(body, "top_logprobs", 0, ALTERNATIVES["chat"], 0)
+    if count and not wanted:
+        raise Refusal(400, "top_logprobs: only with logprobs true", "top_logprobs")
+    return count if wanted else None
+
+
+# --- what is answered ---------------------------------------------------------------------------------------------------
+
+
+def usage_of(prompt: int, made: int) -> dict[str, int]:
+    """Counts of tokens."""
+    return {"prompt_tokens": prompt, "completion_tokens": made, "total_tokens": prompt + made}
+
+
+def choice(asked: Asked, index: int, piece: Piece, language: Language, *, first: bool = False) -> dict[str, Any]:
+    """A choice: of a whole answer, or where a stream is asked for of one piece; `first`: that of a stream, which says who
+    speaks."""
+    logprobs = None if asked.alternatives is None else (chat_logprobs if asked.chat else logprobs_of)(piece, language)
+    told: dict[str, Any] = {"index": index, "logprobs": logprobs, "finish_reason": piece.reason}
+    if not asked.chat:
+        return told | {"text": piece.text}
+    if asked.stream:
+        return told | {"delta": {"role": "assistant", "content": piece.text} if first else {"content": piece.text}}
+    return told | {"message": {"role": "assistant", "content": piece.text, "refusal": None}}
+
+
+def finite(logprob: float) -> float:
+    """JSON has no infinities; OpenAI writes -9999 for a token that cannot come."""
+    return logprob if logprob > -9999.0 else -9999.0
+
+
+def logprobs_of(piece: Piece, language: Language) -> dict[str, Any]:
+    """Of a completion, as four lists; the offsets are those of the tokens' own texts from where the piece begins."""
+    tokens = [language.one(token.id) for token in piece.tokens]
+    offsets, at = [], piece.offset
+    for text in tokens:
+        offsets.append(at)
+        at += len(text)
+    best = [{language.one(other): finite(logprob) for other, logprob in token.alternatives} for token in piece.tokens]
+    return {
+        "tokens": tokens,
+        "token_logprobs": [finite(token.logprob) for token in piece.tokens],
+        "top_logprobs": best,
+        "text_offset": offsets,
+    }
+
+
+def chat_logprobs(piece: Piece, language: Language) -> dict[str, Any]:
+    """Of a chat completion, a token behind the other."""
+
+    def told(token: int, logprob: float) -> dict[str, Any]:
+        return {"token": language.one(token), "logprob": finite(logprob), "bytes": language.bytes_of(token)}
+
+    content = [
+        told(token.id, token.logprob) | {"top_logprobs": [told(*other) for other in token.alternatives]} for token in piece.tokens
+    ]
+    return {"content": content, "refusal": None}
+
+
+def joined(pieces: Sequence[Piece]) -> Piece:
+    """The whole answer."""
+    tokens = tuple([token for piece in pieces for token in piece.tokens])
+    return Piece("".join([piece.text for piece in pieces]), tokens, 0, pieces[-1].reason)

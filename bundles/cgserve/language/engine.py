@@ -1,0 +1,241 @@
+"""The thread that calls the model, and what asyncio sees of it: tokens as they are made."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from queue import SimpleQueue
+from typing import Protocol
+
+from cgbundle import CgbundleError
+
+from .scheduler import Limits, Progress, Request, Scheduler, Step, Token, check
+
+
+class Model(Protocol):
+    """What the engine calls: `bundle_model.BundleModel`, or a test's own."""
+
+    limits: Limits
+
+    def run(self, step: Step) -> Sequence[Sequence[Token]]:
+        """What is made for every lane.  Raises CgbundleError."""
+
+
+class Busy(Exception):
+    """As many requests are open as may: come back after `seconds`."""
+
+    def __init__(self, text: str, seconds: int) -> None:
+        super().__init__(text)
+        self.seconds = seconds
+
+
+class ModelFailed(Exception):
+    """The model failed while it served the request."""
+
+
+class Stopping(Exception):
+    """The engine takes no more requests: another version serves."""
+
+
+@dataclass(frozen=True, slots=True)
+class State:
+    """What an engine was at after a step: requests, and pages of the cache."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages_free: int
+    preempted: int
+
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """All of them, in order."""
+        return self.running, self.waiting, self.pages_used, self.pages_free, self.preempted
+
+
+Queue = asyncio.Queue[tuple[int, Progress] | ModelFailed]
+
+
+class Stream:
+    """What is made for some requests, as it is made: `async for index, progress in stream`, to the end of all of them."""
+
+    def __init__(self, queue: Queue, cancels: Sequence[Callable[[], None]]) -> None:
+        """`cancels`: what ends each request."""
+        self._queue, self._cancels = queue, cancels
+        self._open = set(range(len(cancels)))
+
+    def cancel(self, index: int) -> None:
+        """Ends one request before its time; nothing more is told of it."""
+        self._open.discard(index)
+        self._cancels[index]()
+
+    def __aiter__(self) -> Stream:
+        return self
+
+    async def __anext__(self) -> tuple[int, Progress]:
+        """Raises ModelFailed."""
+        while self._open:
+            found = await self._queue.get()
+            if isinstance(found, ModelFailed):
+                raise found
+            index, progress = found
+            if index in self._open:
+                if progress.reason is not None:
+                    self._open.remove(index)
+                return index, progress
+        raise StopAsyncIteration
+
+
+Watch = Callable[[Step, float], None]
+"""Told of every step and the seconds that it took, in the engine's thread."""
+
+
+class Engine:
+    """`async with Engine(...) as engine:` ... `async with engine.open(requests) as stream: async for index, progress in stream:`
+
+    A request lives as long as its block: leaving it, for whatever reason, frees the request's pages before the next call.  At most
+    `limit` requests are open, running and waiting.
+    """
+
+    def __init__(self, model: Model, limit: int, watch: Watch) -> None:
+        self.limits, self.limit = model.limits, limit
+        self._model, self._watch = model, watch
+        self._scheduler = Scheduler(model.limits)
+        self._inbox: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)  # a second signal ends all at once
+        self._numbers = itertools.count()
+        self._streams: dict[object, tuple[int, Queue]] = {}  # by key: the request's index in its block, and the block's queue
+        self._ended, self._pace = 0.0, 1.0  # when a request ended last, and the seconds between two ends, about
+        self.alive = self._draining = False
+        self._empty = asyncio.Event()
+        self.failures = 0
+        """Calls that failed since one was right."""
+        self.last_error: CgbundleError | None = None
+        """Of the last call that failed."""
+
+    @property
+    def state(self) -> State:
+        """Of now, or of a moment ago: the thread may be about to change it."""
+        own = self._scheduler
+        return State(own.running, own.waiting, own.pages.taken, own.pages.free, own.preempted)
+
+    @property
+    def open_requests(self) -> int:
+        """Requests whose blocks are open."""
+        return len(self._streams)
+
+    async def __aenter__(self) -> Engine:
+        self._loop = asyncio.get_running_loop()
+        self.alive = True
+        self._thread.start()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        self._inbox.put(None)
+        await asyncio.to_thread(self._thread.join)
+
+    @asynccontextmanager
+    async def open(self, requests: Sequence[Request]) -> AsyncIterator[Stream]:
+        """Serves some requests.
+
+        Raises ValueError for a request that can never be served, Busy, Stopping, and ModelFailed, which the stream raises, too.
+        """
+        for request in requests:
+            check(request, self.limits)
+        if not self.alive:
+            raise ModelFailed("the engine has ended")
+        if self._draining:
+            raise Stopping("the model is being closed")
+        if len(self._streams) + len(requests) > self.limit:
+            raise Busy(f"{self.limit} requests may be open, and {len(self._streams)} are", max(1, round(self._pace)))
+        queue: Queue = asyncio.Queue()
+        keys = [next(self._numbers) for _ in requests]
+        try:
+            for index, (key, request) in enumerate(zip(keys, requests, strict=True)):
+                self._streams[key] = index, queue
+                self._inbox.put(partial(self._scheduler.add, key, request))
+            yield Stream(queue, [partial(self._forget, key) for key in keys])
+        finally:
+            for key in keys:
+                self._forget(key)
+
+    async def drain(self) -> None:
+        """Takes no more requests, and waits until those that are open have ended."""
+        self._draining = True
+        while self._streams:
+            self._empty.clear()
+            await self._empty.wait()
+
+    def _forget(self, key: int) -> None:
+        if self._streams.pop(key, None) is not None:
+            self._inbox.put(partial(self._scheduler.cancel, key))
+        if not self._streams:
+            self._empty.set()
+
+    # --- in the event loop ---------------------------------------------------------------------------------------------
+
+    def _tell(self, made: Sequence[Progress]) -> None:
+        for progress in made:
+            if progress.reason is not None:
+                now = self._loop.time()
+                self._pace = 0.8 * self._pace + 0.2 * min(60.0, now - self._ended) if self._ended else self._pace
+                self._ended = now
+            if progress.key in self._streams:
+                index, queue = self._streams[progress.key]
+                queue.put_nowait((index, progress))
+
+    def _fail(self, keys: Sequence[object], why: str) -> None:
+        for key in keys:
+            if key in self._streams:
+                self._streams[key][1].put_nowait(ModelFailed(why))
+
+    def _end(self) -> None:
+        self.alive = False
+        self._fail(list(self._streams), "the engine has ended")
+
+    # --- in the thread -------------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        try:
+            while self._read_inbox(wait=False):
+                step = self._scheduler.next()
+                if step is None:
+                    if not self._read_inbox(wait=True):
+                        return
+                    continue
+                self._serve(step)
+        finally:  # whatever the reason: nobody waits for an answer that will not come
+            self._loop.call_soon_threadsafe(self._end)
+
+    def _read_inbox(self, *, wait: bool) -> bool:
+        """Does what was asked for; with `wait`, at least one thing.  False where the engine is to end."""
+        while wait or not self._inbox.empty():
+            asked = self._inbox.get()
+            if asked is None:
+                return False
+            asked()
+            wait = False
+        return True
+
+    def _serve(self, step: Step) -> None:
+        began = time.perf_counter()
+        try:
+            made = self._model.run(step)
+        except CgbundleError as error:  # those of this call are lost; others may go on
+            self.failures, self.last_error = self.failures + 1, error
+            keys = [lane.key for lane in step.lanes]
+            for key in keys:
+                self._scheduler.cancel(key)
+            self._loop.call_soon_threadsafe(self._fail, keys, " ".join(str(error).split()))
+            return
+        self.failures = 0
+        found = self._scheduler.finish(step, made)
+        self._watch(step, time.perf_counter() - began)
+        if found:
+            self._loop.call_soon_threadsafe(self._tell, found)

@@ -1,0 +1,115 @@
+"""A language model as clients know it: its name, its tokenizer, the copies that answer, and their requests for what a body asks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .completions import Asked, Refusal, messages_of, of_kind
+from .engine import Model
+from .engines import Engines
+from .metrics import LanguageMetrics
+from .scheduler import STOPS, Request, Sampling
+from .text import Language
+
+USUAL, SLACK = 4, 64
+"""Characters that a token usually has, and how many tokens more the beginning of a text may have by itself."""
+
+
+class ServedModel:
+    """Copies of a model under one name.  `context` is the longest text in tokens, `metrics` what is counted of all of them."""
+
+    def __init__(
+        self, models: Sequence[Model], language: Language, name: str, limit: int, metrics: LanguageMetrics, seconds: float
+    ) -> None:
+        """`models`: a copy for each device; `name`: what clients call them; `limit`: requests that may be open on each, running and
+        waiting; `seconds`: those that a request may wait for its first token."""
+        self.language, self.name, self.metrics, self.seconds = language, name, metrics, seconds
+        self.engine = Engines(models, limit, self.metrics.watch)
+        self.context = min(self.engine.limits.context, language.positions or self.engine.limits.context)
+        self.characters = self.context * language.longest
+        self._created = int(time.time())
+
+    def about(self) -> dict[str, Any]:
+        """As OpenAI's clients read it."""
+        return {"id": self.name, "object": "model", "created": self._created, "owned_by": "cgbundle", "max_model_len": self.context}
+
+    def requests_of(self, asked: Asked) -> list[Request]:
+        """A request for each choice of each prompt.  Raises Refusal."""
+        stop = (() if asked.ignore_end else self.language.stop) + asked.stop_tokens
+        if len(stop) > STOPS:
+            raise Refusal(
+                400,
+                f"stop_token_ids: {len(stop)} tokens end an answer, with the model's own; at most {STOPS} may",
+                "stop_token_ids",
+            )
+        count = asked.choices * max(1, len(asked.prompts))
+        if count > self.engine.limit:
+            raise Refusal(400, f"n: {count} answers asked for; {self.engine.limit} requests may be open", "n")
+        prompts = (
+            [self._chat(asked.messages, asked.template)]
+            if asked.chat
+            else [self._prompt(each, asked.special) for each in asked.prompts]
+        )
+        found = []
+        for prompt in prompts:
+            most = self.context - len(prompt) if asked.most is None else asked.most
+            if len(prompt) + max(1, most) > self.context:
+                text = f"the model takes {self.context} tokens; the prompt has {len(prompt)}, and max_tokens is {max(1, most)}"
+                raise Refusal(400, text, "messages" if asked.chat else "prompt", "context_length_exceeded")
+            for index in range(asked.choices):
+                told: dict[str, Any] = {**self.language.sampling, **asked.sampling, "alternatives": asked.alternatives or 0}
+                sampling = Sampling(**(told | {"seed": told["seed"] + index}))
+                found.append(Request(prompt=prompt, most=most, stop=stop, sampling=sampling))
+        return found
+
+    def tokens_of(self, body: dict[str, Any]) -> tuple[int, ...]:
+        """The tokens of the `prompt` or `messages` of a body that asks for tokens alone.  Raises Refusal."""
+        special = of_kind(body, "add_special_tokens", bool, True, "true or false")
+        if "messages" in body:
+            template = of_kind(body, "chat_template_kwargs", dict, {}, "an object")
+            return self._chat(messages_of(body["messages"]), template)
+        return self._prompt(of_kind(body, "prompt", str, None, "a string") or "", special)
+
+    def _check_length(self, text: str, field: str) -> None:
+        """Raises Refusal for a text of more characters than the longest tokens have together."""
+        if len(text) > self.characters:
+            told = f"the model takes {self.context} tokens, of {self.characters} characters at most; the prompt has {len(text)}"
+            raise Refusal(400, told, field, "context_length_exceeded")
+
+    def _tokens(self, text: str, field: str, *, special: bool) -> tuple[int, ...]:
+        """The tokens of a text.  Of a long one its beginning is tried first: a tokenizer takes seconds for megabytes, and hundreds
+        of bytes for a token.  Raises Refusal where the beginning is too long already."""
+        self._check_length(text, field)
+        tried = USUAL * self.context
+        while tried < len(text):
+            if len(self.language.tokens(text[:tried], special=special)) > self.context + SLACK:
+                told = f"the model takes {self.context} tokens; the first {tried} of the prompt's {len(text)} characters have more"
+                raise Refusal(400, told, field, "context_length_exceeded")
+            tried *= 2
+        return self.language.tokens(text, special=special)
+
+    def _prompt(self, prompt: str | tuple[int, ...], special: bool) -> tuple[int, ...]:
+        if isinstance(prompt, str):
+            tokens = self._tokens(prompt, "prompt", special=special)
+        elif not all(0 <= token < self.language.size for token in prompt):
+            raise Refusal(400, f"prompt: expected tokens from 0 to {self.language.size - 1}", "prompt")
+        else:
+            tokens = prompt
+        if not tokens:
+            raise Refusal(400, "prompt: no token", "prompt")
+        return tokens
+
+    def _chat(self, messages: Sequence[dict[str, Any]], template: Mapping[str, Any]) -> tuple[int, ...]:
+        if self.language.chat is None:
+            raise Refusal(400, "the tokenizer has no chat template; use /v1/completions", "messages")
+        self._check_length("".join([message["content"] for message in messages]), "messages")
+        try:
+            text = self.language.chat.render(messages, template)
+        except ValueError as error:
+            raise Refusal(400, f"messages: {error}", "messages") from None
+        tokens = self._tokens(text, "messages", special=False)
+        if not tokens:
+            raise Refusal(400, "messages: no token", "messages")
+        return tokens

@@ -1,0 +1,111 @@
+"""Models of a folder that are loaded when they are asked for, and closed when their memory is wanted for others.
+
+ray_replicas.py uses it, one in each replica.  The folder is that of model_repository.py.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import OrderedDict
+from pathlib import Path
+from typing import Any
+
+from ..log import Tell, json_log
+from .model import Model
+from .model_repository import scan
+from .options import Options, Refused
+from .version import Identity, Version, Watch
+
+
+class BundleCache:
+    """At most `limit` bytes of loaded bundles, as their manifests count their memories; the one that was asked for longest ago goes
+    first.  The folder is looked at every `poll` seconds, while requests come.
+
+    Room is made for a model that has been loaded and examined, or that lacks memory alone, and not for one that cannot be served.
+    Why it cannot is remembered until its files are others."""
+
+    def __init__(self, folder: str | Path, limit: int, options: Options, poll: float, tell: Tell = json_log) -> None:
+        self._folder, self._limit, self._options, self._poll, self._tell = Path(folder), limit, options, poll, tell
+        self._models: OrderedDict[str, Model] = OrderedDict()  # by when they were asked for
+        self._turn = asyncio.Lock()
+        self._looked = time.monotonic()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._failed: dict[str, tuple[dict[int, tuple[Path, Identity]], str]] = {}
+
+    @property
+    def loaded(self) -> dict[str, int]:
+        """The models that are loaded, the one that was asked for longest ago first, and the version of each."""
+        return {name: model.current.number for name, model in self._models.items() if model.current is not None}
+
+    @property
+    def failure(self) -> Exception | None:
+        """How the GPU failed, where it did: nothing of this process can use it any more."""
+        failures = [model.current.failure for model in self._models.values() if model.current is not None]
+        return next((failure for failure in failures if failure is not None), None)
+
+    async def version(self, name: str) -> Version:
+        """The version of a model that serves, loaded if need be.  What follows without an `await` in between finds it open.
+        Raises KeyError where the folder has no such model, Refused where none of its versions can be served."""
+        if name not in self._models:
+            async with self._turn:
+                if name not in self._models:  # nobody was quicker
+                    await self._open(name)
+        elif time.monotonic() - self._looked > self._poll:
+            self._looked = time.monotonic()
+            self._later(self._refresh())
+        model = self._models.get(name)
+        if model is None or model.current is None:  # it has gone meanwhile
+            return await self.version(name)
+        self._models.move_to_end(name)
+        return model.current
+
+    async def close(self) -> None:
+        """Answers what was taken, and closes all."""
+        async with self._turn:
+            models = [self._models.popitem()[1] for _ in range(len(self._models))]
+        await asyncio.gather(*[model.close() for model in models], *self._tasks)
+
+    async def _open(self, name: str) -> None:
+        found = (await asyncio.to_thread(scan, self._folder))[name]
+        if name in self._failed and self._failed[name][0] == found:
+            raise Refused(self._failed[name][1])
+        self._failed.pop(name, None)
+        model = Model(name, self._options, Watch())
+        await model.refresh(found, self._tell)
+        while model.current is None and model.short and self._models:
+            await self._evict(name)
+            model = Model(name, self._options, Watch())
+            await model.refresh(found, self._tell)
+        if model.current is None:
+            _, why = model.refused[max(model.refused)]
+            text = f"no version of {name!r} can be served: {why}"
+            if not model.short:
+                self._failed[name] = found, text
+            raise Refused(text)
+        wanted = sum(model.current.memory.values())
+        while self._models and wanted + self._bytes() > self._limit:
+            await self._evict(name)
+        self._models[name] = model
+
+    async def _evict(self, name: str) -> None:
+        oldest, model = self._models.popitem(last=False)
+        self._tell({"event": "evicted", "model": oldest, "for": name})
+        await model.close()
+
+    def _bytes(self) -> int:
+        return sum(sum(model.current.memory.values()) for model in self._models.values() if model.current is not None)
+
+    async def _refresh(self) -> None:
+        async with self._turn:
+            found = await asyncio.to_thread(scan, self._folder)
+            for name, model in list(self._models.items()):
+                await model.refresh(found.get(name, {}), self._tell)
+                if model.current is None:
+                    del self._models[name]
+                    await model.close()
+
+    def _later(self, work: Any) -> None:
+        task = asyncio.get_running_loop().create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)

@@ -1,0 +1,229 @@
+"""A version of a bundle that serves: loaded, examined by the self-test that its build stored, which warms it up, and closed after
+its last answer."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, suppress
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry
+
+import cgbundle
+from cgbundle.format.archive import read_manifest
+from cgbundle.format.schema import Manifest
+from cgbundle.self_test import replay_self_test
+
+from ..batching.request_queue import Batch
+from ..language.bundle_model import BundleModel, cache_of, is_language_model
+from ..language.metrics import LanguageFamilies, LanguageMetrics
+from ..language.served_model import ServedModel
+from ..language.text import Language
+from ..log import one_line
+from ..tensors.entry import NotServable, Ports, TensorEntry, describe
+from ..tensors.inference_protocol import Given
+from ..text.text_model import TextModel, takes_texts
+from .options import Options, Refused, tokenizer_beside
+
+Loaded = cgbundle.Program | cgbundle.Replicas
+
+Identity = tuple[tuple[int, int, int], ...]
+"""What tells a bundle from one that stands in its place later: number, size and time of each of its files."""
+
+GPU_FAILED = "driver-failed"
+"""The code of the error after which no call of this process reaches the GPU: its context is lost."""
+
+
+class Watch:
+    """Who is told of what models do; this one forgets it."""
+
+    def batch(self, model: str, version: int, ports: Ports, batch: Batch) -> None:
+        """A batch of a model was answered."""
+
+    def language(self, model: str) -> LanguageMetrics:
+        """What counts the work of a language model."""
+        return LanguageFamilies(CollectorRegistry()).of(model)
+
+
+class Version:
+    """A version that serves, from `opened` until `close` has answered what it took.  Calls run in threads of its own, one for each
+    copy.
+
+    `entries`: those that the Open Inference Protocol serves, by name, and `not_served` why others are not; `language`: the language
+    model, where the bundle is one; `text`: a model of texts, where it has a tokenizer.
+    """
+
+    def __init__(self, model: str, number: int, identity: Identity) -> None:
+        self.model, self.number, self.identity = model, number, identity
+        self.entries: dict[str, TensorEntry] = {}
+        self.not_served: dict[str, str] = {}
+        self.language: ServedModel | None = None
+        self.text: TextModel | None = None
+        self.memory: Mapping[str, int] = {}
+        self.seconds: dict[str, float] = {}
+        self._failure: cgbundle.CgbundleError | None = None
+        self._cleanup = AsyncExitStack()
+
+    async def open(self, path: Path, options: Options, watch: Watch, *, first: bool) -> None:
+        """Loads the bundle, replays its self-test, and takes requests.  The `first` version of a language model is not examined:
+        its self-test takes longer than all else before the first token.  Raises Refused."""
+        self._options, self._first = options, first
+        copies = max(1, len(options.devices))
+        self._thread = ThreadPoolExecutor(copies, f"version-{self.number}")
+        try:
+            program, ports, language = await asyncio.get_running_loop().run_in_executor(self._thread, self._load, path)
+        except BaseException:
+            self._thread.shutdown(wait=False)
+            raise
+        self._program, self.memory = program, program.memory
+        try:
+            await self._begin(program, ports, language, watch)
+        except ValueError as error:
+            await self.close()
+            raise Refused(one_line(error)) from None
+
+    async def _begin(self, program: Loaded, ports: Mapping[str, Ports], language: Language | None, watch: Watch) -> None:
+        """Takes requests.  Raises ValueError for a language model that was built in another way than this server calls it."""
+        options, copies = self._options, max(1, len(self._options.devices))
+        if language is not None and is_language_model(program.manifest):
+            each = program.programs if isinstance(program, cgbundle.Replicas) else [program]
+            models = [BundleModel(own, options.turns) for own in each]
+            self.language = ServedModel(models, language, self.model, options.limit, watch.language(self.model), options.seconds)
+            await self._cleanup.enter_async_context(self.language.engine)
+        for name, each_ports in ports.items():
+            shown = self.model if len(program.entries) == 1 else f"{self.model}.{name}"
+
+            def told(batch: Batch, shown: str = shown, ports: Ports = each_ports) -> None:
+                watch.batch(shown, self.number, ports, batch)
+
+            entry = TensorEntry(program[name], each_ports, self._thread, copies, options.wait / 1000, options.limit, told)
+            self.entries[shown] = await self._cleanup.enter_async_context(entry)
+        if language is not None and self.language is None:
+            self.text = TextModel(self.model, language, self.entries[self.model].ports, self.answer, options.seconds)
+
+    async def answer(self, tensors: Sequence[Given], seconds: float, entry: str = "") -> list[Given]:
+        """The outputs of an entry, by default the only one, for one request's tensors, within `seconds` (0: the options').  Raises
+        as TensorEntry.answer."""
+        allowed = min(seconds or self._options.seconds, self._options.seconds)
+        try:
+            return await self.entries[entry or self.model].answer(tensors, allowed)
+        except cgbundle.MachineError as error:
+            if error.code == GPU_FAILED:
+                self._failure = self._failure or error
+            raise
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The names of what it serves."""
+        return tuple(self.entries) or (self.model,)
+
+    @property
+    def failure(self) -> cgbundle.CgbundleError | None:
+        """How its GPU failed, where it did; then the process is of no use any more."""
+        calls = self.language.engine.last_error if self.language is not None else None
+        return self._failure or (calls if calls is not None and calls.code == GPU_FAILED else None)
+
+    async def close(self) -> None:
+        """Answers what was taken, then gives the memory back."""
+        if self.language is not None:
+            await self.language.engine.drain()
+        await self._cleanup.aclose()
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._program.close)
+        except cgbundle.MachineError as error:
+            if error.code != GPU_FAILED:  # then there is nothing that could be given back
+                raise
+        self._thread.shutdown()
+        self._options.memory.give_back(self._size)
+
+    # --- in the version's thread ---------------------------------------------------------------------------------------
+
+    def _load(self, path: Path) -> tuple[Loaded, dict[str, Ports], Language | None]:
+        """The program, its entries as they are served, and the tokenizer of a language model.  Raises Refused."""
+        began, devices = time.perf_counter(), self._options.devices
+        try:
+            manifest = read_manifest(str(path))
+            language = self._language(path, manifest)
+            self._size = sum(dict(manifest.memories).values()) * max(1, len(devices))
+            self._options.memory.take(self._size)
+        except cgbundle.CgbundleError as error:
+            raise Refused(one_line(error), error.hint) from None
+        try:
+            more: dict[str, Any] = {"devices": devices, "replicas": True} if devices else {}
+            if self._options.threads is not None:
+                more["threads"] = self._options.threads
+            program: Loaded = cgbundle.load(path, **more)
+            self.seconds["load"] = time.perf_counter() - began
+            try:
+                ports = self._examine(program)
+                vocabulary = cache_of(manifest).vocabulary if is_language_model(manifest) else None
+                if language is not None and vocabulary is not None and language.size > vocabulary:
+                    text = f"the tokenizer has {language.size} tokens, the model {vocabulary}"
+                    raise Refused(text, "give the model's own --tokenizer")
+            except BaseException:
+                program.close()
+                raise
+        except cgbundle.CgbundleError as error:
+            self._options.memory.give_back(self._size)
+            raise Refused(one_line(error), error.hint, memory=isinstance(error, cgbundle.OutOfMemory)) from None
+        except BaseException:
+            self._options.memory.give_back(self._size)
+            raise
+        self.seconds["self_test"] = time.perf_counter() - began - self.seconds["load"]
+        return program, ports, language
+
+    def _examine(self, program: Loaded) -> dict[str, Ports]:
+        """The ports of the entries that are served, after the self-test of all.  Raises Refused, CgbundleError."""
+        manifest, ports = program.manifest, dict[str, Ports]()
+        language = is_language_model(manifest)
+        for entry in () if language else manifest.entries:
+            try:
+                ports[entry.name] = describe(entry, manifest.random)
+            except NotServable as error:
+                self.not_served[entry.name] = str(error)
+        if not ports and not language:
+            raise Refused("; ".join([f"entry {name}: {why}" for name, why in self.not_served.items()]))
+        if language and self._first:
+            return ports
+        compare = {entry.name: entry.self_test.compare for entry in manifest.entries}
+        copies = program.programs if isinstance(program, cgbundle.Replicas) else (program,)
+        for result in chain.from_iterable(map(replay_self_test, copies)):
+            if not result.passed(compare[result.entry]):
+                text = f"the self-test fails at int_key {result.key}: error {result.error:.1e}, allowed {result.tolerance:.1e}"
+                raise Refused(text)
+        return ports
+
+    def _language(self, path: Path, manifest: Manifest) -> Language | None:
+        """The tokenizer of a language model, or of a model whose inputs are tokens and their mask; None of others.  Raises
+        Refused."""
+        folder = self._options.tokenizer or tokenizer_beside(path)
+        if not is_language_model(manifest):
+            with suppress(NotServable):
+                alone = len(manifest.entries) == 1
+                if folder is not None and alone and takes_texts(describe(manifest.entries[0], manifest.random)):
+                    return self._read_tokenizer(folder)
+            if self._options.tokenizer is not None:
+                text = "--tokenizer: the bundle is not one of tokens and their mask, int64 (batch, length), and one output"
+                raise Refused(text, "leave --tokenizer out: the Open Inference Protocol asks for none")
+            return None
+        if folder is None:
+            remedy = "give --tokenizer FOLDER, the one that the bundle was built from, or put its files beside the bundle"
+            raise Refused(f"{path}: a language model, and there is no tokenizer.json beside it", remedy)
+        return self._read_tokenizer(folder)
+
+    def _read_tokenizer(self, folder: Path) -> Language:
+        """Raises Refused."""
+        try:
+            return Language(folder)
+        except Exception as error:  # noqa: BLE001  tokenizers raises nothing else
+            raise Refused(f"{folder}: {one_line(error)}") from None
+
+
+def rounded(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Seconds for the log."""
+    return {f"{phase}_seconds": round(value, 3) for phase, value in seconds.items()}

@@ -1,0 +1,1 @@
+"""The protocols over HTTP."""

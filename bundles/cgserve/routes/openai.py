@@ -1,0 +1,111 @@
+"""OpenAI's protocol over HTTP, for all language models of a server.
+
+POST /v1/completions, /v1/chat/completions (both with `stream`), /tokenize, /detokenize; GET /v1/models.  Requests join and leave
+the model's calls at every token (language/scheduler.py).  A client that goes away frees its part of the cache.  Errors are
+OpenAI's: 400 for what does not fit, or is not done, 404 for another model's name, 413 too large, 429 with Retry-After where too
+many requests are open, 503 where the model has ended."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from ..language.completion_response import PATHS, Completion
+from ..language.completions import Refusal, object_of, of_kind
+from ..language.prompt_reader import PromptReader
+from ..language.served_model import ServedModel
+from ..text.text_model import TextModel
+
+BYTES, TOGETHER = 4 << 20, 64 << 20
+"""A longer body is refused, and one for which all that are open leave no room."""
+
+
+OUTSIDE = ("/tokenize", "/detokenize")
+"""What is answered outside /v1, too, as other servers do."""
+
+
+class OpenAI:
+    """The routes below /v1.  `serving` and `texts`: the language models and models of texts that serve, by name; `known`: the names
+    of all models."""
+
+    def __init__(
+        self, serving: Callable[[], Mapping[str, ServedModel]], texts: Callable[[], Mapping[str, TextModel]],
+        known: Callable[[], Iterable[str]], unread: Callable[[str, int], None],
+    ) -> None:  # fmt: skip
+        self._serving, self._text_models, self._known = serving, texts, known
+        self._created = int(time.time())
+        self.reader = PromptReader(self._choose, unread)
+        self.routes = [Route(path.removeprefix("/v1"), self._complete, methods=["POST"]) for path in PATHS]
+        self.routes += [Route("/tokenize", self._tokenize, methods=["POST"])]
+        self.routes += [Route("/detokenize", self._detokenize, methods=["POST"])]
+        self.routes += [Route("/models", self._models), Route("/models/{model:path}", self._model)]
+
+    def _choose(self, name: str | None) -> ServedModel:
+        """Raises Refusal."""
+        serving = self._serving()
+        if name is not None and name in serving:
+            return serving[name]
+        if name is None:
+            if len(serving) == 1:
+                return next(iter(serving.values()))
+            raise Refusal(400 if serving else 503, f"model: expected one of {', '.join(serving) or 'none that serves'}", "model")
+        if name in self._known():
+            raise Refusal(503, f"no version of {name!r} serves as a language model", "model", again=1)
+        raise Refusal(404, f"no model {name!r}; there is {', '.join(serving) or 'none'}", "model", "model_not_found")
+
+    async def _complete(self, request: Request) -> Response:
+        return Completion(self.reader, request.url.path, await request.body())
+
+    async def _tokenize(self, request: Request) -> Response:
+        """The tokens of a prompt or a conversation, as vLLM answers it."""
+        body = await request.body()
+
+        def work() -> dict[str, Any]:
+            asked = object_of(body)
+            served = self._choose(of_kind(asked, "model", str, None, "a string"))
+            tokens = served.tokens_of(asked)
+            return {"count": len(tokens), "max_model_len": served.context, "tokens": list(tokens)}
+
+        return JSONResponse(await self.reader.run(work))
+
+    async def _detokenize(self, request: Request) -> Response:
+        """The text of tokens."""
+        body = await request.body()
+
+        def work() -> dict[str, Any]:
+            asked = object_of(body)
+            served = self._choose(of_kind(asked, "model", str, None, "a string"))
+            tokens = asked.get("tokens")
+            if not isinstance(tokens, list) or not all(type(each) is int and 0 <= each < served.language.size for each in tokens):
+                raise Refusal(400, f"tokens: expected tokens from 0 to {served.language.size - 1}", "tokens")
+            return {"prompt": served.language.text(tokens)}
+
+        return JSONResponse(await self.reader.run(work))
+
+    async def _models(self, _: Request) -> Response:
+        models = [served.about() for served in self._serving().values()]
+        created = {"object": "model", "created": self._created, "owned_by": "cgbundle"}
+        models += [{"id": name, **created, "max_model_len": text.context} for name, text in self._text_models().items()]
+        return JSONResponse({"object": "list", "data": models})
+
+    async def _model(self, request: Request) -> Response:
+        return JSONResponse(self._choose(request.path_params["model"]).about())
+
+
+def body_of(error: str) -> dict[str, Any]:
+    """The error of a body that is not taken, as OpenAI's clients read it."""
+    return Refusal(413, error).body()
+
+
+async def refused(_: Request, error: Exception) -> Response:
+    """The answer to an error."""
+    if isinstance(error, HTTPException):
+        error = Refusal(error.status_code, error.detail)
+    assert isinstance(error, Refusal)
+    return JSONResponse(error.body(), error.status, {"Retry-After": str(error.again)} if error.again else None)

@@ -1,0 +1,184 @@
+"""Embeddings, scores and classes over HTTP: /v1/embeddings as OpenAI's, /v1/rerank as Cohere's and Jina's, /v1/classify as
+vLLM's."""
+
+from __future__ import annotations
+
+import base64
+import time
+import uuid
+from array import array
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any
+
+from pydantic_core import to_json
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+import cgbundle
+
+from ..batching.request_queue import Busy, Late, Stopping
+from ..language.completions import Refusal, object_of, of_kind, whole
+from ..language.prompt_reader import PromptReader
+from ..log import Tell, one_line
+from ..text.text_model import TEXTS, Encoded, Task, TextModel, sigmoid, softmax
+
+PASSED_OVER = {"model", "user", "metadata", "truncate"}
+FIELDS: dict[Task, set[str]] = {
+    "embed": {"input", "encoding_format"},
+    "rerank": {"query", "documents", "top_n", "return_documents", "raw_scores"},
+    "classify": {"input"},
+}
+PATHS: dict[Task, str] = {"embed": "/embeddings", "rerank": "/rerank", "classify": "/classify"}
+OUTSIDE = ("/rerank", "/classify")
+"""What is answered outside /v1, too, as other servers do."""
+
+Read = tuple[TextModel, dict[str, Any], list[Encoded]]
+
+
+class Texts:
+    """The routes; `serving`: the models of texts that serve, by name; `known`: the names of all models."""
+
+    def __init__(
+        self, serving: Callable[[], Mapping[str, TextModel]], known: Callable[[], Sequence[str]], reader: PromptReader, tell: Tell
+    ) -> None:  # fmt: skip
+        self._serving, self._known, self._reader, self._tell = serving, known, reader, tell
+        handlers: dict[Task, Callable[[Request], Awaitable[Response]]] = {
+            "embed": self._embeddings, "rerank": self._rerank, "classify": self._classify,
+        }  # fmt: skip
+        self.routes = [Route(PATHS[task], handler, methods=["POST"]) for task, handler in handlers.items()]
+
+    async def _embeddings(self, request: Request) -> Response:
+        model, body, texts = await self._read(request, "embed")
+        form = body.get("encoding_format", "float")
+        if form not in ("float", "base64"):
+            raise Refusal(400, "encoding_format: expected float or base64", "encoding_format")
+        rows = await self._answer(model, texts)
+        told: list[Any] = [base64.b64encode(array("f", row)).decode() for row in rows] if form == "base64" else rows
+        data = [{"object": "embedding", "index": index, "embedding": each} for index, each in enumerate(told)]
+        return answered({"object": "list", "data": data, "model": model.name, "usage": usage(texts)})
+
+    async def _rerank(self, request: Request) -> Response:
+        model, body, texts = await self._read(request, "rerank")
+        top = whole(body, "top_n", 1, TEXTS, len(texts))
+        raw = of_kind(body, "raw_scores", bool, False, "true or false")
+        shown = of_kind(body, "return_documents", bool, False, "true or false")
+        scores = [number if raw else sigmoid(number) for (number,) in await self._answer(model, texts)]
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[:top]
+        documents = [{"document": {"text": text}} if shown else {} for text in documents_of(body)]
+        results = [{"index": index, "relevance_score": scores[index], **documents[index]} for index in order]
+        return answered({"id": f"rerank-{uuid.uuid4().hex}", "model": model.name, "results": results, "usage": usage(texts)})
+
+    async def _classify(self, request: Request) -> Response:
+        model, _, texts = await self._read(request, "classify")
+        data = []
+        for index, row in enumerate(await self._answer(model, texts)):
+            shares = softmax(row)
+            label = model.labels[shares.index(max(shares))]
+            data.append({"index": index, "label": label, "probs": shares, "num_classes": len(shares)})
+        head = {"id": f"classify-{uuid.uuid4().hex}", "object": "list", "created": int(time.time()), "model": model.name}
+        return answered(head | {"data": data, "labels": list(model.labels), "usage": usage(texts)})
+
+    # --- what all of them do -------------------------------------------------------------------------------------------
+
+    async def _read(self, request: Request, task: Task) -> Read:
+        """The model, the body, and the tokens of its texts.  Raises Refusal."""
+        text = await request.body()
+
+        def work() -> Read:
+            body = object_of(text)
+            for name in body.keys() - FIELDS[task] - PASSED_OVER:
+                raise Refusal(400, f"{name}: no such field", name, "unknown_parameter")
+            model = self._choose(of_kind(body, "model", str, None, "a string"), task)
+            truncate = of_kind(body, "truncate", bool, False, "true or false")
+            if task == "rerank":
+                query = body.get("query")
+                if not isinstance(query, str):
+                    raise Refusal(400, "query: expected a string", "query")
+                pairs = [(query, document) for document in documents_of(body)]
+                return model, body, model.encoded(pairs, field="documents", truncate=truncate)
+            texts = inputs_of(body.get("input"))
+            if isinstance(texts[0], str):
+                return model, body, model.encoded(texts, field="input", truncate=truncate)
+            tokens = [Encoded(each, [0] * len(each)) for each in texts]
+            if not all(0 <= token < model.language.size for each in tokens for token in each.ids):
+                raise Refusal(400, f"input: expected tokens from 0 to {model.language.size - 1}", "input")
+            return model, body, [model.fitting(each, field="input", truncate=truncate) for each in tokens]
+
+        while True:
+            model, body, texts = await self._reader.run(work)
+            if (
+                self._choose(body.get("model"), task) is model
+            ):  # a switch of versions comes before this, or after the texts are taken
+                return model, body, texts
+
+    def _choose(self, name: str | None, task: Task) -> TextModel:
+        """Raises Refusal."""
+        serving = self._serving()
+        there = ", ".join([each for each, model in serving.items() if model.task == task]) or "none"
+        if name is None:
+            fitting = [model for model in serving.values() if model.task == task]
+            if len(fitting) == 1:
+                return fitting[0]
+            raise Refusal(400, f"model: expected one of {there}", "model")
+        if name in serving:
+            model = serving[name]
+            if model.task != task:
+                raise Refusal(400, f"model: {name!r} answers at /v1{PATHS[model.task]}", "model")
+            return model
+        if name in self._known():
+            raise Refusal(400, f"model: {name!r} takes no texts here, or has no tokenizer; there is {there}", "model")
+        raise Refusal(404, f"no model {name!r}; there is {there}", "model", "model_not_found")
+
+    async def _answer(self, model: TextModel, texts: Sequence[Encoded]) -> list[list[float]]:
+        """The output's row of each text.  Raises Refusal."""
+        try:
+            return await model.answer(texts)
+        except ExceptionGroup as group:
+            error = group.exceptions[0]
+        match error:
+            case Busy():
+                raise Refusal(429, str(error), code="too_many_requests", again=error.seconds)
+            case Stopping():
+                raise Refusal(503, str(error), again=1)
+            case Late():
+                raise Refusal(503, str(error), code="timeout", again=1)
+            case cgbundle.CallError():
+                raise Refusal(400, one_line(error))
+            case cgbundle.CgbundleError():
+                self._tell({"event": "failed", "model": model.name, "why": one_line(error)})
+                raise Refusal(500, "the model failed; the server's log says why")
+        raise error
+
+
+def inputs_of(given: Any) -> list[Any]:
+    """Texts, or lists of tokens.  Raises Refusal."""
+    tokens = isinstance(given, list) and bool(given) and all(type(each) is int for each in given)
+    several = given if isinstance(given, list) and given and not tokens else [given]
+    texts = all(isinstance(each, str) for each in several)
+    if not texts and not all(isinstance(each, list) and each and all(type(token) is int for token in each) for each in several):
+        raise Refusal(400, "input: expected a string, a list of tokens, or a list of these", "input")
+    if len(several) > TEXTS:
+        raise Refusal(400, f"input: {len(several)} texts; at most {TEXTS} may be", "input")
+    return several
+
+
+def documents_of(body: Mapping[str, Any]) -> list[str]:
+    """The texts of a rerank.  Raises Refusal."""
+    listed = body.get("documents")
+    found = [each.get("text") if isinstance(each, dict) else each for each in listed] if isinstance(listed, list) else []
+    texts = [each for each in found if isinstance(each, str)]
+    if not texts or len(texts) > TEXTS or len(texts) < len(found):
+        raise Refusal(400, f"documents: expected 1 to {TEXTS} strings, or objects with a text", "documents")
+    return texts
+
+
+def usage(texts: Sequence[Encoded]) -> dict[str, int]:
+    """Counts of tokens."""
+    count = sum(len(text.ids) for text in texts)
+    return {"prompt_tokens": count, "total_tokens": count}
+
+
+def answered(told: Mapping[str, Any]) -> Response:
+    """A body as JSON: a tenth of json.dumps' time for rows of numbers."""
+    return Response(to_json(told, inf_nan_mode="null"), media_type="application/json")

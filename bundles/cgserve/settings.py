@@ -1,0 +1,37 @@
+"""What a user says of a server, as values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from .models.options import Options
+
+
+class ServeError(Exception):
+    """Why a server does not start, or ended: one line, and a hint, or ""."""
+
+    def __init__(self, text: str, hint: str = "") -> None:
+        super().__init__(text)
+        self.hint = hint
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """`poll`: seconds between two looks at the files; `largest`: bytes of a body of tensors; `ready`: whether all models, or any of
+    them, have to serve before the server is ready; `keys`: a file with a key in each line, one of which a request has to bring;
+    `origins`: of pages of a browser that may ask, `*` for all."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    name: str = ""
+    poll: float = 1.0
+    largest: int = 64 << 20
+    ready: Literal["all", "any"] = "any"
+    keys: Path | None = None
+    certificate: Path | None = None
+    private_key: Path | None = None
+    origins: tuple[str, ...] = ()
+    log: Literal["text", "json"] = "text"
+    options: Options = field(default_factory=Options)

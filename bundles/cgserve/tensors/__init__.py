@@ -1,0 +1,1 @@
+"""Entries of bundles as the Open Inference Protocol knows them."""

@@ -1,0 +1,278 @@
+"""The Open Inference Protocol (KServe's v2) between bytes and tensors: pure, without a server and without NumPy.
+
+A request is JSON, and with the binary tensor extension the JSON's length in the header Inference-Header-Content-Length and the
+tensors' bytes behind it.  Sources: kserve/open-inference-protocol, specification/protocol/inference_rest.md, and Triton's
+docs/protocol/extension_binary_data.md.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+from cgbundle.tensors.numbers import decode
+
+DATATYPES = {
+    "bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8", "int16": "INT16",
+    "int32": "INT32", "int64": "INT64", "float16": "FP16", "bfloat16": "BF16", "float32": "FP32", "float64": "FP64",
+}  # fmt: skip
+"""The protocol's names of the runtime's dtypes."""
+
+WIDTHS = {"BOOL": 1, "BF16": 2} | {f"{kind}{bits}": bits // 8 for kind in ("INT", "UINT", "FP") for bits in (8, 16, 32, 64)}
+"""Bytes of an element."""
+
+CODES = {
+    "BOOL": "?", "UINT8": "B", "UINT16": "H", "UINT32": "I", "UINT64": "Q", "INT8": "b", "INT16": "h", "INT32": "i", "INT64": "q",
+    "FP16": "e", "FP32": "f", "FP64": "d",
+}  # fmt: skip
+"""How `struct` calls them.  BF16 has no code, and no JSON: as in Triton it comes and goes as bytes."""
+
+AXES, ELEMENTS = 32, 1 << 40
+"""Axes that a tensor may have, and elements: beyond that a number is a mistake."""
+
+
+JSON_BYTES = 4 << 20
+"""A request has no more of JSON: the parser stops all else for its time, and needs ten times as much memory."""
+
+
+class ProtocolError(Exception):
+    """A request that does not fit the protocol or the model; its text is the answer's `error`."""
+
+
+class TooLarge(ProtocolError):
+    """A request with more JSON than is read."""
+
+
+@dataclass(frozen=True, slots=True)
+class Port:
+    """An input or output of a model: its name, its datatype, and its shape, -1 where the size varies.  `axes`, where one does: each
+    size, a number or by the names of dimensions: `batch`, `2*seq+1`."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    axes: tuple[int | str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A tensor as bytes, row-major and little-endian, of the datatype that its port has."""
+
+    shape: tuple[int, ...]
+    data: bytes | memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """An output that a request wants, as bytes or as JSON."""
+
+    name: str
+    binary: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What a request says: its id, the tensors in the order of the model's inputs, the outputs that it wants, and the microseconds
+    that it has, 0 for no bound of its own."""
+
+    id: str
+    tensors: tuple[Given, ...]
+    asked: tuple[Asked, ...]
+    timeout: int
+
+
+def read_request(body: bytes, header: str | None, inputs: Sequence[Port], outputs: Sequence[Port]) -> Request:
+    """A request's body; `header` is Inference-Header-Content-Length, None where the request has none.  Raises ProtocolError."""
+    text, behind = _split(body, header)
+    if len(text) > JSON_BYTES:
+        raise TooLarge(f"the request has {len(text)} bytes of JSON, more than {JSON_BYTES}: send the tensors as binary data")
+    try:
+        request = json.loads(text, parse_constant=_refuse_constant)
+    except (ValueError, RecursionError) as error:
+        _refuse(f"the request is no JSON: {error}")
+    if type(request) is not dict:
+        _refuse("the request is no JSON object")
+    name = request.get("id", "")
+    if type(name) is not str:
+        _refuse("id: expected a string")
+    parameters = _parameters(request, "the request")
+    for unknown in sorted(parameters.keys() & {"sequence_id", "sequence_start", "sequence_end"}):
+        _refuse(f"parameters: {unknown}: this server has no sequences")
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or timeout < 0:
+        _refuse("parameters: timeout: expected microseconds, a whole number")
+    tensors = _tensors(request.get("inputs"), behind, inputs)
+    return Request(name, tensors, _asked(request.get("outputs"), parameters, outputs), timeout)
+
+
+def write_response(
+    model: str, version: str, request: Request, outputs: Sequence[Port], tensors: Sequence[Given]
+) -> tuple[bytes, int | None]:
+    """An answer's body, and its Inference-Header-Content-Length, None where all of it is JSON.  `tensors` are those of `outputs`.
+    Raises ProtocolError where an output that is wanted as JSON has none: NaN, infinity, BF16."""
+    given = {port.name: (port, tensor) for port, tensor in zip(outputs, tensors, strict=True)}
+    rows, behind = [], []
+    for asked in request.asked:
+        port, tensor = given[asked.name]
+        row: dict[str, Any] = {"name": port.name, "datatype": port.datatype, "shape": list(tensor.shape)}
+        if asked.binary:
+            row["parameters"] = {"binary_data_size": len(tensor.data)}
+            behind.append(tensor.data)
+        else:
+            row["data"] = _numbers(port, tensor.data)
+        rows.append(row)
+    answer: dict[str, Any] = {"model_name": model, "model_version": version, "outputs": rows}
+    if request.id:
+        answer["id"] = request.id
+    text = json.dumps(answer, separators=(",", ":")).encode()
+    return b"".join([text, *behind]), len(text) if any(asked.binary for asked in request.asked) else None
+
+
+def metadata(
+    model: str,
+    versions: Sequence[str],
+    inputs: Sequence[Port],
+    outputs: Sequence[Port],
+    sizes: Sequence[tuple[str, Sequence[int]]] = (),
+) -> dict[str, Any]:
+    """What /v2/models/M answers.  `sizes`: those recorded of each dimension, whose largest is a limit where calls cannot be
+    cut; the protocol has no field for them, nor for what the axes of inputs are, but parameters."""
+    ports = [[{"name": p.name, "datatype": p.datatype, "shape": list(p.shape)} for p in side] for side in (inputs, outputs)]
+    told = {"name": model, "versions": list(versions), "platform": "cgbundle", "inputs": ports[0], "outputs": ports[1]}
+    if not sizes:
+        return told
+    axes = {port.name: list(port.axes) for port in inputs if port.axes}
+    return told | {"parameters": {"sizes": {name: list(each) for name, each in sizes}, "axes": axes}}
+
+
+# --- inside -----------------------------------------------------------------------------------------------------------
+
+
+def _refuse(text: str) -> NoReturn:
+    raise ProtocolError(text)
+
+
+def _refuse_constant(word: str) -> NoReturn:
+    raise ValueError(f"{word} is none of JSON's numbers: send the tensor as binary data")
+
+
+def _split(body: bytes, header: str | None) -> tuple[bytes, memoryview]:
+    if header is None:
+        return body, memoryview(b"")
+    if not (header.isascii() and header.isdigit()) or len(header) > 12 or int(header) > len(body):
+        _refuse(f"Inference-Header-Content-Length: expected a number of at most {len(body)}, the bytes of the body")
+    return body[: int(header)], memoryview(body)[int(header) :]
+
+
+def _parameters(owner: Mapping[str, Any], where: str) -> dict[str, Any]:
+    found = owner.get("parameters", {})
+    if type(found) is not dict:
+        _refuse(f"{where}: parameters: expected an object")
+    return found
+
+
+def _rows(listed: object, where: str) -> list[tuple[str, dict[str, Any]]]:
+    """The objects of a list, by their names, which differ."""
+    if type(listed) is not list or not all(type(row) is dict and type(row.get("name")) is str for row in listed):
+        _refuse(f"{where}: expected a list of objects with a name")
+    rows = {row["name"]: row for row in listed}
+    if len(rows) < len(listed):
+        _refuse(f"{where}: a name stands there twice")
+    return list(rows.items())
+
+
+def _tensors(listed: object, behind: memoryview, inputs: Sequence[Port]) -> tuple[Given, ...]:
+    ports, found, taken = {port.name: port for port in inputs}, {}, 0
+    for name, row in _rows(listed, "inputs"):
+        port = ports.get(name)
+        if port is None:
+            _refuse(f"input {name!r}: the model has none of that name, but {', '.join(ports)}")
+        shape = _shape(port, row)
+        size = _parameters(row, f"input {name!r}").get("binary_data_size")
+        wanted = math.prod(shape) * WIDTHS[port.datatype]
+        if size is None:
+            data: bytes | memoryview = _packed(port, row.get("data"), math.prod(shape))
+        else:
+            if type(size) is not int or size != wanted or "data" in row:
+                _refuse(f"input {name!r}: binary_data_size {size!r}: {port.datatype} {list(shape)} has {wanted} bytes, and no data")
+            data, taken = behind[taken : taken + size], taken + size
+        found[name] = Given(shape, data)
+    if taken != len(behind):
+        _refuse(f"{len(behind)} bytes behind the JSON, where the inputs' binary_data_size make {taken}")
+    for name in ports:
+        if name not in found:
+            _refuse(f"input {name!r} is missing")
+    return tuple([found[name] for name in ports])
+
+
+def _shape(port: Port, row: Mapping[str, Any]) -> tuple[int, ...]:
+    where, shape, datatype = f"input {port.name!r}", row.get("shape"), row.get("datatype")
+    if datatype != port.datatype:
+        _refuse(f"{where}: datatype {datatype!r}, expected {port.datatype}")
+    if type(shape) is not list or len(shape) > AXES or not all(type(size) is int and size >= 0 for size in shape):
+        _refuse(f"{where}: shape: expected a list of sizes")
+    fits = len(shape) == len(port.shape) and all(want in (-1, size) for size, want in zip(shape, port.shape, strict=True))
+    if not fits:
+        _refuse(f"{where}: shape {shape}, expected {list(port.shape)}, where -1 is any size")
+    if math.prod(shape) > ELEMENTS:
+        _refuse(f"{where}: shape {shape} has too many elements")
+    return tuple(shape)
+
+
+def _packed(port: Port, data: object, elements: int) -> bytes:
+    """A tensor's bytes from the numbers of JSON, flat or nested."""
+    where = f"input {port.name!r}: data"
+    code = CODES.get(port.datatype)
+    if code is None:
+        _refuse(f"{where}: {port.datatype} comes as binary data only")
+    if type(data) is not list:
+        _refuse(f"{where}: expected a list of {elements} elements, or binary data")
+    flat: list[Any] = data
+    while any(type(each) is list for each in flat):
+        if not all(type(each) is list for each in flat):
+            _refuse(f"{where}: lists and elements beside each other")
+        flat = [element for each in flat for element in each]
+    if len(flat) != elements:
+        _refuse(f"{where}: {len(flat)} elements, expected {elements}")
+    kinds: tuple[type, ...] = (bool,) if code == "?" else (int, float) if code in "efd" else (int,)
+    if not all(type(each) in kinds for each in flat):
+        _refuse(f"{where}: expected elements of {port.datatype}{', true or false' if code == '?' else ''}")
+    try:
+        return struct.pack(f"<{len(flat)}{code}", *flat)
+    except (struct.error, OverflowError):
+        _refuse(f"{where}: an element that {port.datatype} cannot hold")
+
+
+def _asked(listed: object, parameters: Mapping[str, Any], outputs: Sequence[Port]) -> tuple[Asked, ...]:
+    default = parameters.get("binary_data_output", False)
+    if type(default) is not bool:
+        _refuse("parameters: binary_data_output: expected true or false")
+    names = [port.name for port in outputs]
+    if listed is None or listed == []:
+        return tuple([Asked(name, default) for name in names])
+    found = []
+    for name, row in _rows(listed, "outputs"):
+        if name not in names:
+            _refuse(f"output {name!r}: the model has none of that name, but {', '.join(names)}")
+        wanted = _parameters(row, f"output {name!r}")
+        binary = wanted.get("binary_data", default)
+        if type(binary) is not bool:
+            _refuse(f"output {name!r}: binary_data: expected true or false")
+        if "classification" in wanted:
+            _refuse(f"output {name!r}: classification: this server has no such extension")
+        found.append(Asked(name, binary))
+    return tuple(found)
+
+
+def _numbers(port: Port, data: bytes | memoryview) -> list[Any]:
+    if port.datatype not in CODES:
+        _refuse(f"output {port.name!r}: {port.datatype} goes as binary data only: ask with binary_data")
+    dtype = next(dtype for dtype, name in DATATYPES.items() if name == port.datatype)
+    numbers = decode(dtype, bytes(data))
+    if port.datatype.startswith("FP") and not all(map(math.isfinite, numbers)):
+        _refuse(f"output {port.name!r}: JSON has no NaN and no infinity: ask with binary_data")
+    return numbers

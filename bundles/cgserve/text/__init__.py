@@ -1,0 +1,1 @@
+"""Embedding models, rerankers and classifiers: texts in, vectors, scores and classes out."""

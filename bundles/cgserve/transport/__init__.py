@@ -1,0 +1,1 @@
+"""What clients may do, bounded: sockets, connections and bodies."""

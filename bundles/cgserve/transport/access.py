@@ -1,0 +1,68 @@
+"""Who may ask, and by which number a request is known: ASGI middleware."""
+
+from __future__ import annotations
+
+import hmac
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+OPEN = ("/health", "/v2/health/live", "/v2/health/ready")
+"""What is answered without a key: whatever started the server asks for it."""
+
+LONGEST = 128
+"""Characters of a request's number that a client may give."""
+
+
+def read_keys(path: Path) -> tuple[bytes, ...]:
+    """The keys of a file, one in each line.  Raises ValueError where there is none, OSError where it cannot be read."""
+    keys = tuple([line.strip() for line in path.read_bytes().splitlines() if line.strip()])
+    if not keys:
+        raise ValueError(f"{path}: no key in it")
+    return keys
+
+
+class KeyRequired:
+    """Answers 401 to requests without one of the keys as `Authorization: Bearer KEY`.  Every key is compared in constant time."""
+
+    def __init__(self, app: ASGIApp, keys: Sequence[bytes]) -> None:
+        self.app, self._keys = app, keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN:
+            await self.app(scope, receive, send)
+            return
+        told = dict(scope["headers"]).get(b"authorization", b"")
+        kind, _, key = told.partition(b" ")
+        matches = [hmac.compare_digest(key.strip(), each) for each in self._keys]
+        if kind.lower() == b"bearer" and any(matches):
+            await self.app(scope, receive, send)
+            return
+        error: object = "no valid key: send Authorization: Bearer KEY"
+        if scope["path"].startswith("/v1"):
+            error = {"message": error, "type": "invalid_request_error", "param": None, "code": "invalid_api_key"}
+        await JSONResponse({"error": error}, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+
+
+class Numbered:
+    """Every answer has the header X-Request-Id: that of the request, or a new one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        asked = dict(scope["headers"]).get(b"x-request-id", b"")[:LONGEST]
+        number = asked if asked and asked.isascii() else uuid.uuid4().hex.encode()
+
+        async def numbered(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message.get("headers", []), (b"x-request-id", number)]
+            await send(message)
+
+        await self.app(scope, receive, numbered)

@@ -1,0 +1,121 @@
+"""`cgcompile serve`: bundles over HTTP, without torch."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from ..errors import UsageError
+from ..options import Threads
+
+UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
+"""Powers of two, by the first letters of KiB and the like."""
+
+
+def serve(
+    path: Annotated[
+        str,
+        typer.Argument(metavar="PATH", help="A bundle, or a folder of models: <model>/<version>/model.cgb.", show_default=False),
+    ],
+    host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen at; 0.0.0.0 is all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="N", help="0 takes a free one, which is shown.")] = 8000,
+    name: Annotated[str, typer.Option("--name", metavar="NAME", help="What clients call the bundle. Default: its own name.")] = "",
+    tokenizer: Annotated[
+        str | None,
+        typer.Option("--tokenizer", metavar="FOLDER", help="The folder with tokenizer.json. Default: beside the bundle."),
+    ] = None,
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="0,1", help="GPUs that each have a copy of every model. Default: one GPU.")
+    ] = "",
+    memory: Annotated[
+        str, typer.Option("--memory", metavar="SIZE", help="What all loaded bundles may take, e.g. 40GiB. Default: no bound.")
+    ] = "",
+    threads: Threads = None,
+    queue: Annotated[int, typer.Option("--queue", min=1, metavar="N", help="Requests of a model that may wait or be open.")] = 1024,
+    deadline: Annotated[
+        float,
+        typer.Option("--deadline", min=0.001, metavar="S", help="Seconds of a request; of a text, to its first token."),
+    ] = 30.0,
+    wait: Annotated[float, typer.Option("--wait", min=0, metavar="MS", help="How long a request waits for others.")] = 2.0,
+    turns: Annotated[
+        int, typer.Option("--turns", min=1, metavar="N", help="Tokens that one call may make for each text where none waits.")
+    ] = 8,
+    largest: Annotated[int, typer.Option("--largest", min=1, metavar="MIB", help="A longer body of tensors is refused.")] = 64,
+    poll: Annotated[float, typer.Option("--poll", min=0.01, metavar="S", help="Seconds between looks for new versions.")] = 1.0,
+    ready: Annotated[
+        Literal["all", "any"], typer.Option("--ready", metavar="all|any", help="Which models serve before the server is ready.")
+    ] = "any",
+    api_key_file: Annotated[
+        Path | None, typer.Option("--api-key-file", metavar="FILE", help="Keys, one in a line: requests have to bring one.")
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="The certificate, PEM: HTTPS.")] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Its private key, PEM.")] = None,
+    cors: Annotated[
+        list[str] | None, typer.Option("--cors", metavar="ORIGIN", help="Pages that may ask from a browser; may be repeated.")
+    ] = None,
+    log: Annotated[Literal["text", "json"], typer.Option("--log", metavar="text|json", help="Lines on stderr.")] = "text",
+) -> None:
+    """Serve a bundle, or a folder of them, over HTTP.
+
+    Language models that `cgcompile build FOLDER` wrote speak OpenAI's
+    protocol: /v1/chat/completions, /v1/completions, /v1/models. All other
+    bundles speak the Open Inference Protocol: /v2/models/NAME/infer; where
+    their inputs are tokens and a tokenizer lies beside them, they answer at
+    /v1/embeddings, /v1/rerank or /v1/classify, too. Each entry of a bundle
+    with several is a model of its own, NAME.ENTRY. One process serves all.
+    /health, /metrics, /v2/health/ready.
+
+    In a folder the highest version of each model serves. A new one is loaded
+    beside the old one, examined, and switched to between two calls.
+
+    \b
+    cgcompile serve classifier.cgb
+    cgcompile serve Qwen3-0.6B.cgb --tokenizer ~/models/Qwen3-0.6B
+    cgcompile serve models/ --host 0.0.0.0 --devices 0,1 --log json
+    """
+    _check_extra()
+    from cgserve.models.options import MemoryBudget, Options
+    from cgserve.serving import serve as run
+    from cgserve.settings import ServeError, Settings
+
+    if tokenizer is not None and not (Path(tokenizer) / "tokenizer.json").is_file():
+        raise UsageError(f"--tokenizer {tokenizer}: no tokenizer.json", "give the folder that the model was built from")
+    options = Options(
+        wait=wait, limit=queue, seconds=deadline, devices=_devices(devices), threads=threads, turns=turns,
+        tokenizer=None if tokenizer is None else Path(tokenizer), memory=MemoryBudget(_size(memory) if memory else None),
+    )  # fmt: skip
+    settings = Settings(
+        host=host, port=port, name=name, poll=poll, largest=largest << 20, ready=ready, keys=api_key_file, certificate=tls_cert,
+        private_key=tls_key, origins=tuple(cors or ()), log=log, options=options,
+    )  # fmt: skip
+    try:
+        run(path, settings)
+    except ServeError as error:
+        raise UsageError(str(error), error.hint) from None
+
+
+def _check_extra() -> None:
+    """Raises UsageError where a package of the extra `serve` is missing."""
+    for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2"):
+        if importlib.util.find_spec(package) is None:
+            what = f"serving needs {package}, of the extra serve, which is not installed"
+            raise UsageError(what, "pip install 'cgcompile[serve]'")
+
+
+def _devices(text: str) -> tuple[int, ...]:
+    """`0,1` -> (0, 1).  Raises UsageError."""
+    if text and not all(each.isdigit() for each in text.split(",")):
+        raise UsageError(f"--devices {text}: expected numbers of GPUs, as in 0,1")
+    return tuple([int(each) for each in text.split(",") if each])
+
+
+def _size(text: str) -> int:
+    """`40GiB` -> bytes.  Raises UsageError."""
+    told = re.fullmatch(r"(\d+(?:\.\d+)?) ?(?:([KMGT])(?:i?B)?|B)?", text)
+    if told is None:
+        raise UsageError(f"--memory {text}: expected a size, as in 500MiB or 40GiB")
+    return int(float(told[1]) * (1 << UNITS[told[2] or ""]))

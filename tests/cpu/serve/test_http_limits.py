@@ -1,0 +1,459 @@
+"""What examples/serve.py does about clients that send too much, too slowly, or leave: over real sockets, with a fake model."""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import importlib
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from cgbundle.errors import CallError, MachineError
+from tests.helpers.places import ROOT
+
+for package in ("starlette", "uvicorn", "tokenizers"):
+    pytest.importorskip(package, reason="pip install '.[serve]'")
+
+from cgserve.batching.token_batches import Batcher  # noqa: E402
+from cgserve.transport.limits import BoundedBodies  # noqa: E402
+from cgserve.transport.running import make_server  # noqa: E402
+
+EXAMPLES = ROOT / "examples"
+BYTES = 256 << 10
+SECONDS, IDLE = 1.5, 2
+"""That a connection has for a whole request here, and between two: enough for a server that waits for a processor."""
+
+
+@pytest.fixture(scope="module")
+def serve() -> Iterator[ModuleType]:
+    for package in ("fastapi", "uvicorn"):
+        pytest.importorskip(package, reason="pip install '.[serve]'")
+    sys.path.insert(0, str(EXAMPLES))
+    yield importlib.import_module("serve")
+    sys.path.remove(str(EXAMPLES))
+
+
+class Model:
+    """Answers each row with itself, once `go` is set."""
+
+    def __init__(self) -> None:
+        self.go, self.began = threading.Event(), threading.Event()
+        self.rows: list[list[int]] = []
+        self.go.set()
+
+    def __call__(self, rows: Sequence[Sequence[int]], length: int) -> list[Any]:
+        self.began.set()
+        assert self.go.wait(60)
+        self.rows += [list(row) for row in rows]
+        if any(99 in row for row in rows):
+            raise CallError("input-shape", "token 99:\nout of range")
+        if any(98 in row for row in rows):
+            raise MachineError("driver-failed", "the GPU\nis gone")
+        return [list(row) for row in rows]
+
+
+class Running:
+    """A server in a thread; its batches are of 2, and 3 may wait."""
+
+    def __init__(self, serve: ModuleType, seconds: float, idle: int = 1) -> None:
+        self.model = Model()
+        batcher = Batcher(self.model, (8,), 2, 0.0, 3)
+        app = serve.make_app(batcher, lambda text: [int(word) for word in text.split()], {})
+        self.server = make_server(app, request=seconds, idle=idle)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.port = listening.getsockname()[1]
+        self.thread = threading.Thread(target=self.server.run, args=([listening],))
+        self.thread.start()
+
+    def stop(self) -> None:
+        self.model.go.set()
+        self.server.should_exit = True
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+    def connect(self) -> socket.socket:
+        return socket.create_connection(("127.0.0.1", self.port), timeout=60)
+
+    def ask(self, body: bytes, headers: dict[str, str] | None = None) -> tuple[int, Any, dict[str, str]]:
+        """(status, body, headers) of a request of its own."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("POST", "/embed", body, {"Content-Type": "application/json"} | (headers or {}))
+        answer = connection.getresponse()
+        told = json.loads(answer.read())
+        connection.close()
+        return answer.status, told, dict(answer.getheaders())
+
+    def embed(self, text: str) -> tuple[int, Any, dict[str, str]]:
+        return self.ask(json.dumps({"text": text}).encode())
+
+
+@pytest.fixture(scope="module")
+def shared(serve: ModuleType) -> Iterator[Running]:
+    """For tests that leave it as it was, and whose clients may take their time."""
+    running = Running(serve, 20)
+    yield running
+    running.stop()
+
+
+@pytest.fixture(scope="module")
+def strict(serve: ModuleType) -> Iterator[Running]:
+    """One that does not wait long."""
+    running = Running(serve, SECONDS, IDLE)
+    yield running
+    running.stop()
+
+
+@pytest.fixture
+def running(serve: ModuleType) -> Iterator[Running]:
+    """A server of the test's own."""
+    made = Running(serve, 20)
+    yield made
+    made.stop()
+
+
+def head(length: int | None, *lines: str) -> bytes:
+    """The head of a request whose body has that length, or comes in chunks."""
+    size = "Transfer-Encoding: chunked" if length is None else f"Content-Length: {length}"
+    return "\r\n".join(["POST /embed HTTP/1.1", "Host: here", "Content-Type: application/json", size, *lines, "", ""]).encode()
+
+
+def request(text: str) -> bytes:
+    body = json.dumps({"text": text}).encode()
+    return head(len(body)) + body
+
+
+def status(connection: socket.socket) -> int:
+    """Of the next answer, whose body is read."""
+    answer = http.client.HTTPResponse(connection)
+    answer.begin()
+    answer.read()
+    return answer.status
+
+
+def ended(connection: socket.socket) -> bool:
+    """Whether the server ends the connection without another word."""
+    try:
+        return connection.recv(1000) == b""
+    except ConnectionError:
+        return True
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+# --- bodies -------------------------------------------------------------------------------------------------------
+
+
+def test_a_body_that_is_declared_too_long_is_refused_unread(shared: Running, serve: ModuleType) -> None:
+    with shared.connect() as connection:
+        connection.sendall(head(1 << 40))  # and not one byte of the body
+        assert status(connection) == 413
+    code, told, _ = shared.ask(b" " * (BYTES + 1))
+    assert (code, told) == (413, {"detail": f"body: more than {BYTES} bytes"})
+    assert shared.embed("1 2")[0] == 200
+
+
+def test_who_asks_before_sending_is_told_before_sending(shared: Running) -> None:
+    """As curl does with large bodies."""
+    with shared.connect() as connection:
+        connection.sendall(head(1 << 30, "Expect: 100-continue"))
+        assert connection.recv(100).startswith(b"HTTP/1.1 413 ")
+    with shared.connect() as connection:
+        connection.sendall(head(13, "Expect: 100-continue"))
+        assert connection.recv(100).startswith(b"HTTP/1.1 100 ")
+        connection.sendall(b'{"text": "1"}')
+        assert status(connection) == 200
+
+
+def test_chunks_are_counted(shared: Running, serve: ModuleType) -> None:
+    with shared.connect() as connection:
+        connection.sendall(head(None))
+        for _ in range(BYTES // 0x8000 + 1):
+            connection.sendall(b"8000\r\n" + b" " * 0x8000 + b"\r\n")
+        assert status(connection) == 413
+
+
+def test_a_body_up_to_the_limit_is_read(shared: Running, serve: ModuleType) -> None:
+    body = b'{"text": "1 2"}'
+    assert shared.ask(body.ljust(BYTES))[:2] == (200, {"embedding": [1, 2], "tokens": 2})
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000, b'{"text": "\\ud800"}', b'{"text": ' + b"9" * 5000 + b"}", b'{"text": 1e999}', b'{"text": NaN}', b"\0" * 9,
+        b'{"text": {"text": "1"}}',
+    ],
+)  # fmt: skip
+def test_hostile_bodies_are_told_in_one_line(shared: Running, body: bytes) -> None:
+    code, told, _ = shared.ask(body)
+    assert code == 400 and list(told) == ["detail"] and "\n" not in told["detail"], told
+
+
+def test_what_the_model_refuses_is_told_in_one_line(shared: Running, capfd: pytest.CaptureFixture[str]) -> None:
+    assert shared.embed("99")[:2] == (422, {"detail": "token 99: out of range"})
+    assert capfd.readouterr().err == ""
+    assert shared.embed("98")[:2] == (500, {"detail": "the model failed; the server's log says why"})
+    assert capfd.readouterr().err == "serve: the GPU is gone\n"
+
+
+# --- time ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_request_that_does_not_come_ends_the_connection(strict: Running) -> None:
+    begin = time.monotonic()
+    parts = (b"", b"POST /emb", head(10), head(10) + b'{"te', head(None), head(None) + b"2\r\n{}\r\n")
+    connections = [strict.connect() for _ in parts]
+    for connection, sent in zip(connections, parts, strict=True):
+        connection.sendall(sent)
+    for connection in connections:
+        assert ended(connection)
+        assert SECONDS / 2 < time.monotonic() - begin < 60
+        connection.close()
+
+
+def test_a_byte_now_and_then_does_not_keep_a_connection(strict: Running) -> None:
+    begin = time.monotonic()
+    open_ones = {strict.connect(): begun for begun in (b"POST /embed HTTP/1.1\r\nX: ", head(10**5), head(None) + b"99999\r\n")}
+    for connection, begun in open_ones.items():
+        connection.sendall(begun)
+    while open_ones and time.monotonic() - begin < 60:
+        for connection in [*open_ones]:
+            try:
+                connection.sendall(b" ")
+            except ConnectionError:
+                connection.close()
+                del open_ones[connection]
+        time.sleep(SECONDS / 10)
+    assert SECONDS / 2 < time.monotonic() - begin < 50
+
+
+def test_a_connection_is_kept_between_requests_and_closed_when_idle(strict: Running) -> None:
+    begin = time.monotonic()
+    with strict.connect() as connection:
+        for _ in range(3):
+            connection.sendall(request("1"))
+            assert status(connection) == 200
+            time.sleep(SECONDS / 2)
+        assert ended(connection)
+    assert SECONDS < time.monotonic() - begin < 60
+
+
+def test_the_rest_of_a_refused_body_keeps_no_connection(strict: Running) -> None:
+    """It is read and dropped, so that a client which sends all before it reads gets its answer; for a while."""
+    begin = time.monotonic()
+    with strict.connect() as connection:
+        connection.sendall(head(1 << 40))
+        assert status(connection) == 413
+        try:
+            while time.monotonic() - begin < 60:
+                connection.sendall(b" " * 1000)
+                time.sleep(0.01)
+        except ConnectionError:
+            pass
+    assert time.monotonic() - begin < 50
+
+
+def test_half_of_a_next_request_keeps_no_connection(strict: Running) -> None:
+    with strict.connect() as connection:
+        connection.sendall(request("1") + head(10))
+        assert status(connection) == 200
+        assert ended(connection)
+
+
+def test_an_answer_that_nobody_takes_keeps_no_connection(serve: ModuleType) -> None:
+    """Requests without end whose answers pile up."""
+    running = Running(serve, SECONDS)
+    try:
+        with running.connect() as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            connection.settimeout(0.2)
+            try:
+                for _ in range(100_000):
+                    connection.sendall(b"GET /openapi.json HTTP/1.1\r\nHost: here\r\n\r\n" * 100)
+            except TimeoutError:
+                pass
+            wait_for(lambda: not running.server.server_state.connections)
+    finally:
+        running.stop()
+
+
+# --- clients that leave -------------------------------------------------------------------------------------------
+
+
+def test_what_a_client_asked_that_left_is_not_computed(running: Running) -> None:
+    running.model.go.clear()
+    with running.connect() as first, running.connect() as stays:
+        first.sendall(request("1"))
+        assert running.model.began.wait(60)
+        leaves = [running.connect() for _ in range(2)]
+        for connection in leaves:
+            connection.sendall(request("2"))
+        wait_for(lambda: len(running.server.server_state.tasks) == 3)
+        for connection in leaves:
+            connection.close()
+        wait_for(lambda: len(running.server.server_state.tasks) == 1)
+        stays.sendall(request("3"))
+        wait_for(lambda: len(running.server.server_state.tasks) == 2)
+        running.model.go.set()
+        assert (status(first), status(stays)) == (200, 200)
+    assert running.model.rows == [[1], [3]]
+
+
+def test_who_ends_the_server_ends_a_request_too(serve: ModuleType) -> None:
+    """The end of a request whose client left is told from that of its task: only the first is the middleware's own."""
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        await asyncio.sleep(60)
+
+    async def run(leaves: bool) -> str:
+        messages: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
+        messages.put_nowait({"type": "http.request", "body": b"", "more_body": False})
+        bounded = BoundedBodies(slow, 10)
+        task = asyncio.create_task(bounded({"type": "http", "headers": []}, messages.get, None))
+        await asyncio.sleep(0.01)
+        messages.put_nowait({"type": "http.disconnect"}) if leaves else task.cancel()
+        await asyncio.wait([task], timeout=60)
+        return "cancelled" if task.cancelled() else "done"
+
+    assert asyncio.run(run(leaves=True)) == "done"
+    assert asyncio.run(run(leaves=False)) == "cancelled"
+
+
+def test_a_full_queue_says_when_to_come_back(running: Running) -> None:
+    running.model.go.clear()
+    connections = [running.connect() for _ in range(4)]
+    connections[0].sendall(request("1"))
+    assert running.model.began.wait(60)
+    for connection in connections[1:]:
+        connection.sendall(request("2"))
+    wait_for(lambda: len(running.server.server_state.tasks) == 4)
+    code, told, headers = running.embed("3")
+    assert (code, told) == (503, {"detail": "3 requests wait already"}) and int(headers["retry-after"]) > 0
+    running.model.go.set()
+    assert [status(connection) for connection in connections] == [200] * 4
+    assert running.embed("3")[0] == 200
+    for connection in connections:
+        connection.close()
+
+
+# --- the end ------------------------------------------------------------------------------------------------------
+
+
+def test_half_a_request_does_not_hold_up_the_end(serve: ModuleType) -> None:
+    running = Running(serve, SECONDS)
+    with running.connect() as connection:
+        connection.sendall(head(10))
+        wait_for(lambda: len(running.server.server_state.tasks) == 1)
+        running.stop()
+        assert ended(connection)
+
+
+SLOW = """
+import sys, threading, time
+import serve
+from cgserve.batching import token_batches
+from cgserve.transport.running import listen, make_server, run, url_of
+
+texts = []
+
+def tokens(text):
+    texts.append(text)
+    return [int(word) for word in text.split()]
+
+def model(rows, length):
+    while len(texts) < 5:
+        time.sleep(0.01)
+    print("called", file=sys.stderr, flush=True)
+    time.sleep(0.2)
+    return [list(row) for row in rows]
+
+batcher = token_batches.Batcher(model, (8,), 2, 0.0)
+listening = listen("127.0.0.1", 0)
+print("serving slow at", url_of(listening), file=sys.stderr, flush=True)
+run(make_server(serve.make_app(batcher, tokens, {})), [listening])
+"""
+
+
+def test_sigterm_answers_those_who_wait_and_takes_no_more(serve: ModuleType) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW],
+        env={"PYTHONPATH": f"{EXAMPLES}:{ROOT / 'bundles'}", "PATH": ""}, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stderr is not None
+    try:
+        port = int(process.stderr.readline().rsplit(":", 1)[1])
+        idle, *waiting = [socket.create_connection(("127.0.0.1", port), timeout=60) for _ in range(6)]
+        for connection in waiting:
+            connection.sendall(request("1"))
+        assert process.stderr.readline() == "called\n", "five wait for three calls, of which the first has begun"
+        time.sleep(0.05)
+        process.terminate()
+        assert [status(connection) for connection in waiting] == [200] * 5
+        assert process.wait(60) == 0
+        assert ended(idle)
+        with pytest.raises(ConnectionRefusedError):
+            socket.create_connection(("127.0.0.1", port), timeout=60)
+        assert set(process.stderr.read().split()) <= {"called"}
+        for connection in (idle, *waiting):
+            connection.close()
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()
+
+
+def test_bodies_have_a_bound_together(serve: ModuleType) -> None:
+    """Also unfinished ones, until their clients leave."""
+    limits = importlib.import_module("cgserve.transport.limits")
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": str(len((await receive())["body"])).encode()})
+
+    async def session() -> None:
+        bounded, never = limits.BoundedBodies(app, 100, together=150), asyncio.Event()
+
+        async def ask(first: int, declared: int, rest: asyncio.Event | None = None) -> int:
+            unread = [{"type": "http.request", "body": b"x" * first, "more_body": rest is not None}]
+            told: list[Any] = []
+
+            async def receive() -> Any:
+                if unread:
+                    return unread.pop()
+                await (rest or never).wait()
+                return {"type": "http.disconnect"}
+
+            async def send(message: Any) -> None:
+                told.append(message)
+
+            headers = [(b"content-length", str(declared).encode())] if declared else []
+            await bounded({"type": "http", "headers": headers}, receive, send)
+            return told[0]["status"] if told else 0
+
+        left = asyncio.Event()
+        unfinished = [asyncio.create_task(ask(70, 75, left)) for _ in range(2)]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert await ask(10, 10) == 200
+        assert await ask(11, 11) == 503
+        assert await ask(11, 0) == 503
+        assert await ask(0, 101) == 413
+        left.set()
+        assert await asyncio.gather(*unfinished) == [0, 0]
+        assert await ask(100, 100) == 200
+
+    asyncio.run(session())

@@ -1,0 +1,790 @@
+"""OpenAI's protocol over real HTTP: a model that is quick and known, the `openai` client, and a bundle without torch."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import random
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import cgbundle
+from cgbundle.errors import CgbundleError
+from tests.helpers.loaded_language_model import Loaded
+from tests.helpers.models.tokenizers import END, byte_tokenizer, write_tokenizer
+from tests.helpers.places import GOLDEN, ROOT
+
+for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2"):
+    pytest.importorskip(package, reason="pip install '.[serve]'")
+
+SCRIPT = "Höre 😀, END of it. "
+CHAT = "{% for each in messages %}{{ each.role }}: {{ each.content }}\n{% endfor %}assistant:"
+PAGES = 40
+
+
+class Scripted:
+    """A model that says SCRIPT, from a place that the seed and the place in the text give; at place `top_k` it says END.
+
+    `gate` holds its calls; the calls of texts longer than `fails` fail.  It checks that the pages hold what was put there.
+    """
+
+    def __init__(self) -> None:
+        from cgserve.language.scheduler import Limits, Token
+
+        self.limits = Limits(page=4, pages=PAGES + 1, slots=9, blocks=30, readers=2, chunk=16, lanes=6, loop_lanes=4, turns=4)
+        self.token, self.ids = Token, byte_tokenizer().encode(SCRIPT).ids
+        self.gate, self.fails = threading.Event(), 1000
+        self.gate.set()
+        self.cache: dict[tuple[int, int], int] = {}
+
+    def run(self, step: Any) -> list[list[Any]]:
+        self.gate.wait()
+        if any(lane.start >= self.fails for lane in step.lanes):
+            raise CgbundleError("program-closed", "the device\nis gone")
+        return [self._lane(lane) for lane in step.lanes]
+
+    def _lane(self, lane: Any) -> list[Any]:
+        made, sampling = [], lane.sampling
+        for place, token in enumerate(lane.ids, lane.start):
+            self._write(lane, place, token)
+        for place in range(lane.start + len(lane.ids), lane.start + len(lane.ids) + lane.most):
+            ends = sampling.top_k and place >= sampling.top_k
+            token = END if ends else self.ids[(sampling.seed + place) % len(self.ids)]
+            others = tuple([(token - number, -0.5 - number) for number in range(sampling.alternatives)])
+            made.append(self.token(token, -0.5, others))
+            if ends or len(made) == lane.most:
+                break
+            self._write(lane, place, token)
+        return made
+
+    def _write(self, lane: Any, place: int, token: int) -> None:
+        def where(place: int) -> tuple[int, int]:
+            return lane.pages[place // self.limits.page], place % self.limits.page
+
+        self.cache[where(place)] = place
+        assert all(self.cache[where(earlier)] == earlier for earlier in range(place)), "a page with two owners"
+
+
+def said(start: int, count: int) -> str:
+    """What Scripted says with seed 0 from a place on: `count` bytes."""
+    data = SCRIPT.encode()
+    return bytes([data[(start + each) % len(data)] for each in range(count)]).decode(errors="replace")
+
+
+class Running:
+    """A server in a thread, over a model."""
+
+    def __init__(self, model: Any, folder: Path, limit: int = 32, others: Sequence[Any] = (), seconds: float = 60.0) -> None:
+        from cgserve.application import Application
+        from cgserve.language.served_model import ServedModel
+        from cgserve.language.text import Language
+        from cgserve.settings import Settings
+        from cgserve.transport.running import make_server
+
+        self.model = model
+        application = Application(dict, Settings(), lambda event: None)
+        metrics = application.counters.language("script")
+        self.served = ServedModel([model, *others], Language(folder), "script", limit, metrics, seconds)
+        application.repository = Loaded(self.served)  # type: ignore[assignment]
+        self.uvicorn = make_server(application.app)
+        listening = socket.create_server(("127.0.0.1", 0))
+        self.port = listening.getsockname()[1]
+        self.thread = threading.Thread(target=self.uvicorn.run, args=([listening],))
+        self.thread.start()
+        self.until(lambda: self.uvicorn.started)
+
+    def ask(self, path: str, body: Any = None, method: str = "") -> tuple[int, Any, dict[str, str]]:
+        """(status, body, headers); the body as JSON where it is, and a list of events where it is a stream."""
+        connection = self.send(path, body, method)
+        answer = connection.getresponse()
+        text, headers = answer.read().decode(), dict(answer.getheaders())
+        connection.close()
+        kind = headers.get("content-type", "")
+        if kind.startswith("text/event-stream"):
+            events = [each.removeprefix("data: ") for each in text.split("\n\n") if each]
+            assert all("\n" not in each for each in events)
+            return answer.status, [each if each == "[DONE]" else json.loads(each) for each in events], headers
+        return answer.status, json.loads(text) if kind == "application/json" else text, headers
+
+    def send(self, path: str, body: Any = None, method: str = "") -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
+        connection.request(method or ("GET" if body is None else "POST"), path, data)
+        return connection
+
+    def complete(self, prompt: Any = "abc", **more: Any) -> Any:
+        status, told, _ = self.ask("/v1/completions", {"prompt": prompt, "seed": 0, **more})
+        assert status == 200, told
+        return told
+
+    def chat(self, text: str = "Hi", **more: Any) -> Any:
+        body = {"messages": [{"role": "user", "content": text}], "seed": 0, **more}
+        status, told, _ = self.ask("/v1/chat/completions", body)
+        assert status == 200, told
+        return told
+
+    @staticmethod
+    def until(true: Callable[[], bool]) -> None:
+        end = time.monotonic() + 60
+        while not true():
+            assert time.monotonic() < end
+            time.sleep(0.005)
+
+    def until_free(self) -> None:
+        """Waits until nobody has a page."""
+        self.until(lambda: self.served.engine.state.pages_free == PAGES and not self.served.engine.open_requests)
+        assert (self.served.engine.state.running, self.served.engine.state.waiting) == (0, 0)
+
+    def stop(self) -> None:
+        self.model.gate.set()
+        self.uvicorn.should_exit = True
+        self.thread.join(60)
+        assert not self.thread.is_alive()
+
+
+@contextmanager
+def running(folder: Path, **options: Any) -> Iterator[Running]:
+    found = Running(Scripted(), folder, **options)
+    try:
+        yield found
+    finally:
+        found.stop()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("tokenizer")
+    write_tokenizer(made, chat_template=CHAT)
+    return made
+
+
+@pytest.fixture(scope="module")
+def server(folder: Path) -> Iterator[Running]:
+    with running(folder) as found:
+        yield found
+
+
+# --- completions ------------------------------------------------------------------------------------------------------
+
+
+def test_a_completion(server: Running) -> None:
+    told = server.complete("abc", max_tokens=12)
+    assert told["object"] == "text_completion" and told["model"] == "script" and told["id"].startswith("cmpl-")
+    assert told["choices"] == [{"index": 0, "text": said(3, 12), "logprobs": None, "finish_reason": "length"}]
+    assert told["usage"] == {"prompt_tokens": 3, "completion_tokens": 12, "total_tokens": 15}
+    assert server.complete("abc")["usage"]["completion_tokens"] == 16, "OpenAI's default"
+
+
+def test_a_stop_token_ends_it(server: Running) -> None:
+    told = server.complete("abc", top_k=9)
+    assert told["choices"][0]["text"] == said(3, 6) and told["choices"][0]["finish_reason"] == "stop"
+    assert told["usage"]["completion_tokens"] == 7
+
+
+@pytest.mark.parametrize(("stop", "text"), [("END", "e 😀, "), (["x", "😀"], "e "), (["it. H", "nothing"], "e 😀, END of ")])
+def test_stop_strings(server: Running, stop: Any, text: str) -> None:
+    for stream in (False, True):
+        told = server.complete("abcd", max_tokens=60, stop=stop, stream=stream)
+        choices = [each["choices"][0] for each in told[:-1]] if stream else told["choices"]
+        assert "".join([each["text"] for each in choices]) == text and choices[-1]["finish_reason"] == "stop"
+    server.until_free()
+
+
+def test_several_prompts_and_choices(server: Running) -> None:
+    told = server.complete(["a", "bcd"], max_tokens=5, n=2)
+    data = SCRIPT.encode() * 2
+    expected = [data[place + seed : place + seed + 5].decode(errors="replace") for place in (1, 3) for seed in (0, 1)]
+    assert [(each["index"], each["text"]) for each in told["choices"]] == list(enumerate(expected))
+    assert told["usage"] == {"prompt_tokens": 4, "completion_tokens": 20, "total_tokens": 24}
+
+
+def test_a_prompt_of_tokens(server: Running) -> None:
+    ids = byte_tokenizer().encode("abc").ids
+    for prompt in (ids, [ids]):
+        assert server.complete(prompt, max_tokens=4)["choices"][0]["text"] == said(3, 4)
+
+
+def test_a_stream(server: Running) -> None:
+    told = server.complete("abc", max_tokens=30, stream=True, stream_options={"include_usage": True})
+    *pieces, usage, done = told
+    assert done == "[DONE]" and usage["choices"] == [] and usage["usage"]["total_tokens"] == 33
+    assert len({each["id"] for each in (*pieces, usage)}) == 1 and all(each["usage"] is None for each in pieces)
+    texts = [each["choices"][0]["text"] for each in pieces]
+    assert "".join(texts) == said(3, 30) and not any("�" in each for each in texts[:-1]) and len(texts) > 3
+    assert [each["choices"][0]["finish_reason"] for each in pieces] == [None] * (len(pieces) - 1) + ["length"]
+    assert "usage" not in server.complete("abc", stream=True)[0]
+
+
+def test_log_probabilities(server: Running) -> None:
+    found = server.complete("abcd", max_tokens=4, logprobs=2)["choices"][0]["logprobs"]
+    assert found["tokens"] == ["e", " ", "ð", "Ł"] and found["token_logprobs"] == [-0.5] * 4
+    assert found["top_logprobs"][0] == {"e": -0.5, "d": -1.5} and found["text_offset"] == [0, 1, 2, 3]
+    assert server.complete("abc", max_tokens=2, logprobs=0)["choices"][0]["logprobs"]["top_logprobs"] == [{}, {}]
+    streamed = server.complete("abcd", max_tokens=4, logprobs=2, stream=True)[:-1]
+    assert [token for each in streamed for token in each["choices"][0]["logprobs"]["tokens"]] == found["tokens"]
+
+
+def test_a_seed_gives_the_same_again_and_none_another(server: Running) -> None:
+    texts = {server.complete("abc", seed=seed)["choices"][0]["text"] for seed in (5, 5, -1, 1 << 40)}
+    assert len(texts) == 3
+    assert len({server.complete("abc", seed=None, max_tokens=20)["choices"][0]["text"] for _ in range(12)}) > 1
+
+
+# --- chat -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_chat(server: Running) -> None:
+    told = server.chat("Hi", max_tokens=9)
+    prompt = len("user: Hi\nassistant:")
+    assert told["object"] == "chat.completion" and told["id"].startswith("chatcmpl-")
+    (choice,) = told["choices"]
+    assert choice["message"] == {"role": "assistant", "content": said(prompt, 9), "refusal": None}
+    assert told["usage"] == {"prompt_tokens": prompt, "completion_tokens": 9, "total_tokens": prompt + 9}
+    parts = [{"type": "text", "text": "H"}, {"type": "text", "text": "i"}]
+    assert server.chat(parts, max_completion_tokens=9)["usage"] == told["usage"]  # type: ignore[arg-type]
+
+
+def test_a_chat_goes_on_until_the_context_ends(server: Running) -> None:
+    assert server.chat("Hi")["usage"]["total_tokens"] == server.served.context == 120
+
+
+def test_a_chat_as_a_stream(server: Running) -> None:
+    *pieces, done = server.chat("Hi", max_tokens=9, n=2, stream=True)
+    assert done == "[DONE]" and {each["object"] for each in pieces} == {"chat.completion.chunk"}
+    for index in (0, 1):
+        deltas = [each["choices"][0]["delta"] for each in pieces if each["choices"][0]["index"] == index]
+        assert deltas[0]["role"] == "assistant" and not any("role" in each for each in deltas[1:])
+        assert "".join([each["content"] for each in deltas]) == said(19 + index, 9)
+
+
+def test_log_probabilities_of_a_chat(server: Running) -> None:
+    found = server.chat("Hi", max_tokens=2, logprobs=True, top_logprobs=2)["choices"][0]["logprobs"]["content"]
+    text = said(19, 2)
+    assert [each["token"] for each in found] == list(text) and found[0]["bytes"] == [ord(text[0])]
+    assert [each["logprob"] for each in found[0]["top_logprobs"]] == [-0.5, -1.5]
+
+
+def test_a_tokenizer_without_a_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path)
+    with running(tmp_path) as server:
+        status, told, _ = server.ask("/v1/chat/completions", {"messages": [{"role": "user", "content": "Hi"}]})
+        assert status == 400 and told["error"]["message"] == "the tokenizer has no chat template; use /v1/completions"
+
+
+# --- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field", "text"),
+    [
+        ("completions", b"{", 400, None, "the body is no JSON"),
+        ("completions", b"[" * 100_000, 400, None, "the body is no JSON"),
+        ("completions", rb'{"prompt": "\ud800"}', 400, None, "the body is no JSON"),
+        ("completions", {"prompt": ["a", "b"], "n": 17}, 400, "n", "n: 34 answers asked for; 32 requests may be open"),
+        ("completions", {"prompt": "a", "top_p": float("nan")}, 400, "top_p", "top_p: expected a number from 0 to 1"),
+        ("completions", [], 400, None, "the body is no JSON object"),
+        ("completions", {}, 400, "prompt", "prompt: expected a string, a list of tokens, or a list of these"),
+        ("completions", {"prompt": []}, 400, "prompt", "prompt: expected a string, a list of tokens, or a list of these"),
+        ("completions", {"prompt": ""}, 400, "prompt", "prompt: no token"),
+        ("completions", {"prompt": [999]}, 400, "prompt", "prompt: expected tokens from 0 to 257"),
+        ("completions", {"prompt": "a", "model": "b"}, 404, "model", "no model 'b'; there is script"),
+        ("completions", {"prompt": "a", "best": 1}, 400, "best", "best: no such field"),
+        (
+            "completions", {"prompt": "a", "echo": True, "logprobs": 1}, 400, "echo",
+            "echo: bundles give no log-probabilities of prompts; leave logprobs out",
+        ),
+        (
+            "completions", {"prompt": "a", "logit_bias": {"5": 1}}, 400, "logit_bias",
+            "logit_bias: this server does not do that: bundles take no biases",
+        ),
+        ("completions", {"prompt": "a", "min_p": 0.1}, 400, "min_p", "min_p: this server does not do that"),
+        (
+            "completions", {"prompt": "a", "stop_token_ids": ["a"]}, 400, "stop_token_ids",
+            "stop_token_ids: expected a list of tokens",
+        ),
+        (
+            "completions", {"prompt": "a", "stop_token_ids": list(range(8))}, 400, "stop_token_ids",
+            "stop_token_ids: 9 tokens end an answer, with the model's own; at most 8 may",
+        ),
+        (
+            "chat/completions", {"messages": [{"role": "user", "content": "a"}], "response_format": {"type": "json_object"}}, 400,
+            "response_format", "response_format: this server does not do that: bundles take no masks of tokens, which json_object "
+            "and json_schema need",
+        ),
+        ("completions", {"prompt": "a", "n": True}, 400, "n", "n: expected a whole number from 1 to 128"),
+        ("completions", {"prompt": "a", "temperature": -1}, 400, "temperature", "temperature: expected a number from 0 to 2"),
+        ("completions", {"prompt": "a", "stop": ["a"] * 5}, 400, "stop", "stop: expected a string, or up to 4"),
+        ("completions", {"prompt": "a", "logprobs": 6}, 400, "logprobs", "logprobs: expected a whole number from 0 to 5"),
+        ("completions", {"prompt": "a", "stream": 1}, 400, "stream", "stream: expected true or false"),
+        (
+            "completions", {"prompt": "a" * 100, "max_tokens": 21}, 400, "prompt",
+            "the model takes 120 tokens; the prompt has 100, and max_tokens is 21",
+        ),
+        ("chat/completions", {"messages": []}, 400, "messages", "messages: expected a list of messages"),
+        (
+            "chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "messages",
+            "messages[0].content: expected a string, or parts of type text",
+        ),
+        (
+            "chat/completions", {"messages": [{"role": "user", "content": "a"}], "top_logprobs": 2}, 400, "top_logprobs",
+            "top_logprobs: only with logprobs true",
+        ),
+        (
+            "chat/completions", {"messages": [{"role": "user", "content": "a"}], "tools": [{}]}, 400, "tools",
+            "tools: this server does not do that: calls of tools are not read from the model's text",
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_refused(server: Running, path: str, body: Any, status: int, field: str | None, text: str) -> None:
+    found, told, _ = server.ask(f"/v1/{path}", body)
+    assert (found, told["error"]["message"], told["error"]["param"]) == (status, text, field)
+
+
+def test_fields_that_ask_for_nothing_are_passed_over(server: Running) -> None:
+    neutral = {"echo": False, "best_of": 1, "frequency_penalty": 0.0, "logit_bias": None, "user": "me", "suffix": None}
+    assert server.complete("abc", max_tokens=3, **neutral)["choices"][0]["text"] == said(3, 3)
+
+
+def test_neutral_values_of_what_is_not_done_pass(server: Running) -> None:
+    neutral = {
+        "presence_penalty": 0, "logit_bias": {"7": 0}, "n": 1, "tools": [], "tool_choice": "auto",
+        "response_format": {"type": "text"},
+        "min_p": 0.0, "min_tokens": 0, "functions": [], "store": False, "service_tier": "auto", "length_penalty": 1.0,
+    }  # fmt: skip
+    assert server.chat("Hi", max_tokens=9, **neutral)["choices"][0]["message"]["content"] == said(19, 9)
+    calls = {"role": "assistant", "content": None}
+    body = {"messages": [{"role": "user", "content": "Hi"}, calls], "max_tokens": 2}
+    assert server.ask("/v1/chat/completions", body)[0] == 200
+
+
+def test_echo(server: Running) -> None:
+    for prompt in ("abc", byte_tokenizer().encode("abc").ids):
+        assert server.complete(prompt, max_tokens=4, echo=True)["choices"][0]["text"] == "abc" + said(3, 4)
+    *pieces, _ = server.complete("abc", max_tokens=4, echo=True, stream=True)
+    assert "".join([each["choices"][0]["text"] for each in pieces]) == "abc" + said(3, 4)
+
+
+def test_what_ends_an_answer(server: Running) -> None:
+    """`stop_token_ids` beside the model's own tokens, which `ignore_eos` leaves out."""
+    ended = server.complete("abc", max_tokens=12, stop_token_ids=byte_tokenizer().encode("D").ids)["choices"][0]
+    assert ended["finish_reason"] == "stop" and ended["text"] == said(3, 12).partition("D")[0]
+    assert server.complete("abc", max_tokens=12, top_k=9, ignore_eos=True)["usage"]["completion_tokens"] == 12
+
+
+def test_arguments_of_the_template(tmp_path: Path) -> None:
+    write_tokenizer(tmp_path, chat_template="{{ messages[0].content }}{% if thinking %} think{% endif %}")
+    with running(tmp_path) as server:
+        assert server.chat("Hi", max_tokens=2)["usage"]["prompt_tokens"] == 2
+        assert server.chat("Hi", max_tokens=2, chat_template_kwargs={"thinking": True})["usage"]["prompt_tokens"] == 8
+
+
+def test_the_models_own_sampling_is_the_default(tmp_path: Path) -> None:
+    from cgserve.language.completions import read_request
+
+    write_tokenizer(tmp_path)
+    settings = {"eos_token_id": 257, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1}
+    (tmp_path / "generation_config.json").write_text(json.dumps(settings))
+    with running(tmp_path) as server:
+        asked = read_request(b'{"prompt": "abc", "top_k": 0, "seed": 7}', chat=False)
+        (request,) = server.served.requests_of(asked)
+        chosen = request.sampling
+        assert (chosen.temperature, chosen.top_k, chosen.top_p, chosen.penalty, chosen.seed) == (0.6, 0, 1.0, 1.1, 7)
+
+
+def test_tokens_of_a_text_and_back(server: Running) -> None:
+    status, told, _ = server.ask("/tokenize", {"prompt": "abc"})
+    ids = byte_tokenizer().encode("abc").ids
+    assert (status, told) == (200, {"count": 3, "max_model_len": 120, "tokens": ids})
+    assert server.ask("/v1/tokenize", {"messages": [{"role": "user", "content": "Hi"}]})[1]["count"] == 19
+    assert server.ask("/detokenize", {"tokens": ids})[1] == {"prompt": "abc"}
+    assert server.ask("/detokenize", {"tokens": [999]})[1]["error"]["message"] == "tokens: expected tokens from 0 to 257"
+
+
+def test_no_token_within_the_deadline(folder: Path) -> None:
+    with running(folder, seconds=0.2) as server:
+        server.model.gate.clear()
+        status, told, headers = server.ask("/v1/completions", {"prompt": "abc"})
+        assert status == 503 and told["error"]["message"] == "no token within 0.2 s" and headers["retry-after"] == "1"
+        server.model.gate.set()
+        server.until_free()
+
+
+def test_other_paths(server: Running) -> None:
+    assert server.ask("/v1/models")[1]["data"][0]["id"] == "script"
+    assert server.ask("/v1/models/script")[1]["max_model_len"] == 120 and server.ask("/v1/models/other")[0] == 404
+    status, told, _ = server.ask("/v1/nothing")
+    assert status == 404 and told["error"]["message"] == "Not Found"
+    assert server.ask("/v1/completions", None, "GET")[0] == 405
+
+
+# --- many, and those that leave ---------------------------------------------------------------------------------------------
+
+
+def test_too_many_are_told_to_come_back(folder: Path) -> None:
+    with running(folder, limit=3) as server:
+        server.model.gate.clear()
+        waiting = server.send("/v1/completions", {"prompt": "abc", "n": 2, "max_tokens": 4, "seed": 0})
+        server.until(lambda: server.served.engine.open_requests == 2)
+        status, told, headers = server.ask("/v1/completions", {"prompt": "abc", "n": 2})
+        assert status == 429 and int(headers["retry-after"]) >= 1
+        assert told["error"]["message"] == "3 requests may be open, and 2 are" and told["error"]["type"] == "rate_limit_error"
+        server.model.gate.set()
+        assert json.loads(waiting.getresponse().read())["usage"]["completion_tokens"] == 8
+        server.until_free()
+        assert server.complete("abc", n=2)
+        text = server.ask("/metrics")[1]
+        assert 'cgbundle_llm_requests_total{code="429",model="script",path="/v1/completions"} 1.0' in text
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_frees_its_pages(server: Running, stream: bool) -> None:
+    server.model.gate.clear()
+    gone = server.send("/v1/completions", {"prompt": "abc", "max_tokens": 90, "n": 3, "stream": stream})
+    server.until(lambda: server.served.engine.state.pages_used > 0)
+    gone.close()
+    server.until(lambda: not server.served.engine.open_requests)
+    server.model.gate.set()
+    server.until_free()
+    assert 'cgbundle_llm_requests_total{code="499",model="script",path="/v1/completions"}' in server.ask("/metrics")[1]
+
+
+def test_what_comes_and_goes_leaves_nothing(server: Running) -> None:
+    """Random lengths, streams, choices and clients that leave, through a cache that is too small for all."""
+    order = random.Random(3)
+
+    def one(number: int) -> None:
+        own = random.Random(number)
+        prompt, count = own.randrange(1, 60), own.randrange(1, 40)
+        body = {"prompt": "x" * prompt, "max_tokens": count, "seed": 0, "stream": own.random() < 0.5, "n": 1}
+        if own.random() < 0.3:
+            connection = server.send("/v1/completions", body)
+            time.sleep(own.random() * 0.02)
+            connection.close()
+            return
+        status, told, _ = server.ask("/v1/completions", body)
+        assert status == 200, told
+        text = "".join([each["choices"][0]["text"] for each in told[:-1]]) if body["stream"] else told["choices"][0]["text"]
+        data = SCRIPT.encode() * 10
+        context = b"x" * min(prompt, 6)
+        assert text == (context + data[prompt : prompt + count]).decode(errors="replace")[len(context) :]
+
+    with ThreadPoolExecutor(16) as threads:
+        list(threads.map(one, order.sample(range(1000), 150)))
+    server.until_free()
+
+
+def test_copies_on_several_devices(folder: Path) -> None:
+    """A request goes to the copy that has the least to do; one that fails at once does not draw them all."""
+    with running(folder, others=[Scripted()], limit=2) as server:
+        models = [engine._model for engine in server.served.engine._each]
+        for each in models:
+            each.gate.clear()
+        sent = [server.send("/v1/completions", {"prompt": "abc", "max_tokens": 8, "seed": 0}) for _ in range(4)]
+        server.until(lambda: [engine.open_requests for engine in server.served.engine._each] == [2, 2])
+        assert server.ask("/v1/completions", {"prompt": "abc"})[0] == 429
+        for each in models:
+            each.gate.set()
+        assert {json.loads(each.getresponse().read())["choices"][0]["text"] for each in sent} == {said(3, 8)}
+        server.until(lambda: server.served.engine.state.pages_free == 2 * PAGES)
+        models[0].fails = 0
+        found = [server.ask("/v1/completions", {"prompt": "abc", "max_tokens": 8, "seed": 0})[0] for _ in range(6)]
+        assert found == [500] + [200] * 5
+        models[0].fails = 1000
+
+
+# --- failures and the end -------------------------------------------------------------------------------------------------
+
+
+def test_a_call_that_fails_is_the_callers_alone(server: Running, capfd: pytest.CaptureFixture[str]) -> None:
+    server.model.fails = 0
+    status, told, _ = server.ask("/v1/completions", {"prompt": "abc"})
+    server.model.fails = 1000
+    assert status == 500 and told["error"]["message"] == "the model failed; the server's log says why"
+    assert "serve: script: the device is gone" in capfd.readouterr().err
+    server.until_free()
+    assert server.complete("abc")["choices"]
+
+
+def test_a_stream_that_fails_says_so(server: Running) -> None:
+    server.model.fails = 20
+    status, told, _ = server.ask("/v1/completions", {"prompt": "abc", "max_tokens": 40, "stream": True, "seed": 0})
+    server.model.fails = 1000
+    assert status == 200 and told[0]["choices"][0]["text"] and told[-1]["error"]["type"] == "server_error"
+    server.until_free()
+
+
+def test_the_end_waits_for_answers(folder: Path) -> None:
+    with running(folder) as server:
+        server.model.gate.clear()
+        open_one = server.send("/v1/completions", {"prompt": "abc", "max_tokens": 40, "seed": 0})
+        server.until(lambda: server.served.engine.open_requests == 1)
+        server.uvicorn.should_exit = True
+        server.until(lambda: refuses(server.port))
+        server.model.gate.set()
+        assert json.loads(open_one.getresponse().read())["usage"]["completion_tokens"] == 40
+        server.thread.join(60)
+        assert not server.thread.is_alive() and not server.served.engine.alive
+
+
+def refuses(port: int) -> bool:
+    try:
+        socket.create_connection(("127.0.0.1", port), 1).close()
+    except OSError:
+        return True
+    return False
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_engine_that_broke_is_told_by_health(folder: Path) -> None:
+    with running(folder) as server:
+        assert server.ask("/health")[0] == 200
+
+        def broken(step: Any) -> Any:
+            raise KeyboardInterrupt
+
+        server.model.run = broken
+        assert server.ask("/v1/completions", {"prompt": "abc"})[0] == 503
+        assert server.ask("/health")[0] == 503 and server.ask("/v1/completions", {"prompt": "abc"})[0] == 503
+
+
+def test_metrics(server: Running) -> None:
+    before = server.ask("/metrics")[1]
+    server.complete("abc", max_tokens=5)
+
+    def value(text: str, name: str) -> float:
+        return next((float(line.split()[-1]) for line in text.splitlines() if line.startswith(name)), 0.0)
+
+    after = server.ask("/metrics")[1]
+    assert value(after, "cgbundle_llm_generated_tokens_total") - value(before, "cgbundle_llm_generated_tokens_total") == 5
+    assert value(after, "cgbundle_llm_prompt_tokens_total") - value(before, "cgbundle_llm_prompt_tokens_total") == 3
+    assert value(after, "cgbundle_llm_pages_free") == PAGES
+
+
+# --- a bundle ---------------------------------------------------------------------------------------------------------
+
+
+class Process:
+    """`cgcompile serve`, started."""
+
+    models: Path
+
+    def __init__(self, *options: object) -> None:
+        path = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")])
+        command = [sys.executable, "-m", "cgcompile_cli", "serve", *map(str, options), "--port", "0"]
+        self.process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+        assert self.process.stderr is not None
+        self.line = self.process.stderr.readline()
+        self.port = int(self.line.rpartition(":")[2]) if self.line.startswith("listening ") else 0
+
+    def send(self, path: str, body: Any = None) -> http.client.HTTPConnection:
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+        return connection
+
+    def status(self, path: str) -> int:
+        return self.send(path).getresponse().status
+
+    def ask(self, path: str, body: Any = None) -> Any:
+        answer = self.send(path, body).getresponse()
+        told = json.loads(answer.read())
+        assert answer.status == 200, told
+        return told
+
+
+@pytest.fixture(scope="module")
+def process(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Process]:
+    pytest.importorskip("transformers")
+    pytest.importorskip("torch")
+    from tests.helpers.bundles.llama_bundle import llama_bundle
+
+    models = tmp_path_factory.mktemp("small") / "models"
+    shutil.copytree(llama_bundle() / "llama.cgb", models / "llama" / "1" / "model.cgb")
+    write_tokenizer(models / "llama", letters=120)
+    shutil.copytree(GOLDEN / "v1" / "cpu_mlp.cgb", models / "mlp" / "1" / "model.cgb")
+    found = Process(models, "--threads", 1, "--poll", 0.1, "--ready", "all")
+    found.models = models
+    Running.until(lambda: found.status("/v2/health/ready") == 200)
+    yield found
+    found.process.kill()
+    found.process.wait()
+
+
+def test_texts_of_many_are_those_of_each_alone(process: Process) -> None:
+    """More requests than lanes; greedy and drawn, with log-probabilities of other tokens and without."""
+    order = random.Random(0)
+    asked: list[dict[str, Any]] = []
+    for number in range(24):
+        prompt = order.choices(range(120), k=order.randrange(1, 40))
+        how = {"temperature": 0} if number % 3 else {"temperature": 0.9, "top_p": 0.9, "top_k": 50, "seed": number}
+        asked.append({"prompt": prompt, "max_tokens": order.randrange(1, 24), "logprobs": 1 if number % 2 else None, **how})
+    with ThreadPoolExecutor(24) as threads:
+        together = list(threads.map(lambda each: process.ask("/v1/completions", each), asked))
+    for each, found in zip(asked, together, strict=True):
+        alone = process.ask("/v1/completions", each | {"logprobs": None})
+        assert [choice["text"] for choice in found["choices"]] == [choice["text"] for choice in alone["choices"]]
+        assert found["usage"] == alone["usage"]
+    health = process.ask("/health")
+    state = health["models"]["llama"]
+    assert health["torch"] is False and state["pages_used"] == state["running"] == state["waiting"] == 0
+
+
+def test_one_process_serves_both_and_another_version_takes_over(process: Process) -> None:
+    """An answer that has begun is finished by the version that began it."""
+    row = {"name": "x", "datatype": "FP32", "shape": [1, 16], "data": [0.0] * 16}
+    ports = process.ask("/v2/models/mlp")
+    told = process.ask("/v2/models/mlp/infer", {"inputs": [row | {"name": ports["inputs"][0]["name"]}]})
+    assert told["model_name"] == "mlp" and process.ask("/v2/models/llama/ready") == {"ready": True}
+    answer = process.send("/v2/models/llama/infer", {"inputs": []}).getresponse()
+    assert answer.status == 400 and b"is a language model: POST to /v1/chat/completions" in answer.read()
+    assert [each["id"] for each in process.ask("/v1/models")["data"]] == ["llama"]
+    body = {"model": "llama", "prompt": "abc", "max_tokens": 50, "temperature": 0, "ignore_eos": True}
+    before = process.ask("/v1/completions", body)
+    open_one = process.send("/v1/completions", body | {"stream": True, "logprobs": 1}).getresponse()
+    open_one.readline()
+    made = process.models.parent / "made"
+    shutil.copytree(process.models / "llama" / "1", made)
+    made.rename(process.models / "llama" / "2")
+    Running.until(lambda: process.ask("/health")["models"]["llama"]["version"] == 2)
+    assert open_one.read().decode().endswith("data: [DONE]\n\n")
+    assert process.ask("/v1/completions", body)["choices"] == before["choices"]
+
+
+def test_texts_go_on_where_their_pages_were_taken(process: Process) -> None:
+    """Five pages for two lanes of up to four: what is read again continues as it would have, drawn and with a penalty, too."""
+    from cgserve.language.bundle_model import BundleModel
+    from cgserve.language.scheduler import Request, Sampling, Scheduler
+    from tests.helpers.bundles.llama_bundle import llama_bundle
+
+    found, order = [], random.Random(0)
+    sampled = Sampling(temperature=0.9, top_p=0.95, penalty=1.2, seed=4)
+    greedy = Sampling(temperature=0.0)
+    requests = [
+        Request(prompt=tuple(order.choices(range(120), k=9 + each)), most=40, sampling=greedy if each % 2 else sampled)
+        for each in range(4)
+    ]
+    with cgbundle.load(llama_bundle() / "llama.cgb") as program:
+        model = BundleModel(program, 8)
+        for pages in (model.limits.pages, 6):
+            scheduler, texts = Scheduler(replace(model.limits, pages=pages)), {}
+            for key, request in enumerate(requests):
+                scheduler.add(key, request)
+            while (step := scheduler.next()) is not None:
+                for progress in scheduler.finish(step, model.run(step)):
+                    texts[progress.key] = texts.get(progress.key, []) + [token.id for token in progress.tokens]
+            found.append(texts)
+            assert (scheduler.preempted > 0) == (pages == 6) and scheduler.pages.taken == 0
+    assert found[0] == found[1] and all(len(text) == 40 for text in found[0].values())
+
+
+def test_a_signal_drains_it(process: Process) -> None:
+    connection = process.send("/v1/completions", {"prompt": "abc", "max_tokens": 60, "stream": True, "logprobs": 1})
+    answer = connection.getresponse()
+    answer.readline()
+    process.process.send_signal(signal.SIGTERM)
+    assert answer.read().decode().endswith("data: [DONE]\n\n")
+    assert process.process.wait(60) == 0
+
+
+def test_a_bundle_that_is_not_there(tmp_path: Path) -> None:
+    started = Process(tmp_path / "none.cgb", "--tokenizer", tmp_path)
+    assert started.line.startswith(f"error: --tokenizer {tmp_path}: no tokenizer.json") and started.process.wait(60) == 2
+    started = Process(tmp_path / "none.cgb")
+    assert "none.cgb: no such bundle" in started.line and started.process.wait(60) == 2
+
+
+def test_a_bundle_of_another_model() -> None:
+    from cgserve.language.bundle_model import is_language_model
+
+    assert not is_language_model(SimpleNamespace(entries=[SimpleNamespace(name="forward")], weights=[]))
+
+
+# --- OpenAI's client ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def client(server: Running) -> Any:
+    openai = pytest.importorskip("openai", reason="pip install '.[openai]'")
+    return openai.OpenAI(base_url=f"http://127.0.0.1:{server.port}/v1", api_key="none", max_retries=0)
+
+
+def test_openai_completions(client: Any, server: Running) -> None:
+    made = client.completions.create(model="script", prompt="abc", max_tokens=12, seed=0, logprobs=1)
+    assert made.choices[0].text == said(3, 12) and made.usage.total_tokens == 15 and made.choices[0].finish_reason == "length"
+    pieces = list(client.completions.create(model="script", prompt="abc", max_tokens=12, seed=0, stream=True))
+    assert "".join([each.choices[0].text for each in pieces]) == said(3, 12)
+    assert [each.id for each in client.models.list()] == ["script"]
+
+
+def test_openai_chat(client: Any, server: Running) -> None:
+    messages = [{"role": "user", "content": "Hi"}]
+    made = client.chat.completions.create(
+        model="script", messages=messages, max_completion_tokens=60, seed=0, stop="END", n=2, logprobs=True, top_logprobs=3
+    )
+    assert all("END" not in each.message.content and each.finish_reason == "stop" for each in made.choices)
+    assert len(made.choices[0].logprobs.content[0].top_logprobs) == 3
+    stream = client.chat.completions.create(
+        model="script", messages=messages, max_tokens=9, seed=0, stream=True, stream_options={"include_usage": True}
+    )
+    pieces = list(stream)
+    assert "".join([each.choices[0].delta.content for each in pieces if each.choices]) == said(19, 9)
+    assert pieces[-1].usage.completion_tokens == 9
+
+
+def test_openai_leaves_a_stream(client: Any, server: Running) -> None:
+    with client.completions.create(model="script", prompt="abc", max_tokens=100, seed=0, stream=True) as stream:
+        next(iter(stream))
+    server.until_free()
+
+
+def test_openai_errors(client: Any, server: Running) -> None:
+    import openai
+
+    with pytest.raises(openai.NotFoundError, match="no model 'other'; there is script"):
+        client.completions.create(model="other", prompt="abc")
+    with pytest.raises(openai.BadRequestError, match="the model takes 120 tokens") as caught:
+        client.completions.create(model="script", prompt="abc", max_tokens=1000)
+    assert caught.value.code == "context_length_exceeded" and caught.value.param == "prompt"
+
+
+def test_a_far_too_long_prompt_is_not_made_tokens(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of one that may fit, the beginning is tried first; health answers meanwhile."""
+    with running(folder) as server:
+        made: list[int] = []
+        language, gate = server.served.language, threading.Event()
+        tokens = language.tokens
+
+        def counted(text: str, *, special: bool) -> tuple[int, ...]:
+            assert gate.wait(60)
+            made.append(len(text))
+            return tokens(text, special=special)
+
+        monkeypatch.setattr(language, "tokens", counted)
+        context = server.served.context
+        with ThreadPoolExecutor(1) as clients:
+            asking = clients.submit(server.ask, "/v1/completions", {"prompt": "a" * server.served.characters})
+            assert server.ask("/health")[0] == 200
+            gate.set()
+            status, told, _ = asking.result()
+        assert status == 400 and told["error"]["code"] == "context_length_exceeded"
+        assert made in ([], [4 * context]) or max(made) <= server.served.characters
+        made.clear()
+        for body in ({"prompt": "a" * (server.served.characters + 1)}, {"prompt": ["a" * 100_000]}):
+            status, told, _ = server.ask("/v1/completions", body)
+            assert status == 400 and "characters" in told["error"]["message"]
+        assert not made
+        assert server.complete("abc")["choices"]

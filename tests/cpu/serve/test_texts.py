@@ -1,0 +1,296 @@
+"""Embeddings, rerankers and classifiers over HTTP: models whose answers are known, a bundle, and the `openai` client."""
+
+from __future__ import annotations
+
+import base64
+import http.client
+import json
+import math
+import os
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.helpers.places import ROOT
+
+for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers"):
+    pytest.importorskip(package, reason="pip install '.[serve]'")
+
+import tokenizers  # noqa: E402
+
+from cgserve.application import Application  # noqa: E402
+from cgserve.batching.request_queue import Busy  # noqa: E402
+from cgserve.language.text import Language  # noqa: E402
+from cgserve.settings import Settings  # noqa: E402
+from cgserve.tensors.entry import Ports  # noqa: E402
+from cgserve.tensors.inference_protocol import Given, Port  # noqa: E402
+from cgserve.text.text_model import TextModel, takes_texts  # noqa: E402
+from cgserve.transport.running import listen, make_server  # noqa: E402
+
+WORDS = ("the", "cat", "sleeps", "on", "a", "mat", "while", "rain", "falls")
+
+
+def ports(width: int, inputs: int = 2) -> Ports:
+    names = ("input_ids", "attention_mask", "token_type_ids")[:inputs]
+    output = Port("y", "FP32", (-1, width), ("batch", width))
+    sides = tuple([Port(name, "INT64", (-1, -1), ("batch", "seq")) for name in names]), (output,)
+    return Ports(*sides, (1, 4), (("batch", (1, 4)), ("seq", (4, 8))))
+
+
+class Summing:
+    """An entry whose output is, for each row, (sum of the tokens, of the mask, of the kinds, 0, ...)."""
+
+    def __init__(self, shown: Ports) -> None:
+        self.ports, self.calls, self.waiting = shown, list[tuple[int, ...]](), 0
+        self.full = False
+
+    async def answer(self, tensors: Sequence[Given], seconds: float) -> list[Given]:
+        if self.full:
+            raise Busy("3 requests wait already", 2)
+        rows, length = tensors[0].shape
+        self.calls.append((rows, length))
+        columns = [struct.unpack(f"<{rows * length}q", tensor.data) for tensor in tensors]
+        width = self.ports.outputs[0].shape[1]
+        made = []
+        for row in range(rows):
+            sums = [float(sum(column[row * length : (row + 1) * length])) for column in columns]
+            made += (sums + [0.0] * width)[:width]
+        return [Given((rows, width), struct.pack(f"<{len(made)}f", *made))]
+
+
+def write_words(folder: Path, **config: Any) -> Path:
+    """A tokenizer of WORDS, whose tokens are numbered from 1."""
+    made = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({word: index for index, word in enumerate(["[UNK]", *WORDS])}, unk_token="[UNK]")
+    )
+    made.pre_tokenizer = tokenizers.pre_tokenizers.Whitespace()
+    made.post_processor = tokenizers.processors.TemplateProcessing(single="$A", pair="$A $B:1", special_tokens=[])
+    folder.mkdir(exist_ok=True)
+    made.save(str(folder / "tokenizer.json"))
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[SimpleNamespace]:
+    """Three models in one server."""
+    folder = tmp_path_factory.mktemp("texts")
+    labels = {"architectures": ["BertForSequenceClassification"], "id2label": {"0": "bad", "1": "good", "2": "none"}}
+    kinds = {"embed": (ports(2), {}), "rerank": (ports(1, 3), {}), "classify": (ports(3), labels)}
+    models, versions = {}, {}
+    for name, (shown, config) in kinds.items():
+        entry = Summing(shown)
+        models[name] = TextModel(name, Language(write_words(folder / name, **config)), shown, entry.answer, 5.0)
+        assert models[name].task == name
+        version = {"model": name, "number": 1, "language": None, "text": models[name], "failure": None, "names": (name,)}
+        versions[name] = SimpleNamespace(**version, entries={name: entry}, memory={}, seconds={})
+    application = Application(dict, Settings(), lambda event: None)
+    current = {name: SimpleNamespace(current=version, refused={}) for name, version in versions.items()}
+
+    class Loaded:
+        models, looked = current, True
+
+        async def __aenter__(self) -> None:
+            pass
+
+        async def __aexit__(self, *_: object) -> None:
+            pass
+
+        def serving(self) -> list[Any]:
+            return list(versions.values())
+
+    application.repository = Loaded()  # type: ignore[assignment]
+    server, listening = make_server(application.app), listen("127.0.0.1", 0)
+    thread = threading.Thread(target=server.run, args=([listening],))
+    thread.start()
+    entries = {name: version.entries[name] for name, version in versions.items()}
+    yield SimpleNamespace(port=listening.getsockname()[1], entries=entries)
+    server.should_exit = True
+    thread.join(60)
+
+
+def ask(port: int, path: str, body: Any) -> tuple[int, Any]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection.request("GET" if body is None else "POST", path, None if body is None else json.dumps(body))
+    answer = connection.getresponse()
+    return answer.status, json.loads(answer.read())
+
+
+def test_embeddings(served: SimpleNamespace) -> None:
+    served.entries["embed"].calls.clear()
+    texts = ["the cat", "a", "the cat sleeps on a mat", "rain falls", "mat", "cat", "sleeps"]
+    status, told = ask(served.port, "/v1/embeddings", {"model": "embed", "input": texts})
+    assert status == 200 and told["model"] == "embed" and told["usage"] == {"prompt_tokens": 14, "total_tokens": 14}
+    tokens = [[WORDS.index(word) + 1 for word in text.split()] for text in texts]
+    assert [each["embedding"] for each in told["data"]] == [[sum(row), len(row)] for row in tokens]
+    assert [each["index"] for each in told["data"]] == list(range(7))
+    assert sorted(served.entries["embed"].calls) == [(1, 8), (2, 4), (4, 4)], "by the recorded length, up to the largest batch"
+    status, told = ask(served.port, "/v1/embeddings", {"input": "the cat", "encoding_format": "base64"})
+    assert struct.unpack("<2f", base64.b64decode(told["data"][0]["embedding"])) == (3.0, 2.0)
+    for tokens_alone in ([1, 2], [[1, 2]]):
+        assert ask(served.port, "/v1/embeddings", {"input": tokens_alone})[1]["data"][0]["embedding"] == [3.0, 2.0]
+
+
+def test_a_reranker(served: SimpleNamespace) -> None:
+    body = {"model": "rerank", "query": "the", "documents": ["cat", {"text": "rain falls"}, "a"], "return_documents": True}
+    for path in ("/v1/rerank", "/rerank"):
+        status, told = ask(served.port, path, body | {"raw_scores": True})
+        assert status == 200 and [each["index"] for each in told["results"]] == [1, 2, 0]
+        assert [each["relevance_score"] for each in told["results"]] == [18.0, 6.0, 3.0]
+        assert told["results"][0]["document"] == {"text": "rain falls"}
+    status, told = ask(served.port, "/v1/rerank", body | {"top_n": 1})
+    assert told["results"] == [{"index": 1, "relevance_score": 1 / (1 + math.exp(-18.0)), "document": {"text": "rain falls"}}]
+
+
+def test_the_second_text_of_a_pair_is_marked(tmp_path: Path) -> None:
+    model = TextModel("m", Language(write_words(tmp_path)), ports(3, 3), Summing(ports(3, 3)).answer, 5.0)
+    tensors = model._tensors(model.encoded([("the cat", "a mat")], field="documents", truncate=False), 8)
+    assert struct.unpack("<8q", tensors[2].data) == (0, 0, 1, 1, 0, 0, 0, 0)
+    assert struct.unpack("<8q", tensors[1].data) == (1, 1, 1, 1, 0, 0, 0, 0)
+
+
+def test_a_classifier(served: SimpleNamespace) -> None:
+    status, told = ask(served.port, "/classify", {"model": "classify", "input": ["cat"]})
+    (row,) = told["data"]
+    assert status == 200 and (row["label"], row["num_classes"]) == ("bad", 3) and told["labels"] == ["bad", "good", "none"]
+    weights = [math.exp(number) for number in (2.0, 1.0, 0.0)]
+    assert row["probs"] == pytest.approx([weight / sum(weights) for weight in weights])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "field", "text"),
+    [
+        ("embeddings", {}, 400, "input", "input: expected a string, a list of tokens, or a list of these"),
+        ("embeddings", {"input": ["a", 5]}, 400, "input", "input: expected a string, a list of tokens, or a list of these"),
+        ("embeddings", {"input": ["a"] * 2049}, 400, "input", "input: 2049 texts; at most 2048 may be"),
+        ("embeddings", {"input": [99]}, 400, "input", "input: expected tokens from 0 to 9"),
+        ("embeddings", {"input": ""}, 400, "input", "input: a text without a token"),
+        ("embeddings", {"input": "a " * 9}, 400, "input", "input: 9 tokens, and the model takes 8 tokens; `truncate` cuts"),
+        ("embeddings", {"input": "a" * 999}, 400, "input", "input: 999 characters, and the model takes 8 tokens; `truncate` cuts"),
+        ("embeddings", {"input": "a", "dimensions": 5}, 400, "dimensions", "dimensions: no such field"),
+        ("embeddings", {"input": "a", "encoding_format": "x"}, 400, "encoding_format", "encoding_format: expected float or base64"),
+        ("embeddings", {"input": "a", "model": "rerank"}, 400, "model", "model: 'rerank' answers at /v1/rerank"),
+        ("embeddings", {"input": "a", "model": "other"}, 404, "model", "no model 'other'; there is embed"),
+        ("rerank", {"documents": ["a"]}, 400, "query", "query: expected a string"),
+        (
+            "rerank",
+            {"query": "a", "documents": []},
+            400,
+            "documents",
+            "documents: expected 1 to 2048 strings, or objects with a text",
+        ),
+        ("chat/completions", {"messages": [], "model": "embed"}, 400, "messages", "messages: expected a list of messages"),
+    ],
+)
+def test_what_is_refused(served: SimpleNamespace, path: str, body: Any, status: int, field: str, text: str) -> None:
+    found, told = ask(served.port, f"/v1/{path}", body)
+    assert (found, told["error"]["message"], told["error"]["param"]) == (status, text, field)
+
+
+def test_a_long_text_is_cut_where_that_is_asked_for(served: SimpleNamespace) -> None:
+    status, told = ask(served.port, "/v1/embeddings", {"input": "the " * 8 + "cat", "truncate": True})
+    assert status == 200 and told["data"][0]["embedding"] == [9.0, 8.0], "the last token stays"
+
+
+def test_a_full_queue_is_429(served: SimpleNamespace) -> None:
+    served.entries["embed"].full = True
+    try:
+        status, told = ask(served.port, "/v1/embeddings", {"input": ["a", "the cat sleeps on a"]})
+        assert status == 429 and told["error"]["message"] == "3 requests wait already"
+    finally:
+        served.entries["embed"].full = False
+
+
+def test_models_are_listed(served: SimpleNamespace) -> None:
+    assert [each["id"] for each in ask(served.port, "/v1/models", None)[1]["data"]] == ["embed", "rerank", "classify"]
+
+
+def test_openai_embeddings(served: SimpleNamespace) -> None:
+    openai = pytest.importorskip("openai", reason="pip install '.[openai]'")
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{served.port}/v1", api_key="none", max_retries=0)
+    made = client.embeddings.create(model="embed", input=["the cat", "a"])
+    assert [each.embedding for each in made.data] == [[3.0, 2.0], [5.0, 1.0]] and made.usage.total_tokens == 3
+
+
+def test_which_bundles_take_texts() -> None:
+    assert takes_texts(ports(5)) and takes_texts(ports(1, 3))
+    assert not takes_texts(ports(5, 1))
+    floats = Ports((Port("x", "FP32", (-1, 6), ("batch", 6)),) * 2, ports(5).outputs, (1, 4))
+    assert not takes_texts(floats)
+
+
+# --- a bundle ---------------------------------------------------------------------------------------------------------
+
+MODEL = """
+import torch
+from torch import nn
+
+
+class Embed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(16, 5)
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor) -> torch.Tensor:
+        kept = attention_mask.unsqueeze(-1).to(torch.float32)
+        return (self.words(input_ids) * kept).sum(1) / kept.sum(1).clamp(min=1e-9)
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return Embed().eval()
+
+
+def inputs(batch: int, seq: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(1, 16, (batch, seq)), torch.ones(batch, seq, dtype=torch.int64)
+"""
+
+
+@contextmanager
+def serving(*arguments: object) -> Iterator[int]:
+    """`cgcompile serve`; the port."""
+    path = os.pathsep.join([str(ROOT), str(ROOT / "cli"), str(ROOT / "bundles"), os.environ.get("PYTHONPATH", "")])
+    command = [sys.executable, "-m", "cgcompile_cli", "serve", *map(str, arguments), "--port", "0"]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": path}, stderr=subprocess.PIPE, text=True)
+    try:
+        assert process.stderr is not None
+        line = process.stderr.readline()
+        assert line.startswith("listening at "), line + process.stderr.read()
+        said = process.stderr.readline()
+        assert said.startswith("serving embed"), said
+        yield int(line.rpartition(":")[2])
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_a_bundle_with_its_tokenizer_beside_it(tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    import cgcompile
+
+    (tmp_path / "embed.py").write_text(MODEL)
+    bundle = tmp_path / "embed.cgb"
+    cgcompile.build(str(tmp_path / "embed.py"), sizes=["batch=1,4", "seq=4,8"], out=bundle, target="cpu")
+    write_words(tmp_path / "embed")
+    names: dict[str, Any] = {}
+    exec(MODEL, names)
+    network = names["model"]()
+    texts = ["the cat sleeps", "a mat", "rain falls on the cat while a cat sleeps", "falls"]
+    with serving(bundle) as port:
+        status, told = ask(port, "/v1/embeddings", {"input": texts, "truncate": True})
+        assert status == 200 and ask(port, "/health", None)[1]["torch"] is False
+        for text, row in zip(texts, told["data"], strict=True):
+            ids = [WORDS.index(word) + 1 for word in text.split()]
+            ids = [*ids[:7], ids[-1]] if len(ids) > 8 else ids
+            with torch.no_grad():
+                expected = network(torch.tensor([ids]), torch.ones(1, len(ids), dtype=torch.int64))[0].tolist()
+            assert row["embedding"] == pytest.approx(expected, abs=1e-6)
+        assert ask(port, "/v2/models/embed", None)[0] == 200, "by the other protocol, too"

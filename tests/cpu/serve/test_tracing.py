@@ -1,0 +1,64 @@
+"""bundles/cgserve/batching/tracing.py: the spans of requests that go together, by OpenTelemetry's own SDK."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+PARENT = {"traceparent": "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"}
+
+
+@pytest.fixture
+def tracing() -> ModuleType:
+    return importlib.import_module("cgserve.batching.tracing")
+
+
+def two_requests(tracing: ModuleType) -> list[Any]:
+    """Two requests of one batch, the first of which belongs to a trace already."""
+    queue = sys.modules["cgserve.batching.request_queue"]
+
+    async def run() -> list[Any]:
+        with ThreadPoolExecutor(1) as thread:
+            watch = lambda batch: tracing.batch_spans(batch, 4)  # noqa: E731
+            async with queue.RequestQueue(lambda items: [2 * item for item in items], thread, 2, 5.0, 9, watch) as made:
+
+                async def ask(item: int, headers: dict[str, str]) -> Any:
+                    with tracing.request_span("tiny", 3, headers):
+                        return await made.answer(item, "group", 1, 20.0)
+
+                return await asyncio.gather(ask(1, PARENT), ask(2, {}))
+
+    return asyncio.run(run())
+
+
+def test_each_request_has_its_wait_and_its_replay(tracing: ModuleType) -> None:
+    sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="pip install opentelemetry-sdk")
+    export = pytest.importorskip("opentelemetry.sdk.trace.export")
+    memory = pytest.importorskip("opentelemetry.sdk.trace.export.in_memory_span_exporter")
+    exporter, provider = memory.InMemorySpanExporter(), sdk.TracerProvider()
+    provider.add_span_processor(export.SimpleSpanProcessor(exporter))
+    tracing.trace.set_tracer_provider(provider)
+    assert two_requests(tracing) == [2, 4]
+    spans = exporter.get_finished_spans()
+    requests = [span for span in spans if span.name == "infer"]
+    assert len(spans) == 6 and len(requests) == 2
+    assert [span.parent is not None and f"{span.parent.span_id:016x}" for span in requests].count("b7ad6b7169203331") == 1
+    for request in requests:
+        assert dict(request.attributes) == {"cgbundle.model": "tiny", "cgbundle.version": 3}
+        queue, replay = sorted(
+            [span for span in spans if span.parent and span.parent.span_id == request.context.span_id], key=lambda span: span.name
+        )
+        assert (queue.name, replay.name) == ("queue", "replay") and queue.end_time == replay.start_time
+        assert request.start_time <= queue.start_time + 10**6 and replay.end_time <= request.end_time
+        assert dict(replay.attributes) == {"cgbundle.rows": 2, "cgbundle.recorded_rows": 4, "cgbundle.requests": 2}
+
+
+def test_without_the_package_nothing_is_done(tracing: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tracing, "trace", None)
+    assert two_requests(tracing) == [2, 4]
