@@ -107,12 +107,14 @@ def serializable(program: ExportedProgram) -> ExportedProgram:
 
 def without_weights(program: ExportedProgram) -> ExportedProgram:
     """`program` for the CPU, without example inputs.  Every weight keeps its shape and dtype and is a single zero, seen through
-    strides of 0."""
+    strides of 0.  Ranges are those of symbols alone: a program that was loaded with one of `2*s0` cannot be decomposed."""
     program = serializable(program)
     named = {**program.state_dict, **program.constants}
     hollow = {name: _hollow(value) for name, value in named.items() if isinstance(value, torch.Tensor)}
     made = on_device(program, torch.device("cpu"), hollow)
     made._example_inputs = None
+    for size in [size for size in made.range_constraints if not size.is_Symbol]:
+        del made.range_constraints[size]
     return made
 
 
@@ -175,8 +177,8 @@ def _fake_at(value: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _like(value: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, a parameter where `value` is one."""
-    return torch.nn.Parameter(tensor, value.requires_grad) if isinstance(value, torch.nn.Parameter) else tensor
+    """`tensor`, a plain parameter where `value` is one: a class of its own may not keep itself."""
+    return torch.nn.Parameter(tensor.detach(), value.requires_grad) if isinstance(value, torch.nn.Parameter) else tensor
 
 
 def _entry(entry: ModuleCallEntry, renamed: Mapping[str, str]) -> ModuleCallEntry:

@@ -90,9 +90,11 @@ class Replacing(torch.fx.Interpreter):
 
 
 def _in_own_order(node: torch.fx.Node, made: Any) -> Any:
-    """What an operation on complex numbers made, in the order that its result was exported in, unless it is a view."""
+    """What an operation on complex numbers made, in the order that its result was exported in, unless it is a view.  Both parts in
+    one tensor are no view of a pair."""
     returned = node.target._schema.returns if isinstance(node.target, torch._ops.OpOverload) else ()
-    if not returned or any(each.alias_info is not None for each in returned):
+    view = any(each.alias_info is not None for each in returned) and node.target is not torch.ops.aten.view_as_real.default
+    if not returned or view:
         return made
     like = node.meta.get("val")
     if isinstance(made, Pair):

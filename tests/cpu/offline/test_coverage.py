@@ -35,6 +35,10 @@ class Of(nn.Module):
         return self.function(x, self.weight)
 
 
+def spectrogram(x: Tensor) -> Tensor:
+    return torch.stft(x, 8, 4, window=torch.hann_window(8), return_complex=True)
+
+
 CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     "a product": ("", lambda x, w: F.gelu(x @ w)),
     "a sum along an axis": ("", lambda x, w: x.cumsum(-1).logcumsumexp(-1)),
@@ -63,6 +67,7 @@ CASES: dict[str, tuple[str, Callable[[Tensor, Tensor], Any]]] = {
     "rrelu": ("", lambda x, w: F.rrelu(x)),
     "batches": ("", lambda x, w: torch.addbmm(x, x[None], w[None], beta=0.5)),
     "fft": ("", lambda x, w: torch.fft.irfft(torch.fft.rfft(x) * torch.fft.rfft(w[:1]).conj(), n=8)),
+    "a spectrogram": ("", lambda x, w: torch.view_as_real(spectrogram(x)).transpose(1, 2).view(-1, 3, 10) @ w[:5].repeat(2, 1)),
     "complex": ("", lambda x, w: torch.complex(x, x).abs()),
     "a complex result": ("aten.fft_rfft", lambda x, w: torch.fft.rfft(x)),
     "a complex inverse": ("aten.linalg_inv", lambda x, w: torch.linalg.inv(torch.complex(w, w)).real @ x.T),

@@ -9,10 +9,12 @@ import torch
 from torch import nn
 
 from cgcompile.bundle.rows import WHOLE
+from cgcompile.export.export import export
 from cgcompile.export.weights import weight_tensors
+from cgcompile.model.load import load_source
 from cgcompile.offline.lower import worker
 from cgcompile.offline.lower.jobs import LoweringJob, _saved, lower_all
-from cgcompile.offline.lower.worker_job import WorkerJob, read_program
+from cgcompile.offline.lower.worker_job import WorkerJob, program_of, read_program
 from cgcompile.offline.lowered import Lowered
 from cgcompile.targets.cuda.recorded import RegionKey
 from tests.helpers.raising import raises
@@ -87,3 +89,34 @@ def test_what_ends_a_forked_process_is_one_line(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr(worker, "lower_key", None)
     with raises("lowering-broken", match=r"^lowering model for int_key \(2,\): TypeError: 'NoneType' object is not callable"):
         lowered(linear(), tmp_path / "forked", [])
+
+
+class OwnParameter(nn.Parameter):
+    """As geoopt's: what it is detached to is a plain tensor."""
+
+
+class Halved(nn.Module):
+    """A branch over pairs of columns, whose number is even."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = OwnParameter(torch.ones(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + nn.functional.interpolate(nn.functional.avg_pool1d(x, 2), scale_factor=2)
+        return torch.cond(x.sum() > 0, lambda x: x * 2, lambda x: x * 3, (x,)) * self.weight
+
+
+def test_a_program_of_an_even_size_and_a_parameter_of_its_own_class_is_read(tmp_path: Path) -> None:
+    source = load_source(Halved().eval(), lambda side: (torch.randn(1, 1, side),))
+    program = export(source, {"side": (32, 48)}).programs.first
+    files, _ = _saved([LoweringJob(program=program, tensors=(), layouts=(), writes=False, live=())], tmp_path)
+    number, path = files[id(program)]
+    job = WorkerJob(
+        program=path, weights=tmp_path, number=number, code="", tensors=(), layouts=(), writes=False, live=(), key=(), arch="sm_90",
+        settings={}, table=None,
+    )  # fmt: skip
+    read = program_of(job, weight_tensors(program))
+    assert [type(value) for value in read.state_dict.values()] == [nn.Parameter]
+    x = torch.randn(1, 1, 6)
+    torch.testing.assert_close(read.run_decompositions({}).module()(x)[0], Halved()(x))
