@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..model.stored_weights import Quantization
+from ..model.quantization.stored_weights import Quantization
 from .attention import Lanes, Loop, Pages, empty_pages, write
 from .comparison.cache_probe import probe_cache
 from .comparison.probe import Probe

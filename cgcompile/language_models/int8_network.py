@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from ..errors import ModelError
-from ..model.stored_weights import Quantization
+from ..model.quantization.stored_weights import Quantization
 from .comparison.refusal import refusal, told
 from .kernels.int8 import Int8Linear, rounded
 

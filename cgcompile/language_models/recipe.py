@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from ..model.source import Recipe
-from ..model.stored_weights import Quantization
+from ..model.quantization.stored_weights import Quantization
 from .causal_lm import CausalLM
 from .comparison.texts import PAGES, SLOTS, TURNS, compare_small, compare_weights
 from .example_inputs import ExampleInputs

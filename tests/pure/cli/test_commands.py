@@ -31,6 +31,7 @@ COMMANDS = (
     "verify",
     "sign",
     "run",
+    "serve",
     "bench",
     "diff",
     "sizes",

@@ -72,9 +72,10 @@ def test_a_build_takes_what_its_hints_name(option: str) -> None:
 
 
 def test_what_is_to_be_installed_is_what_the_package_asks_for() -> None:
-    """No index has cgcompile itself: hints name the packages of its extras, with the versions that pyproject.toml has."""
+    """Hints name an extra of cgcompile, or the packages of its extras with the versions that pyproject.toml has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = {each for extra in project["optional-dependencies"].values() for each in extra}
+    extras = project["optional-dependencies"]
+    wanted = {each for extra in extras.values() for each in extra} | {f"cgcompile[{name}]" for name in extras}
     lines = [
         node.value
         for folder in ("cgcompile", "cli/cgcompile_cli", "bundles/cgbundle")
