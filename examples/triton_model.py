@@ -4,11 +4,9 @@
     models/classifier/1/model.py       this file
     models/classifier/config.pbtxt     backend: "python"
 
-Inputs, outputs and batching are told to Triton from the bundle's signature, so that config.pbtxt needs no more than that line.
-Where rows do not depend on each other Triton gathers requests up to the largest recorded size.  `cgcompile serve` serves the
-same folder.  The Python of the backend needs cgbundle and NumPy; torch is not imported.  Interface: triton-inference-server's
-python_backend, src/resources/triton_python_backend_utils.py.
-"""
+Triton learns inputs, outputs and batching from the bundle, so that config.pbtxt needs no more than that line.  `cgcompile serve`
+takes the same folder.  The Python of the backend needs cgbundle and NumPy.  Interface: python_backend's
+triton_python_backend_utils.py."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.routing import BaseRoute, Mount, Route
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from .batching.request_queue import Batch
 from .batching.tracing import batch_spans
@@ -50,8 +51,25 @@ class Counters(Watch):
         return self.languages.of(model)
 
 
+class Paths:
+    """The three parts of the server as one ASGI application: which one answers follows from how the path begins."""
+
+    def __init__(self, texts: ASGIApp, tensors: ASGIApp, rest: ASGIApp) -> None:
+        """`rest` gets the events of the server's life, too."""
+        self._texts, self._tensors, self._rest = texts, tensors, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        path = scope.get("path", "")
+        if path.startswith("/v1/") or path in openai.OUTSIDE or path in texts_routes.OUTSIDE:
+            await self._texts(scope, receive, send)
+        elif path == "/v2" or path.startswith("/v2/"):
+            await self._tensors(scope, receive, send)
+        else:
+            await self._rest(scope, receive, send)
+
+
 class Application:
-    """`app` is Starlette's.  `failure`: why the server ended by itself, where it did, and `stop` was called then."""
+    """`app` is an ASGI application.  `failure`: why the server ended by itself, where it did, and `stop` was called then."""
 
     def __init__(
         self, look: Callable[[], Found], settings: Settings, tell: Tell, keys: Sequence[bytes] = (), *, essential: bool = False
@@ -67,9 +85,10 @@ class Application:
         self._inference = inference.Inference(
             self.repository, self.counters.tensors, self._heard, self._broken, self._why_not_ready
         )
-        self.app = Starlette(routes=self._routes(), middleware=self._middleware(keys), lifespan=self._lifespan)
+        self.app = self._within(Paths(*self._parts()), keys)
 
-    def _routes(self) -> list[BaseRoute]:
+    def _parts(self) -> tuple[Starlette, Starlette, Starlette]:
+        """The applications of texts, of tensors, and of the server itself."""
         speaking = {OpenAIRefusal: openai.refused, HTTPException: openai.refused}
         bounded = Middleware(BoundedBodies, largest=openai.BYTES, form=openai.body_of, together=openai.TOGETHER)
         texts = Starlette(routes=[*self._texts.routes, *self._openai.routes], middleware=[bounded], exception_handlers=speaking)
@@ -78,19 +97,17 @@ class Application:
         handlers = {inference.Refusal: inference.refused, HTTPException: inference.refused}
         tensors = Starlette(routes=self._inference.routes, middleware=[bounded], exception_handlers=handlers)
         plain = [Route("/health", self._health), Route("/metrics", self._metrics)]
-        rest = Starlette(routes=plain, exception_handlers=handlers)
-        return [
-            *[Route(path, texts) for path in (*openai.OUTSIDE, *texts_routes.OUTSIDE)], Route("/v2", self._inference.about),
-            Mount("/v1", texts), Mount("/v2", tensors), Mount("/", rest),
-        ]  # fmt: skip
+        return texts, tensors, Starlette(routes=plain, exception_handlers=handlers, lifespan=self._lifespan)
 
-    def _middleware(self, keys: Sequence[bytes]) -> list[Middleware]:
-        made = [Middleware(Numbered)]
+    def _within(self, app: ASGIApp, keys: Sequence[bytes]) -> ASGIApp:
+        """The application with numbers of requests, and where they are asked for with keys and for browsers."""
+        if keys:
+            app = KeyRequired(app, keys)
         if self._settings.origins:
             exposed = ["X-Request-Id", "Retry-After", inference.HEADER]
             allowed: dict[str, Any] = {"allow_methods": ["*"], "allow_headers": ["*"], "expose_headers": exposed}
-            made.append(Middleware(CORSMiddleware, allow_origins=list(self._settings.origins), **allowed))
-        return [*made, Middleware(KeyRequired, keys=keys)] if keys else made
+            app = CORSMiddleware(app, allow_origins=list(self._settings.origins), **allowed)
+        return Numbered(app)
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:

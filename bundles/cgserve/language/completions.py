@@ -101,12 +101,8 @@ def read_request(text: bytes, *, chat: bool) -> Asked:
         if name in known or biases or value in NEUTRAL.get(name, ()):
             continue
         if name in NEUTRAL or name == "logit_bias":
-            raise Refusal(
-                400,
-                f"{name}: this server does not do that" + (f": {WHY[name]}" if name in WHY else ""),
-                name,
-                "unsupported_parameter",
-            )
+            why = f": {WHY[name]}" if name in WHY else ""
+            raise Refusal(400, f"{name}: this server does not do that{why}", name, "unsupported_parameter")
         raise Refusal(400, f"{name}: no such field", name, "unknown_parameter")
     options = of_kind(body, "stream_options", dict, {}, "an object")
     limit = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"

@@ -174,7 +174,8 @@ class Version:
         except BaseException:
             self._options.memory.give_back(self._size)
             raise
-        self.seconds["self_test"] = time.perf_counter() - began - self.seconds["load"]
+        if not (is_language_model(manifest) and self._first):
+            self.seconds["self_test"] = time.perf_counter() - began - self.seconds["load"]
         return program, ports, language
 
     def _examine(self, program: Loaded) -> dict[str, Ports]:

@@ -51,11 +51,11 @@ class Inference:
         ready: Callable[[], str | None],
     ) -> None:  # fmt: skip
         self._repository, self._metrics, self._tell, self._health, self._why_not_ready = repository, metrics, tell, health, ready
-        paths = ("/models/{model}", "/models/{model}/versions/{version}")
+        paths = ("/v2/models/{model}", "/v2/models/{model}/versions/{version}")
         self.routes = [
-            Route("/health/live", self._live), Route("/health/ready", self._ready),
-            Route("/repository/index", self._index, methods=["POST"]),
-            Route("/repository/models/{model}/load", self._load, methods=["POST"]),
+            Route("/v2", self._about), Route("/v2/health/live", self._live), Route("/v2/health/ready", self._ready),
+            Route("/v2/repository/index", self._index, methods=["POST"]),
+            Route("/v2/repository/models/{model}/load", self._load, methods=["POST"]),
             *[Route(path, self._model) for path in paths],
             *[Route(f"{path}/ready", self._model_ready) for path in paths],
             *[Route(f"{path}/infer", self._infer, methods=["POST"]) for path in paths],
@@ -63,7 +63,7 @@ class Inference:
 
     # --- health and metadata ----------------------------------------------------------------------------------
 
-    async def about(self, _: Request) -> Response:
+    async def _about(self, _: Request) -> Response:
         return JSONResponse({"name": "cgbundle", "version": "2", "extensions": EXTENSIONS})
 
     async def _live(self, _: Request) -> Response:

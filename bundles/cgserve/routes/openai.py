@@ -41,10 +41,11 @@ class OpenAI:
         self._serving, self._text_models, self._known = serving, texts, known
         self._created = int(time.time())
         self.reader = PromptReader(self._choose, unread)
-        self.routes = [Route(path.removeprefix("/v1"), self._complete, methods=["POST"]) for path in PATHS]
-        self.routes += [Route("/tokenize", self._tokenize, methods=["POST"])]
-        self.routes += [Route("/detokenize", self._detokenize, methods=["POST"])]
-        self.routes += [Route("/models", self._models), Route("/models/{model:path}", self._model)]
+        self.routes = [Route(path, self._complete, methods=["POST"]) for path in PATHS]
+        for prefix in ("", "/v1"):
+            self.routes += [Route(f"{prefix}/tokenize", self._tokenize, methods=["POST"])]
+            self.routes += [Route(f"{prefix}/detokenize", self._detokenize, methods=["POST"])]
+        self.routes += [Route("/v1/models", self._models), Route("/v1/models/{model:path}", self._model)]
 
     def _choose(self, name: str | None) -> ServedModel:
         """Raises Refusal."""

@@ -43,10 +43,13 @@ class Texts:
         self, serving: Callable[[], Mapping[str, TextModel]], known: Callable[[], Sequence[str]], reader: PromptReader, tell: Tell
     ) -> None:  # fmt: skip
         self._serving, self._known, self._reader, self._tell = serving, known, reader, tell
+        self.routes: list[Route] = []
         handlers: dict[Task, Callable[[Request], Awaitable[Response]]] = {
             "embed": self._embeddings, "rerank": self._rerank, "classify": self._classify,
         }  # fmt: skip
-        self.routes = [Route(PATHS[task], handler, methods=["POST"]) for task, handler in handlers.items()]
+        for task, path in PATHS.items():
+            paths = (f"/v1{path}", path) if path in OUTSIDE else (f"/v1{path}",)
+            self.routes += [Route(each, handlers[task], methods=["POST"]) for each in paths]
 
     async def _embeddings(self, request: Request) -> Response:
         model, body, texts = await self._read(request, "embed")
