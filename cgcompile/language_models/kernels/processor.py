@@ -1,5 +1,8 @@
-"""What language models compute on processors, as operators: bundles call functions in C++ (targets/kernels/operators.cpp), eager
-PyTorch runs the operations that are written here.  All numbers are float32."""
+"""What language models compute on processors, as operators.
+
+Bundles call functions in C++ (targets/kernels/operators.cpp).  Eager PyTorch runs the operations that are written here, in double
+precision: bundles are compared with them, and deep models enlarge the errors of both sides.  All tensors of numbers are float32.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from . import prefill
 @torch.library.custom_op("language_model::int8_linear", mutates_args=(), device_types="cpu")
 def int8_linear(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     """x (rows, in), weight int8 (out, in), scale (out,) -> (rows, out)."""
-    return F.linear(x, weight.float()) * scale
+    return (F.linear(x.double(), weight.double()) * scale).float()
 
 
 @int8_linear.register_fake
@@ -27,7 +30,8 @@ def paged_attention(
     scale: float, window: int, chunk: int, softcap: float,
 ) -> Tensor:  # fmt: skip
     """`paged_prefill`, with zeros behind the first `count` tokens of a lane.  In C++ it reads only the pages that they see."""
-    mixed = prefill.plain(query, keys, values, pages, start, count, sinks, scale, window, chunk, softcap)
+    wide = query.double(), keys.double(), values.double()
+    mixed = prefill.plain(*wide, pages, start, count, sinks, scale, window, chunk, softcap).float()
     counts = torch.arange(query.shape[1], device=query.device) < count[:, None]
     return torch.where(counts[..., None, None], mixed, 0.0).contiguous()
 

@@ -47,6 +47,7 @@ AOTITorchError row_major(const std::vector<int64_t>& sizes, AtenTensorHandle* re
 // --- products with weights of 8 bits ------------------------------------------------------------------------------------
 
 constexpr int FEW = 4;  // rows, up to which the weights are multiplied as they lie: no panel is packed
+constexpr int PART = 96;  // of the depth, whose products are added up first: the error of a long sum grows with its length
 constexpr int64_t SOON = 8192;  // bytes of weights ahead of which memory is asked: the processor does not foresee several rows at once
 
 typedef int8_t Bytes __attribute__((vector_size(LANES), aligned(1)));
@@ -129,10 +130,10 @@ void pack_bytes(const int8_t* weight, const float* scale, int64_t count, int64_t
 
 // made[:, j:j+COLUMNS], all rows in tiles of nearly equal height.
 void many_rows(const Matrix& x, const int8_t* weight, const float* scale, int64_t j, const Matrix& made) {
-  alignas(ALIGNMENT) thread_local float panel[DEPTH * COLUMNS];
+  alignas(ALIGNMENT) thread_local float panel[PART * COLUMNS];
   int64_t parts = (x.rows + ROWS - 1) / ROWS;
-  for (int64_t begin = 0; begin < x.columns; begin += DEPTH) {
-    int64_t end = std::min<int64_t>(x.columns, begin + DEPTH);
+  for (int64_t begin = 0; begin < x.columns; begin += PART) {
+    int64_t end = std::min<int64_t>(x.columns, begin + PART);
     pack_bytes(weight, scale, made.columns, x.columns, begin, end, j, panel);
     for (int64_t part = 0; part < parts; part++) {
       int64_t from = x.rows * part / parts, to = x.rows * (part + 1) / parts;
@@ -224,8 +225,10 @@ template <int count> void attend(const Query* queries, const Pages& pages, const
     Vector sums[count] = {};
     for (int64_t token = first; token < last;) {
       const float* value = pages.value(token) + d;
+      Vector of_page[count] = {};
       for (int64_t end = std::min(last, (token / pages.size + 1) * pages.size); token < end; token++, value += pages.value_token)
-        for (int r = 0; r < count; r++) sums[r] += scores[r * line + token - first] * *reinterpret_cast<const Unaligned*>(value);
+        for (int r = 0; r < count; r++) of_page[r] += scores[r * line + token - first] * *reinterpret_cast<const Unaligned*>(value);
+      for (int r = 0; r < count; r++) sums[r] += of_page[r];
     }
     for (int r = 0; r < count; r++) *reinterpret_cast<Unaligned*>(queries[r].made + d) = sums[r] * share[r];
   }
