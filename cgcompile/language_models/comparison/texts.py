@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from ..architectures.text_half import maker
 from ..attention import NAME
 from ..networks import over_pages
 from ..sampling import Sampling
-from ..text_half import maker
 from .independence import check_independence
 from .probe import check_kind
 from .refusal import place_of, refusal, told
