@@ -21,11 +21,11 @@ import torch
 from torch import Tensor, nn
 
 from ..model.quantization.stored_weights import Quantization
+from .architectures.lane_cache import LaneCache
 from .attention import Lanes, Loop, Pages, empty_pages, write
 from .comparison.cache_probe import probe_cache
 from .comparison.probe import Probe
 from .control_flow import while_loop
-from .lane_cache import LaneCache
 from .positions import depends_on_length, reread_length, ropes_by_length, temperatures_by_place, with_length
 from .sampling import Sampling, alternatives, log_probability, sample
 from .settings import PAGE
@@ -37,7 +37,8 @@ Result = dict[str, Tensor]
 
 
 class CausalLM(nn.Module):
-    """A model of transformers with its cache.  Its attention is `paged`, or its own over keys that lie in pages (lane_cache.py).
+    """A model of transformers with its cache.  Its attention is `paged`, or its own over keys that lie in pages
+    (architectures/lane_cache.py).
 
     The buffers, which calls change: `keys_N` and `values_N` of the N-th layer that has any, (pages, key heads, PAGE, dim);
     `state_N`, (slots, ...), of layers that carry a state from token to token; `seen`, bool (slots, vocabulary), which tokens the

@@ -15,10 +15,10 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from ..errors import ModelError
+from .architectures.text_half import maker, without_other_parts
 from .attention import NAME
 from .comparison.probe import takes_paged
 from .comparison.refusal import told
-from .text_half import maker, without_other_parts
 
 PLAIN_ROPES = {"default", "mrope", "su"}
 """Types of ropes that models compute themselves, beside those that transformers has functions for."""

@@ -60,7 +60,7 @@ def main() -> int:
 
 def halves() -> list[str]:
     """Models that read more than text, and have a part that is a language model."""
-    from cgcompile.language_models.text_half import WHOLE
+    from cgcompile.language_models.architectures.text_half import WHOLE
 
     configs = {config.model_type: config for kind in WHOLE for config in kind._model_mapping}
     return [name + HALF for name, config in sorted(configs.items()) if "text_config" in config.sub_configs]
@@ -72,12 +72,12 @@ def judged_half(name: str, tokens: int) -> str:
     from transformers import AutoConfig
 
     from cgcompile.errors import ModelError
+    from cgcompile.language_models.architectures.text_half import WHOLE
     from cgcompile.language_models.comparison.probe import check_kind
     from cgcompile.language_models.comparison.refusal import told
     from cgcompile.language_models.comparison.texts import compare_texts, small_reference
     from cgcompile.language_models.networks import folder_configuration, folder_network
     from cgcompile.language_models.recipe import small
-    from cgcompile.language_models.text_half import WHOLE
 
     try:
         config = AutoConfig.for_model(name, **NEEDED.get(name, {}))

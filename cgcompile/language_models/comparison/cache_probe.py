@@ -1,6 +1,6 @@
 """What transformers' own cache of a model holds after one small call: keys and values by layer, and states.
 
-For models that compute attention in code of their own, or have layers with a state (lane_cache.py).
+For models that compute attention in code of their own, or have layers with a state (architectures/lane_cache.py).
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, EncoderDecoderCache, PretrainedConfig, PreTrainedModel
 
 from ...errors import ModelError
-from ..lane_cache import Kept, State
-from ..recurrent_gemma import states_in_cache
+from ..architectures.lane_cache import Kept, State
+from ..architectures.recurrent_gemma import states_in_cache
 from .probe import TOKENS, Layer, check_windows, probe_layers
 from .refusal import refusal, told
 

@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from ...errors import ModelError
-from ..text_half import model_class
+from ..architectures.text_half import model_class
 from .refusal import refusal, told
 
 TOKENS = 3

@@ -159,7 +159,7 @@ def fewer_layers(values: dict[str, Any]) -> dict[str, Any]:
         layers = sorted({*layers, count - 1 - kind[::-1].index("hybrid")})
     if "attn_layer_period" in values and not lists:
         values |= {"attn_layer_period": 2, "attn_layer_offset": 1}
-        layers = list(range(4))
+        layers = list(range(2))
     if isinstance(pattern := values.get("block_types"), list):
         layers = list(range(len(pattern)))
     if isinstance(values.get("num_layers_per_stack"), int):  # of stacks that every token goes through several times

@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from .attention import Loop, Pages
-from .comparison.probe import Layer
-from .settings import PAGE
+from ..attention import Loop, Pages
+from ..comparison.probe import Layer
+from ..settings import PAGE
 
 
 class State(NamedTuple):

@@ -1,0 +1,1 @@
+"""Models that are more or other than layers with paged attention: their cache by lane, their states, and their text half."""
