@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,10 +53,10 @@ class Options:
     max_keys: int
     max_paths: int
     donations: Sequence[tuple[str, str]]
-    state: Mapping[str, Any]
     world: int | None
     split: str | None
     progress: Watcher
+    state: Mapping[str, Any] = field(default_factory=dict)
     language: LanguageOptions = LanguageOptions()
 
 

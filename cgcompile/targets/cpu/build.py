@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import platform
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,6 @@ from ...model.flat_module import PREFIX
 from ...model.pytree import dtype_name
 from ...transforms.error_bounds import error_bounds
 from ...transforms.output_aliases import with_aliases
-from ...transforms.prepared import Prepared
 from ...util.disk_space import size
 from ...util.progress import Stages, Tell, each_named
 from ...util.scratch import scratch_folder
@@ -86,7 +85,8 @@ def build_parts(spec: BuildSpec, stage: Path, stages: Stages, begun: Begun | Non
             tell.result(_summary([(each.file(key), compiled) for each in entries for key, compiled in each.compiled.items()]))
         with stages("emit") as tell:
             tensors = dict(sorted(spec.entries[0].prepared.weights.items()))
-            weights = write_weights(stage / file_names.WEIGHTS, tensors, weight_rows(tensors, spec.entries[0].prepared))
+            state, varying = spec.entries[0].prepared.state, spec.entries[0].prepared.varying
+            weights = write_weights(stage / file_names.WEIGHTS, tensors, weight_rows(tensors, state, varying))
             (stage / file_names.HOST).mkdir()
             self_tests = {
                 each.entry.name: eager_self_test(each.entry.source, each.entry.prepared, each.entry.sizes, weights)
@@ -222,7 +222,7 @@ def _summary(compiled: Sequence[tuple[str, Compiled]]) -> str:
     return f"{len(compiled)} files, {total}{f', {before} of them kept before' if before else ''}"
 
 
-def weight_rows(tensors: Mapping[str, torch.Tensor], prepared: Prepared) -> tuple[Weight, ...]:
+def weight_rows(tensors: Mapping[str, torch.Tensor], state: Collection[str], varying: Collection[str] = ()) -> tuple[Weight, ...]:
     """The rows under the program's names.  Memory `weights` is the mapped file, which has no offsets of its own.  Raises
     dtype-unsupported for dtypes that a bundle cannot hold and for constants with gaps or overlaps."""
     for full, value in tensors.items():
@@ -233,7 +233,7 @@ def weight_rows(tensors: Mapping[str, torch.Tensor], prepared: Prepared) -> tupl
                 f"weight {name!r}: strides {list(value.stride())} leave gaps or overlap",
                 "call .contiguous() on it in the model",
             )
-    rows = lay_out(shapes_of(tensors), prepared.state, varying=prepared.varying).rows
+    rows = lay_out(shapes_of(tensors), state, varying=varying).rows
     return tuple([row if row.memory == "state" else replace(row, memory="weights", offset=0) for row in rows])
 
 

@@ -6,6 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.helpers.raising import raises
+
 torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
@@ -15,6 +17,7 @@ from cgbundle.format.file_names import KERNELS, all_programs  # noqa: E402
 from cgbundle.tables.table import Table  # noqa: E402
 from cgbundle.validate.contents import check_loaded  # noqa: E402
 from cgbundle.weights.state_rows import Relocation, Room, resized  # noqa: E402
+from tests.helpers.models import row_kernels  # noqa: E402
 from tests.helpers.models.paged_models import ENTRIES, PAGES, SLOTS, STATE, Paged  # noqa: E402
 
 MANY = {"pages": PAGES + 200, "slots": SLOTS}
@@ -44,3 +47,18 @@ def test_the_code_is_the_same_for_any_number_of_rows(tmp_path: Path) -> None:
             ]
             for column in ("relocation_at", "relocation_memory", "relocation_offset", "blocks", "grid_x", "threads_x"):
                 assert getattr(made[0], column).tolist() == getattr(made[1], column).tolist(), column
+
+
+@pytest.mark.parametrize("sized", [False, True])
+def test_operators_of_triton_kernels_may_not_read_the_number(tmp_path: Path, sized: bool) -> None:
+    def build() -> None:
+        cgcompile.build(
+            row_kernels.RowKernels(sized), row_kernels.inputs, state={"cache": "rows"}, target="sm_90", out=tmp_path / "x.cgb"
+        )
+
+    if sized:
+        with raises("state-refused", match=r"int_key \(\): with more rows the kernels or their arguments are others"):
+            build()
+    else:
+        build()
+        check_loaded(archive.Archive(str(tmp_path / "x.cgb")))
