@@ -162,21 +162,11 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta():
         program = untraced.export(flat, _separate(tensors), dynamic)
     sys.stderr.write(said.getvalue())
-    _make_plain(program)
     _make_dense(program)
     settle_assertions(program)
     give_sizes_at_once(program)
     copy_shared(program.graph_module)
     return without_composites(expanded(program))
-
-
-def _make_plain(program: ExportedProgram) -> None:
-    """Parameters of a class of the model's become torch's, over the same memory: what copies a program refuses others."""
-    made: dict[int, torch.nn.Parameter] = {}
-    for name, value in program.state_dict.items():
-        if isinstance(value, torch.nn.Parameter) and type(value) is not torch.nn.Parameter:
-            plain = torch.Tensor.detach(value).as_subclass(torch.Tensor)
-            program.state_dict[name] = made.setdefault(id(value), torch.nn.Parameter(plain, value.requires_grad))
 
 
 def _make_dense(program: ExportedProgram) -> None:
