@@ -6,13 +6,13 @@ from collections.abc import Sequence
 
 import torch
 
-from ..model.source import Recipe
 from ..model.quantization.stored_weights import Quantization
+from ..model.source import Recipe
 from .causal_lm import CausalLM
 from .comparison.texts import PAGES, SLOTS, TURNS, compare_small, compare_weights
 from .example_inputs import ExampleInputs
 from .folder import read_folder
-from .int8_network import int8_network, quantized
+from .kernels.int8_network import int8_network, quantized
 from .networks import folder_configuration, folder_network
 from .settings import Settings, settings_for
 

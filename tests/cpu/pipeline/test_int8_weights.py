@@ -13,8 +13,8 @@ pytest.importorskip("triton")
 import cgbundle  # noqa: E402
 import cgcompile  # noqa: E402
 from cgcompile.errors import BuildError, ModelError  # noqa: E402
-from cgcompile.language_models.int8_network import Int8Embedding, int8_network, quantized  # noqa: E402
 from cgcompile.language_models.kernels.int8 import Int8Linear  # noqa: E402
+from cgcompile.language_models.kernels.int8_network import Int8Embedding, int8_network, quantized  # noqa: E402
 from tests.helpers.models.causal_lm import CausalLM, Engine, made, prompt  # noqa: E402
 from tests.helpers.models.language_models import network  # noqa: E402
 from tests.helpers.models.random_llama import write_llama  # noqa: E402

@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
-from ..errors import ModelError
-from ..model.quantization.stored_weights import Quantization
-from .comparison.refusal import refusal, told
-from .kernels.int8 import Int8Linear, rounded
+from ...errors import ModelError
+from ...model.quantization.stored_weights import Quantization
+from ..comparison.refusal import refusal, told
+from .int8 import Int8Linear, rounded
 
 TOKENS = 64
 """Of a random text, on which the logits are compared."""
