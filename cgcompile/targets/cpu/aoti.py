@@ -32,13 +32,13 @@ from ..compiler_errors import explain
 from ..instruction_sets import Level, needed
 from ..kernels import operators
 from ..kernels import standalone as standalone_code
+from ..kernels.operator_calls import options as operator_options
+from ..kernels.operator_calls import own_operators
 from ..requirements import check_compiler
 from ..weights import used_weights
 from .compiler import ask_compilers, wrap
 from .interface import Begun, begun_object
 from .interface import begun as begin
-from .own_operators import options as operator_options
-from .own_operators import own_operators
 from .products import lacking, suits
 
 TESTED = "2.13"

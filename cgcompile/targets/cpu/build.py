@@ -33,6 +33,7 @@ from ...util.scratch import scratch_folder
 from ...util.workers import processors, side_by_side
 from ..build_spec import BuildSpec, EntryBuild, EntryParts, ManifestParts
 from ..instruction_sets import Level, level_of
+from ..kernels.operator_calls import without_python
 from ..memory_layout import lay_out, tensor_bytes
 from ..program_contents import program_contents
 from ..weights import frozen_weights, shapes_of, write_weights
@@ -40,7 +41,6 @@ from . import layouts
 from .aoti import Compiled, import_inductor
 from .interface import Begun
 from .object_cache import compiled_and_kept, kept_at, recalled
-from .own_operators import without_python
 
 REASON = "the whole model, compiled for the processor"
 

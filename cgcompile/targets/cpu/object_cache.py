@@ -25,12 +25,12 @@ from ...util.content_cache import cache_folder, cache_optional, cache_path, reca
 from ..instruction_sets import Level
 from ..kernels import operators
 from ..kernels import standalone as standalone_code
+from ..kernels.operator_calls import own_operators
 from ..program_contents import tensor_layout
 from ..requirements import compiler, described
 from .aoti import Compiled, compile_cpu
 from .compiler import HEADER, REGEX
 from .interface import Begun
-from .own_operators import own_operators
 
 NOTES = ("aot_inductor.metadata",)
 """Options in which Inductor itself notes what it compiled for: after a process's first program they are others than before."""

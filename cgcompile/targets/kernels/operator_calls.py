@@ -1,4 +1,4 @@
-"""Operators that have a function in C++ of ours (../kernels/operators.cpp) stay calls; Inductor's code calls the function.
+"""Operators that have a function in C++ of ours (operators.cpp) stay calls; Inductor's code calls the function.
 
 Private of torch (2.11, 2.13): the option `aot_inductor.custom_ops_to_c_shims`.  Where Inductor has no such option, the operators
 become the operations that they are written with, as those of other libraries do.
@@ -13,7 +13,7 @@ import torch._inductor.config
 from torch.export import ExportedProgram
 
 from ...transforms.inlining import custom_operators, inlined
-from ..kernels import operators
+from . import operators
 
 OPTION = "aot_inductor.custom_ops_to_c_shims"
 
