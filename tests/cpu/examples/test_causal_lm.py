@@ -263,7 +263,7 @@ def test_scheduled_texts_pass_their_first_context(name: str, turns: int) -> None
     scheduler = Scheduler(replace(bundle.limits, pages=8))
     prompts, texts, expected = {length: prompt(length) for length in (5, 17, 24, 30, 40)}, {}, {}
     for length, ids in prompts.items():
-        expected[length] = [token for token, _ in by_generate(deepcopy(reference), ids, 20)]
+        expected[length] = [written.token for written in by_generate(deepcopy(reference), ids, 20)]
         scheduler.add(length, Request(prompt=tuple(ids), most=20, sampling=Sampling(temperature=0.0)))
     while (step := scheduler.next()) is not None:
         for progress in scheduler.finish(step, bundle.run(step)):
