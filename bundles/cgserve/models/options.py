@@ -56,10 +56,13 @@ class Options:
     memory: MemoryBudget = field(default_factory=MemoryBudget)
 
 
-def tokenizer_beside(bundle: Path) -> Path | None:
-    """The folder with the tokenizer of a bundle: `X` beside `X.cgb`, which a build from a GGUF file writes; the folder that the
-    bundle lies in; and in a folder of models that of the model.  A bundle has none in itself."""
+def tokenizer_beside(bundle: Path, name: str) -> Path | None:
+    """The folder with the tokenizer of a bundle whose model is called `name`: `X` beside `X.cgb`, or `name`, which a build from a
+    GGUF file writes; the folder that the bundle lies in; and in a folder of models that of the model.  A bundle has none in
+    itself."""
     places = [bundle.with_suffix("")] if bundle.suffix else []
+    if name not in ("", ".", "..") and "/" not in name:
+        places.append(bundle.parent / name)
     places.append(bundle.parent)
     if bundle.name == "model.cgb":
         places.append(bundle.parent.parent)

@@ -202,7 +202,7 @@ class Version:
     def _language(self, path: Path, manifest: Manifest) -> Language | None:
         """The tokenizer of a language model, or of a model whose inputs are tokens and their mask; None of others.  Raises
         Refused."""
-        folder = self._options.tokenizer or tokenizer_beside(path)
+        folder = self._options.tokenizer or tokenizer_beside(path, manifest.name)
         if not is_language_model(manifest):
             with suppress(NotServable):
                 alone = len(manifest.entries) == 1

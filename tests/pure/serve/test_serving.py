@@ -58,13 +58,15 @@ def test_where_a_tokenizer_lies(tmp_path: Path) -> None:
     model = tmp_path / "chat"
     bundle = model / "1" / "model.cgb"
     bundle.mkdir(parents=True)
-    assert tokenizer_beside(bundle) is None
+    assert tokenizer_beside(bundle, "chat") is None
     for folder in (model, model / "1", model / "1" / "model"):
         folder.mkdir(exist_ok=True)
         (folder / "tokenizer.json").write_text("{}")
-        assert tokenizer_beside(bundle) == folder, "the nearest one"
-    assert tokenizer_beside(model / "other.cgb") == model
-    assert tokenizer_beside(tmp_path / "other.cgb") is None
+        assert tokenizer_beside(bundle, "none") == folder, "the nearest one"
+    assert tokenizer_beside(model / "other.cgb", "none") == model
+    assert tokenizer_beside(tmp_path / "other.cgb", "none") is None
+    assert tokenizer_beside(tmp_path / "other.cgb", "chat") == model
+    assert tokenizer_beside(tmp_path / "other.cgb", "chat/1") is tokenizer_beside(tmp_path / "other.cgb", "..") is None
 
 
 def test_a_budget_of_memory() -> None:
