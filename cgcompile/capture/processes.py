@@ -1,8 +1,11 @@
 """The parent's side of recorder processes: start them, hand them requests, pass their progress on, bring back what they found.
 
-A server that has imported torch and Inductor forks them (util/fork_server.py).  It starts as early as can be, beside this process's
-own import of torch.  Requests and results are pickles, since they hold torch's tensors.  They lie in the build's own scratch folder
-(mode 0700) and go with it.  Light: torch is not imported here."""
+Servers that have imported torch and Inductor fork them (util/fork_server.py).  They start as early as can be, beside this process's
+own import of torch.  What one process forks has its addresses, and two recordings with the same addresses prove nothing.  So the
+second recorder comes from a server of its own.
+
+Requests and results are pickles, since they hold torch's tensors.  They lie in the build's own scratch folder (mode 0700) and go
+with it.  Light: torch is not imported here."""
 
 from __future__ import annotations
 
@@ -39,11 +42,12 @@ class Process:
 
 
 class RecorderProcesses:
-    """Processes by role, of one server.  `folder` holds requests, results and logs, `cache` is what all compilers share."""
+    """Processes by role.  `folder` holds requests, results and logs, `cache` is what all compilers share.  The second of `servers`
+    forks every second recorder."""
 
-    def __init__(self, folder: Path, cache: Path, server: ForkServer) -> None:
+    def __init__(self, folder: Path, cache: Path, servers: tuple[ForkServer, ForkServer]) -> None:
         self.folder, self.cache = folder, cache
-        self._server = server
+        self._servers = servers
         self._started: dict[str, list[Process]] = {PRIME: [], RECORD: []}
         self._loading: set[str] = set()
         self._starting = threading.Lock()
@@ -51,8 +55,8 @@ class RecorderProcesses:
 
     @contextmanager
     def others(self, folder: Path) -> Iterator[RecorderProcesses]:
-        """Others of the same server and cache, which end with this."""
-        processes = RecorderProcesses(folder, self.cache, self._server)
+        """Others of the same servers and cache, which end with this."""
+        processes = RecorderProcesses(folder, self.cache, self._servers)
         try:
             yield processes
         finally:
@@ -70,10 +74,11 @@ class RecorderProcesses:
                 self._started[role].append(self._new(role, len(self._started[role]), threads))
 
     def close(self) -> None:
-        """Ends all processes and the server."""
+        """Ends all processes and the servers."""
         self.end(PRIME)
         self.end(RECORD)
-        self._server.close()
+        for server in self._servers:
+            server.close()
 
     def stop(self) -> None:
         """Ends all processes for good, whatever another thread waits for: that raises recorder-failed."""
@@ -136,7 +141,7 @@ class RecorderProcesses:
                 return found
             tell(f"{process.name}: {line.removeprefix('+ ')}")
         status = process.running.wait()
-        log = process.log if process.log.exists() else self._server.log
+        log = process.log if process.log.exists() else self._servers[0].log
         lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
         how = "ended" if status is None else f"ended with status {status}"
         raise BuildError("recorder-failed", f"a recorder process {how}: {lines[-1] if lines else 'it wrote nothing'} (log: {log})")
@@ -144,17 +149,20 @@ class RecorderProcesses:
     def _new(self, role: str, number: int, compilers: int) -> Process:
         name = f"{role}{number}"
         log = self.folder / f"{name}.log"
-        return Process(name=name, running=self._server.fork(f"{role} {compilers}", log), log=log)
+        server = self._servers[number % 2 if role == RECORD else 0]
+        return Process(name=name, running=server.fork(f"{role} {compilers}", log), log=log)
 
 
 @contextmanager
 def recorder_processes(folder: Path | None = None, cache: Path | None = None) -> Iterator[RecorderProcesses]:
-    """Recorder processes, of which the server is started, with a scratch folder of their own unless there is a `folder`; they end
+    """Recorder processes, of which the servers are started, with a scratch folder of their own unless there is a `folder`; they end
     with this.  Call it in the thread that lives longest: they end with that, too."""
     with scratch_folder() as scratch:
         place = cache or (folder or scratch) / "cache"
-        server = ForkServer(WORKER, compiler_environment(place), (folder or scratch) / "server.log")
-        processes = RecorderProcesses(folder or scratch, place, server)
+        first, second = [
+            ForkServer(WORKER, compiler_environment(place), (folder or scratch) / f"server{number}.log") for number in range(2)
+        ]
+        processes = RecorderProcesses(folder or scratch, place, (first, second))
         try:
             yield processes
         finally:

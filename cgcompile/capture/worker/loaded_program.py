@@ -22,7 +22,7 @@ from ...model.load import load_code
 from ...model.source import ROWS
 from ...partition.blocks import has_conditionals
 from ...targets.compiler_errors import explain
-from ...targets.cuda.lowering import lower, repair, start_compilers
+from ...targets.cuda.lowering import choose_without_timing, lower, repair, start_compilers
 from ...targets.cuda.tensors import (
     TensorPlace,
     apply_settings,
@@ -125,6 +125,8 @@ def wake(processes: int) -> None:
 def load_program(request: Request) -> LoadedProgram:
     """Place weights and static inputs, and load the programs of the keys to compute with them.  The host holds no weights."""
     apply_settings(request.settings)
+    if request.varying:
+        choose_without_timing()
     anchor = torch.zeros(1, device="cuda")
     if request.shift:
         for size in SHIFTS:

@@ -77,6 +77,13 @@ def start_compilers(processes: int) -> None:
         torch._inductor.async_compile.AsyncCompile.warm_pool()
 
 
+def choose_without_timing() -> None:
+    """For this process: Inductor takes the configuration of a kernel by rules.  Two processes whose kernels differ in the number of
+    rows of state have no common entry in the cache, and would time, and choose, each for itself."""
+    torch._inductor.config.deterministic = True
+    torch._inductor.config.triton.autotune_pointwise = False
+
+
 def repair(module: torch.fx.GraphModule) -> torch.fx.GraphModule:
     """`module`, changed in place so that Inductor lowers it rightly.  What it computes in eager mode stays the same.  torch before
     2.13 decomposes `aten.lstm.input` on CUDA to hidden states with an extra axis (pytorch issue 151200).  They are viewed with the
