@@ -157,14 +157,16 @@ def _at(chosen: Mapping[str, int]) -> str:
     return ", ".join(f"{name}={size}" for name, size in chosen.items())
 
 
-def _differ(flat: FlatModule, exported: ProgramModule, tensors: Sequence[torch.Tensor], bound: float) -> bool:
+def _differ(flat: FlatModule, exported: Reference, tensors: Sequence[torch.Tensor], bound: float) -> bool:
+    """Raises export-differs where the program fails alone."""
     wanted = _seeded(flat, tensors)
     try:
         made = _seeded(exported, tensors)
     except RuntimeError as error:
-        if ASSERTED not in str(error):
-            raise
-        return True  # of a number that is the same as a size: never 1
+        if ASSERTED in str(error):
+            return True  # of a number that is the same as a size: never 1
+        reason = str(error).partition("\n")[0]
+        raise ModelError("export-differs", f"the exported program fails where the model runs: {reason}") from error
     return _apart(wanted, made, bound) and not _apart(wanted, _seeded(flat, tensors), bound)
 
 

@@ -16,12 +16,13 @@ from cgcompile.export.export import export, refuse_branches
 from cgcompile.export.exported import Exported
 from cgcompile.export.functionalization import functional
 from cgcompile.export.signature.signature import describe_signature
-from cgcompile.model.flat_module import run_eager
+from cgcompile.model.flat_module import ProgramModule, run_eager
 from cgcompile.model.load import load_source
 from cgcompile.model.source import sample
 from cgcompile.targets.weights import shapes_of
 from cgcompile.transforms.padding.proof import prove_padding
 from cgcompile.transforms.prepared import Prepared, prepare
+from tests.cpu.models import Batched
 from tests.helpers.raising import raises
 
 
@@ -336,3 +337,12 @@ def test_branches_of_other_operators_are_not_padded_though_their_programs_are_al
 
     pad, chunk, reason = proved(either, batch=(2, 8))
     assert (pad, chunk) == ("no", False) and "the model has other operators at another size of batch" in reason
+
+
+def test_a_program_that_fails_where_the_model_runs_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: ProgramModule, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        raise RuntimeError("tensors are on two devices\nand more of it")
+
+    monkeypatch.setattr(ProgramModule, "forward", fail)
+    with raises("export-differs", match="fails where the model runs: tensors are on two devices$"):
+        export(load_source(Batched(lambda x: x + 1), rows), {"batch": (1, 8)})
