@@ -157,7 +157,7 @@ def build(
             sizes=sizes, out=out, target=target, strict=strict, allow=tuple(allow), lower=lower, specialize=specialize,
             record=record, prove=prove, prove_budget=prove_budget, autotune=autotune, autotune_timeout=autotune_timeout,
             train=train, fallback_ops=tuple(fallback_ops), standalone=standalone, force=force, max_keys=max_keys,
-            max_paths=max_paths, donations=donations, state=state, world=world, split=split,
+            max_paths=max_paths, donations=donations, state=dict(state), world=world, split=split,
             progress=tell,
             language=LanguageOptions(context=context, lanes=lanes, dtype=dtype, weights=weights),
         )  # fmt: skip

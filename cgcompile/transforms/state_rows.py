@@ -14,6 +14,7 @@ Private interface (torch 2.11, 2.13): `torch._library.triton.triton_ops_to_kerne
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -53,6 +54,18 @@ WITHIN = {
 
 EVERYTHING = (1 << 63) - 1
 """The end of a slice that Python spells `:`."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class IndexedRows:
+    """An operator that reads rows of its second and third argument at the `places` of another.  Behind its `arguments` follows
+    whether the places were checked."""
+
+    places: int
+    arguments: int
+
+
+INDEXED = {"language_model::paged_attention": IndexedRows(places=3, arguments=11)}
 
 
 def rows_buffer(dimension: str) -> str:
@@ -165,6 +178,10 @@ class _Rewriting:
             if target in FACTORIES:
                 return None
         operator = target if isinstance(target, torch._ops.OpOverload) else None
+        if operator is not None and (found := INDEXED.get(operator.name())) and {state, *args[1:3]} <= self._state.keys():
+            places = self._place(node, args[found.places], count)
+            checked = (*args[: found.places], places, *args[found.places + 1 : found.arguments], 1)
+            return self._become(node, target, checked)
         if operator is not None and operator.name() in triton_ops_to_kernels and not self._asserting:
             return None  # kernels that find their rows themselves
         what = str(operator or higher_order(node) or target)

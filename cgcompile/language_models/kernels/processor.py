@@ -27,9 +27,10 @@ def _(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 @torch.library.custom_op("language_model::paged_attention", mutates_args=(), device_types="cpu")
 def paged_attention(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
-    scale: float, window: int, chunk: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float, checked: int = 0,
 ) -> Tensor:  # fmt: skip
-    """`paged_prefill`, with zeros behind the first `count` tokens of a lane.  In C++ it reads only the pages that they see."""
+    """`paged_prefill`, with zeros behind the first `count` tokens of a lane.  In C++ it reads only the pages that they see.
+    `checked`: whether `pages` are known to be rows of `keys`, whose number may then be another than here."""
     wide = query.double(), keys.double(), values.double()
     mixed = prefill.plain(*wide, pages, start, count, sinks, scale, window, chunk, softcap).float()
     counts = torch.arange(query.shape[1], device=query.device) < count[:, None]
@@ -39,6 +40,6 @@ def paged_attention(
 @paged_attention.register_fake
 def _(
     query: Tensor, keys: Tensor, values: Tensor, pages: Tensor, start: Tensor, count: Tensor, sinks: Tensor | None,
-    scale: float, window: int, chunk: int, softcap: float,
+    scale: float, window: int, chunk: int, softcap: float, checked: int = 0,
 ) -> Tensor:  # fmt: skip
     return query.new_empty(query.shape)

@@ -297,8 +297,9 @@ AOTITorchError aoti_torch_cpu_int8_linear(AtenTensorHandle x, AtenTensorHandle w
 
 // query (batch, seq, heads, dim), keys and values (pages, key heads, page, dim), pages (batch, blocks), start and count (batch,) ->
 // (batch, seq, heads, dim): token i of the first `count` of a lane is at place start + i and sees the pages up to it, of them the last
-// `window` (0: all) or those since the last multiple of `chunk` (0: all).  Zeros behind the first `count`.
-AOTITorchError aoti_torch_cpu_paged_attention(AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle pages, AtenTensorHandle start, AtenTensorHandle count, AtenTensorHandle* sinks, double scale, int64_t window, int64_t chunk, double softcap, AtenTensorHandle* ret0) {
+// `window` (0: all) or those since the last multiple of `chunk` (0: all).  Zeros behind the first `count`.  `checked`: the pages are known to
+// be rows of `keys`, of which there may be more than its sizes say.
+AOTITorchError aoti_torch_cpu_paged_attention(AtenTensorHandle query, AtenTensorHandle keys, AtenTensorHandle values, AtenTensorHandle pages, AtenTensorHandle start, AtenTensorHandle count, AtenTensorHandle* sinks, double scale, int64_t window, int64_t chunk, double softcap, int64_t checked, AtenTensorHandle* ret0) {
   View q(query), k(keys), v(values), table(pages), starts(start), counts(count);
   int32_t floats = aoti_torch_dtype_float32(), integers = aoti_torch_dtype_int64();
   if (!q.is(floats, 4) || !k.is(floats, 4) || !v.is(floats, 4) || !table.is(integers, 2) || !starts.is(integers, 1) || !counts.is(integers, 1)) return AOTI_TORCH_FAILURE;
@@ -320,7 +321,7 @@ AOTITorchError aoti_torch_cpu_paged_attention(AtenTensorHandle query, AtenTensor
     if (begin < 0 || number < 0 || number > seq || begin + number > table.sizes[1] * size) return AOTI_TORCH_FAILURE;
     for (int64_t block = 0; number && block * size < begin + number; block++) {
       int64_t page = reinterpret_cast<const int64_t*>(table.data)[lane * table.strides[0] + block * table.strides[1]];
-      if (page < 0 || page >= k.sizes[0]) return AOTI_TORCH_FAILURE;
+      if (page < 0 || (!checked && page >= k.sizes[0])) return AOTI_TORCH_FAILURE;
     }
     longest = std::max(longest, number ? begin + number : 0);
   }

@@ -17,7 +17,7 @@ _TENSOR, _OPTIONAL, _RESULT = "AtenTensorHandle", "AtenTensorHandle*", "AtenTens
 DECLARED = {
     "language_model::int8_linear": (_TENSOR, _TENSOR, _TENSOR, _RESULT),
     "language_model::paged_attention": (
-        *[_TENSOR] * 6, _OPTIONAL, "double", "int64_t", "int64_t", "double", _RESULT,
+        *[_TENSOR] * 6, _OPTIONAL, "double", "int64_t", "int64_t", "double", "int64_t", _RESULT,
     ),
 }  # fmt: skip
 """What each operator's function takes."""

@@ -305,7 +305,7 @@ def test_every_rule_has_a_case_or_a_test_of_its_own() -> None:
         "sparse-output", "deterministic-scatter", "fallback-op", "overlapping-input", "non-tensor-input", "too-many-keys",
         "small-region", "data-dependent-follower", "assert-scalar", "mismatched-integers", "near-ties",
         "operator-without-code", "operator-without-kernel", "unknown-collective", "widened-bound", "earlier-calls",
-        "moved-to-gpu", "wrapped-module", "tensor-assertion",
+        "moved-to-gpu", "wrapped-module", "tensor-assertion", "quantized-weights",
     }  # fmt: skip
     assert {case[0].split()[1] for case in CASES} | own == {each.name for each in explanations() if each.kind == "finding"}
     assert {name(rule) for rule in RULES} <= {each.name for each in explanations()}, "what --allow and explain know"

@@ -21,6 +21,7 @@ from cgcompile.bundle import recordings as codec
 from cgcompile.bundle.recordings import MemcpyNode, Recording
 from cgcompile.bundle.self_test import ReplayedBytes
 from cgcompile.capture import build as capture_build
+from cgcompile.capture import processes as capture_processes
 from cgcompile.capture.recordable import Recordable
 from cgcompile.capture.recorder import Recorded, Replay
 from cgcompile.errors import BuildError, ModelError
@@ -76,9 +77,12 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     said = SimpleNamespace(refused={}, unproved={}, untimed={}, times={}, recorded=[], timed=0)
 
     @contextmanager
-    def started(keys: int, level: str, specialize: str) -> Iterator[Any]:
-        with scratch_folder() as folder:
-            yield SimpleNamespace(folder=folder, cache=tmp_path / "compilers", end=lambda role: None, stop=lambda: None)
+    def recorder_processes(folder: Path | None = None) -> Iterator[Any]:
+        with scratch_folder() as scratch:
+            yield SimpleNamespace(
+                folder=folder or scratch, cache=tmp_path / "compilers", others=recorder_processes,
+                end=lambda role: None, stop=lambda: None, close=lambda: None,
+            )  # fmt: skip
 
     def record_level(recordable: Recordable, name: str, running: Any, tell: Callable[[str], None]) -> Recorded:
         said.recorded.append(name)
@@ -112,7 +116,8 @@ def told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     monkeypatch.setattr(pipeline_build, "choose", lambda *given, **options: chosen)
     monkeypatch.setattr(argument_checks, "choose", lambda *given, **options: chosen)
     monkeypatch.setattr(argument_checks, "check_packages", lambda recorder: None)
-    monkeypatch.setattr(capture_build, "started", started)
+    monkeypatch.setattr(capture_processes, "recorder_processes", recorder_processes)
+    monkeypatch.setattr(capture_build, "start", lambda *given: None)
     monkeypatch.setattr(search, "record_level", record_level)
     monkeypatch.setattr(search, "start", lambda *given: None)
     monkeypatch.setattr(search, "trace", trace)

@@ -6,7 +6,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -105,17 +104,14 @@ def test_a_driver_call_fails(drive: Callable[..., SimpleNamespace]) -> None:
         record.driver.check((700,))
 
 
-def test_a_recorder_dies(record: SimpleNamespace, tmp_path: Path) -> None:
-    code = "import os, sys; print('+ lowering', flush=True); input(); sys.stderr.write('one\\n\\nNo more memory\\n'); os._exit(9)"
-    log = tmp_path / "record0.log"
-    with open(log, "w") as said:
-        running = subprocess.Popen(
-            [sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=said, text=True, process_group=0
-        )
-    process = record.processes.Process(name="record0", running=running, log=log)
+def test_a_recorder_dies(record: SimpleNamespace, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(record.processes, "WORKER", "tests.helpers.dying_worker")
     told: list[str] = []
-    with raises("recorder-failed", match=r"ended with status 9: No more memory \(log: .*record0.log\)"):
-        record.processes._answer(process, None, tmp_path, told.append)
+    with (
+        raises("recorder-failed", match=r"ended with status 9: No more memory \(log: .*record0.log\)"),
+        record.processes.recorder_processes(tmp_path) as processes,
+    ):
+        processes.run([SimpleNamespace(role=record.processes.RECORD)], told.append, 1)
     assert told == ["record0: lowering"]
 
 
@@ -186,7 +182,7 @@ def test_a_weight_that_a_replay_changes(
     nothing: dict[str, Any] = {name: () for name in ("ranges", "graphs", "states", "self_tests")}
     take = Take(**nothing, images={}, mutated=("whole",), arch="", driver=0)
     monkeypatch.setattr(record.recorder, "fitting", lambda wanted, need: wanted)
-    processes = SimpleNamespace(run=lambda *_: [take, take])
+    processes = SimpleNamespace(run=lambda *_: [take, take], end=lambda role: None, cache=tmp_path)
     with raises("weight-mutated", match="a replay changes whole"):
         record.recorder.record(exported, CALLS, self_test=CALLS, folder=tmp_path, level="eager", processes=processes)
 

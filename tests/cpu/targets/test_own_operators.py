@@ -84,11 +84,11 @@ def test_attention_reads_live_tokens_alone(code: Code, case: tuple[object, ...])
     assert_same(code, (query, keys, values, pages, start, count, sinks, *numbers), wanted)
 
 
-def assert_same(code: Code, case: tuple[object, ...], wanted: Tensor) -> None:
+def assert_same(code: Code, case: tuple[object, ...], wanted: Tensor, *, checked: int = 0) -> None:
     *tensors, sinks, scale, window, chunk, softcap = case
     handle, made = code.handle(sinks) if isinstance(sinks, Tensor) else None, c_void_p()
     options = None if handle is None else byref(handle), c_double(scale), c_int64(window), c_int64(chunk), c_double(softcap)
-    assert code("paged_attention", *tensors, *options, byref(made)) == 0
+    assert code("paged_attention", *tensors, *options, c_int64(checked), byref(made)) == 0
     torch.testing.assert_close(code.taken(made, wanted), wanted, atol=2e-5, rtol=1e-5)
     if handle is not None:
         code.library.aoti_torch_delete_tensor_object(handle)
@@ -99,7 +99,14 @@ def test_a_page_that_is_not_there_is_refused(code: Code, page: int) -> None:
     query, cache, one = torch.randn(1, 1, 2, 16), torch.randn(9, 2, 16, 16), torch.tensor([1])
     for table, start in ((torch.tensor([[page]]), 0), (torch.tensor([[1]]), 16), (torch.tensor([[1]]), -1)):
         given = query, cache, cache, table, torch.tensor([start]), one, None, c_double(1), c_int64(0), c_int64(0), c_double(0)
-        assert code("paged_attention", *given, byref(c_void_p())) != 0
+        assert code("paged_attention", *given, c_int64(0), byref(c_void_p())) != 0
+
+
+def test_pages_that_were_checked_may_be_more_than_the_sizes_say(code: Code) -> None:
+    query, cache = torch.randn(1, 1, 2, 16), torch.randn(9, 2, 16, 16)
+    case = torch.tensor([[7]]), torch.tensor([0]), torch.tensor([1]), None, 1.0, 0, 0, 0.0
+    wanted = paged_attention(query, cache, cache, *case)
+    assert_same(code, (query, cache[:5], cache[:5], *case), wanted, checked=1)
 
 
 class Both(nn.Module):
