@@ -7,13 +7,11 @@ those need no process that fills the cache.  A build with one more size lowers t
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-
-from cgbundle.format.schema import IntKey
 
 from ..export.programs import Programs
 from ..export.weights import weight_tensors
@@ -63,21 +61,21 @@ def compiled_path(program: str, level: str, specialize: str) -> Path | None:
     return None
 
 
-def recall_compiled(path: Path | None, keys: Collection[IntKey], folder: Path) -> frozenset[IntKey]:
-    """Writes what was kept into `folder`, where nothing is replaced.  Returns those of `keys` that were lowered."""
-    found = recall(path, CompiledFiles) if path is not None else None
-    if found is None:
+def recall_compiled(path: Path | None, folder: Path) -> frozenset[str]:
+    """Writes what was kept into `folder`, where nothing is replaced.  Returns the int_keys that were lowered, as texts."""
+    record = recall(path, CompiledFiles) if path is not None else None
+    if record is None:
         return frozenset()
-    for file in found.files:
+    for file in record.files:
         place = folder / file.path
         if not place.exists():
             place.parent.mkdir(parents=True, exist_ok=True)
             place.write_bytes(file.content)
-    return frozenset(key for key in keys if str(key) in found.keys)
+    return frozenset(record.keys)
 
 
-def keep_compiled(path: Path | None, keys: Iterable[IntKey], folder: Path) -> None:
-    """Keeps the files of `folder` for `keys`, beside those int_keys for which they were kept before."""
+def keep_compiled(path: Path | None, keys: Iterable[str], folder: Path) -> None:
+    """Keeps the files of `folder`, with which these int_keys were lowered."""
     if path is None:
         return
     places = sorted(place for place in folder.rglob("*") if place.is_file() and not place.is_symlink())
@@ -85,6 +83,4 @@ def keep_compiled(path: Path | None, keys: Iterable[IntKey], folder: Path) -> No
         return
     files = [CompiledFile(path=os.fspath(place.relative_to(folder)), content=place.read_bytes()) for place in places]
     with cache_optional():
-        before = recall(path, CompiledFiles)
-        known = {*map(str, keys), *(before.keys if before else ())}
-        remember(path, CompiledFiles(files=tuple(files), keys=tuple(sorted(known))))
+        remember(path, CompiledFiles(files=tuple(files), keys=tuple(sorted(keys))))

@@ -134,11 +134,11 @@ class RecorderProcesses:
         _write(process, "begin")
         for line in _read(process):
             if line == DONE:
-                found, refusal = pickle.loads(request.result.read_bytes())
+                result, refusal = pickle.loads(request.result.read_bytes())
                 process.running.end()  # the next one may need the memory that it holds
                 if refusal:
                     raise named(*refusal)
-                return found
+                return result
             tell(f"{process.name}: {line.removeprefix('+ ')}")
         status = process.running.wait()
         log = process.log if process.log.exists() else self._servers[0].log

@@ -116,7 +116,8 @@ def record_level(
     """
     keys = recordable.request.keys
     path = compiled_path(recordable.program, level, recordable.request.specialize) if level != "eager" else None
-    known = recall_compiled(path, keys, processes.cache)
+    kept = recall_compiled(path, processes.cache)
+    known = frozenset(key for key in keys if str(key) in kept)
     try:
         recorded = _record(recordable, level, known, processes, workers, tell)
     except BuildError as refusal:
@@ -125,7 +126,7 @@ def record_level(
         processes.end(RECORD)
         recorded = _record(recordable, level, frozenset(), processes, workers, tell)  # both compiled what the cache lacked
     if len(known) < len(keys):
-        keep_compiled(path, keys, processes.cache)
+        keep_compiled(path, kept.union(map(str, keys)), processes.cache)
     return recorded
 
 

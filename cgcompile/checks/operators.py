@@ -16,14 +16,11 @@ from cgbundle.format.schema import Finding
 from ..errors import CATALOGUE, BuildError, ModelError
 from ..export.torch_program import arguments
 from ..model.quantization.stored_weights import Quantization
-from ..transforms.inlining import custom_operators, inlined
+from ..transforms.inlining import OURS, custom_operators, inlined
 from ..util.disk_space import size
 from .context import HOST, NOTE, REFUSE, RuleContext, all_calls, finding, operator
 
 aten = torch.ops.aten
-
-OURS = "language_model::"
-"""The namespace of operators that are known to be captured, and traced."""
 
 INCOMPATIBLE = frozenset({
     "aten.fused_moving_avg_obs_fake_quant.default",  # what export leaves of the next two
@@ -199,7 +196,7 @@ def custom_operator(context: RuleContext) -> Iterable[Finding]:
     """
     for node, top in context.calls():
         foreign = isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in PYTORCH
-        if foreign and not node.target._schema.name.startswith(OURS):
+        if foreign and node.target._schema.name not in OURS:
             yield finding(
                 "custom-operator", NOTE, f"{operator(node)} is an operator of another library", node,
                 "it is recorded as it is: it must not wait for the GPU, nor allocate outside PyTorch",
@@ -234,7 +231,7 @@ def operators_without_code(program: ExportedProgram, on_host: Collection[str] | 
     Fix: write it with torch.library.custom_op over PyTorch's own operations, or take it out of the model.
     Source: transforms/inlining.py, which traces those that can be.
     """
-    foreign = {each for each in custom_operators(program) if not each._schema.name.startswith(OURS)}  # ours are known to be traced
+    foreign = {each for each in custom_operators(program) if each._schema.name not in OURS}  # ours are known to be traced
     if not foreign:
         return
     module = program.graph_module

@@ -27,6 +27,9 @@ from ..model.user_code import first_line
 OWN = frozenset({"aten", "prims", "prim", "quantized", "cgcompile"})
 """Namespaces of operators that PyTorch registers itself, or we do."""
 
+OURS = frozenset({"language_model::int8_linear", "language_model::paged_attention"})
+"""Operators of ours that bundles for processors call as C++ (targets/kernels/operators.py).  Elsewhere they are traced."""
+
 
 def inlined(program: ExportedProgram, only: Collection[Any] | None = None) -> ExportedProgram:
     """The same program without operators that need Python at run time, or without those of `only` among them.  Raises

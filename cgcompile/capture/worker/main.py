@@ -33,7 +33,7 @@ def main(argument: str, requests: IO[str], answers: IO[str]) -> None:
     for line in requests:
         tell("loading the program")
         request: Request = pickle.loads(Path(line.rstrip("\n")).read_bytes())
-        found, refusal = None, None
+        result, refusal = None, None
         try:
             loaded = load_program(request)
             if not requests.readline():
@@ -41,10 +41,10 @@ def main(argument: str, requests: IO[str], answers: IO[str]) -> None:
             if log is None:
                 fill_compile_cache(request, loaded, tell)
             else:
-                found = record(request, loaded, log, tell)
+                result = record(request, loaded, log, tell)
         except BuildError as error:
             refusal = error.code, str(error), error.hint
-        request.result.write_bytes(pickle.dumps((found, refusal)))
+        request.result.write_bytes(pickle.dumps((result, refusal)))
         print(DONE, file=answers, flush=True)
     if log is not None:
         log.close()

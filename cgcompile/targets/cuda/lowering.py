@@ -9,6 +9,7 @@ graphs of Inductor are off: the recorder makes its own.
 from __future__ import annotations
 
 import operator
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from importlib import import_module
@@ -71,8 +72,10 @@ def import_compiler() -> None:
 
 
 def start_compilers(processes: int) -> None:
-    """Starts so many processes that compile kernels, before there is anything to lower.  They are forked from this one."""
-    torch._inductor.config.compile_threads = processes
+    """Starts so many processes that compile kernels, unless the user says how many, before there is anything to lower.  They are
+    forked from this one."""
+    if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:  # which Inductor has read
+        torch._inductor.config.compile_threads = processes
     if processes > 1:
         torch._inductor.async_compile.AsyncCompile.warm_pool()
 

@@ -21,6 +21,7 @@ import cgcompile  # noqa: E402
 from cgbundle.cpu.machine import processor_flags  # noqa: E402
 from cgcompile.language_models.kernels.processor import int8_linear, paged_attention  # noqa: E402
 from cgcompile.targets.kernels import operators  # noqa: E402
+from cgcompile.transforms.inlining import OURS  # noqa: E402
 from tests.helpers.own_functions import Code, own_functions  # noqa: E402
 
 LEVELS = ["native", *(["x86-64-v3"] if "avx2" in processor_flags() else [])] if os.uname().machine == "x86_64" else ["native"]
@@ -100,6 +101,10 @@ def test_a_page_that_is_not_there_is_refused(code: Code, page: int) -> None:
     for table, start in ((torch.tensor([[page]]), 0), (torch.tensor([[1]]), 16), (torch.tensor([[1]]), -1)):
         given = query, cache, cache, table, torch.tensor([start]), one, None, c_double(1), c_int64(0), c_int64(0), c_double(0)
         assert code("paged_attention", *given, c_int64(0), byref(c_void_p())) != 0
+
+
+def test_checks_know_the_operators_that_have_code() -> None:
+    assert operators.DECLARED.keys() == OURS
 
 
 def test_pages_that_were_checked_may_be_more_than_the_sizes_say(code: Code) -> None:
