@@ -3,6 +3,7 @@
 python -m tests.families                 # all of them: equal, refused (and why), WRONG, traceback
 python -m tests.families llama4_text "llama, dynamic rope" "qwen2_5_vl, text half"
 python -m tests.families --build 10      # the first ten that are equal once more, from a bundle for the CPU
+python -m tests.families --build 1 --target cuda llama    # captured on the GPU here; sm_90: cross-compiled and replayed there
 python -m tests.families --tokens 18     # fewer tokens behind each prompt
 
 Prompts of 3, 17 and 30 tokens share every call.  Their texts go beyond every window, chunk and original context of the small copy.
@@ -39,6 +40,7 @@ def main() -> int:
     parser.add_argument("names", nargs="*", metavar="NAME", help="model types, and features of tests/families/cases.py")
     parser.add_argument("--build", type=int, default=0, metavar="N", help="build so many that are equal, a minute or two each")
     parser.add_argument("--tokens", type=int, default=64, metavar="N", help="so many behind each prompt (default: 64)")
+    parser.add_argument("--target", default="cpu", metavar="TARGET", help="of what is built: cpu, cuda or sm_90 (default: cpu)")
     options = parser.parse_args()
     wanted, builds, tokens = options.names, options.build, options.tokens
     import transformers
@@ -51,7 +53,7 @@ def main() -> int:
         start = time.perf_counter()
         verdict = judged_half(name.removesuffix(HALF), tokens) if name.endswith(HALF) else judged(name, tokens)
         if verdict == "equal" and builds:
-            builds, verdict = builds - 1, built(name)
+            builds, verdict = builds - 1, built(name, tokens, options.target)
         counts[verdict.partition(":")[0]] += 1
         print(f"{name:32} {time.perf_counter() - start:5.1f} s  {verdict}", flush=True)
     print(", ".join(f"{count} {verdict}" for verdict, count in counts.most_common()))
@@ -98,8 +100,11 @@ def judged_half(name: str, tokens: int) -> str:
     return "equal"
 
 
-def built(name: str) -> str:
-    """`equal, built`, `WRONG: where` or `not built: why` of a model type or feature whose text is right in eager PyTorch."""
+def built(name: str, tokens: int, target: str) -> str:
+    """`equal, built`, `WRONG: where` or `not built: why` of a model type or feature whose text is right in eager PyTorch.
+
+    The bundle gives `tokens` behind each prompt.  `target` as `cgcompile build` takes it.
+    """
     from transformers import AutoConfig
 
     import cgbundle
@@ -118,7 +123,7 @@ def built(name: str) -> str:
     with tempfile.TemporaryDirectory() as scratch:
         try:
             out = Path(scratch, "model.cgb")
-            cgcompile.build(model, inputs, sizes={"prefill": {**step, "seq": [texts.READ]}, "decode": step}, out=out, target="cpu")
+            cgcompile.build(model, inputs, sizes={"prefill": {**step, "seq": [texts.READ]}, "decode": step}, out=out, target=target)
         except BuildError as error:
             return f"not built: {error}"
         with cgbundle.load(out) as program:
@@ -128,7 +133,7 @@ def built(name: str) -> str:
             )  # fmt: skip
             desk = texts.Desk(served, prompts)
             desk.take_chunks()
-            for _ in range(32):
+            for _ in range(tokens):
                 desk.take_step()
     for prompt, text in zip(prompts, desk.written, strict=True):
         right = texts.by_generate(copy.deepcopy(reference), prompt, len(text))

@@ -45,6 +45,15 @@ class Kept(NamedTuple):
     by_lane: bool
 
 
+class LayerStates(NamedTuple):
+    """The states of a layer by number, where transformers before get_conv_state() reads them (5.17; 5.23 has it)."""
+
+    conv_states: dict[int, Tensor]
+    recurrent_states: dict[int, Tensor]
+    record_past: bool = False
+    is_compileable: bool = False
+
+
 class LaneCache(Cache):
     """transformers' cache for one call of the network, which leaves the new states in `states`.
 
@@ -55,8 +64,15 @@ class LaneCache(Cache):
         self.tokens, self.numbers = tokens, kept.numbers
         self.rows = {(state.kind, state.layer, state.number): row for row, state in enumerate(kept.states)}
         self.states = [state.clone() for state in states]  # which the model's code writes to
-        self.layers: list[Any] = []
+        self.depth = 1 + max([state.layer for state in kept.states], default=-1)
         self.width = tokens.pages.shape[1] * PAGE
+
+    @property
+    def layers(self) -> list[LayerStates]:
+        layers = [LayerStates({}, {}) for _ in range(self.depth)]
+        for (kind, layer, number), row in self.rows.items():
+            (layers[layer].conv_states if kind == "conv" else layers[layer].recurrent_states)[number] = self.states[row]
+        return layers
 
     def mask(self) -> Tensor:
         """Which of the last `width` tokens of every lane there are, int64 (batch, width); a lane that is off has one."""

@@ -11,6 +11,8 @@ transformers = pytest.importorskip("transformers")
 
 from cgcompile.errors import ModelError  # noqa: E402
 from cgcompile.language_models import causal_lm, positions  # noqa: E402
+from cgcompile.language_models.architectures.lane_cache import Kept, LaneCache, State  # noqa: E402
+from cgcompile.language_models.attention import Lanes, Pages  # noqa: E402
 from cgcompile.language_models.comparison import cache_probe  # noqa: E402
 from cgcompile.language_models.comparison.probe import window_and_chunk  # noqa: E402
 from cgcompile.language_models.comparison.refusal import refusal  # noqa: E402
@@ -39,6 +41,18 @@ def test_text_is_transformers(name: str) -> None:
 def test_a_text_half_is_taken_out_of_its_folder(name: str) -> None:
     """Of a whole model that was saved.  Aya Vision's head scales no logits, and that of its decoder's own model does."""
     assert judged_half(name, 18) == "equal"
+
+
+def test_older_code_finds_states_in_the_layers_of_the_cache() -> None:
+    """transformers 5.17 reads them there, where 5.23 calls get_conv_state() and get_recurrent_state()."""
+    states = [State("conv", 1, 0, (2, 3), torch.float32), State("recurrent", 1, 1, (4,), torch.float32)]
+    one = torch.ones(1, dtype=torch.int64)
+    tokens = Pages([], [], [], Lanes(one, one, torch.zeros(1, 2, dtype=torch.int64)), 1)
+    cache = LaneCache(tokens, Kept([], {}, states, True), [torch.zeros(1, 2, 3), torch.ones(1, 4)])
+    cache.update_conv_state(torch.full((1, 2, 1), 5.0), 1)
+    assert torch.equal(cache.layers[1].conv_states[0], torch.tensor([[[0.0, 0, 5], [0, 0, 5]]]))
+    assert cache.layers[1].recurrent_states[1] is cache.get_recurrent_state(1, 1)
+    assert not cache.layers[1].record_past and not cache.layers[0].conv_states
 
 
 @pytest.mark.parametrize(
