@@ -112,14 +112,15 @@ def _fill_caches(
                 make_attribute(source.model, name, source.model.get_buffer(name))
         flat.follow_buffers()
         return try_eager(source, flat, sizes)
-    if written := flat.snapshot.changed():
+    written = flat.snapshot.changed()
+    if written and not changed(before, marks(source.model)):
+        flat.snapshot.restore()
+    elif written:
         filled = flat.snapshot.current()
         watch, flat.watch = flat.watch, unwatched
         try:
             try_eager(source, flat, sizes, OTHER_SEED, keep=True)
         except ModelError:
-            written = []
-        if not changed(before, marks(source.model)):
             written = []
         flat.watch = watch
         now = flat.snapshot.current()

@@ -14,6 +14,9 @@ from .positions import depends_on_length
 from .sampling import Sampling
 from .settings import PAGE
 
+EXAMPLE_TURNS = 5
+"""Tokens that an example of `generate` makes at most: a build runs it in eager PyTorch, and all turns are alike."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ExampleInputs:
@@ -43,7 +46,7 @@ class ExampleInputs:
         """A token for each lane to go on from."""
         ids, _, start, pages, slot, sampling = self._chunks(batch, 1, blocks)
         capacity = (pages > 0).sum(1) * PAGE
-        limit = torch.minimum(capacity - start, torch.randint(1, self.turns + 1, (batch,))).clamp(min=0)
+        limit = torch.minimum(capacity - start, torch.randint(1, min(self.turns, EXAMPLE_TURNS) + 1, (batch,))).clamp(min=0)
         return ids, start, pages, slot, sampling, torch.full((batch, STOPS), -1), limit
 
     def _chunks(self, batch: int, seq: int, blocks: int) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Sampling]:
