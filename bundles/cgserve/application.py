@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -34,6 +34,9 @@ from .tensors.metrics import Metrics
 from .text.text_model import TextModel
 from .transport.access import KeyRequired, Numbered
 from .transport.limits import BoundedBodies
+
+STOPPING = 120
+"""Seconds that open requests have at the server's end: a long text takes its time."""
 
 
 class Counters(Watch):
@@ -78,7 +81,7 @@ class Application:
         self.failure: ServeError | None = None
         self.stop: Callable[[], None] = lambda: None
         self.counters = Counters()
-        self._settings, self._tell, self._essential = settings, tell, essential
+        self._settings, self._tell, self._essential, self._keys = settings, tell, essential, keys
         self.repository = Repository(look, settings.options, settings.poll, self.counters, self._heard)
         self._openai = openai.OpenAI(self._languages, self._text_models, lambda: self.repository.models, self._unread)
         self._texts = texts_routes.Texts(self._text_models, lambda: list(self.repository.models), self._openai.reader, self._heard)
@@ -111,10 +114,30 @@ class Application:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        async with self.repository:
+        async with self.repository, self._grpc():
             watching = asyncio.create_task(self._watch())
             yield
             watching.cancel()
+
+    @asynccontextmanager
+    async def _grpc(self) -> AsyncIterator[None]:
+        """Serves gRPC meanwhile, where that is asked for."""
+        settings = self._settings
+        async with AsyncExitStack() as stack:
+            if settings.grpc_port is not None:
+                from .routes.grpc_inference import Listening, grpc_server  # late: its packages are an extra
+
+                read = [path.read_bytes() if path else None for path in (settings.certificate, settings.private_key)]
+                listening = Listening(
+                    host=settings.host, port=settings.grpc_port, largest=settings.largest, keys=self._keys, certificate=read[0],
+                    private_key=read[1],
+                )  # fmt: skip
+                try:
+                    url = await stack.enter_async_context(grpc_server(self._inference, listening, STOPPING))
+                    self._tell({"event": "listening", "url": url})
+                except OSError as error:
+                    self._end(ServeError(str(error), "give another --grpc-port; 0 takes a free one, which is shown"))
+            yield
 
     async def _watch(self) -> None:
         """Ends the server soon after its GPU has failed, whoever asks for health."""

@@ -13,15 +13,12 @@ from typing import Any
 
 from cgbundle.validate.bundle import checked_manifest
 
-from .application import Application
+from .application import STOPPING, Application
 from .log import json_log, text_log
 from .models.model_repository import Found, identity_of, scan
 from .settings import ServeError, Settings
 from .transport.access import read_keys
 from .transport.running import PortTaken, listen, make_server, run, url_of
-
-STOPPING = 120
-"""Seconds that open requests have at the server's end: a long text takes its time."""
 
 
 def serve(path: str, settings: Settings) -> None:

@@ -19,12 +19,14 @@ class ServeError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
-    """`poll`: seconds between two looks at the files; `largest`: bytes of a body of tensors; `ready`: whether all models, or any of
-    them, have to serve before the server is ready; `keys`: a file with a key in each line, one of which a request has to bring;
-    `origins`: of pages of a browser that may ask, `*` for all."""
+    """`grpc_port`: where the Open Inference Protocol is served over gRPC, too, None for nowhere; `poll`: seconds between two looks
+    at the files; `largest`: bytes of a body of tensors; `ready`: whether all models, or any of them, have to serve before the
+    server is ready; `keys`: a file with a key in each line, one of which a request has to bring; `origins`: of pages of a browser
+    that may ask, `*` for all."""
 
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
     name: str = ""
     poll: float = 1.0
     largest: int = 64 << 20

@@ -9,9 +9,10 @@ serves yet, or all bodies together are too large, 504 past the deadline."""
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
@@ -25,7 +26,9 @@ from ..batching.tracing import request_span
 from ..log import Tell, one_line
 from ..models.model_repository import Repository
 from ..models.version import Version
-from ..tensors.inference_protocol import ProtocolError, TooLarge, metadata, read_request, write_response
+from ..tensors.entry import Ports
+from ..tensors.inference_protocol import Given, Port, ProtocolError, TooLarge, metadata, read_request, write_response
+from ..tensors.inference_protocol import Request as Asked
 from ..tensors.metrics import Metrics
 
 HEADER = "Inference-Header-Content-Length"
@@ -33,6 +36,8 @@ EXTENSIONS = ["binary_tensor_data", "model_repository"]
 
 Serving = tuple[Version, str]
 """A version and the name of one of its entries."""
+
+Answer = TypeVar("Answer")
 
 
 class Refusal(Exception):
@@ -67,25 +72,47 @@ class Inference:
         return JSONResponse({"name": "cgbundle", "version": "2", "extensions": EXTENSIONS})
 
     async def _live(self, _: Request) -> Response:
-        if why := self._health():
+        if why := self.why_not_live():
             raise Refusal(503, why)
         return JSONResponse({"live": True})
 
     async def _ready(self, _: Request) -> Response:
-        if why := self._health() or self._why_not_ready():
+        if why := self.why_not_ready():
             raise Refusal(503, why)
         return JSONResponse({"ready": True})
 
     async def _model_ready(self, request: Request) -> Response:
-        self._find(request)
+        self.find(*_named(request))
         return JSONResponse({"ready": True})
 
     async def _model(self, request: Request) -> Response:
-        version, entry = self._entry(request)
-        ports = version.entries[entry].ports
-        return JSONResponse(metadata(entry, [str(version.number)], ports.inputs, ports.outputs, ports.sizes))
+        return JSONResponse(self.metadata(*_named(request)))
 
     async def _index(self, _: Request) -> Response:
+        return JSONResponse(self.index())
+
+    async def _load(self, request: Request) -> Response:
+        await self.load(request.path_params["model"])
+        return JSONResponse({})
+
+    # --- what any transport asks ------------------------------------------------------------------------------
+
+    def why_not_live(self) -> str | None:
+        """Why the server is of no use, None where it is."""
+        return self._health()
+
+    def why_not_ready(self) -> str | None:
+        """Why the server is not ready, None where it is."""
+        return self._health() or self._why_not_ready()
+
+    def metadata(self, name: str, wanted: str | None) -> dict[str, Any]:
+        """What `inference_protocol.metadata` says of an entry.  Raises Refusal."""
+        version, entry = self.entry(name, wanted)
+        ports = version.entries[entry].ports
+        return metadata(entry, [str(version.number)], ports.inputs, ports.outputs, ports.sizes)
+
+    def index(self) -> list[dict[str, str]]:
+        """Every entry that serves, and every version that was refused."""
         rows: list[dict[str, str]] = []
         for name, model in self._repository.models.items():
             if model.current is not None:
@@ -93,28 +120,30 @@ class Inference:
                 rows += [{"name": each, "version": number, "state": "READY", "reason": ""} for each in model.current.names]
             for refused_one, (_identity, why) in model.refused.items():
                 rows.append({"name": name, "version": str(refused_one), "state": "UNAVAILABLE", "reason": str(why)})
-        return JSONResponse(rows)
+        return rows
 
-    async def _load(self, request: Request) -> Response:
+    async def load(self, name: str) -> None:
+        """Looks for versions now.  Raises Refusal where none serves then."""
         await self._repository.refresh()
-        self._find(request)
-        return JSONResponse({})
+        self.find(name, None)
 
-    # --- inference --------------------------------------------------------------------------------------------
-
-    async def _infer(self, request: Request) -> Response:
-        body = await request.body()
-        version, entry = self._entry(request)
+    async def answer(
+        self, name: str, wanted: str | None, headers: Mapping[str, str],
+        call: Callable[[Callable[[], Awaitable[Serving]], Tell], Awaitable[Answer]],
+    ) -> Answer:  # fmt: skip
+        """What `call` gives for the entry, as a span and counted.  Its first argument gives the version that serves.  Raises
+        Refusal."""
+        version, entry = self.entry(name, wanted)
 
         async def serving() -> Serving:
             nonlocal version
-            version, _ = self._entry(request)
+            version, _ = self.entry(name, wanted)
             return version, entry
 
         code = 499  # who asked went away
         try:
-            with request_span(entry, version.number, request.headers):
-                answer = await infer(serving, request, body, self._tell)
+            with request_span(entry, version.number, headers):
+                answer = await call(serving, self._tell)
             code = 200
             return answer
         except Refusal as refusal:
@@ -123,18 +152,22 @@ class Inference:
         finally:
             self._metrics.requests.labels(entry, str(version.number), str(code)).inc()
 
-    def _entry(self, request: Request) -> Serving:
-        """The version that serves what the path names, and the entry.  Raises Refusal."""
-        version, name = self._find(request), request.path_params["model"]
+    async def _infer(self, request: Request) -> Response:
+        body = await request.body()
+        return await self.answer(*_named(request), request.headers, lambda serving, tell: infer(serving, request, body, tell))
+
+    def entry(self, name: str, wanted: str | None) -> Serving:
+        """The version that serves a model, and the entry; `wanted`: of this number.  Raises Refusal."""
+        version = self.find(name, wanted)
         if version.language is not None:
             raise Refusal(400, f"{name!r} is a language model: POST to /v1/chat/completions or /v1/completions")
         if name not in version.entries:
             raise Refusal(404, f"{name!r} has several entries, each of which is a model: {', '.join(version.entries)}")
         return version, name
 
-    def _find(self, request: Request) -> Version:
-        """The version that serves what the path names.  Raises Refusal."""
-        models, name, wanted = self._repository.models, request.path_params["model"], request.path_params.get("version")
+    def find(self, name: str, wanted: str | None) -> Version:
+        """The version that serves a model; `wanted`: of this number.  Raises Refusal."""
+        models = self._repository.models
         model = models.get(name) or models.get(name.rpartition(".")[0])
         if model is None or (name not in models and model.current is not None and name not in model.current.names):
             there = sorted([each for version in self._repository.serving() for each in version.names])
@@ -146,23 +179,61 @@ class Inference:
         return model.current
 
 
+def _named(request: Request) -> tuple[str, str | None]:
+    """The model and the version that a path names."""
+    return request.path_params["model"], request.path_params.get("version")
+
+
 async def infer(serving: Callable[[], Awaitable[Serving]], request: Request, body: bytes, tell: Tell) -> Response:
     """The answer to an inference request, whose body is `body`, by what `serving` gives.  Raises Refusal."""
     if request.headers.get("content-encoding", "identity") != "identity":
         raise Refusal(415, "Content-Encoding: this server takes none")
-    version, entry = await serving()
     header = request.headers.get(HEADER)
+
+    def read(ports: Ports) -> Awaitable[Asked]:
+        return beside(len(body), read_request, body, header, ports.inputs, ports.outputs)
+
+    def write(served: Served) -> Awaitable[tuple[bytes, int | None]]:
+        return beside(served.size, write_response, served.entry, served.number, served.asked, served.outputs, served.tensors)
+
+    text, length = await answered(serving, read, write, tell)
+    if length is None:
+        return Response(text, media_type="application/json")
+    return Response(text, media_type="application/octet-stream", headers={HEADER: str(length)})
+
+
+@dataclass(frozen=True, slots=True)
+class Served:
+    """What a model gave: its entry, the number of its version, what was asked, the outputs' ports, and their tensors."""
+
+    entry: str
+    number: str
+    asked: Asked
+    outputs: Sequence[Port]
+    tensors: Sequence[Given]
+
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(len(tensor.data) for tensor in self.tensors)
+
+
+async def answered(
+    serving: Callable[[], Awaitable[Serving]], read: Callable[[Ports], Awaitable[Asked]],
+    write: Callable[[Served], Awaitable[Answer]], tell: Tell,
+) -> Answer:  # fmt: skip
+    """What `write` makes of a model's outputs, whose inputs `read` gives.  Raises Refusal."""
+    version, entry = await serving()
     try:
         while True:
             ports = version.entries[entry].ports
-            asked = await beside(len(body), read_request, body, header, ports.inputs, ports.outputs)
+            asked = await read(ports)
             version, _ = await serving()  # no await between here and the queue: a switch comes before or after
             now = version.entries[entry].ports
             if (now.inputs, now.outputs) == (ports.inputs, ports.outputs):
                 break
         tensors = await version.answer(asked.tensors, asked.timeout / 1e6, entry)
-        size = sum(len(tensor.data) for tensor in tensors)
-        text, length = await beside(size, write_response, entry, str(version.number), asked, ports.outputs, tensors)
+        return await write(Served(entry, str(version.number), asked, ports.outputs, tensors))
     except TooLarge as error:
         raise Refusal(413, str(error)) from None
     except ProtocolError as error:
@@ -180,9 +251,6 @@ async def infer(serving: Callable[[], Awaitable[Serving]], request: Request, bod
             raise Refusal(503, "the GPU failed, and this server ends", 1) from None
         tell({"event": "failed", "model": entry, "version": version.number, "why": one_line(error)})
         raise Refusal(500, "the model failed; the server's log says why") from None
-    if length is None:
-        return Response(text, media_type="application/json")
-    return Response(text, media_type="application/octet-stream", headers={HEADER: str(length)})
 
 
 SMALL = 64 << 10

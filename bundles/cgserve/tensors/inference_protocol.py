@@ -12,9 +12,11 @@ import math
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from cgbundle.tensors.numbers import decode
+
+Row = TypeVar("Row")
 
 DATATYPES = {
     "bool": "BOOL", "uint8": "UINT8", "uint16": "UINT16", "uint32": "UINT32", "uint64": "UINT64", "int8": "INT8", "int16": "INT16",
@@ -37,6 +39,18 @@ AXES, ELEMENTS = 32, 1 << 40
 
 JSON_BYTES = 4 << 20
 """A request has no more of JSON: the parser stops all else for its time, and needs ten times as much memory."""
+
+
+KNOWN_PARAMETERS = {
+    "the request": {"timeout", "binary_data_output", "priority"}, "input": {"binary_data_size"}, "output": {"binary_data"},
+}  # fmt: skip
+"""What a request, an input and an output may say beside their fields.  All requests have the same priority."""
+
+REFUSED_PARAMETERS = {
+    "sequence": "this server has no sequences", "classification": "this server has no such extension",
+    "shared_memory": "this server has no shared memory: send the tensor's bytes",
+}  # fmt: skip
+"""Why parameters whose names begin so are refused."""
 
 
 class ProtocolError(Exception):
@@ -100,11 +114,7 @@ def read_request(body: bytes, header: str | None, inputs: Sequence[Port], output
     if type(name) is not str:
         _refuse("id: expected a string")
     parameters = _parameters(request, "the request")
-    for unknown in sorted(parameters.keys() & {"sequence_id", "sequence_start", "sequence_end"}):
-        _refuse(f"parameters: {unknown}: this server has no sequences")
-    timeout = parameters.get("timeout", 0)
-    if type(timeout) is not int or timeout < 0:
-        _refuse("parameters: timeout: expected microseconds, a whole number")
+    timeout = check_names(parameters, "the request")
     tensors = _tensors(request.get("inputs"), behind, inputs)
     return Request(name, tensors, _asked(request.get("outputs"), parameters, outputs), timeout)
 
@@ -149,6 +159,42 @@ def metadata(
     return told | {"parameters": {"sizes": {name: list(each) for name, each in sizes}, "axes": axes}}
 
 
+def check_names(parameters: Mapping[str, Any], where: str) -> int:
+    """The microseconds that a request has, 0 for no bound of its own.  `where`: "the request", "input 'x'" or "output 'y'".  Raises
+    ProtocolError for a parameter that is not known."""
+    known = KNOWN_PARAMETERS[where if where in KNOWN_PARAMETERS else where.partition(" ")[0]]
+    for name in sorted(parameters.keys() - known):
+        known_ones = f"this server knows {', '.join(sorted(known))}"
+        why = next((text for begin, text in REFUSED_PARAMETERS.items() if name.startswith(begin)), known_ones)
+        _refuse(f"{where}: parameters: {name}: {why}")
+    timeout = parameters.get("timeout", 0)
+    if type(timeout) is not int or timeout < 0:
+        _refuse("the request: parameters: timeout: expected microseconds, a whole number")
+    return timeout
+
+
+def by_name(rows: Sequence[tuple[str, Row]], where: str) -> Sequence[tuple[str, Row]]:
+    """The rows, whose names have to differ.  Raises ProtocolError."""
+    if len(dict(rows)) < len(rows):
+        _refuse(f"{where}: a name stands there twice")
+    return rows
+
+
+def check_shape(port: Port, datatype: object, shape: object) -> tuple[int, ...]:
+    """The shape of an input as the request says it.  Raises ProtocolError where it does not fit the port."""
+    where = f"input {port.name!r}"
+    if datatype != port.datatype:
+        _refuse(f"{where}: datatype {datatype!r}, expected {port.datatype}")
+    if type(shape) is not list or len(shape) > AXES or not all(type(size) is int and size >= 0 for size in shape):
+        _refuse(f"{where}: shape: expected a list of sizes")
+    fits = len(shape) == len(port.shape) and all(want in (-1, size) for size, want in zip(shape, port.shape, strict=True))
+    if not fits:
+        _refuse(f"{where}: shape {shape}, expected {list(port.shape)}, where -1 is any size")
+    if math.prod(shape) > ELEMENTS:
+        _refuse(f"{where}: shape {shape} has too many elements")
+    return tuple(shape)
+
+
 # --- inside -----------------------------------------------------------------------------------------------------------
 
 
@@ -179,10 +225,7 @@ def _rows(listed: object, where: str) -> list[tuple[str, dict[str, Any]]]:
     """The objects of a list, by their names, which differ."""
     if type(listed) is not list or not all(type(row) is dict and type(row.get("name")) is str for row in listed):
         _refuse(f"{where}: expected a list of objects with a name")
-    rows = {row["name"]: row for row in listed}
-    if len(rows) < len(listed):
-        _refuse(f"{where}: a name stands there twice")
-    return list(rows.items())
+    return list(by_name([(row["name"], row) for row in listed], where))
 
 
 def _tensors(listed: object, behind: memoryview, inputs: Sequence[Port]) -> tuple[Given, ...]:
@@ -191,8 +234,10 @@ def _tensors(listed: object, behind: memoryview, inputs: Sequence[Port]) -> tupl
         port = ports.get(name)
         if port is None:
             _refuse(f"input {name!r}: the model has none of that name, but {', '.join(ports)}")
-        shape = _shape(port, row)
-        size = _parameters(row, f"input {name!r}").get("binary_data_size")
+        shape = check_shape(port, row.get("datatype"), row.get("shape"))
+        parameters = _parameters(row, f"input {name!r}")
+        check_names(parameters, f"input {name!r}")
+        size = parameters.get("binary_data_size")
         wanted = math.prod(shape) * WIDTHS[port.datatype]
         if size is None:
             data: bytes | memoryview = _packed(port, row.get("data"), math.prod(shape))
@@ -207,20 +252,6 @@ def _tensors(listed: object, behind: memoryview, inputs: Sequence[Port]) -> tupl
         if name not in found:
             _refuse(f"input {name!r} is missing")
     return tuple([found[name] for name in ports])
-
-
-def _shape(port: Port, row: Mapping[str, Any]) -> tuple[int, ...]:
-    where, shape, datatype = f"input {port.name!r}", row.get("shape"), row.get("datatype")
-    if datatype != port.datatype:
-        _refuse(f"{where}: datatype {datatype!r}, expected {port.datatype}")
-    if type(shape) is not list or len(shape) > AXES or not all(type(size) is int and size >= 0 for size in shape):
-        _refuse(f"{where}: shape: expected a list of sizes")
-    fits = len(shape) == len(port.shape) and all(want in (-1, size) for size, want in zip(shape, port.shape, strict=True))
-    if not fits:
-        _refuse(f"{where}: shape {shape}, expected {list(port.shape)}, where -1 is any size")
-    if math.prod(shape) > ELEMENTS:
-        _refuse(f"{where}: shape {shape} has too many elements")
-    return tuple(shape)
 
 
 def _packed(port: Port, data: object, elements: int) -> bytes:
@@ -259,11 +290,10 @@ def _asked(listed: object, parameters: Mapping[str, Any], outputs: Sequence[Port
         if name not in names:
             _refuse(f"output {name!r}: the model has none of that name, but {', '.join(names)}")
         wanted = _parameters(row, f"output {name!r}")
+        check_names(wanted, f"output {name!r}")
         binary = wanted.get("binary_data", default)
         if type(binary) is not bool:
             _refuse(f"output {name!r}: binary_data: expected true or false")
-        if "classification" in wanted:
-            _refuse(f"output {name!r}: classification: this server has no such extension")
         found.append(Asked(name, binary))
     return tuple(found)
 

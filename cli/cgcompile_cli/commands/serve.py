@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -23,6 +24,9 @@ def serve(
     ],
     host: Annotated[str, typer.Option("--host", metavar="HOST", help="The address to listen at; 0.0.0.0 is all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, metavar="N", help="0 takes a free one, which is shown.")] = 8000,
+    grpc_port: Annotated[
+        int | None, typer.Option("--grpc-port", min=0, max=65535, metavar="N", help="Speak gRPC, too. 0 takes a free one.")
+    ] = None,
     name: Annotated[str, typer.Option("--name", metavar="NAME", help="What clients call the bundle. Default: its own name.")] = "",
     tokenizer: Annotated[
         str | None,
@@ -67,6 +71,7 @@ def serve(
     their inputs are tokens and a tokenizer lies beside them, they answer at
     /v1/embeddings, /v1/rerank or /v1/classify, too. Each entry of a bundle
     with several is a model of its own, NAME.ENTRY. One process serves all.
+    --grpc-port 8001 serves the Open Inference Protocol over gRPC, too.
     /health, /metrics, /v2/health/ready.
 
     In a folder the highest version of each model serves. A new one is loaded
@@ -77,7 +82,9 @@ def serve(
     cgcompile serve Qwen3-0.6B.cgb --tokenizer ~/models/Qwen3-0.6B
     cgcompile serve models/ --host 0.0.0.0 --devices 0,1 --log json
     """
-    _check_extra()
+    _check_extra("serve", ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2"))
+    if grpc_port is not None:
+        _check_extra("grpc", ("grpc", "google.protobuf"))
     from cgserve.models.options import MemoryBudget, Options
     from cgserve.serving import serve as run
     from cgserve.settings import ServeError, Settings
@@ -89,8 +96,8 @@ def serve(
         tokenizer=None if tokenizer is None else Path(tokenizer), memory=MemoryBudget(_size(memory) if memory else None),
     )  # fmt: skip
     settings = Settings(
-        host=host, port=port, name=name, poll=poll, largest=largest << 20, ready=ready, keys=api_key_file, certificate=tls_cert,
-        private_key=tls_key, origins=tuple(cors or ()), log=log, options=options,
+        host=host, port=port, grpc_port=grpc_port, name=name, poll=poll, largest=largest << 20, ready=ready, keys=api_key_file,
+        certificate=tls_cert, private_key=tls_key, origins=tuple(cors or ()), log=log, options=options,
     )  # fmt: skip
     try:
         run(path, settings)
@@ -98,12 +105,16 @@ def serve(
         raise UsageError(str(error), error.hint) from None
 
 
-def _check_extra() -> None:
-    """Raises UsageError where a package of the extra `serve` is missing."""
-    for package in ("starlette", "uvicorn", "prometheus_client", "tokenizers", "jinja2"):
-        if importlib.util.find_spec(package) is None:
-            what = f"serving needs {package}, of the extra serve, which is not installed"
-            raise UsageError(what, "pip install 'cgcompile[serve]'")
+def _check_extra(extra: str, packages: Sequence[str]) -> None:
+    """Raises UsageError where a package of an extra is missing."""
+    for package in packages:
+        try:
+            there = importlib.util.find_spec(package) is not None
+        except ModuleNotFoundError:  # the package that it lies in
+            there = False
+        if not there:
+            what = f"serving needs {package}, of the extra {extra}, which is not installed"
+            raise UsageError(what, f"pip install 'cgcompile[{extra}]'")
 
 
 def _devices(text: str) -> tuple[int, ...]:

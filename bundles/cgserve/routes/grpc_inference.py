@@ -1,0 +1,160 @@
+"""The Open Inference Protocol over gRPC, for the entries that `inference.Inference` serves over HTTP.
+
+Served are ServerLive, ServerReady, ServerMetadata, ModelReady, ModelMetadata, ModelInfer, RepositoryIndex and RepositoryModelLoad.
+Other methods, such as streams, are UNIMPLEMENTED.  Needs the packages grpcio and protobuf.
+"""
+
+from __future__ import annotations
+
+import hmac
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import grpc
+
+from ..log import Tell
+from ..tensors.entry import Ports
+from ..tensors.grpc_messages import CLASSES, SERVICE, read_infer, write_infer, write_metadata
+from ..tensors.inference_protocol import Request
+from .inference import EXTENSIONS, Inference, Refusal, Served, Serving, answered, beside
+
+CODES = {
+    400: grpc.StatusCode.INVALID_ARGUMENT, 404: grpc.StatusCode.NOT_FOUND, 413: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED, 500: grpc.StatusCode.INTERNAL, 503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}  # fmt: skip
+"""gRPC's status for the status of HTTP."""
+
+TOGETHER = 1024
+"""Calls that are answered at a time: more are RESOURCE_EXHAUSTED."""
+
+OPEN = {"ServerLive", "ServerReady"}
+"""What is answered without a key, as over HTTP."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """Where the server listens, and who may ask.  `largest`: bytes of a message, and of all messages that are being answered;
+    `keys`: one of which a call has to bring, where there are any; `certificate` and `private_key`: PEM, or neither."""
+
+    host: str
+    port: int
+    largest: int
+    keys: Sequence[bytes] = ()
+    certificate: bytes | None = None
+    private_key: bytes | None = None
+
+
+class GrpcInference:
+    """The methods of the service."""
+
+    def __init__(self, inference: Inference, largest: int, keys: Sequence[bytes]) -> None:
+        self._inference, self._largest, self._keys, self._held = inference, largest, keys, 0
+
+    def handler(self) -> grpc.GenericRpcHandler:
+        """What a server adds."""
+        methods = {
+            "ServerLive": self._live, "ServerReady": self._ready, "ServerMetadata": self._about, "ModelReady": self._model_ready,
+            "ModelMetadata": self._model, "ModelInfer": self._infer, "RepositoryIndex": self._index,
+            "RepositoryModelLoad": self._load,
+        }  # fmt: skip
+        handlers = {
+            name: grpc.unary_unary_rpc_method_handler(
+                partial(self._answer, name, method),
+                request_deserializer=CLASSES[f"{name}Request"].FromString,
+                response_serializer=CLASSES[f"{name}Response"].SerializeToString,
+            )
+            for name, method in methods.items()
+        }
+        return grpc.method_handlers_generic_handler(SERVICE, handlers)
+
+    async def _answer(self, name: str, method: Callable[[Any, Any], Awaitable[Any]], message: Any, context: Any) -> Any:
+        headers = {key: value for key, value in context.invocation_metadata() if isinstance(value, str)}
+        if self._keys and name not in OPEN and not self._has_key(headers.get("authorization", "")):
+            await context.abort(grpc.StatusCode.UNAUTHENTICATED, "no valid key: send authorization: Bearer KEY")
+        size = message.ByteSize()
+        if self._held + size > self._largest:
+            await context.abort(grpc.StatusCode.UNAVAILABLE, "the server holds as many bytes of requests as it may: ask again")
+        self._held += size
+        try:
+            return await method(message, headers)
+        except Refusal as refusal:
+            await context.abort(CODES.get(refusal.status, grpc.StatusCode.UNKNOWN), str(refusal))
+        finally:
+            self._held -= size
+
+    def _has_key(self, told: str) -> bool:
+        kind, _, key = told.partition(" ")
+        matches = [hmac.compare_digest(key.strip().encode(), known) for known in self._keys]
+        return kind.lower() == "bearer" and any(matches)
+
+    # --- the methods ----------------------------------------------------------------------------------------------
+
+    async def _live(self, _message: Any, _headers: Any) -> Any:
+        return CLASSES["ServerLiveResponse"](live=self._inference.why_not_live() is None)
+
+    async def _ready(self, _message: Any, _headers: Any) -> Any:
+        return CLASSES["ServerReadyResponse"](ready=self._inference.why_not_ready() is None)
+
+    async def _about(self, _message: Any, _headers: Any) -> Any:
+        extensions = [extension for extension in EXTENSIONS if extension != "binary_tensor_data"]
+        return CLASSES["ServerMetadataResponse"](name="cgbundle", version="2", extensions=extensions)
+
+    async def _model_ready(self, message: Any, _headers: Any) -> Any:
+        try:
+            self._inference.find(message.name, message.version or None)
+        except Refusal as refusal:
+            if refusal.status != 503:
+                raise
+            return CLASSES["ModelReadyResponse"](ready=False)
+        return CLASSES["ModelReadyResponse"](ready=True)
+
+    async def _model(self, message: Any, _headers: Any) -> Any:
+        return write_metadata(self._inference.metadata(message.name, message.version or None))
+
+    async def _index(self, message: Any, _headers: Any) -> Any:
+        rows = [row for row in self._inference.index() if row["state"] == "READY" or not message.ready]
+        return CLASSES["RepositoryIndexResponse"](models=rows)
+
+    async def _load(self, message: Any, _headers: Any) -> Any:
+        await self._inference.load(message.model_name)
+        return CLASSES["RepositoryModelLoadResponse"]()
+
+    async def _infer(self, message: Any, headers: Any) -> Any:
+        async def call(serving: Callable[[], Awaitable[Serving]], tell: Tell) -> Any:
+            def read(ports: Ports) -> Awaitable[Request]:
+                return beside(message.ByteSize(), read_infer, message, ports.inputs, ports.outputs)
+
+            def write(served: Served) -> Awaitable[Any]:
+                return beside(served.size, write_infer, served.entry, served.number, served.asked, served.outputs, served.tensors)
+
+            return await answered(serving, read, write, tell)
+
+        return await self._inference.answer(message.model_name, message.model_version or None, headers, call)
+
+
+@asynccontextmanager
+async def grpc_server(inference: Inference, listening: Listening, stopping: float) -> AsyncIterator[str]:
+    """Serves while the block runs, and gives its URL.  At its end no more is taken, and what was taken has `stopping` seconds.
+    Raises OSError where nothing can listen there."""
+    service = GrpcInference(inference, listening.largest, listening.keys)
+    options = [("grpc.max_receive_message_length", listening.largest), ("grpc.so_reuseport", 0)]
+    server = grpc.aio.server(options=options, maximum_concurrent_rpcs=TOGETHER)
+    server.add_generic_rpc_handlers((service.handler(),))
+    host = f"[{listening.host}]" if ":" in listening.host else listening.host
+    try:
+        if listening.certificate is not None and listening.private_key is not None:
+            identity = grpc.ssl_server_credentials([(listening.private_key, listening.certificate)])
+            port = server.add_secure_port(f"{host}:{listening.port}", identity)
+        else:
+            port = server.add_insecure_port(f"{host}:{listening.port}")
+    except RuntimeError:  # grpc says no more than that it failed
+        raise OSError(f"{listening.host}:{listening.port}: gRPC cannot listen there: is the port taken?") from None
+    await server.start()
+    try:
+        yield f"grpc{'s' if listening.certificate else ''}://{host}:{port}"
+    finally:
+        await server.stop(stopping)

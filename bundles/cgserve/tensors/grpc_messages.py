@@ -1,0 +1,188 @@
+"""The messages of the Open Inference Protocol over gRPC, made when the module is imported, and tensors from and to them.
+
+Source of names and numbers: kserve/open-inference-protocol, specification/protocol/open_inference_grpc.proto, and Triton's
+grpc_service.proto for the repository.  A pool of our own holds them: a client in the same process has the same names.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from .inference_protocol import CODES, WIDTHS, Asked, Given, Port, ProtocolError, Request, by_name, check_names, check_shape
+
+PACKAGE = "inference"
+SERVICE = f"{PACKAGE}.GRPCInferenceService"
+
+PARAMETERS = "map InferParameter parameters"
+
+MESSAGES = {
+    "ServerLiveRequest": [], "ServerLiveResponse": ["bool live"],
+    "ServerReadyRequest": [], "ServerReadyResponse": ["bool ready"],
+    "ModelReadyRequest": ["string name", "string version"], "ModelReadyResponse": ["bool ready"],
+    "ServerMetadataRequest": [],
+    "ServerMetadataResponse": ["string name", "string version", "repeated string extensions"],
+    "ModelMetadataRequest": ["string name", "string version"],
+    "ModelMetadataResponse": [
+        "string name", "repeated string versions", "string platform", "repeated ModelMetadataResponse.TensorMetadata inputs",
+        "repeated ModelMetadataResponse.TensorMetadata outputs",
+    ],
+    "ModelMetadataResponse.TensorMetadata": ["string name", "string datatype", "repeated int64 shape"],
+    "InferParameter": [
+        "oneof bool bool_param", "oneof int64 int64_param", "oneof string string_param", "oneof double double_param",
+        "oneof uint64 uint64_param",
+    ],
+    "InferTensorContents": [
+        "repeated bool bool_contents", "repeated int32 int_contents", "repeated int64 int64_contents",
+        "repeated uint32 uint_contents", "repeated uint64 uint64_contents", "repeated float fp32_contents",
+        "repeated double fp64_contents", "repeated bytes bytes_contents",
+    ],
+    "ModelInferRequest": [
+        "string model_name", "string model_version", "string id", PARAMETERS, "repeated ModelInferRequest.InferInputTensor inputs",
+        "repeated ModelInferRequest.InferRequestedOutputTensor outputs", "repeated bytes raw_input_contents",
+    ],
+    "ModelInferRequest.InferInputTensor": [
+        "string name", "string datatype", "repeated int64 shape", PARAMETERS, "InferTensorContents contents",
+    ],
+    "ModelInferRequest.InferRequestedOutputTensor": ["string name", PARAMETERS],
+    "ModelInferResponse": [
+        "string model_name", "string model_version", "string id", PARAMETERS,
+        "repeated ModelInferResponse.InferOutputTensor outputs", "repeated bytes raw_output_contents",
+    ],
+    "ModelInferResponse.InferOutputTensor": [
+        "string name", "string datatype", "repeated int64 shape", PARAMETERS, "InferTensorContents contents",
+    ],
+    "RepositoryIndexRequest": ["string repository_name", "bool ready"],
+    "RepositoryIndexResponse": ["repeated RepositoryIndexResponse.ModelIndex models"],
+    "RepositoryIndexResponse.ModelIndex": ["string name", "string version", "string state", "string reason"],
+    "RepositoryModelLoadRequest": ["string repository_name", "string model_name"],
+    "RepositoryModelLoadResponse": [],
+}  # fmt: skip
+"""Of every message its fields in the order of their numbers, from 1 on.  A message whose name has a dot is declared in another."""
+
+CONTENTS = {
+    "BOOL": "bool_contents", "INT8": "int_contents", "INT16": "int_contents", "INT32": "int_contents", "INT64": "int64_contents",
+    "UINT8": "uint_contents", "UINT16": "uint_contents", "UINT32": "uint_contents", "UINT64": "uint64_contents",
+    "FP32": "fp32_contents", "FP64": "fp64_contents",
+}  # fmt: skip
+"""Where a tensor's elements stand that are not sent as bytes.  FP16 and BF16 have no such field."""
+
+
+def message_classes() -> dict[str, Any]:
+    """The class of every message, by its name."""
+    file = descriptor_pb2.FileDescriptorProto(name="cgserve/inference.proto", package=PACKAGE, syntax="proto3")
+    made: dict[str, Any] = {}
+    for name, fields in MESSAGES.items():
+        outer, _, inner = name.rpartition(".")
+        made[name] = made[outer].nested_type.add(name=inner) if outer else file.message_type.add(name=name)
+        for number, field in enumerate(fields, start=1):
+            _declare(made[name], name, number, field)
+    pool = descriptor_pool.DescriptorPool()
+    pool.Add(file)
+    return {name: message_factory.GetMessageClass(pool.FindMessageTypeByName(f"{PACKAGE}.{name}")) for name in MESSAGES}
+
+
+def _declare(message: Any, owner: str, number: int, text: str) -> None:
+    """Adds a field that is written as "[repeated|oneof|map] TYPE NAME"."""
+    kinds = descriptor_pb2.FieldDescriptorProto
+    label, kind, name = text.split() if text.count(" ") == 2 else ("", *text.split())
+    field = message.field.add(name=name, number=number, label=kinds.LABEL_OPTIONAL)
+    if label in ("repeated", "map"):
+        field.label = kinds.LABEL_REPEATED
+    if label == "oneof":
+        if not message.oneof_decl:
+            message.oneof_decl.add(name="parameter_choice")
+        field.oneof_index = 0
+    if label == "map":
+        entry = message.nested_type.add(name=f"{name.capitalize()}Entry")
+        entry.options.map_entry = True
+        _declare(entry, owner, 1, "string key")
+        _declare(entry, owner, 2, f"{kind} value")
+        kind = f"{owner}.{entry.name}"
+    if kind[0].isupper():
+        field.type, field.type_name = kinds.TYPE_MESSAGE, f".{PACKAGE}.{kind}"
+    else:
+        field.type = getattr(kinds, f"TYPE_{kind.upper()}")
+
+
+CLASSES = message_classes()
+
+
+def read_infer(message: Any, inputs: Sequence[Port], outputs: Sequence[Port]) -> Request:
+    """A ModelInferRequest.  Raises ProtocolError."""
+    timeout = check_names(parameters(message), "the request")
+    rows, ports = by_name([(row.name, row) for row in message.inputs], "inputs"), {port.name: port for port in inputs}
+    raw = list(message.raw_input_contents)
+    if raw and len(raw) != len(rows):
+        raise ProtocolError(f"raw_input_contents: {len(raw)}, and there are {len(rows)} inputs")
+    found = {}
+    for number, (name, row) in enumerate(rows):
+        port = ports.get(name)
+        if port is None:
+            raise ProtocolError(f"input {name!r}: the model has none of that name, but {', '.join(ports)}")
+        check_names(parameters(row), f"input {name!r}")
+        shape = check_shape(port, row.datatype, list(row.shape))
+        found[name] = Given(shape, _data(port, shape, row, raw[number] if raw else None))
+    for name in ports:
+        if name not in found:
+            raise ProtocolError(f"input {name!r} is missing")
+    names = [port.name for port in outputs]
+    asked = by_name([(row.name, row) for row in message.outputs], "outputs")
+    for name, row in asked:
+        if name not in names:
+            raise ProtocolError(f"output {name!r}: the model has none of that name, but {', '.join(names)}")
+        check_names(parameters(row), f"output {name!r}")
+    wanted = [name for name, _ in asked] or names
+    return Request(message.id, tuple([found[name] for name in ports]), tuple([Asked(name, True) for name in wanted]), timeout)
+
+
+def write_infer(model: str, version: str, request: Request, outputs: Sequence[Port], tensors: Sequence[Given]) -> Any:
+    """A ModelInferResponse with the outputs that the request wants, as bytes."""
+    given = {port.name: (port, tensor) for port, tensor in zip(outputs, tensors, strict=True)}
+    answer = CLASSES["ModelInferResponse"](model_name=model, model_version=version, id=request.id)
+    for asked in request.asked:
+        port, tensor = given[asked.name]
+        answer.outputs.add(name=port.name, datatype=port.datatype, shape=tensor.shape)
+        answer.raw_output_contents.append(bytes(tensor.data))
+    return answer
+
+
+def write_metadata(told: Mapping[str, Any]) -> Any:
+    """A ModelMetadataResponse of what `inference_protocol.metadata` tells; it has no parameters."""
+    answer = CLASSES["ModelMetadataResponse"](name=told["name"], versions=told["versions"], platform=told["platform"])
+    for side in ("inputs", "outputs"):
+        for row in told[side]:
+            getattr(answer, side).add(**row)
+    return answer
+
+
+def parameters(message: Any) -> dict[str, Any]:
+    """The parameters of a message as Python's values."""
+    chosen = {name: (value, value.WhichOneof("parameter_choice")) for name, value in message.parameters.items()}
+    return {name: getattr(value, choice) if choice else None for name, (value, choice) in chosen.items()}
+
+
+def _data(port: Port, shape: tuple[int, ...], row: Any, raw: bytes | None) -> bytes:
+    """A tensor's bytes, which are `raw` or elements in a list.  Raises ProtocolError."""
+    where, elements = f"input {port.name!r}", math.prod(shape)
+    if raw is not None:
+        if row.HasField("contents"):
+            raise ProtocolError(f"{where}: contents and raw_input_contents: send one of them")
+        if len(raw) != elements * WIDTHS[port.datatype]:
+            wanted = f"{port.datatype} {list(shape)} has {elements * WIDTHS[port.datatype]}"
+            raise ProtocolError(f"{where}: {len(raw)} bytes, and {wanted}")
+        return raw
+    field = CONTENTS.get(port.datatype)
+    if field is None:
+        raise ProtocolError(f"{where}: {port.datatype} comes in raw_input_contents only")
+    numbers = getattr(row.contents, field)
+    if len(numbers) != elements:
+        raise ProtocolError(f"{where}: {len(numbers)} elements in {field}, expected {elements}")
+    try:
+        return struct.pack(f"<{elements}{CODES[port.datatype]}", *numbers)
+    except struct.error:
+        raise ProtocolError(f"{where}: an element that {port.datatype} cannot hold") from None
