@@ -36,8 +36,8 @@ from ..util.tolerance import compare, is_float
 RULE = "earlier-calls"
 
 FIRST_SEED = 0x9E3779B9
-"""torch's random numbers of the first call; those after it add 1.  No seed that a build or a model file is likely to have set before
-the build's first call: a model that draws numbers once, in its first call, must draw others here than it did for the export."""
+"""What seeds torch's random numbers for the first call of a sequence; the next ones add 1.  A model that draws numbers once, in its
+first call, must draw others here than in the build's first call, before which inputs() or the model file have seeded them."""
 
 KNOWN = frozenset({"mutated-attribute", "python-random", "clock-read", "unrepeatable-result", "data-dependent-branch"})
 """Obstacles that end a build, and that explain other results of a new model."""
