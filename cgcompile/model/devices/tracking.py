@@ -9,7 +9,8 @@ Private interfaces (torch 2.11, 2.13): `FakeTensor.device`, `torch.overrides._ge
 `get_proxy_mode`, which is None while torch carries out an operation that it traces, `torch.autocast.__init__`.  Replaced while
 the model runs are `FakeTensor.device`, a property of Python that no mode is asked about, and, where tensors are on the CPU and
 told to be on a GPU, autocast, since autocast for cuda would do nothing to them, `torch.cuda.get_device_capability`, which
-answers for the GPU that the bundle is for, and `torch.cuda.is_current_stream_capturing`, which torch for the CPU does not have.
+answers for the GPU that the bundle is for, `torch.cuda.is_current_stream_capturing`, which torch for the CPU does not have, and
+`torch.backends.cudnn.is_acceptable`, by which `flatten_parameters()` of recurrent layers would start CUDA.
 """
 
 from __future__ import annotations
@@ -185,6 +186,7 @@ def track_devices(
     mode = DeviceTracking(places, reads, values, PackedSequences(padded))
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
     asked, capturing = torch.cuda.get_device_capability, torch.cuda.is_current_stream_capturing
+    acceptable = torch.backends.cudnn.is_acceptable
 
     def device(tensor: FakeTensor) -> torch.device:
         real: torch.device = fake.fget(tensor)
@@ -201,6 +203,7 @@ def track_devices(
         torch.autocast.__init__ = on_the_cpu
         torch.cuda.get_device_capability = lambda device=None: capability
         torch.cuda.is_current_stream_capturing = lambda: False
+        torch.backends.cudnn.is_acceptable = lambda tensor: False
     try:
         with layers_of_packed_sequences(_packed), mode, asked_by, conversions:
             yield places.effects
@@ -209,3 +212,4 @@ def track_devices(
         FakeTensor.device = fake
         torch.autocast.__init__ = autocast
         torch.cuda.get_device_capability, torch.cuda.is_current_stream_capturing = asked, capturing
+        torch.backends.cudnn.is_acceptable = acceptable

@@ -55,6 +55,28 @@ def test_a_model_that_names_no_device_has_the_graph_it_has_without_the_mode(
         assert str(with_mode.programs.first.graph) == str(plain.programs.first.graph)
 
 
+class Flattening(nn.Module):
+    """Recurrent layers of many models do so in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gru.flatten_parameters()
+        return self.gru(x)[0]
+
+
+def test_flattened_parameters_start_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def acceptable(tensor: torch.Tensor) -> bool:
+        """As torch with CUDA has it, whether there is a GPU or not."""
+        return tensor.device.type == "cuda"
+
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", acceptable)
+    made = export(load_source(Flattening().eval(), lambda batch: torch.rand(batch, 5, 4)), {"batch": (1, 8)})
+    assert not made.obstacles and torch.backends.cudnn.is_acceptable is acceptable
+
+
 class Literals(nn.Module):
     """Tensors that no mode is asked about, moved to the input's device, as in pytorch-tabnet."""
 
