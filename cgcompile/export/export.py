@@ -5,9 +5,8 @@ The model is wrapped so that export sees only tensors in and tensors out; the ne
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 
@@ -202,16 +201,6 @@ class _Job:
         """One program for all sizes."""
         return export_dynamic(self.source, self.flat, self.shapes, self.sizes)
 
-    def numbered(self, attempt: Callable[[], ExportedProgram]) -> Callable[[], ExportedProgram]:
-        """`attempt`, which tells how many ways through the model's Python were exported: there may be many."""
-        numbers = itertools.count(1)
-
-        def told() -> ExportedProgram:
-            self.tell(f"torch.export, way {next(numbers)} through the model's branches")
-            return attempt()
-
-        return told
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Made:
@@ -336,7 +325,7 @@ def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Made | None:
     source, flat, sizes = job.source, job.flat, job.sizes
     keys = all_keys(sizes)
     samples = [sample(source, dict(zip(sizes, key, strict=True))).tensors for key in dict.fromkeys([keys[0], keys[-1]])]
-    made = with_paths(flat, calls, job.numbered(job.dynamic), samples, job.max_paths)
+    made = with_paths(flat, calls, job.dynamic, samples, job.max_paths, job.tell)
     if made is None:
         return None
     program, obstacles = made
@@ -381,7 +370,7 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
                 raise
             stopped = error
         if follow and (stopped is not None or _branched(found)):
-            if ways := with_paths(flat, calls, job.numbered(attempt), [tensors], job.max_paths):
+            if ways := with_paths(flat, calls, attempt, [tensors], job.max_paths, job.tell):
                 program, found = ways
             elif stopped is not None:
                 raise stopped

@@ -114,7 +114,9 @@ def test_the_tree_is_told_as_pytorch_tells_it() -> None:
 def test_progress_counts_the_ways_that_were_exported() -> None:
     told: list[str] = []
     export(load_source(Foo().eval(), lambda: (rows(),)), {}, tell=told.append)
-    assert told == [f"torch.export, way {number} through the model's branches" for number in range(1, len(told) + 1)] and told
+    *ways, joined, verified = told
+    assert ways == [f"torch.export, way {number} through the model's branches" for number in range(1, len(ways) + 1)] and ways
+    assert joined == "torch.export of 2 ways as one program" and verified == "every way in eager PyTorch"
 
 
 def test_what_the_model_raises_is_what_a_call_raises() -> None:
