@@ -25,6 +25,7 @@ from ..model.tracing.attributes import ATTRIBUTE_FIX
 from ..model.tracing.held_tensors import make_attribute
 from ..model.tracing.questions import ALL, FLAGS_ALONE, KNOWN
 from ..model.user_code import defined
+from ..util.progress import Tell
 from .exported import EagerShapes, Exported
 from .first_calls import changed_weights, first_calls, sample_at
 from .functionalization import size_from_a_float
@@ -49,25 +50,30 @@ PROBES = 8
 """Sizes of a dimension, beside the declared ones, at which eager PyTorch is asked for the shapes of the outputs."""
 
 
+def untold(text: str) -> None:
+    """What `tell` is where nobody watches."""
+
+
 def export(
     source: Source,
     sizes: Mapping[str, tuple[int, ...]],
     alone: bool = True,
     max_paths: int = MAX_PATHS,
     elsewhere: Set[str] = frozenset(),
+    tell: Tell = untold,
 ) -> Exported:
     """The program for all sizes, whatever it holds, or one for each int_key where torch.export cannot keep the dimensions dynamic.
 
     Tensors of the model that it writes to, and that are no buffers, are made buffers.  Where Python branched on the value of a
     tensor, it is one of several: the obstacles say so, and `refuse_branches` refuses it.  `alone`: the model has no other entry,
     and no error has to say which entry it means.  `elsewhere`: buffers that other entries write to, whose values are not known.
-    `max_paths`: so many ways through its Python are exported at most.
+    `max_paths`: so many ways through its Python are exported at most.  `tell`: is told of each.
 
     Raises dimension-unused, shape-irregular, size-excluded (with the dimension), eager-failed and export-failed (with the user's
     file and line), data-dependent-branch, data-dependent-shape and structure-unsupported.
     """
     try:
-        return _exported(source, sizes, alone, max_paths, elsewhere)
+        return _exported(source, sizes, alone, max_paths, elsewhere, tell)
     except ModelError as error:
         named = error if alone else _of_entry(error, source)
         if named is error:
@@ -88,12 +94,14 @@ def with_unwritten(made: Sequence[Exported], max_paths: int = MAX_PATHS) -> list
         ]
 
 
-def _exported(source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int, elsewhere: Set[str]) -> Exported:
+def _exported(
+    source: Source, sizes: Mapping[str, tuple[int, ...]], alone: bool, max_paths: int, elsewhere: Set[str], tell: Tell
+) -> Exported:
     shapes = axes.input_shapes(source, sizes)
     like = sample(source, axes.probe_sizes(sizes))
     make_dense(source)
     flat = FlatModule(source.model, like, source.device, source.told, source.entry, source.capability)
-    job = _Job(source=source, flat=flat, shapes=shapes, sizes=sizes, max_paths=max_paths)
+    job = _Job(source=source, flat=flat, shapes=shapes, sizes=sizes, max_paths=max_paths, tell=tell)
     seen = first_calls(source, flat, sizes)
     calls = list(seen.calls)
     flat.watch = calls.append
@@ -180,13 +188,14 @@ def refuse_branches(exported: Exported) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Job:
-    """What is exported: `shapes` are those of the inputs, `max_paths` as for `export`."""
+    """What is exported: `shapes` are those of the inputs, `max_paths` and `tell` as for `export`."""
 
     source: Source
     flat: FlatModule
     shapes: Sequence[tuple[Size, ...]]
     sizes: Mapping[str, tuple[int, ...]]
     max_paths: int
+    tell: Tell
 
     def dynamic(self) -> ExportedProgram:
         """One program for all sizes."""
@@ -316,7 +325,7 @@ def _paths(job: _Job, calls: Sequence[SideEffects]) -> _Made | None:
     source, flat, sizes = job.source, job.flat, job.sizes
     keys = all_keys(sizes)
     samples = [sample(source, dict(zip(sizes, key, strict=True))).tensors for key in dict.fromkeys([keys[0], keys[-1]])]
-    made = with_paths(flat, calls, job.dynamic, samples, job.max_paths)
+    made = with_paths(flat, calls, job.dynamic, samples, job.max_paths, job.tell)
     if made is None:
         return None
     program, obstacles = made
@@ -351,6 +360,7 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
         seen.append((chosen, eager_shapes(source, flat, chosen, tensors)))
         check_result(source, result, flat.result)
         flat.earlier = calls[-1]
+        job.tell(f"torch.export at {', '.join([f'{name}={size}' for name, size in chosen.items()]) or 'one size'}")
         attempt = lambda tensors=tensors: export_static(source, flat, tensors)  # noqa: E731
         stopped: ModelError | None = None
         try:
@@ -360,7 +370,7 @@ def _per_size(job: _Job, calls: Sequence[SideEffects], reason: str, *, follow: b
                 raise
             stopped = error
         if follow and (stopped is not None or _branched(found)):
-            if ways := with_paths(flat, calls, attempt, [tensors], job.max_paths):
+            if ways := with_paths(flat, calls, attempt, [tensors], job.max_paths, job.tell):
                 program, found = ways
             elif stopped is not None:
                 raise stopped

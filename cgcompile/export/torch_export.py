@@ -39,6 +39,7 @@ from .higher_order import untraced
 from .higher_order.composite_operators import give_sizes_at_once, without_composites
 from .higher_order.expand import expanded
 from .higher_order.shared_memory import copy_shared
+from .torch_program import move_graph
 
 
 def export_dynamic(
@@ -162,11 +163,23 @@ def _export(flat: FlatModule, tensors: Sequence[torch.Tensor], dynamic: Any) -> 
     with torch.no_grad(), redirect_stderr(said), _quiet(LOGGERS[0]), preserve_node_meta():
         program = untraced.export(flat, _separate(tensors), dynamic)
     sys.stderr.write(said.getvalue())
+    _move_constants(program, flat.device)
     _make_dense(program)
     settle_assertions(program)
     give_sizes_at_once(program)
     copy_shared(program.graph_module)
     return without_composites(expanded(program))
+
+
+def _move_constants(program: ExportedProgram, device: torch.device) -> None:
+    """What forward() makes by torch.FloatTensor([...]) or torch.Tensor([...]) is on the CPU in the trace too, until it is moved: no
+    mode is asked about these.  The program has it on `device`, where the model is, as all other constants."""
+    tensors = {name: value for name, value in program.constants.items() if isinstance(value, torch.Tensor)}
+    elsewhere = {name: value.to(device) for name, value in tensors.items() if value.device != device}
+    if elsewhere:
+        program.constants.update(elsewhere)
+        for module in [module for module in program.graph_module.modules() if isinstance(module, torch.fx.GraphModule)]:
+            move_graph(module, device)
 
 
 def _make_dense(program: ExportedProgram) -> None:

@@ -342,7 +342,7 @@ def _exported(
     made = []
     for source, own in zip(sources, each_named(tell, [source.entry for source in sources]), strict=True):
         own("torch.export")
-        made.append(export(source, sizes[source.entry], alone=len(sources) == 1, max_paths=max_paths))
+        made.append(export(source, sizes[source.entry], alone=len(sources) == 1, max_paths=max_paths, tell=own))
     return made
 
 

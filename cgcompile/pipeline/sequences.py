@@ -34,6 +34,11 @@ from ..transforms.rng.rewrite import draws
 from ..util.tolerance import compare, is_float
 
 RULE = "earlier-calls"
+
+FIRST_SEED = 0x9E3779B9
+"""What seeds torch's random numbers for the first call of a sequence; the next ones add 1.  A model that draws numbers once, in its
+first call, must draw others here than in the build's first call, before which inputs() or the model file have seeded them."""
+
 KNOWN = frozenset({"mutated-attribute", "python-random", "clock-read", "unrepeatable-result", "data-dependent-branch"})
 """Obstacles that end a build, and that explain other results of a new model."""
 
@@ -150,9 +155,10 @@ def _both(
     programs: _Programs, model: FreshModel, call: Call, tensors: Sequence[torch.Tensor], number: int, *, reset: bool
 ) -> tuple[Sequence[torch.Tensor] | str, Called]:
     """What the program gives, or raises, and what the model does, side by side."""
-    model.send(call.entry, tensors, number, reset)
+    seed = FIRST_SEED + number
+    model.send(call.entry, tensors, seed, reset)
     try:
-        made: Sequence[torch.Tensor] | str = programs.call(call, tensors, number)
+        made: Sequence[torch.Tensor] | str = programs.call(call, tensors, seed)
     except (RuntimeError, IndexError, ValueError, AssertionError) as error:
         made = f"{type(error).__name__}: {error}".splitlines()[0]
     return made, model.receive()

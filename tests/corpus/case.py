@@ -5,9 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest import mock
 
 import numpy
 import torch
@@ -69,3 +71,18 @@ class Case:
             inner = [size for size in range(sizes[0] + 1, sizes[-1]) if size not in sizes]
             found[name] = inner[-1] if inner else sizes[-1]
         return found if any(found[name] not in sizes for name, sizes in self.sizes.items()) else {}
+
+
+@contextmanager
+def as_for(target: str) -> Iterator[None]:
+    """Meanwhile torch finds a GPU only where one is built for that is here: packages ask, when they are imported and when a model
+    is made, and draw other weights then.  What is cross-compiled is made where no GPU is, and has to be made so again."""
+    if not target.startswith("sm_"):
+        yield
+        return
+    cuda, other = torch.cuda, torch.accelerator
+    with (
+        mock.patch.object(cuda, "is_available", lambda: False), mock.patch.object(cuda, "device_count", lambda: 0),
+        mock.patch.object(other, "is_available", lambda: False),
+    ):  # fmt: skip
+        yield

@@ -142,6 +142,7 @@ def _process(
     # one thread each; kernels are compiled by as many processes as the case has processors for itself
     environment = {
         **os.environ, "OMP_NUM_THREADS": "1", "TORCHINDUCTOR_COMPILE_THREADS": str(_own(plan.jobs)), "TMPDIR": str(scratch),
+        "CACHE_PATH": str(scratch),  # se3-transformer-pytorch keeps tensors there, on the GPU where the first process has one
         **({} if gpu is None else {"CUDA_VISIBLE_DEVICES": gpu}),
     }  # fmt: skip
     with open(scratch / "log", "w+b") as log:

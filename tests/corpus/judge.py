@@ -22,7 +22,7 @@ from cgcompile.model.source import CPU
 from cgcompile.model.tracing.held_tensors import current_buffers, held_buffers
 from cgcompile.util.tolerance import compare, is_float, tolerance
 
-from .case import Case
+from .case import Case, as_for
 from .results import BUILT, FAILED, REFUSED, RIGHT, WRONG, Row
 
 SEED = 2026
@@ -93,7 +93,6 @@ def refusal(case: Case, target: str, error: CgbundleError) -> Row:
 
 def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float]) -> Row:
     """Loads a bundle and calls it at every recorded size and between them; `stages` are kept beside those of this."""
-    device = "cpu" if target == "cpu" else "cuda"
     # eager PyTorch's convolutions use TF32: the bounds of a captured bundle allow for that, those of a cross-compiled one do not
     torch.backends.cudnn.allow_tf32 = target == "cuda"
     taken = dict(stages)
@@ -101,19 +100,22 @@ def replayed(case: Case, target: str, bundle: Path, stages: Mapping[str, float])
     with cgbundle.load(str(bundle)) as program:
         taken["load"] = time.perf_counter() - begun
         begun = time.perf_counter()
-        worst, complaint, between = _calls(case, program, device)
+        worst, complaint, between = _calls(case, program, target)
         taken["compare"] = time.perf_counter() - begun
     verdict = WRONG if complaint else RIGHT
     return Row(name=case.name, target=target, verdict=verdict, message=complaint, between=between, error=worst, stages=taken)
 
 
-def _calls(case: Case, program: cgbundle.Program, device: str) -> tuple[float, str, str]:
+def _calls(case: Case, program: cgbundle.Program, target: str) -> tuple[float, str, str]:
     """(largest error as a part of its bound, what is wrong first, what became of the size between)."""
-    with _on_device(*case.build(), torch.device(device, 0) if device == "cuda" else CPU) as (module, inputs):
+    device = "cpu" if target == "cpu" else "cuda"
+    with as_for(target):
+        made = case.build()
+    with _on_device(*made, torch.device(device, 0) if device == "cuda" else CPU) as (module, inputs):
         worst = 0.0
         for key in program.int_keys:
             sizes = dict(zip(case.sizes, key, strict=True))
-            error, complaint = _call(case, module, inputs, program, device, sizes)
+            error, complaint = _call(case, module, inputs, program, target, sizes)
             worst = max(worst, error)
             if complaint:
                 return worst, f"{sizes}: {complaint}", ""
@@ -122,7 +124,7 @@ def _calls(case: Case, program: cgbundle.Program, device: str) -> tuple[float, s
             return worst, "", "none"
         if any(dimension.pad == "no" for dimension in program.manifest.entries[0].dimensions):
             return worst, "", "not proved"
-        error, complaint = _call(case, module, inputs, program, device, sizes)
+        error, complaint = _call(case, module, inputs, program, target, sizes)
         return max(worst, error), complaint and f"{sizes}: {complaint}", "wrong" if complaint else "right"
 
 
@@ -135,8 +137,9 @@ def _on_device(module: torch.nn.Module, inputs: Any, device: torch.device) -> It
 
 
 def _call(
-    case: Case, module: torch.nn.Module, inputs: Any, program: cgbundle.Program, device: str, sizes: Mapping[str, int]
+    case: Case, module: torch.nn.Module, inputs: Any, program: cgbundle.Program, target: str, sizes: Mapping[str, int]
 ) -> tuple[float, str]:
+    device = "cpu" if target == "cpu" else "cuda"
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(SEED)
         given = inputs(**sizes)
@@ -150,7 +153,8 @@ def _call(
         except RuntimeError:  # a model may make tensors on the CPU whatever its device: eager PyTorch runs it there alone
             if device == "cpu":
                 raise
-            expected = list(_leaves(case.build()[0](*_moved(own_args, "cpu"), **_moved(own_kwargs, "cpu"))))
+            with as_for(target):
+                expected = list(_leaves(case.build()[0](*_moved(own_args, "cpu"), **_moved(own_kwargs, "cpu"))))
     got = dict(_leaves(program(*args, **kwargs)))
     return _compared(program.manifest, expected, got)
 

@@ -28,6 +28,7 @@ def main(arguments: Sequence[str]) -> None:
 
     torch.set_num_threads(1)
     from .carried import draw_alike_everywhere, leave_out_weights, with_weights
+    from .case import as_for
     from .judge import judge, replayed
     from .models import find
 
@@ -38,11 +39,15 @@ def main(arguments: Sequence[str]) -> None:
 
         transformers.logging.set_verbosity_error()
     try:
-        if broken := case.broken():
+        with as_for(target):
+            broken = case.broken()
+        if broken:
             row = Row(name=name, target=target, verdict=MISSING, message=broken)
         elif "replay" in rest:
             with tempfile.TemporaryDirectory() as folder:
-                row = replayed(case, target, with_weights(Path(bundle), case.build()[0], Path(folder)), {})
+                with as_for(target):
+                    module = case.build()[0]
+                row = replayed(case, target, with_weights(Path(bundle), module, Path(folder)), {})
         else:
             row = judge(case, target, Path(bundle), prove)
             if "bare" in rest and row.verdict == BUILT:

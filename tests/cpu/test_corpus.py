@@ -20,7 +20,7 @@ import torch
 
 from cgbundle.format import file_names
 from tests.corpus.carried import KEPT, draw_alike_everywhere, leave_out_weights, with_weights
-from tests.corpus.case import Case, Made
+from tests.corpus.case import Case, Made, as_for
 from tests.corpus.jobs import Job, Plan, _gpu, run
 from tests.corpus.judge import CHECK, judge, refusal, replayed
 from tests.corpus.models import all_cases, find, layers
@@ -66,6 +66,16 @@ WEIGHTS = """
 from tests.cpu.test_corpus import weights
 print(weights())
 """
+
+
+def test_what_is_cross_compiled_is_made_again_as_where_no_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    case = Case(name="asking", make=lambda: (torch.nn.Linear(1, 1 + torch.cuda.is_available()), lambda batch: torch.rand(batch, 1)))
+    widths = {}
+    for target in ("sm_90", "cuda", "cpu"):
+        with as_for(target):
+            widths[target] = case.build()[0].out_features
+    assert widths == {"sm_90": 1, "cuda": 2, "cpu": 2} and torch.cuda.is_available()
 
 
 def weights() -> dict[str, float]:

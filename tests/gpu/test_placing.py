@@ -22,6 +22,7 @@ from cgcompile.model.devices.tracking import track_devices  # noqa: E402
 from cgcompile.model.side_effects import SideEffects  # noqa: E402
 from tests.corpus.judge import _on_device  # noqa: E402
 from tests.gpu.helpers import peak_memory  # noqa: E402
+from tests.helpers.raising import raises  # noqa: E402
 
 
 class Counted(torch.nn.Module):
@@ -79,11 +80,39 @@ class Recurrent(torch.nn.Module):
         return self.head(self.lstm(x.view(x.shape[0], 4, 4))[1][0][-1])
 
 
+class Literals(torch.nn.Module):
+    """Constants that torch makes on the CPU, moved to the input's device, as in pytorch-tabnet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = torch.nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.layer(x) * torch.sqrt(torch.FloatTensor([0.5]).to(x.device))
+        y = y + torch.Tensor([1, 2, 3, 4]).to(x) + torch.DoubleTensor([1, 2, 3, 4]).to(x)
+        return y[:, torch.LongTensor([0, 2, 1, 3]).to(x.device)]
+
+
+class DrawnOnce(torch.nn.Module):
+    """The first call draws a parameter, as that of gpytorch's variational strategies does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = torch.nn.Parameter(torch.zeros(16))
+        self.drawn = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.drawn:
+            self.mean.data.copy_(torch.randn_like(self.mean))
+            self.drawn = True
+        return x + self.mean
+
+
 def inputs(batch: int) -> tuple[torch.Tensor]:
     return (torch.randn(batch, 16),)
 
 
-@pytest.mark.parametrize("made", [Counted, Moving, Recurrent], ids=lambda made: made.__name__.lower())
+@pytest.mark.parametrize("made", [Counted, Moving, Recurrent, Literals], ids=lambda made: made.__name__.lower())
 def test_a_model_runs_on_the_gpu_alone_and_is_the_callers_again(made: Any, tmp_path: Path) -> None:
     model = made().eval()
     before = {name: (value.data_ptr(), value.device) for name, value in model.state_dict().items()}
@@ -105,6 +134,12 @@ def test_a_model_runs_on_the_gpu_alone_and_is_the_callers_again(made: Any, tmp_p
         assert torch.allclose(got, want, rtol=2e-3, atol=2e-3)
     if isinstance(there, Counted):
         read_where_no_gpu_is(built.path)
+
+
+def test_numbers_that_the_first_call_draws_are_refused(tmp_path: Path) -> None:
+    """inputs() are drawn after torch.manual_seed(0), which seeds the GPU's generator too."""
+    with raises("check-refused", match="earlier-calls: forward.. sets 'drawn' at its first call"):
+        cgcompile.build(DrawnOnce().eval(), inputs, sizes=[1, 4], out=tmp_path / "x.cgb", target="cuda")
 
 
 def test_random_numbers_state_and_autocast(tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ from ...model.side_effects import ASSIGNED, BRANCH, NOTHING, SIZE_FIX, SIZED, Ob
 from ...model.source import CPU
 from ...model.tracing.attributes import assignment_place
 from ...model.user_code import called_by, text_of, user_place
+from ...util.progress import Tell
 from ..programs import Programs, coarsest
 from .explore import PathsRefused
 from .lines import TORCH_STOPS
@@ -41,6 +42,7 @@ def with_paths(
     attempt: Callable[[], ExportedProgram],
     samples: Sequence[Sequence[torch.Tensor]],
     max_paths: int,
+    tell: Tell,
 ) -> tuple[ExportedProgram, tuple[Obstacle, ...]] | None:
     """The program of all ways, compared with eager PyTorch on `samples`, and notes about its questions.
 
@@ -51,12 +53,13 @@ def with_paths(
     before, result, assigned = len(calls), flat.result, flat.assigned
     flat.known, flat.asserted = frozenset(), NOTHING
     try:
-        joined = tree(flat, attempt, max_paths, flat.told != CPU)
+        joined = tree(flat, attempt, max_paths, flat.told != CPU, tell)
         if joined is None:
             return None
         bound = coarsest(Programs(by_key={(): joined.program}, dynamic=False))
         names = sorted({name for line in joined.ways.lines for name in line.changed} - {*flat.assigned})
         flat.assigned = (*assigned, *names)
+        tell("every way in eager PyTorch")
         not_compared = verify(flat, joined, samples, bound)
     except PathsRefused as refused:
         code, why = refused.code, refused.obstacle

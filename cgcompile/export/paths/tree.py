@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from torch.fx import GraphModule
 
 from ...errors import ModelError
 from ...model.flat_module import FlatModule
+from ...util.progress import Tell
 from .explore import Branch, PathsRefused, Ways
 from .lines import Line, Raised
 from .merge import Unjoinable, merged
@@ -38,17 +40,24 @@ class Tree:
                 yield from self._branches(branch.other, number + 1, len(behind))
 
 
-def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, told_gpu: bool) -> Tree | None:
+def tree(flat: FlatModule, attempt: Callable[[], ExportedProgram], most: int, told_gpu: bool, tell: Tell) -> Tree | None:
     """Exports every way by `attempt`, at most so many, and joins them; None for a model that asks nothing and reads no number,
     nor a size that depends on data.
 
     Raises data-dependent-branch, structure-unsupported, and what `attempt` raises."""
-    ways = Ways(flat, attempt, most)
+    numbers = itertools.count(1)
+
+    def told() -> ExportedProgram:
+        tell(f"torch.export, way {next(numbers)} through the model's branches")
+        return attempt()
+
+    ways = Ways(flat, told, most)
     root = ways.root()
     if isinstance(root, Raised):
         raise ModelError("export-failed", f"{root.where or 'model'}: the model raises on every way: {root.message}")
     if not root.questions and not any(root.reads) and not any(map(any, root.sizes)):
         return None
+    tell(f"torch.export of {len(ways.lines)} ways as one program")
     while True:
         try:
             program, whole = merged(ways, root, told_gpu)

@@ -6,10 +6,11 @@ bundle will run, and follows the moves.  It leaves a marker operator in the grap
 device gets no marker.
 
 Private interfaces (torch 2.11, 2.13): `FakeTensor.device`, `torch.overrides._get_current_function_mode_stack`,
-`torch.autocast.__init__`.  Replaced while the model runs are `FakeTensor.device`, a property of Python that no mode is asked about,
-and, where tensors are on the CPU and told to be on a GPU, autocast, since autocast for cuda would do nothing to them,
-`torch.cuda.get_device_capability`, which answers for the GPU that the bundle is for, and `torch.cuda.is_current_stream_capturing`,
-which torch for the CPU does not have.
+`get_proxy_mode`, which is None while torch carries out an operation that it traces, `torch.autocast.__init__`.  Replaced while
+the model runs are `FakeTensor.device`, a property of Python that no mode is asked about, and, where tensors are on the CPU and
+told to be on a GPU, autocast, since autocast for cuda would do nothing to them, `torch.cuda.get_device_capability`, which
+answers for the GPU that the bundle is for, `torch.cuda.is_current_stream_capturing`, which torch for the CPU does not have, and
+`torch.backends.cudnn.is_acceptable`, by which `flatten_parameters()` of recurrent layers would start CUDA.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
@@ -83,10 +85,16 @@ class DeviceTracking(TorchFunctionMode):
     def __init__(self, places: TensorPlaces, reads: DataReads, known: KnownValues, packed: PackedSequences) -> None:
         super().__init__()
         self._places, self._reads, self._known, self.packed = places, reads, known, packed
+        self._traced = get_proxy_mode() is not None
 
     def knows(self, tensor: torch.Tensor) -> bool:
         """Whether the value of a tensor is known."""
         return self._known.has(tensor)
+
+    def within_torch(self) -> bool:
+        """Whether torch traces an operation that asks no mode, as torch.Tensor([...]) and torch.FloatTensor([...]): what is called
+        meanwhile is its own."""
+        return self._traced and get_proxy_mode() is None
 
     def _truth(self, tensor: torch.Tensor) -> Any:
         """Bytes as truth values."""
@@ -95,6 +103,8 @@ class DeviceTracking(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Mapping[str, Any] | None = None) -> Any:
         if torch.compiler.is_dynamo_compiling():
             return func(*args, **(kwargs or {}))  # branches of torch.cond: they are traced without the mode
+        if self.within_torch():
+            return func(*args, **(kwargs or {}))
         given, named = list(args), dict(kwargs or {})
         if func in _ASKING:
             with self:
@@ -176,10 +186,12 @@ def track_devices(
     mode = DeviceTracking(places, reads, values, PackedSequences(padded))
     fake, autocast = FakeTensor.__dict__["device"], torch.autocast.__init__
     asked, capturing = torch.cuda.get_device_capability, torch.cuda.is_current_stream_capturing
+    acceptable = torch.backends.cudnn.is_acceptable
 
     def device(tensor: FakeTensor) -> torch.device:
         real: torch.device = fake.fget(tensor)
-        return places.device(tensor, real) if mode in torch.overrides._get_current_function_mode_stack() else real
+        asked = mode in torch.overrides._get_current_function_mode_stack() and not mode.within_torch()
+        return places.device(tensor, real) if asked else real
 
     def on_the_cpu(self: Any, device_type: str, dtype: torch.dtype | None = None, *args: Any, **kwargs: Any) -> None:
         if device_type == "cuda":
@@ -191,6 +203,7 @@ def track_devices(
         torch.autocast.__init__ = on_the_cpu
         torch.cuda.get_device_capability = lambda device=None: capability
         torch.cuda.is_current_stream_capturing = lambda: False
+        torch.backends.cudnn.is_acceptable = lambda tensor: False
     try:
         with layers_of_packed_sequences(_packed), mode, asked_by, conversions:
             yield places.effects
@@ -199,3 +212,4 @@ def track_devices(
         FakeTensor.device = fake
         torch.autocast.__init__ = autocast
         torch.cuda.get_device_capability, torch.cuda.is_current_stream_capturing = asked, capturing
+        torch.backends.cudnn.is_acceptable = acceptable

@@ -18,6 +18,7 @@ import gc
 import os
 import pickle
 import signal
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -247,7 +248,10 @@ def _serve(connection: Connection, sources: Sequence[Source], threads: int) -> N
 
 
 def _call(connection: Connection, sources: Sequence[Source], device: torch.device, sizes: Mapping[str, dict[str, int]]) -> None:
-    """In a process whose model is new: carries out calls until the `end`."""
+    """In a process whose model is new: carries out calls until the `end`.  NumPy's generator is seeded anew, as Python does with
+    its own after a fork: what the first call draws is not what the build's first call drew."""
+    if numpy := sys.modules.get("numpy.random"):
+        numpy.seed()
     with ExitStack() as stack:
         try:
             there = stack.enter_context(placed(replace(sources[0], owned=True), device)).device

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -127,6 +128,31 @@ class Counting(nn.Module):
         return y
 
 
+class DrawnOnce(nn.Module):
+    """The first call draws a parameter, as that of gpytorch's variational strategies does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mean = nn.Parameter(torch.zeros(4))
+        self.drawn = False
+
+    def draw(self) -> None:
+        self.mean.data.copy_(torch.randn_like(self.mean))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.drawn:
+            self.draw()
+            self.drawn = True
+        return x + self.mean
+
+
+class DrawnByNumpy(DrawnOnce):
+    """The same with NumPy's generator."""
+
+    def draw(self) -> None:
+        self.mean.data.copy_(torch.from_numpy(numpy.random.rand(4)))
+
+
 class Remembering(nn.Module):
     """One entry sets what the other reads."""
 
@@ -166,6 +192,17 @@ def test_a_value_of_the_first_input_is_refused_by_name_and_line(kind: type[nn.Mo
     assert (found.rule, found.source) == ("earlier-calls", "self.scale = x.std(1, keepdim=True)")
     assert found.message.startswith("forward() sets 'scale' from the values of its inputs, and a later call reads it")
     assert found.where.startswith("tests/cpu/pipeline/test_sequences.py:")
+
+
+@pytest.mark.parametrize("kind", [DrawnOnce, DrawnByNumpy])
+@pytest.mark.parametrize("seed", [SEED, OTHER_SEED])
+def test_numbers_that_the_first_call_draws_are_refused_whatever_was_seeded_before(kind: type[DrawnOnce], seed: int) -> None:
+    model = kind()
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    (found,) = refusals(model)
+    assert found.rule == "earlier-calls" and "'drawn' at its first call, and later calls read it" in found.message
+    assert refusals(model) == []  # it was called: the cure
 
 
 def test_it_ends_a_build_and_leaves_no_bundle(tmp_path: Path) -> None:

@@ -111,6 +111,14 @@ def test_the_tree_is_told_as_pytorch_tells_it() -> None:
     assert note.source.startswith("if y.sum() > 0:") and "path_models.py:" in note.where
 
 
+def test_progress_counts_the_ways_that_were_exported() -> None:
+    told: list[str] = []
+    export(load_source(Foo().eval(), lambda: (rows(),)), {}, tell=told.append)
+    *ways, joined, verified = told
+    assert ways == [f"torch.export, way {number} through the model's branches" for number in range(1, len(ways) + 1)] and ways
+    assert joined == "torch.export of 2 ways as one program" and verified == "every way in eager PyTorch"
+
+
 def test_what_the_model_raises_is_what_a_call_raises() -> None:
     program = exported_once(Numbers).programs.first.module(check_guards=False)
     with pytest.raises(RuntimeError, match=r"path_models.py:\d+: the model asserts .*: the model raises AssertionError: too large"):

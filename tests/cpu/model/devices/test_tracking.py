@@ -9,15 +9,17 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from cgcompile.export.export import export
+from cgcompile.export.torch_export import export_static
 from cgcompile.model import flat_module as flat
 from cgcompile.model.devices import operations as tracked
 from cgcompile.model.devices.tensor_places import CPU
 from cgcompile.model.devices.tracking import track_devices
 from cgcompile.model.load import load_source
 from cgcompile.model.side_effects import SideEffects
+from cgcompile.model.source import CUDA, sample
 from tests.cpu.model.devices.function_model import Model, operations, traced
 from tests.cpu.models import Everything, Image, everything_inputs, image_inputs
 from tests.helpers.raising import raises
@@ -51,6 +53,48 @@ def test_a_model_that_names_no_device_has_the_graph_it_has_without_the_mode(
         ]
     else:
         assert str(with_mode.programs.first.graph) == str(plain.programs.first.graph)
+
+
+class Flattening(nn.Module):
+    """Recurrent layers of many models do so in every call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gru = nn.GRU(4, 6, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.gru.flatten_parameters()
+        return self.gru(x)[0]
+
+
+def test_flattened_parameters_start_no_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    def acceptable(tensor: torch.Tensor) -> bool:
+        """As torch with CUDA has it, whether there is a GPU or not."""
+        return tensor.device.type == "cuda"
+
+    monkeypatch.setattr(torch.backends.cudnn, "is_acceptable", acceptable)
+    made = export(load_source(Flattening().eval(), lambda batch: torch.rand(batch, 5, 4)), {"batch": (1, 8)})
+    assert not made.obstacles and torch.backends.cudnn.is_acceptable is acceptable
+
+
+class Literals(nn.Module):
+    """Tensors that no mode is asked about, moved to the input's device, as in pytorch-tabnet."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x * torch.sqrt(torch.FloatTensor([0.5, 1, 2, 3]).to(x.device))
+        return y + torch.Tensor([1, 2, 3, 4]).to(x) + torch.DoubleTensor([1, 2, 3, 4]).to(x)
+
+
+def test_constants_of_constructors_that_ask_no_mode_are_on_the_device_of_the_model() -> None:
+    """Tensors without data stand for those of a GPU."""
+    source = load_source(Literals().eval(), lambda batch: (torch.randn(batch, 4),))
+    module = flat.FlatModule(source.model, sample(source, {"batch": 2}), CUDA, CUDA)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        program = export_static(source, module, (torch.empty(2, 4, device="cuda"),))
+    values = [*program.constants.values(), *[node.meta.get("val") for node in program.graph.nodes]]
+    assert {value.device for value in values if isinstance(value, torch.Tensor)} == {CUDA}
+    named = [value for node in program.graph.nodes for value in node.kwargs.values() if isinstance(value, torch.device)]
+    assert named and {*named} == {CUDA}
 
 
 def answers(model: Model, x: torch.Tensor) -> torch.Tensor:
