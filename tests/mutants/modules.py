@@ -17,6 +17,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "bundles/cgbundle/validate/programs.py": VALIDATE,
     "bundles/cgbundle/validate/signature.py": VALIDATE,
     "bundles/cgbundle/validate/self_test.py": VALIDATE,
+    "bundles/cgbundle/call/pieces.py": ("tests/pure/call/test_dispatch.py", "tests/pure/call/test_plan.py"),
     "bundles/cgbundle/call/plan.py": (
         "tests/pure/call/test_dispatch.py",
         "tests/pure/call/test_guards.py",

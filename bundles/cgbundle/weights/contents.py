@@ -20,9 +20,10 @@ from ..format.file_names import MANIFEST, WEIGHTS
 from ..format.open_files import when_gone
 from ..format.safetensors import read_header
 from ..format.schema import DTYPES, Weight
+from ..format.spans import dense, is_dense, memory_order
 from ..tensors.dlpack import DLPack
 from ..tensors.library import Library, array_type, library_of
-from ..tensors.tensor import Tensor, dense, empty, is_dense, memory_order
+from ..tensors.tensor import Tensor, empty
 from ..validate.memories import BAKED, FOLDED
 
 INDEX = ".index.json"
