@@ -126,21 +126,31 @@ def load(
         "mode": mode, "on_miss": on_miss, "outputs": outputs, "check": check, "weights": weights, "lazy": lazy, "key": key,
         "threads": threads, "cast": cast, "variant": variant, "state": state,
     }  # fmt: skip
-    if replicas:
-        return _open_replicas(path, device, devices, **options)
     meeting = None if rank is None or rendezvous is None else (rank, os.fspath(rendezvous))
-    return open_program(path, device, devices=devices, timeout=timeout, meeting=meeting, **options)
+    opened: Program | Replicas = _open(
+        path, device, replicas=replicas, devices=devices, timeout=timeout, meeting=meeting, **options
+    )
+    return opened
 
 
-def open_program(
+def open_program(path: str | os.PathLike[str], device: int = 0, **options: Any) -> Program:
+    """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
+    so that a replay that relies on one goes wrong, and state has a row more than the fewest.  For verification."""
+    program: Program = _open(path, device, **options)
+    return program
+
+
+def _open(
     path: str | os.PathLike[str], device: int = 0, mode: str = "graph", on_miss: str = "pad", outputs: str = "copy",
     check: str = "load", poison: int | None = None, weights: str = "map", lazy: bool | None = None, key: Keys | None = None,
     threads: int | None = None, cast: bool = False, devices: Sequence[int] | None = None, timeout: float = 30.0,
     meeting: tuple[int, str] | None = None, variant: str | None = None, state: Mapping[str, int] | None = None,
-) -> Program:  # fmt: skip
-    """`load`; with `poison`, that byte fills the arena and every byte of kernel parameters that the recording calls undefined,
-    so that a replay that relies on one goes wrong, and state has a row more than the fewest.  For verification."""
-    context = _begin_context(os.fspath(path), devices[0] if devices else device)
+    replicas: bool = False,
+) -> Any:  # fmt: skip
+    if replicas and (device or (devices is not None and (not devices or len(set(devices)) < len(devices)))):
+        raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")
+    first = devices[0] if devices else device
+    context = ContextFuture(None) if replicas else _begin_context(os.fspath(path), first)
     bundle: Archive | None = None
     others: list[Archive] = []
     try:
@@ -150,11 +160,15 @@ def open_program(
         from .program import Program  # this while the context is made
 
         _check_options(mode, on_miss, outputs, check, weights)
-        _check(bundle, check, key, variant, devices[0] if devices else device)
+        _check(bundle, check, key, variant, first)
+        if replicas:
+            from .program.replicas import check_replicas, open_replicas  # few programs are on several devices
+
+            check_replicas(bundle.manifest)
         rows = _state_rows(bundle.manifest, state, poison)
         if threads is not None:
             _check_threads(bundle.manifest, threads)
-        if devices is not None and not bundle.manifest.world:
+        if devices is not None and not bundle.manifest.world and not replicas:
             text = f"devices={list(devices)}: the bundle is for one device"
             raise CallError("option-refused", text, "give replicas=True for a copy of it on each, or device= for another one")
         if meeting is not None and not bundle.manifest.world:
@@ -168,6 +182,13 @@ def open_program(
             from .gpu.backend import CudaBackend
 
             check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
+            if replicas:
+
+                def opened_on(number: int) -> Program:
+                    copied = CudaBackend(bundle, number, mode, lazy=lazy, threads=threads, rows=rows)
+                    return _program(Program, bundle, copied, on_miss, outputs, cast)
+
+                return open_replicas(bundle, devices, opened_on)
             if meeting is not None:
                 from .program.one_rank import open_rank  # few models are over several
 
@@ -211,57 +232,6 @@ def _program(made: type[Program], bundle: Archive, backend: Any, on_miss: str, o
     except BaseException:
         backend.close()
         raise
-
-
-def _open_replicas(
-    path: str | os.PathLike[str], device: int, devices: Sequence[int] | None, *, mode: str, on_miss: str, outputs: str, check: str,
-    weights: str, lazy: bool | None, key: Keys | None, threads: int | None, cast: bool, variant: str | None,
-    state: Mapping[str, int] | None,
-) -> Replicas:  # fmt: skip
-    """`load` with `replicas`: every device in a thread of its own, over one bundle that is opened and checked once."""
-    from concurrent.futures import ThreadPoolExecutor  # none of these where a bundle is loaded on one device
-
-    from .cuda.driver import check_driver, device_count
-    from .format.archive import Archive
-    from .gpu.backend import CudaBackend
-    from .program import Program
-    from .program.replicas import Replicas
-
-    _check_options(mode, on_miss, outputs, check, weights)
-    if device or (devices is not None and (not devices or len(set(devices)) < len(devices))):
-        raise ValueError(f"device={device}, devices={devices}: expected devices alone, different ones, at least one")
-    bundle = Archive(os.fspath(path), copy_weights=weights == "copy")
-    try:
-        _check(bundle, check, key, variant, devices[0] if devices else device)
-        if bundle.manifest.target.kind != "cuda":
-            text = f"replicas=True: the bundle is for {bundle.manifest.target.arch}, and nothing of it runs on a GPU"
-            raise CallError("option-refused", text)
-        if bundle.manifest.world:
-            text = f"replicas=True: the model is over {bundle.manifest.world.size} GPUs, and no copy of it on one"
-            raise CallError("ranks-refused", text, "leave replicas out")
-        if threads is not None:
-            _check_threads(bundle.manifest, threads)
-        check_driver(bundle.manifest.target)
-        chosen = range(device_count()) if devices is None else devices
-        rows = _state_rows(bundle.manifest, state)
-
-        def opened(number: int) -> Program:
-            backend = CudaBackend(bundle, number, mode, lazy=lazy, threads=threads, rows=rows)
-            return _program(Program, bundle, backend, on_miss, outputs, cast)
-
-        with ThreadPoolExecutor(len(chosen), "cgbundle-replica") as pool:
-            loading = [pool.submit(opened, number) for number in chosen]
-        try:
-            made = Replicas([each.result() for each in loading])
-            bundle.check_unchanged()
-        except BaseException:
-            for each in loading:
-                if each.exception() is None:
-                    each.result().close()
-            raise
-        return made
-    finally:
-        bundle.close()
 
 
 def _begin_context(path: str, device: int) -> ContextFuture:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from ..call.forks import FORKS, forked
-from ..call.locks import ExclusiveLock, Inside, Turn, closed, during, locked
+from ..call.locks import ExclusiveLock, closed, during, locked
 from ..cuda import driver, memory
 from ..cuda.background import Background
 from ..cuda.driver import Context, Relaxed, cu
@@ -27,7 +27,6 @@ from ..format.schema import KERNEL_CODE, STATE
 from ..format.spans import span
 from ..tensors.library import caller_captures
 from .device_bundle import DeviceBundle
-from .fast_path import fast_path
 from .outputs import DeviceOutputs, HostCopies, HostOutputs
 from .programs import Executors, Programs, static_buffers
 
@@ -161,7 +160,7 @@ class CudaBackend:
     # --- running ----------------------------------------------------------------------------------------------
 
     @property
-    def turn(self) -> Turn | Inside:
+    def turn(self) -> AbstractContextManager[None]:
         """Holds the memories for one call."""
         return self._lock.turn
 
@@ -219,6 +218,8 @@ class CudaBackend:
         bound = self._bound.get(program)
         if bound is None or bound.written or not bound.steps or self._programs.watched:
             return None
+        from .fast_path import fast_path  # calls from the CPU have none
+
         return fast_path(self._lock, self._forks, self._programs, program, self.order, self._context, caller)
 
     def copy(self, target: int, source: int, size: int, stream: Any) -> None:
