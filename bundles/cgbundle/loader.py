@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 
 from .cuda.background import ContextFuture
 from .errors import BundleError, CallError
@@ -202,9 +203,8 @@ def _open(
                     bundle, others, devices, mode, context=context, poison=poison, threads=threads, timeout=timeout
                 )
             else:
-                backend = CudaBackend(
-                    bundle, device, mode, context=context.take(), poison=poison, lazy=lazy, threads=threads, rows=rows
-                )
+                _import_libraries()
+                backend = CudaBackend(bundle, device, mode, context=context, poison=poison, lazy=lazy, threads=threads, rows=rows)
             own = others[0] if others and meeting is not None else bundle
             program = _program(Program, own, backend, on_miss, outputs, cast)
             if meeting is not None and own.manifest.random is not None:
@@ -220,6 +220,15 @@ def _open(
         context.drop()
         for opened in (*others, *([bundle] if bundle is not None else [])):
             opened.close()
+
+
+def _import_libraries() -> None:
+    """What a first call needs for the caller's tensor libraries: it costs nothing while the context is made."""
+    if "numpy" in sys.modules:
+        from .tensors import numpy_arrays  # noqa: F401
+    if "torch" in sys.modules:
+        from .gpu import fast_path  # noqa: F401
+        from .tensors import torch_tensors  # noqa: F401
 
 
 def _program(made: type[Program], bundle: Archive, backend: Any, on_miss: str, outputs: str, cast: bool) -> Program:

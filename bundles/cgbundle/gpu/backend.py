@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ..call.forks import FORKS, forked
 from ..call.locks import ExclusiveLock, closed, during, locked
 from ..cuda import driver, memory
-from ..cuda.background import Background
+from ..cuda.background import Background, ContextFuture
 from ..cuda.driver import Context, Relaxed, cu
 from ..cuda.memory import PEER, WEIGHTS, Memories, Output
 from ..cuda.stream_order import StreamOrder
@@ -55,11 +55,11 @@ class CudaBackend:
     """Runs the programs of a cuda bundle on GPU number `device`.
 
     `mode`: "graph" replays each recording as one CUDA graph, "stream" launches its rows one by one.  `context`: one that the caller
-    has made, which belongs to the backend from then on.  `poison`: a byte that fills the arena, memory `host`, and all bytes of
-    parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its first call; None:
-    the first EAGER programs now, the others in the background, or at a call that comes before.  `threads`: how many the operations
-    on the host use, None for OpenMP's own number.  `peer`: where memory peer lies, for a bundle that has one; the caller's to free.
-    `rows`: of state, by its dimensions.
+    has made, or that is being made; it belongs to the backend from then on.  `poison`: a byte that fills the arena, memory `host`,
+    and all bytes of parameters that the recordings call undefined; results must not depend on it.  `lazy`: bind a program at its
+    first call; None: the first EAGER programs now, the others in the background, or at a call that comes before.  `threads`: how
+    many the operations on the host use, None for OpenMP's own number.  `peer`: where memory peer lies, for a bundle that has one;
+    the caller's to free.  `rows`: of state, by its dimensions.
 
     Raises library-missing, library-refused, wrong-machine, OutOfMemory, driver-failed, weights-invalid, table-invalid and
     file-damaged; nothing is left on the GPU then.
@@ -71,7 +71,7 @@ class CudaBackend:
         device: int = 0,
         mode: str = "graph",
         *,
-        context: Context | None = None,
+        context: Context | ContextFuture | None = None,
         poison: int | None = None,
         lazy: bool | None = None,
         threads: int | None = None,

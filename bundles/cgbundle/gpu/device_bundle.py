@@ -9,6 +9,7 @@ from contextlib import ExitStack
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
+from ..cuda.background import ContextFuture
 from ..cuda.driver import Context, Relaxed, check_device, check_driver, free_bytes
 from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
 from ..cuda.modules import Modules, states
@@ -37,8 +38,8 @@ class DeviceBundle:
     """
 
     def __init__(
-        self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | None, threads: int | None,
-        peer: int = 0, rows: Mapping[str, int] = MappingProxyType({}),
+        self, bundle: Archive, device: int, mode: str, poison: int | None, context: Context | ContextFuture | None,
+        threads: int | None, peer: int = 0, rows: Mapping[str, int] = MappingProxyType({}),
     ) -> None:  # fmt: skip
         manifest = bundle.manifest
         self.threads, self.peer = threads, peer
@@ -53,7 +54,7 @@ class DeviceBundle:
         self._shares = 1
         self._uploads: list[Upload] = []
         with ExitStack() as undo:
-            if context is not None:
+            if isinstance(context, Context):
                 undo.callback(context.release)
             if manifest.target.features:
                 from ..cpu.machine import check_features  # of host regions
@@ -62,9 +63,10 @@ class DeviceBundle:
             pieces = listed(bundle)
             constants = any(region.kind == "host" and region.constants for region in manifest.regions)
             self.hosted = _host_weights(bundle) if constants else None
+            self._states = states(bundle)
             check_driver(manifest.target)
-            if context is None:
-                context = Context(device)
+            if not isinstance(context, Context):  # from here on time counts: until then the context was being made
+                context = (context and context.take()) or Context(device)
                 undo.callback(context.release)
             check_device(manifest.target, context)
             self.context = context
@@ -96,7 +98,6 @@ class DeviceBundle:
         for file, parts in pieces.items():
             self._uploads.append(Upload(self.context, self.bundle.descriptor(file), parts, self.base, name=file))
             cleanup.callback(self._uploads[-1].stop)
-        self._states = states(self.bundle)
         images = {f"{KERNELS}{state.image}" for state in self._states}
         self.code_bytes = sum(file.bytes for file in self.manifest.files if file.path in images)
         self._modules = Modules(self.bundle)
