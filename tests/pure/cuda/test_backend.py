@@ -18,7 +18,7 @@ from cgbundle.format.safetensors import Entry
 from cgbundle.format.schema import Manifest, Weight
 from cgbundle.gpu import device_bundle as shared
 from cgbundle.gpu import step_times
-from cgbundle.loader import MODES
+from cgbundle.program.opening import MODES
 from cgbundle.tables.table import Table
 from cgbundle.validate import contents, recordings
 from cgbundle.weights import lanes, reads, upload
