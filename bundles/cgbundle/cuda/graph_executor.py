@@ -24,13 +24,9 @@ from .libcuda import (
     MEMORY_TYPE_DEVICE,
     NODE_TYPE_CONDITIONAL,
     SET_CAPTURE_DEPENDENCIES,
-    ConditionalNodeParams,
-    EdgeData,
-    KernelNodeParams,
-    Memcpy3D,
-    MemsetNodeParams,
 )
 from .modules import Modules
+from .structures import ConditionalNodeParams, EdgeData, KernelNodeParams, Memcpy3D, MemsetNodeParams
 
 PRIORITY = 8
 """A launch attribute with a meaning beyond its value."""

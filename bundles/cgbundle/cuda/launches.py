@@ -11,8 +11,9 @@ from typing import Any
 
 from ..format.schema import MEMORIES
 from ..tables.table import KERNEL, Table
-from .libcuda import MEMORY_TYPE_DEVICE, KernelNodeParams, LaunchAttributeValue, Memcpy3D
+from .libcuda import MEMORY_TYPE_DEVICE
 from .modules import Modules
+from .structures import KernelNodeParams, LaunchAttributeValue, Memcpy3D
 
 MEMORY_SYNC_DOMAIN_MAP = 9
 """A launch attribute whose values are bytes."""

@@ -14,8 +14,8 @@ from ..errors import CallError
 from ..tables.table import CONDITIONAL, IF, KERNEL, MEMCPY, MEMSET, WHILE, Table, launch_order
 from .driver import check, cu
 from .launches import Launches, Reader, attributes, copy_params, describe, memset_value, rows
-from .libcuda import LaunchAttribute, LaunchConfig
 from .modules import Modules
+from .structures import LaunchAttribute, LaunchConfig
 
 Step = Callable[[Any], None]
 """Enqueues a row on a stream."""

@@ -145,12 +145,14 @@ def open_bundle(
 
 
 def _import_libraries() -> None:
-    """What a first call needs for the caller's tensor libraries: it costs nothing while the context is made."""
-    if "numpy" in sys.modules:
-        from ..tensors import numpy_arrays  # noqa: F401
+    """What a first call needs for the caller's tensor library: it costs nothing while the context is made."""
     if "torch" in sys.modules:
         from ..gpu import fast_path  # noqa: F401
         from ..tensors import torch_tensors  # noqa: F401
+    elif "numpy" in sys.modules:
+        from ..tensors import numpy_arrays  # noqa: F401
+    else:
+        from ..tensors import dlpack  # noqa: F401
 
 
 def _program(bundle: Archive, backend: Any, on_miss: str, outputs: str, cast: bool) -> Program:

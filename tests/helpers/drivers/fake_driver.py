@@ -17,7 +17,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from cgbundle.cuda import driver, graph_executor, memory, modules, stream_executor, stream_order
-from cgbundle.cuda.libcuda import Driver, Memcpy3D, answers
+from cgbundle.cuda.libcuda import Driver, answers
+from cgbundle.cuda.structures import Memcpy3D
 from cgbundle.gpu import backend, fast_path, host_steps, programs, step_times, threaded_copies, update
 from cgbundle.program import exchanging, one_rank, ranks
 from cgbundle.tables.table import SET_CONDITION
