@@ -24,7 +24,7 @@ MODULES: dict[str, tuple[str, ...]] = {
         "tests/pure/call/test_plan.py",
     ),
     "bundles/cgbundle/format/safetensors.py": ("tests/pure/format/test_safetensors.py",),
-    "bundles/cgbundle/tables/column_file.py": ("tests/pure/tables",),
+    "bundles/cgbundle/tables/table.py": ("tests/pure/tables", *VALIDATE),
     "cgcompile/bundle/recordings.py": ("tests/pure/tables",),
     "cgcompile/capture/relocation.py": ("tests/pure/capture",),
     "cgcompile/capture/pairing.py": ("tests/pure/capture",),

@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..tables.column_file import invalid
-from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table
+from ..tables.table import CONDITIONAL, KERNEL, MEMCPY, MEMSET, Table, invalid
 from .driver import Context, check, cu
 from .launches import INPUTS, CopyingLaunch, Launches, Reader, attributes, copy_params, describe, memset_value, rows
 from .libcuda import (
