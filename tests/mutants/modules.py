@@ -15,7 +15,6 @@ MODULES: dict[str, tuple[str, ...]] = {
     "bundles/cgbundle/validate/state.py": VALIDATE,
     "bundles/cgbundle/validate/lifetimes.py": VALIDATE,
     "bundles/cgbundle/validate/programs.py": VALIDATE,
-    "bundles/cgbundle/validate/signature.py": VALIDATE,
     "bundles/cgbundle/validate/self_test.py": VALIDATE,
     "bundles/cgbundle/call/pieces.py": ("tests/pure/call/test_dispatch.py", "tests/pure/call/test_plan.py"),
     "bundles/cgbundle/call/plan.py": (

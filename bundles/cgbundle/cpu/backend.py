@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from contextlib import AbstractContextManager
 
     from ..call.profile import Profile
-    from ..weights.contents import Contents, OpenFile
+    from ..weights.update import Contents, OpenFile
 
 
 def check_machine(target: Target) -> None:

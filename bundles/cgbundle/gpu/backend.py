@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from ..call.fast_path import Caller
     from ..call.profile import Profile
     from ..format.schema import Manifest
-    from ..weights.contents import Contents, OpenFile
+    from ..weights.update import Contents, OpenFile
     from .host_steps import HostSteps
 
 SHARED = (WEIGHTS, KERNEL_CODE, PEER)

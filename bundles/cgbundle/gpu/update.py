@@ -12,9 +12,9 @@ from ..cuda.driver import Context, Relaxed, check, cu
 from ..cuda.libcuda import STREAM_NON_BLOCKING
 from ..errors import BundleError, CallError, OutOfMemory
 from ..format.schema import Weight
-from ..weights.contents import Contents, OpenFile
 from ..weights.host import HostWeights, anonymous
 from ..weights.reads import Piece
+from ..weights.update import Contents, OpenFile
 from ..weights.upload import Upload
 
 if TYPE_CHECKING:

@@ -27,7 +27,7 @@ from ..validate.memories import GRANULARITY
 
 if TYPE_CHECKING:
     from ..call.fast_path import Caller
-    from ..weights.contents import Contents, OpenFile
+    from ..weights.update import Contents, OpenFile
 
 SECOND = 10**9
 

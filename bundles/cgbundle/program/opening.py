@@ -114,7 +114,7 @@ def open_bundle(
 
                 return open_replicas(bundle, devices, opened_on)
             if rank is not None and rendezvous is not None:
-                from .one_rank import open_rank  # few models are over several
+                from .ranks import open_rank  # few models are over several
 
                 backend: CudaBackend = open_rank(
                     bundle, others, device, (rank, os.fspath(rendezvous)), mode, context=context, threads=threads, timeout=timeout
