@@ -122,7 +122,7 @@ class CudaBackend:
                 if now == count:
                     self._programs.bind_donated()
                 shared.settle()  # and zeroed memories and state
-                driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(self.order.default))
+                driver.call("cuStreamSynchronize", self.order.default)
             undo.pop_all()
         if lazy is None and now < count:
             self._background = Background(self._rest())
@@ -298,7 +298,7 @@ class CudaBackend:
             memory.copy(place, address, size, stream)
         else:
             self._copies.to_device(place, address, size, stream)
-            driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+            driver.call("cuStreamSynchronize", stream)
 
     def update(
         self,
@@ -326,13 +326,13 @@ class CudaBackend:
         """Copies bytes to the GPU."""
         buffer = ctypes.create_string_buffer(data, max(1, len(data)))
         memory.copy(address, ctypes.addressof(buffer), len(data), stream, source_on_device=False)
-        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        driver.call("cuStreamSynchronize", stream)
 
     def read(self, address: int, size: int, stream: Any) -> bytes:
         """Bytes of the GPU; waits for them."""
         buffer = ctypes.create_string_buffer(max(1, size))
         memory.copy(ctypes.addressof(buffer), address, size, stream, target_on_device=False)
-        driver.check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+        driver.call("cuStreamSynchronize", stream)
         return buffer.raw[:size]
 
     def reset(self, stream: Any) -> None:

@@ -10,8 +10,8 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..cuda.background import ContextFuture
-from ..cuda.driver import Context, Relaxed, check_device, check_driver, free_bytes
-from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate, free
+from ..cuda.driver import Context, Relaxed, call, check_device, check_driver, free_bytes
+from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate
 from ..cuda.modules import Modules, states
 from ..format.archive import Archive
 from ..format.file_names import KERNELS, all_programs, donating_programs
@@ -93,7 +93,7 @@ class DeviceBundle:
         self.base = 0
         if WEIGHTS in self.sizes:
             self.base = allocate(max(self.sizes[WEIGHTS], SMALLEST), f"memory {WEIGHTS}")
-            cleanup.callback(free, self.base)
+            cleanup.callback(call, "cuMemFree", self.base)
         # From here on the weights travel in other threads while this one loads modules and builds graphs.
         for file, parts in pieces.items():
             self._uploads.append(Upload(self.context, self.bundle.descriptor(file), parts, self.base, name=file))

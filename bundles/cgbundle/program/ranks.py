@@ -13,7 +13,7 @@ from typing import Any
 from ..call.locks import during
 from ..cuda import memory
 from ..cuda.background import ContextFuture
-from ..cuda.driver import Context, check, check_device, cu
+from ..cuda.driver import Context, call, check_device, cu
 from ..cuda.libcuda import EVENT_DISABLE_TIMING, PEER_ENABLED_BEFORE
 from ..errors import CallError, MachineError
 from ..format.archive import Archive
@@ -114,9 +114,9 @@ class RanksBackend(ExchangingBackend):
         results = super().run(program, addresses, device, stream)
         self._note(0, stream)
         if device is None:
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+            call("cuStreamSynchronize", stream)
             for other in self._others:
-                during(other, None, lambda handle: check("cuStreamSynchronize", cu.cuStreamSynchronize(handle)))
+                during(other, None, lambda handle: call("cuStreamSynchronize", handle))
             self._check_ranks()
         return results
 
@@ -124,12 +124,12 @@ class RanksBackend(ExchangingBackend):
         """Copies inputs on rank 0's device to the static buffers of the others, in the order of its stream, when these are done
         with the call before; and marks that they are there."""
         for number, other in enumerate(self._others):
-            check("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, self._done[number], 0))
+            call("cuStreamWaitEvent", stream, self._done[number], 0)
             theirs, first = self._ranks[number + 1].handle, self._ranks[0].handle
             for address, place in zip(addresses, other._bound[program].inputs, strict=True):
                 if place.size:
-                    check("cuMemcpyPeerAsync", cu.cuMemcpyPeerAsync(place.target, theirs, address, first, place.size, stream))
-        check("cuEventRecord", cu.cuEventRecord(self._ready, stream))
+                    call("cuMemcpyPeerAsync", place.target, theirs, address, first, place.size, stream)
+        call("cuEventRecord", self._ready, stream)
 
     def _follow(self, number: int, other: CudaBackend, program: int, addresses: Sequence[int] | None) -> None:
         """A replay on a rank behind rank 0; `addresses` of inputs on the CPU, None where they were copied before."""
@@ -137,14 +137,14 @@ class RanksBackend(ExchangingBackend):
         def replay(stream: Any) -> None:
             bound = other._bound[program]
             if addresses is None:
-                check("cuStreamWaitEvent", cu.cuStreamWaitEvent(stream, self._ready, 0))
+                call("cuStreamWaitEvent", stream, self._ready, 0)
             else:
                 for address, place in zip(addresses, bound.inputs, strict=True):
                     memory.copy(place.target, address, place.size, stream, source_on_device=False)
             for step in bound.steps:
                 step(stream)
             self._note(number + 1, stream)
-            check("cuEventRecord", cu.cuEventRecord(self._done[number], stream))
+            call("cuEventRecord", self._done[number], stream)
 
         during(other, None, replay)
 
@@ -201,7 +201,7 @@ def _contexts(bundle: Archive, devices: Sequence[int], first: Context | None, cl
 
 def _event(context: Context, cleanup: ExitStack) -> Any:
     with context:
-        event = check("cuEventCreate", cu.cuEventCreate(EVENT_DISABLE_TIMING))
+        event = call("cuEventCreate", EVENT_DISABLE_TIMING)
     cleanup.callback(within, context, "cuEventDestroy", event)
     return event
 
@@ -281,7 +281,7 @@ class OneRankBackend(ExchangingBackend):
         results = super().run(program, addresses, device, stream)
         self._note(self._world.rank, stream)
         if device is None:
-            check("cuStreamSynchronize", cu.cuStreamSynchronize(stream))
+            call("cuStreamSynchronize", stream)
             self._check()
         return results
 
