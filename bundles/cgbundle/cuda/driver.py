@@ -1,4 +1,4 @@
-"""The CUDA driver: every call is checked, the context is current only while it is needed, and whether a bundle can run here.
+"""The CUDA driver: every call is checked, and the context is current only while it is needed.
 
 `cu` are its functions; whether there is a driver shows at the first call: `require` says so, importing this module does not.
 """
@@ -15,8 +15,6 @@ TYPE_CHECKING = False  # see cgbundle/__init__.py
 if TYPE_CHECKING:
     from types import TracebackType
     from typing import Any
-
-    from ..format.schema import Target
 
 cu: Any = libcuda.Driver()
 
@@ -72,20 +70,6 @@ def device_count() -> int:
 def driver_version() -> int:
     """As the driver reports it: 13000 is 13.0."""
     return int(call("cuDriverGetVersion"))
-
-
-def device_arch(index: int) -> str:
-    """The compute capability of GPU number `index` as in "sm_90"; "" where there is no usable driver or no such GPU.  Makes no
-    context."""
-    try:
-        require()
-        if not 0 <= index < device_count():
-            return ""
-        device = call("cuDeviceGet", index)
-        numbers = (libcuda.COMPUTE_CAPABILITY_MAJOR, libcuda.COMPUTE_CAPABILITY_MINOR)
-        return "sm_" + "".join([str(call("cuDeviceGetAttribute", each, device)) for each in numbers])
-    except MachineError:
-        return ""
 
 
 class Context:
@@ -197,43 +181,3 @@ def free_bytes() -> int:
     """Free bytes of the current context's GPU, as the driver counts them."""
     free, _ = call("cuMemGetInfo")
     return int(free)
-
-
-# --- whether a bundle can run here: asked before anything is put on the GPU -------------------------------------
-
-
-def check_driver(target: Target) -> None:
-    """Raises wrong-machine, process-forked or driver-too-old unless there is a driver, and one new enough."""
-    if target.kind != "cuda":
-        raise MachineError("wrong-machine", f"the bundle is for the {target.kind} target, not for a GPU")
-    try:
-        require()
-    except MachineError as error:
-        raise MachineError(
-            "wrong-machine",
-            f"the bundle is for {target.arch}: {error}",
-            "copy it to a machine with such a GPU; here `cgcompile verify` without --run checks it; or build for this machine "
-            "with --target cpu",
-        ) from None
-    version = driver_version()
-    if version < target.driver:
-        raise MachineError(
-            "driver-too-old",
-            f"the bundle needs a driver for CUDA {_version(target.driver)}, this machine's is for {_version(version)}",
-            "upgrade the NVIDIA driver, or build the bundle on this machine",
-        )
-
-
-def check_device(target: Target, context: Context) -> None:
-    """Raises wrong-architecture unless the GPU is of the architecture whose machine code the bundle holds."""
-    if context.arch != target.arch.rstrip("af"):
-        raise MachineError(
-            "wrong-architecture",
-            f"the bundle is for {target.arch}, device {context.index} ({context.name}) is {context.arch}",
-            f"build the bundle with --target {context.arch}",
-        )
-
-
-def _version(number: int) -> str:
-    """13000 as "13.0"."""
-    return f"{number // 1000}.{number % 1000 // 10}"

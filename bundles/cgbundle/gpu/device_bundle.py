@@ -10,13 +10,14 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..cuda.background import ContextFuture
-from ..cuda.driver import Context, Relaxed, call, check_device, check_driver, free_bytes
+from ..cuda.driver import Context, Relaxed, call, driver_version, free_bytes, require
 from ..cuda.memory import SMALLEST, WEIGHTS, Memories, allocate
 from ..cuda.modules import Modules, states
+from ..errors import MachineError
 from ..format.archive import Archive
 from ..format.file_names import KERNELS, all_programs, donating_programs
 from ..format.file_names import WEIGHTS as FILE
-from ..format.schema import STATE, Manifest
+from ..format.schema import STATE, Manifest, Target
 from ..format.spans import span
 from ..weights.reads import Piece
 from ..weights.upload import Upload, listed
@@ -155,3 +156,43 @@ def donated_places(manifest: Manifest) -> dict[int, dict[int, dict[int, int]]]:
         if donation.source != donation.target and span(value):
             places.setdefault(target, {}).setdefault(donation.input, {})[value.offset] = source
     return places
+
+
+# --- whether a bundle can run here: asked before anything is put on the GPU ---------------------------------------------
+
+
+def check_driver(target: Target) -> None:
+    """Raises wrong-machine, process-forked or driver-too-old unless there is a driver, and one new enough."""
+    if target.kind != "cuda":
+        raise MachineError("wrong-machine", f"the bundle is for the {target.kind} target, not for a GPU")
+    try:
+        require()
+    except MachineError as error:
+        raise MachineError(
+            "wrong-machine",
+            f"the bundle is for {target.arch}: {error}",
+            "copy it to a machine with such a GPU; here `cgcompile verify` without --run checks it; or build for this machine "
+            "with --target cpu",
+        ) from None
+    version = driver_version()
+    if version < target.driver:
+        raise MachineError(
+            "driver-too-old",
+            f"the bundle needs a driver for CUDA {_version(target.driver)}, this machine's is for {_version(version)}",
+            "upgrade the NVIDIA driver, or build the bundle on this machine",
+        )
+
+
+def check_device(target: Target, context: Context) -> None:
+    """Raises wrong-architecture unless the GPU is of the architecture whose machine code the bundle holds."""
+    if context.arch != target.arch.rstrip("af"):
+        raise MachineError(
+            "wrong-architecture",
+            f"the bundle is for {target.arch}, device {context.index} ({context.name}) is {context.arch}",
+            f"build the bundle with --target {context.arch}",
+        )
+
+
+def _version(number: int) -> str:
+    """13000 as "13.0"."""
+    return f"{number // 1000}.{number % 1000 // 10}"

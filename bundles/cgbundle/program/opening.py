@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..call.plan import POLICIES
 from ..cuda.background import ContextFuture
-from ..errors import BundleError, CallError
+from ..errors import BundleError, CallError, MachineError
 from ..format.archive import Archive
 from ..format.file_names import SELF_TEST
 from ..format.schema import Manifest
@@ -102,8 +102,8 @@ def open_bundle(
 
             program = _program(bundle, CpuBackend(bundle, threads, rows), on_miss, outputs, cast)
         else:
-            from ..cuda.driver import check_driver
             from ..gpu.backend import CudaBackend
+            from ..gpu.device_bundle import check_driver
 
             check_driver(bundle.manifest.target)  # first: what making a context says where no GPU is does not name the bundle's
             if replicas:
@@ -213,10 +213,25 @@ def _choose_variant(bundle: Archive, variant: str | None, device: int) -> None:
         return bundle.choose(named_variant(targets, variant))
     gpu = ""
     if any(target.kind == "cuda" for target in targets):
-        from ..cuda.driver import device_arch
-
-        gpu = device_arch(device)
+        gpu = _device_arch(device)
     bundle.choose(fitting_variant(targets, gpu, os.uname().machine, processor_flags() | BY_NAME_ALONE))
+
+
+def _device_arch(index: int) -> str:
+    """The compute capability of GPU number `index` as in "sm_90"; "" where there is no usable driver or no such GPU.  Makes no
+    context."""
+    from ..cuda.driver import call, device_count, require
+    from ..cuda.libcuda import COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR
+
+    try:
+        require()
+        if not 0 <= index < device_count():
+            return ""
+        device = call("cuDeviceGet", index)
+        numbers = (COMPUTE_CAPABILITY_MAJOR, COMPUTE_CAPABILITY_MINOR)
+        return "sm_" + "".join([str(call("cuDeviceGetAttribute", each, device)) for each in numbers])
+    except MachineError:
+        return ""
 
 
 def _check_threads(manifest: Manifest, threads: int) -> None:
